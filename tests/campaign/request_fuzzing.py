@@ -12,7 +12,8 @@ from multiprocessing import get_context
 
 from tests.fuzzing.block import BLOCK, run_block
 from tests.fuzzing.engines import CYCLE
-from tests.fuzzing.replay import command, quiet, report
+from tests.fuzzing.replay import command, report
+from tests.harness.world import quiet_log
 
 from .registry import Options, Summary
 
@@ -50,7 +51,7 @@ def run_blocks(first_block: int, count: int) -> Counts:
     counts = Counts()
     gc.collect()
     gc.freeze()                         # a collection then looks at what comes from here on, and is soon done
-    with quiet():
+    with quiet_log():
         for block in range(first_block, first_block + count):
             outcome = run_block(block)
             counts.add(Counts(1, outcome.requests, outcome.run, outcome.not_built, outcome.nobody, outcome.tokens,

@@ -2,7 +2,7 @@
 
     python -m tests.campaign.run_ahead SEED             one seed again, every difference with what led to it
 
-A pair is what one request got from both: all tensors of all its responses, in order. A seed draws a world: an engine
+A pair is what one request got from both: all tensors of all its responses, in order. A seed draws a scenario: an engine
 over the scripted model or over a small checkpoint with random weights (there with `deterministic`), and requests with
 any features. It runs once in lockstep and twice ahead, over a device that is late: once undisturbed, and once with
 steps that fail after the next one was launched. Some requests are asked to stop. Of a request that is cut
@@ -30,7 +30,7 @@ from batch_manager.names import FinishReason
 from tests.deterministic.differential import FAMILIES
 from tests.run_ahead.engines import Ahead, Response, Run, run_ahead, run_in_lockstep
 from tests.run_ahead.late_backend import Faults
-from tests.run_ahead.worlds import FEATURES, SCRIPTED, World, draw_world
+from tests.run_ahead.scenarios import FEATURES, SCRIPTED, RunAheadScenario, draw_scenario
 
 from .portions import each_done
 from .registry import Options, Summary
@@ -47,46 +47,46 @@ WORLD_FEATURES = (SCRIPTED, *FAMILIES, "max utilization", "no evict", "split", "
                   *dict.fromkeys(FEATURES.values()))
 
 
-def draw_runs(world: World) -> list[Ahead]:
-    """The runs ahead of a world."""
-    draw = Random(f"runs ahead {world.seed}")
+def draw_runs(scenario: RunAheadScenario) -> list[Ahead]:
+    """The runs ahead of a scenario."""
+    draw = Random(f"runs ahead {scenario.seed}")
 
     def new(fault_rate: float, stops: dict[int, int]) -> Ahead:
         return Ahead(draw.getrandbits(32), fault_rate, draw.choice([0.0, 0.0, 0.5, 1.0]), stops,
-                     own_queue=world.is_scripted and draw.random() < 0.5)
+                     own_queue=scenario.is_scripted and draw.random() < 0.5)
 
-    stops = {request_id: ask.arrival + draw.randint(0, 25) for request_id, ask in world.asks.items()
+    stops = {request_id: ask.arrival + draw.randint(0, 25) for request_id, ask in scenario.asks.items()
              if draw.random() < 0.08}
     return [new(0.0, draw.choice([{}, stops])), new(draw.choice([0.05, 0.15, 0.3, 0.5]), stops)]
 
 
 def run_seed(seed: int, parent: Path, family: str | None = None) -> tuple[Counter, list[str]]:
     """Counts, and what differed. family: None: the seed draws it"""
-    world, counts, found = draw_world(seed, family), Counter(worlds=1), []
+    scenario, counts, found = draw_scenario(seed, family), Counter(scenarios=1), []
 
     def note(what: str) -> None:
         counts["different"] += 1
         found.append(f"seed {seed} (python -m tests.campaign.run_ahead {seed}): {what}")
 
     try:
-        lockstep = run_in_lockstep(world, parent)
+        lockstep = run_in_lockstep(scenario, parent)
     except Exception as error:
-        note(f"in lockstep: {where(error)}; {world}")
+        note(f"in lockstep: {where(error)}; {scenario}")
         return counts, found
-    for ahead in draw_runs(world):
+    for ahead in draw_runs(scenario):
         try:
-            run, faults = run_ahead(world, parent, ahead)
+            run, faults = run_ahead(scenario, parent, ahead)
         except Exception as error:
-            note(f"{where(error)}; {ahead}; {world}")
+            note(f"{where(error)}; {ahead}; {scenario}")
             continue
         if not run.counts["ahead"]:
             counts["runs that were never ahead"] += 1
             continue
-        differences = compare(world, ahead, lockstep, run, faults, counts)
+        differences = compare(scenario, ahead, lockstep, run, faults, counts)
         counts.update({name: run.counts[name] for name in
                        ("steps", "ahead", "pauses", "void", "discarded", "failed steps")})
         if differences:
-            note(f"{differences}; {ahead}; {world}")
+            note(f"{differences}; {ahead}; {scenario}")
     return counts, found
 
 
@@ -97,15 +97,16 @@ def where(error: Exception) -> str:
         f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
 
 
-def compare(world: World, ahead: Ahead, lockstep: Run, run: Run, faults: Faults, counts: Counter) -> list[str]:
+def compare(scenario: RunAheadScenario, ahead: Ahead, lockstep: Run, run: Run, faults: Faults,
+            counts: Counter) -> list[str]:
     """What differs. The pairs are counted."""
-    differences, failed, cut, early, kind = [], 0, 0, 0, "scripted" if world.is_scripted else "native"
-    for request_id, ask in world.asks.items():
+    differences, failed, cut, early, kind = [], 0, 0, 0, "scripted" if scenario.is_scripted else "native"
+    for request_id, ask in scenario.asks.items():
         expected, got = lockstep.responses[request_id], run.responses[request_id]
         if len(expected) == len(got) and all(map(Response.same, expected, got)):
             if not expected[-1].error:                            # else it was refused
                 counts.update(pairs=1, **{kind: 1}, tokens=sum(map(num_tokens, got)))
-                counts.update(("of", feature) for feature in (*world.features(), *ask.features))
+                counts.update(("of", feature) for feature in (*scenario.features(), *ask.features))
                 reason = FinishReason(int(got[-1].tensors["finish_reason"][0, 0]))
                 counts["end", reason.name] += 1
                 early += ask.beam_width * (reason is not FinishReason.LENGTH)
@@ -119,7 +120,7 @@ def compare(world: World, ahead: Ahead, lockstep: Run, run: Run, faults: Faults,
             differences.append(f"request {request_id} ({', '.join(ask.features)}): {how(expected, got)}")
             continue
         cut += ask.beam_width
-        if ask.beam_width == 1 and not expected[-1].error and not is_beginning(got, expected, world.vocab):
+        if ask.beam_width == 1 and not expected[-1].error and not is_beginning(got, expected, scenario.vocab):
             differences.append(f"request {request_id} ({', '.join(ask.features)}) is cut short: {how(expected, got)}")
         counts["beginnings"] += 1
     if failed > faults.alone:
@@ -129,7 +130,7 @@ def compare(world: World, ahead: Ahead, lockstep: Run, run: Run, faults: Faults,
                            f"were cut short and {run.counts['void']} rows were void")
     if run.counts["failed steps"] and not ahead.fault_rate:
         differences.append(f"{run.counts['failed steps']} steps failed, and none was to")
-    if not cut and not any(ask.beam_width > 1 for ask in world.asks.values()) and (
+    if not cut and not any(ask.beam_width > 1 for ask in scenario.asks.values()) and (
             lockstep.counts["generated"] != run.counts["generated"]):
         differences.append(f"the statistics count {run.counts['generated']} tokens, "
                            f"{lockstep.counts['generated']} in lockstep")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.conftest import build_world
+from tests.harness.world import build_world
 from tests.property.test_loop import Stream
 
 

@@ -28,7 +28,8 @@ import transformers
 
 from batch_manager import FinishReason, GptManager, KvCacheConfig
 from tests.campaigns.same_tokens_as_transformers import random_config, random_engine
-from tests.conftest import Client, request
+from tests.harness.client import Client
+from tests.harness.requests import request
 
 TIE, APART, WRONG = 1e-5, 1e-4, 1e-3
 EARLY_STOPPING = {1: True, 0: False, 2: "never"}

@@ -25,7 +25,8 @@ import torch
 import transformers
 
 from batch_manager import GptManager, KvCacheConfig, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
-from tests.conftest import Client, request
+from tests.harness.client import Client
+from tests.harness.requests import request
 
 TIE = 1e-5
 ROPES = [

@@ -40,6 +40,7 @@ from batch_manager.scheduling.chunking import (
 from batch_manager.scheduling.interfaces import MicroBatchScheduler
 from batch_manager.scheduling.micro_batch import TokenBudgetScheduler
 from batch_manager.scheduling.simple import SimpleScheduler
+from tests.harness.clock import VirtualClock
 
 DIVISIONS = {
     "FIRST_COME_FIRST_SERVED": first_come_first_served,
@@ -175,14 +176,14 @@ def make_micro_batch_scheduler(config: dict, credit_of) -> TokenBudgetScheduler:
                                 credit_of=credit_of)
 
 
-def make_kv(config: dict, clock: "Clock | None" = None) -> KvCacheManager:
+def make_kv(config: dict, clock: VirtualClock | None = None) -> KvCacheManager:
     return KvCacheManager(
         config["num_blocks"], config["tokens_per_block"], config["max_seq_len"], max_beam_width=MOST_BEAMS,
         window=config.get("window"), temporary_attention_window=config.get("temporary_attention_window", 0),
         sink_token_length=config.get("sink_token_length", 0),
         enable_block_reuse=config.get("enable_block_reuse", False),
         enable_partial_reuse=config.get("enable_partial_reuse", True), max_draft_len=MOST_DRAFTS,
-        now=(clock or Clock()).now)
+        now=(clock or VirtualClock(0.0)).monotonic)
 
 
 def capacity_step(config: dict, requests: list[dict]) -> dict:
@@ -382,21 +383,11 @@ def step(engine: Engine) -> dict:
 # The block tables alone
 
 
-class Clock:
-    """Milliseconds that pass when the record says so."""
-
-    def __init__(self) -> None:
-        self.milliseconds = 0
-
-    def now(self) -> float:
-        return seconds(self.milliseconds)
-
-
 class Tables:
     """One KV cache and the sequences a record put into it: one method for each operation."""
 
     def __init__(self, config: dict) -> None:
-        self.clock = Clock()
+        self.clock = VirtualClock(0.0)
         self.kv = make_kv(config, self.clock)
         self.requests: dict[int, LlmRequest] = {}
 
@@ -459,7 +450,7 @@ class Tables:
         return {}
 
     def advance_time(self, op: dict) -> dict:
-        self.clock.milliseconds += op["ms"]
+        self.clock.now += seconds(op["ms"])
         return {}
 
     def refresh(self, op: dict) -> dict:
@@ -541,8 +532,8 @@ def kv_fill(config: dict, prompt_len: int, tokens_to_add: int, mode: str) -> dic
 
 
 def eviction_ops(config: dict, ops: list[dict]) -> dict:
-    clock = Clock()
-    pool = BlockPool(config["num_blocks"], clock.now)
+    clock = VirtualClock(0.0)
+    pool = BlockPool(config["num_blocks"], clock.monotonic)
     named: dict[str, int] = {}
     results = []
     for op in ops:
@@ -565,10 +556,10 @@ def eviction_ops(config: dict, ops: list[dict]) -> dict:
                 pool.give_back([named[op["block"]]], front=op.get("front", op.get("to_front", False)))
                 result = {"free_blocks": len(pool.free)}
             case "advance_time":
-                clock.milliseconds += op["ms"]
+                clock.now += seconds(op["ms"])
                 result = {}
             case "set_time":
-                clock.milliseconds = op["ms"]
+                clock.now = seconds(op["ms"])
                 result = {}
             case "refresh":
                 pool.end_timed_priorities()

@@ -14,15 +14,9 @@ from batch_manager import InferenceRequest, RequestScheduler, SchedulerOutput
 from batch_manager.contained_log import RateLimitedLog
 from batch_manager.guard import BETWEEN_BLOCKS, ForeignCodeError, Guard, Heartbeat
 from batch_manager.scheduling.policies import make_scheduler
+from tests.harness.clock import VirtualClock
 
 RAISED = [ValueError("secret"), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), MemoryError()]
-
-
-class Clock:
-    now = 10.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
@@ -59,7 +53,7 @@ def test_a_raising_block_lets_exceptions_pass_by_class(passing):
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize("kind", ["containing", "raising"])
 def test_c19_a_block_writes_the_heartbeat_and_adds_up_its_seconds(kind, raises):
-    clock, heartbeat = Clock(), Heartbeat(3.0)
+    clock, heartbeat = VirtualClock(10.0), Heartbeat(3.0)
     block = getattr(Guard(clock.monotonic, heartbeat), kind)("send")
     assert (heartbeat.activity, heartbeat.since) == (BETWEEN_BLOCKS, 3.0)
 
@@ -80,7 +74,7 @@ def test_c19_a_block_writes_the_heartbeat_and_adds_up_its_seconds(kind, raises):
 
 
 def test_c15_each_name_is_logged_at_most_once_a_second_without_what_the_exception_says(caplog):
-    clock = Clock()
+    clock = VirtualClock(10.0)
     guard = Guard(clock.monotonic)
     with caplog.at_level(logging.ERROR, "batch_manager"):
         for name in ("send", "get", "send"):
@@ -95,7 +89,7 @@ def test_c15_each_name_is_logged_at_most_once_a_second_without_what_the_exceptio
 
 
 def test_a_rate_limited_log_names_the_line_that_wrote_it(caplog):
-    clock = Clock()
+    clock = VirtualClock(10.0)
     limited = RateLimitedLog(clock.monotonic)
     with caplog.at_level(logging.WARNING, "batch_manager"):
         for seconds in (0.0, 0.999, 0.002, 0.5, 0.5):

@@ -6,7 +6,6 @@ another run, where everything but the request is different.
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,13 +16,10 @@ from safetensors.torch import save_file
 from batch_manager import (
     InferenceRequest,
     KvCacheConfig,
-    Parts,
     RequestScheduler,
-    SchedulerPolicy,
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
-from batch_manager.build import build_loop
 from batch_manager.clock import SystemClock
 from batch_manager.layers.context import LayerContext
 from batch_manager.models.registry import find_model
@@ -32,6 +28,8 @@ from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.scheduling.interfaces import SchedulerOutput
 from batch_manager.weights.json_file import Fields
 from batch_manager.weights.source import DummyWeights
+from tests.harness.client import ArrivingClient
+from tests.harness.world import make_loop
 
 VOCAB = 211
 SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
@@ -259,11 +257,11 @@ class Laboratory:
             max_batch_size=32, enable_trt_overlap=circumstances.overlap and not circumstances.static,
             kv_cache_config=KvCacheConfig(tokens_per_block=self.kv.tokens_per_block,
                                           enable_block_reuse=circumstances.reuse))
-        parts = Parts(backend=self.backend(circumstances.layout), clock=SystemClock(),
-                      scheduler=None if circumstances.static else scheduler)
         arrivals = [(circumstances.arrivals.get(request_id, 0), ask.request(request_id))
                     for request_id, ask in asks.items()]
-        outcomes = drive(params, parts, arrivals, static=circumstances.static, max_beam_width=self.max_beam_width)
+        outcomes = drive(params, self.backend(circumstances.layout), arrivals, static=circumstances.static,
+                         scheduler=None if circumstances.static else scheduler,
+                         max_beam_width=self.max_beam_width).outcomes
         self.reused = schedulers[0].reused if schedulers else {}
         self.num_pauses += sum(scheduler.num_pauses for scheduler in schedulers)
         return outcomes
@@ -279,32 +277,31 @@ class Laboratory:
             backend.close()
 
 
-def drive(params: TrtGptModelOptionalParams, parts: Parts, arrivals: list[tuple[int, InferenceRequest]], *,
-          static: bool = False, stats: Callable[[str], None] | None = None,
-          max_beam_width: int = 1) -> dict[int, Outcome]:
-    """A loop without a thread, over a backend that outlives it; the final outcomes by request id."""
-    outcomes, iteration, waiting = {}, 0, list(arrivals)
+class DifferentialClient(ArrivingClient):
+    """outcomes: request id -> what its only response says."""
 
-    def get(max_num_requests: int) -> list[InferenceRequest]:
-        due = [entry for entry in waiting if entry[0] <= iteration][:max_num_requests]
-        for entry in due:
-            waiting.remove(entry)
-        return [request for _, request in due]
+    def __init__(self, arrivals: list[tuple[int, InferenceRequest]]) -> None:
+        super().__init__(arrivals)
+        self.outcomes: dict[int, Outcome] = {}
 
-    def send(request_id, tensors, final_response, error_message) -> None:
-        assert final_response and not error_message, error_message
-        outcomes[request_id] = outcome_of({tensor.name: np.asarray(tensor.tensor) for tensor in tensors})
+    def received(self, request_id: int, tensors: list, final: bool, error: str) -> None:
+        assert final and not error, error
+        self.outcomes[request_id] = outcome_of({tensor.name: np.asarray(tensor.tensor) for tensor in tensors})
 
-    loop = build_loop(
-        model_path=None, model_type=TrtGptModelType.V1 if static else TrtGptModelType.InflightFusedBatching,
-        max_beam_width=max_beam_width, scheduler_policy=SchedulerPolicy.MAX_UTILIZATION, get_inference_requests_cb=get,
-        send_response_cb=send, poll_stop_signal_cb=None, return_batch_manager_stats_cb=stats, optional_params=params,
-        terminate_req_id=None, exclude_input_in_output=True, parts=parts)
-    while len(outcomes) < len(arrivals):
+
+def drive(params: TrtGptModelOptionalParams, backend, arrivals: list[tuple[int, InferenceRequest]], *, scheduler=None,
+          static: bool = False, max_beam_width: int = 1) -> DifferentialClient:
+    """Run a loop without a thread, over a backend that outlives it, to the end of all requests. Returns its client."""
+    client = DifferentialClient(arrivals)
+    loop = make_loop(
+        client, params=params, backend=backend, clock=SystemClock(), parts={"scheduler": scheduler},
+        model_type=TrtGptModelType.V1 if static else TrtGptModelType.InflightFusedBatching,
+        max_beam_width=max_beam_width, exclude_input=True)
+    while len(client.outcomes) < len(arrivals):
         loop.step(accept_new=True)
-        iteration += 1
-        assert loop.failure is None and iteration < 10_000, loop.failure
-    return outcomes
+        client.iteration += 1
+        assert loop.failure is None and client.iteration < 10_000, loop.failure
+    return client
 
 
 def outcome_of(tensors: dict[str, np.ndarray]) -> Outcome:
@@ -326,12 +323,10 @@ class Reused:
 
 def run_with_reuse(laboratory: Laboratory, params: TrtGptModelOptionalParams, asks: list[Ask]) -> Reused:
     """One after the other through one engine, so that each finds what the ones before it left."""
-    stats = []
     arrivals = [(100 * number, ask.request(number)) for number, ask in enumerate(asks)]
-    outcomes = drive(params, Parts(backend=laboratory.backend("fused"), clock=SystemClock()), arrivals,
-                     stats=stats.append)
-    return Reused([outcomes[number] for number in range(len(asks))],
-                  max(json.loads(record)["Reused KV cache blocks"] for record in stats))
+    client = drive(params, laboratory.backend("fused"), arrivals)
+    return Reused([client.outcomes[number] for number in range(len(asks))],
+                  max(json.loads(record)["Reused KV cache blocks"] for record in client.stats))
 
 
 SAMPLINGS = ({}, {"runtime_top_p": 0.9, "temperature": 0.8}, {"runtime_top_k": 40}, {"runtime_top_k": 5},

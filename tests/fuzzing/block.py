@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from batch_manager import InferenceRequest, InvalidRequestError, Parts, TrtGptModelOptionalParams
-from batch_manager.build import build_loop
-from batch_manager.kv.audit import audit
+from batch_manager import InferenceRequest, InvalidRequestError
 from batch_manager.testing.scripted_backend import ScriptedBackend
-from tests.conftest import VirtualClock
+from tests.harness.client import Client
+from tests.harness.world import World, build_world
 
 from .answers import Outcome, check_items
 from .draws import draw
@@ -54,44 +53,40 @@ class TakesEmbeddings(ScriptedBackend):
             self.info = info
 
 
-class World:
-    """An engine without a thread, and everything it sent."""
+class BlockClient(Client):
+    """Hands over whatever `handed_over` is, and keeps what the oracle judges of each response.
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.clock = engine, VirtualClock()
+    sent   request id -> its answers
+    """
+
+    has_poll = has_stats = False
+
+    def __init__(self) -> None:
+        super().__init__()
         self.sent: dict[int, list[tuple[dict[str, np.ndarray], bool, str]]] = defaultdict(list)
         self.handed_over: Any = ()
-        backend = TakesEmbeddings(vocab_size=engine.vocab_size, max_seq_len=engine.max_seq_len,
-                                  num_blocks=engine.num_blocks, tokens_per_block=engine.tokens_per_block, num_slots=64,
-                                  window=engine.window)
-        backend.info = changed(backend.info, hidden_size=engine.hidden_size)
-        self.loop = build_loop(
-            model_path=None, model_type=engine.model_type, max_beam_width=engine.max_beam_width,
-            scheduler_policy=engine.policy, get_inference_requests_cb=self._get, send_response_cb=self._send,
-            poll_stop_signal_cb=None, return_batch_manager_stats_cb=None,
-            optional_params=TrtGptModelOptionalParams(**engine.options()), terminate_req_id=None,
-            exclude_input_in_output=engine.exclude_input,
-            parts=Parts(backend=backend, clock=self.clock,
-                        logits_post_processor_batched=(lambda *_: None) if engine.has_batched_processor else None))
-        self.backend = backend
 
-    def _get(self, max_num_requests: int) -> Any:
+    def items(self, max_num_requests: int) -> Any:
         items, self.handed_over = self.handed_over, ()
         return items
 
-    def _send(self, request_id: int, tensors: list, final: bool, error: str) -> None:
+    def received(self, request_id: int, tensors: list, final: bool, error: str) -> None:
         wanted = None if request_id in COMPANIONS else ("output_ids", "finish_reason")
         self.sent[request_id].append(({named.name: named.tensor.numpy() for named in tensors
                                        if wanted is None or named.name in wanted}, final, error))
 
-    def run(self) -> None:
-        for _ in range(MOST_ITERATIONS):
-            if not self.loop.step(accept_new=True) and self.loop.is_empty:
-                break
-        else:
-            raise AssertionError(f"still busy after {MOST_ITERATIONS} iterations")
-        assert self.loop.kv.used_blocks == 0, "idle, and blocks are held"
-        audit(self.loop.kv)
+
+def world_of(engine: Engine) -> World:
+    """An engine without a thread, and everything that it sent."""
+    backend = TakesEmbeddings(vocab_size=engine.vocab_size, max_seq_len=engine.max_seq_len,
+                              num_blocks=engine.num_blocks, tokens_per_block=engine.tokens_per_block, num_slots=64,
+                              window=engine.window)
+    backend.info = changed(backend.info, hidden_size=engine.hidden_size)
+    return build_world(
+        client=BlockClient(), backend=backend, policy=engine.policy, model_type=engine.model_type,
+        max_beam_width=engine.max_beam_width, exclude_input=engine.exclude_input,
+        parts={"logits_post_processor_batched": (lambda *_: None) if engine.has_batched_processor else None},
+        **engine.options())
 
 
 def companions(engine: Engine) -> list[InferenceRequest]:
@@ -116,10 +111,10 @@ def alone(engine: Engine) -> dict[int, dict[str, Any]]:
     """What each companion is told when there is nobody else."""
     told = {}
     for position, companion in enumerate(companions(engine)):
-        world = World(engine)
-        world.handed_over = [companions(engine)[position]]
-        world.run()
-        told[companion.request_id] = heard(world.sent[companion.request_id])
+        world = world_of(engine)
+        world.client.handed_over = [companions(engine)[position]]
+        world.run(MOST_ITERATIONS)
+        told[companion.request_id] = heard(world.client.sent[companion.request_id])
     return told
 
 
@@ -127,25 +122,25 @@ def run_block(block: int, only: int | None = None) -> Outcome:
     """All requests of a block, or one of them, beside the companions of its engine."""
     engine = engine_of(block)
     numbers = range(block * BLOCK, (block + 1) * BLOCK) if only is None else [only]
-    world, outcome = World(engine), Outcome()
+    world, outcome = world_of(engine), Outcome()
     draws = [draw(number, engine) for number in numbers]
     verdicts = [judge(drawn, engine, world.clock.now) for drawn in draws]
     outcome.requests = len(draws)
 
-    world.handed_over = companions(engine)
+    world.client.handed_over = companions(engine)
     world.loop.step(accept_new=True)
     built = [(drawn, verdict) for drawn, verdict in zip(draws, verdicts) if _was_built(drawn, verdict, outcome)]
-    world.handed_over = _watched(built, engine, outcome)
+    world.client.handed_over = _watched(built, engine, outcome)
     try:
         world.loop.step(accept_new=True)
         thread = threading.Thread(target=lambda: [drawn.rewrite() for drawn, _ in built if drawn.is_rewritten])
         thread.start()
         thread.join()
-        world.run()
+        world.run(MOST_ITERATIONS)
     except BaseException as error:
         outcome.wrong.append((None, f"the loop raised {type(error).__name__}: {error}"))
         return outcome
-    check_items(engine, built, world.sent, alone(engine).keys(), world.backend.expected, outcome)
+    check_items(engine, built, world.client.sent, alone(engine).keys(), world.backend.expected, outcome)
     outcome.nobody, nobody = world.loop.intake.unaddressable, sum(drawn.kind is NOBODY for drawn, _ in built)
     if outcome.nobody != nobody:
         outcome.wrong.append((None, f"{outcome.nobody} items without an id were counted, there were {nobody}"))
@@ -153,7 +148,7 @@ def run_block(block: int, only: int | None = None) -> Outcome:
         outcome.wrong += [(number, "takes too long to read") for number in outcome.slow
                           if all(run_block(block, number).slow for _ in range(3))]
     for request_id, expected in alone(engine).items():
-        if heard(world.sent[request_id]) != expected:
+        if heard(world.client.sent[request_id]) != expected:
             outcome.wrong.append((None, f"companion {request_id} was told something else than alone"))
     return outcome
 

@@ -1,11 +1,10 @@
 """One request of the fuzzer again, alone and then with its whole block: python -m tests.fuzzing.replay NUMBER"""
 
 import argparse
-import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+
+from tests.harness.world import quiet_log
 
 from .block import BLOCK, run_block
 from .draws import draw
@@ -15,18 +14,6 @@ from .oracle import judge
 from .values import Value
 
 LONGEST = 160
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Hostile requests are logged, by the thousand."""
-    log = logging.getLogger("batch_manager")
-    level = log.level
-    log.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def command(number: int) -> str:
@@ -82,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("number", type=int)
     number = parser.parse_args(arguments).number
     print(describe(number))
-    with quiet():
+    with quiet_log():
         found = {"alone": run_block(number // BLOCK, number), "with its block": run_block(number // BLOCK)}
     for how, outcome in found.items():
         print(f"{how}: {outcome.run} run, {dict(outcome.refused)} refused")

@@ -10,8 +10,9 @@ from tests.fuzzing.draws import draw
 from tests.fuzzing.engines import CYCLE, ENGINES, PLAIN, ROOMY, engine_of
 from tests.fuzzing.items import REQUEST, Draw
 from tests.fuzzing.oracle import judge
-from tests.fuzzing.replay import main, quiet, report
+from tests.fuzzing.replay import main, report
 from tests.fuzzing.values import FLOAT, INT, PYTHON, STRANGE_THINGS, Value
+from tests.harness.world import quiet_log
 from tests.revived.request_bugs import REQUEST_BUGS
 
 
@@ -44,7 +45,7 @@ def test_a_number_is_one_request():
 
 @pytest.mark.parametrize("bug", REQUEST_BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_caught_and_its_report_shows_the_request_and_the_command(bug, monkeypatch, capsys):
-    with quiet():
+    with quiet_log():
         with monkeypatch.context() as patch:
             bug.plant(patch)
             block, wrong = next((block, outcome.wrong) for block in bug.blocks if (outcome := run_block(block)).wrong)

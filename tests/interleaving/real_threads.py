@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from batch_manager.clock import SystemClock
+
 from .doubles import managers_over
 from .scenarios import SCENARIOS
-from .world import World, run_once
+from .world import InterleavedWorld, run_once
 
 SWITCH_INTERVAL_S = 1e-6
 SECONDS_UNTIL_DEADLOCKED = 5.0
@@ -36,25 +38,16 @@ def has_ended(thread: threading.Thread) -> bool:
 
 
 class RealTime:
-    """What World asks of a Scheduler. No yield point, no schedule; the time is the machine's."""
+    """The part of a Scheduler that InterleavedWorld uses. No yield point, no schedule, and the real time."""
 
     forced_moves = 0
     interrupt: Callable[[], None] | None = None
     interrupts_only: str | None = None
 
     def __init__(self, random_pauses: random.Random) -> None:
+        self.clock = SystemClock()
         self.violations: list[str] = []
         self._random = random_pauses
-
-    @property
-    def now(self) -> float:
-        return time.monotonic()
-
-    monotonic = staticmethod(time.monotonic)
-
-    @staticmethod
-    def timestamp() -> str:
-        return "01-02-2026 03:04:05"
 
     def point(self, what: str) -> None:
         """Now and then let the others go first."""
@@ -124,7 +117,7 @@ def run(name: str, seed: int) -> list[str]:
     """One run of a scenario; what was wrong."""
     scenario, threads = SCENARIOS[name], RealThreading()
 
-    def body(world: World) -> None:
+    def body(world: InterleavedWorld) -> None:
         scenario.body(world)
         threads.join_all()
 

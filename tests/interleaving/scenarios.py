@@ -12,7 +12,7 @@ from batch_manager.gpt_manager import SECONDS_TO_STOP_AFTER_A_TIMEOUT
 from batch_manager.loop import generation_loop
 
 from .doubles import Thread
-from .world import World
+from .world import InterleavedWorld
 
 LINES_OF_THE_MANAGER = frozenset(module.__file__ for module in (gpt_manager, worker, interpreter_exit, weakref))
 LINES_OF_THE_LOOP = frozenset({generation_loop.__file__})
@@ -24,7 +24,7 @@ class Scenario:
     is_timeless: on real threads it takes no time.
     """
 
-    body: Callable[[World], None]
+    body: Callable[[InterleavedWorld], None]
     watched_files: frozenset[str] = frozenset()
     is_timeless: bool = True
 
@@ -32,13 +32,14 @@ class Scenario:
 SCENARIOS: dict[str, Scenario] = {}
 
 
-def scenario(body: Callable[[World], None]) -> Callable[[World], None]:
+def scenario(body: Callable[[InterleavedWorld], None]) -> Callable[[InterleavedWorld], None]:
     """Twice: with the yield points of the primitives, and with every line of the manager."""
     add(body.__name__, body, LINES_OF_THE_MANAGER)
     return body
 
 
-def add(name: str, body: Callable[[World], None], lines: frozenset[str], *, is_timeless: bool = True) -> None:
+def add(name: str, body: Callable[[InterleavedWorld], None], lines: frozenset[str], *,
+        is_timeless: bool = True) -> None:
     SCENARIOS[name] = Scenario(body, is_timeless=is_timeless)
     SCENARIOS[f"{name}/lines"] = Scenario(body, lines, is_timeless)
 
@@ -47,40 +48,40 @@ def add(name: str, body: Callable[[World], None], lines: frozenset[str], *, is_t
 
 
 @scenario
-def two_threads_drain(world: World) -> None:
+def two_threads_drain(world: InterleavedWorld) -> None:
     client = world.make("a", (1, 2), (2, 1))
     world.spawn("other", world.shutdown)
     world.shutdown()
-    if any(error for errors in client.finals.values() for error in errors):
-        world.wrong(f"C14: a drain did not finish what was accepted: {client.finals}")
+    if any(error for errors in client.ended.values() for error in errors):
+        world.wrong(f"C14: a drain did not finish what was accepted: {client.ended}")
 
 
 @scenario
-def one_drains_and_one_aborts(world: World) -> None:
+def one_drains_and_one_aborts(world: InterleavedWorld) -> None:
     world.make_busy("a", (1, 2))
     world.spawn("other", lambda: world.shutdown(drain=False))
     world.shutdown()
 
 
 @scenario
-def two_threads_abort(world: World) -> None:
+def two_threads_abort(world: InterleavedWorld) -> None:
     world.make_busy("a", (1, 3))
     world.spawn("other", lambda: world.shutdown(drain=False))
     world.shutdown(drain=False)
 
 
 @scenario
-def a_drain_with_a_timeout(world: World) -> None:
+def a_drain_with_a_timeout(world: InterleavedWorld) -> None:
     world.make_busy("a", (1, 3))
     world.spawn("other", lambda: world.shutdown(timeout=2.0))
     world.shutdown(timeout=1.0)
     world.shutdown()
 
 
-def a_callback_blocks_while_a_timeout_runs_out(world: World) -> None:
+def a_callback_blocks_while_a_timeout_runs_out(world: InterleavedWorld) -> None:
     gate = world.event()
     client = world.client("a")
-    client.on["send"] = lambda request_id: gate.wait()
+    client.on_send = lambda *_: gate.wait()
     world.make("a", (1, 1))
     world.shutdown(timeout=1.0, may_block=True)
     gate.set()
@@ -92,28 +93,28 @@ add("a_callback_blocks_while_a_timeout_runs_out", a_callback_blocks_while_a_time
 
 
 @scenario
-def a_callback_asks_for_the_end(world: World) -> None:
+def a_callback_asks_for_the_end(world: InterleavedWorld) -> None:
     client = world.client("a")
-    client.on["send"] = lambda request_id: world.shutdown(drain=request_id == 1, from_callback=True)
+    client.on_send = lambda request_id, _: world.shutdown(drain=request_id == 1, from_callback=True)
     gate = world.event()
-    client.on["get"] = gate.wait    # until there is a manager to shut down
+    client.on_get = gate.wait    # until there is a manager to shut down
     world.make("a", (1, 1), (2, 2))
     gate.set()
     world.wait_until_terminate()
 
 
 @scenario
-def a_callback_asks_while_another_thread_does(world: World) -> None:
+def a_callback_asks_while_another_thread_does(world: InterleavedWorld) -> None:
     client, gate = world.client("a"), world.event()
-    client.on["get"] = gate.wait
-    client.on["send"] = lambda request_id: world.shutdown(from_callback=True)
+    client.on_get = gate.wait
+    client.on_send = lambda *_: world.shutdown(from_callback=True)
     world.make("a", (1, 1))
     gate.set()
     world.shutdown(drain=False)
 
 
 @scenario
-def a_signal_handler_aborts_while_its_thread_drains(world: World) -> None:
+def a_signal_handler_aborts_while_its_thread_drains(world: InterleavedWorld) -> None:
     world.make_busy("a", (1, 2))
     world.scheduler.interrupts_only = "main"
     world.scheduler.interrupt = lambda: world.shutdown(drain=False)
@@ -122,7 +123,7 @@ def a_signal_handler_aborts_while_its_thread_drains(world: World) -> None:
 
 
 @scenario
-def a_with_block_ends_while_another_thread_aborts(world: World) -> None:
+def a_with_block_ends_while_another_thread_aborts(world: InterleavedWorld) -> None:
     world.make("a", (1, 1))
     manager = world.managers["a"]
     with manager:
@@ -134,13 +135,13 @@ def a_with_block_ends_while_another_thread_aborts(world: World) -> None:
 
 
 @scenario
-def another_thread_drops_the_last_reference(world: World) -> None:
+def another_thread_drops_the_last_reference(world: InterleavedWorld) -> None:
     world.make_busy("a", (1, 2))
     world.spawn("dropper", world.managers.clear)
 
 
 @scenario
-def the_collector_finds_it_on_any_thread(world: World) -> None:
+def the_collector_finds_it_on_any_thread(world: InterleavedWorld) -> None:
     world.scheduler.interrupt = world.managers.clear
     world.make("a", (1, 2))
     done = world.event()
@@ -151,16 +152,16 @@ def the_collector_finds_it_on_any_thread(world: World) -> None:
 
 
 @scenario
-def the_worker_drops_the_last_reference(world: World) -> None:
+def the_worker_drops_the_last_reference(world: InterleavedWorld) -> None:
     client, gate = world.client("a"), world.event()
-    client.on["get"] = gate.wait
-    client.on["send"] = lambda request_id: world.managers.clear()
+    client.on_get = gate.wait
+    client.on_send = lambda *_: world.managers.clear()
     world.make("a", (1, 1), (2, 2))
     gate.set()
 
 
 @scenario
-def it_is_dropped_while_another_thread_shuts_it_down(world: World) -> None:
+def it_is_dropped_while_another_thread_shuts_it_down(world: InterleavedWorld) -> None:
     world.make_busy("a", (1, 2))
     manager = world.managers["a"]
     client = world.clients["a"]
@@ -177,9 +178,9 @@ def it_is_dropped_while_another_thread_shuts_it_down(world: World) -> None:
 
 
 @scenario
-def a_notified_worker_fetches_at_once(world: World) -> None:
+def a_notified_worker_fetches_at_once(world: InterleavedWorld) -> None:
     client, told = world.make("a"), world.event()
-    client.on["send"] = lambda request_id: told.set()
+    client.on_send = lambda *_: told.set()
 
     def put_and_notify() -> None:
         client.pending.append((1, 1))
@@ -193,9 +194,9 @@ def a_notified_worker_fetches_at_once(world: World) -> None:
 
 
 @scenario
-def two_threads_notify(world: World) -> None:
+def two_threads_notify(world: InterleavedWorld) -> None:
     client, both = world.make("a"), world.event()
-    client.on["send"] = lambda request_id: both.set() if len(client.finals) == 2 else None
+    client.on_send = lambda *_: both.set() if len(client.ended) == 2 else None
 
     def put_and_notify(request_id: int) -> None:
         client.pending.append((request_id, 1))
@@ -210,9 +211,9 @@ def two_threads_notify(world: World) -> None:
 
 
 @scenario
-def a_stop_is_noticed_after_notify(world: World) -> None:
+def a_stop_is_noticed_after_notify(world: InterleavedWorld) -> None:
     client, told = world.client("a"), world.event()
-    client.on["send"] = lambda request_id: told.set()
+    client.on_send = lambda *_: told.set()
     world.make("a", (1, 5))
 
     def stop() -> None:
@@ -225,7 +226,7 @@ def a_stop_is_noticed_after_notify(world: World) -> None:
 
 
 @scenario
-def everybody_waits_for_the_terminate_request(world: World) -> None:
+def everybody_waits_for_the_terminate_request(world: InterleavedWorld) -> None:
     world.terminate_req_id = 9
     client = world.make("a", (1, 2))
 
@@ -238,27 +239,27 @@ def everybody_waits_for_the_terminate_request(world: World) -> None:
     world.wait_until_terminate()
     if world.scheduler.forced_moves:
         world.wrong("the worker ended only when its idle time was over")
-    if client.finals != {1: [""]}:
-        world.wrong(f"the terminate request did not drain: {client.finals}")
+    if client.ended != {1: [""]}:
+        world.wrong(f"the terminate request did not drain: {client.ended}")
 
 
 @scenario
-def a_wait_with_a_timeout(world: World) -> None:
+def a_wait_with_a_timeout(world: InterleavedWorld) -> None:
     world.make("a", (1, 1))
     world.spawn("other", world.shutdown)
-    before = world.scheduler.now
-    if not world.wait_until_terminate(timeout=1.0) and world.scheduler.now < before + 1.0:
+    before = world.scheduler.clock.monotonic()
+    if not world.wait_until_terminate(timeout=1.0) and world.scheduler.clock.monotonic() < before + 1.0:
         world.wrong("wait_until_terminate gave up before its time")
 
 
 # ---------------------------------------------------------------------- readers
 
 
-def readers_count_requests(world: World) -> None:
+def readers_count_requests(world: InterleavedWorld) -> None:
     """Two places and twice as many requests: what is read is a number of living requests there was."""
     client, all_done = world.client("a"), world.event()
     client.gives_all = True
-    client.on["send"] = lambda request_id: all_done.set() if len(client.finals) == 4 else None
+    client.on_send = lambda *_: all_done.set() if len(client.ended) == 4 else None
     world.make("a", (1, 1), (2, 1), (3, 1), (4, 1), max_num_sequences=2)
     manager = world.managers["a"]
 
@@ -270,10 +271,10 @@ def readers_count_requests(world: World) -> None:
 
     def read(ask: Callable[[], int]) -> None:
         accepted = client.num_polled
-        finals = len(client.finals)
+        finals = len(client.ended)
         count = ask()
         most = len(client.handed_over) - finals
-        least = accepted - len(client.finals) - 1    # one may be off the books, its final on the way
+        least = accepted - len(client.ended) - 1    # one may be off the books, its final on the way
         if not least <= count <= most:
             world.wrong(f"{count} active requests; at least {least} are alive, at most {most}")
 
@@ -290,7 +291,7 @@ add("readers_count_requests", readers_count_requests, LINES_OF_THE_LOOP)
 
 
 @scenario
-def the_watchdog_watches(world: World) -> None:
+def the_watchdog_watches(world: InterleavedWorld) -> None:
     world.make_busy("a", (1, 1), hang_warning_s=1000.0)
     world.shutdown(drain=False)
 
@@ -299,20 +300,20 @@ def the_watchdog_watches(world: World) -> None:
 
 
 @scenario
-def the_interpreter_ends(world: World) -> None:
+def the_interpreter_ends(world: InterleavedWorld) -> None:
     world.make("a", (1, 3))
     world.interpreter_exit()
 
 
 @scenario
-def the_interpreter_ends_while_another_thread_shuts_down(world: World) -> None:
+def the_interpreter_ends_while_another_thread_shuts_down(world: InterleavedWorld) -> None:
     world.make_busy("a", (1, 2))
     world.spawn("other", world.shutdown)
     world.interpreter_exit()
 
 
 @scenario
-def the_interpreter_ends_with_a_manager_that_ends_by_itself(world: World) -> None:
+def the_interpreter_ends_with_a_manager_that_ends_by_itself(world: InterleavedWorld) -> None:
     world.terminate_req_id = 9
     world.make("a", (1, 1), (9, 1))
     world.make("b", (2, 2))
@@ -320,7 +321,7 @@ def the_interpreter_ends_with_a_manager_that_ends_by_itself(world: World) -> Non
 
 
 @scenario
-def the_interpreter_ends_while_another_thread_makes_a_manager(world: World) -> None:
+def the_interpreter_ends_while_another_thread_makes_a_manager(world: InterleavedWorld) -> None:
     def make() -> None:
         try:
             world.make("a", (1, 2))
@@ -339,15 +340,15 @@ class NoMoreThreads(RuntimeError):
     pass
 
 
-def make_and_fail(world: World, error: type[BaseException], **options: float) -> None:
-    started = world.scheduler.now
+def make_and_fail(world: InterleavedWorld, error: type[BaseException], **options: float) -> None:
+    started = world.scheduler.clock.monotonic()
     try:
         world.make("a", (1, 2), **options)
     except error:
-        if world.scheduler.now >= started + SECONDS_TO_STOP_AFTER_A_TIMEOUT:
-            return    # as after a shutdown that gave up: the worker ends later, and `World.close` sees to it
+        if world.scheduler.clock.monotonic() >= started + SECONDS_TO_STOP_AFTER_A_TIMEOUT:
+            return    # as after a shutdown that gave up: the worker ends later, and `InterleavedWorld.close` sees to it
         client = world.clients["a"]
-        client.no_more = "the constructor raised"
+        client.over = "the constructor raised"
         if client.open:
             world.wrong(f"the constructor raised, and {client.open} have had no final")
     else:
@@ -355,7 +356,7 @@ def make_and_fail(world: World, error: type[BaseException], **options: float) ->
 
 
 @scenario
-def the_worker_cannot_be_started(world: World) -> None:
+def the_worker_cannot_be_started(world: InterleavedWorld) -> None:
     def refuse(thread: Thread) -> None:
         if "worker" in thread.name:
             raise NoMoreThreads
@@ -365,7 +366,7 @@ def the_worker_cannot_be_started(world: World) -> None:
 
 
 @scenario
-def the_watchdog_cannot_be_started(world: World) -> None:
+def the_watchdog_cannot_be_started(world: InterleavedWorld) -> None:
     def refuse(thread: Thread) -> None:
         if "watchdog" in thread.name:
             raise NoMoreThreads
@@ -375,7 +376,7 @@ def the_watchdog_cannot_be_started(world: World) -> None:
 
 
 @scenario
-def an_interrupt_comes_when_the_worker_has_started(world: World) -> None:
+def an_interrupt_comes_when_the_worker_has_started(world: InterleavedWorld) -> None:
     def interrupt(thread: Thread) -> None:
         if "worker" in thread.name:
             raise KeyboardInterrupt
@@ -388,11 +389,11 @@ def an_interrupt_comes_when_the_worker_has_started(world: World) -> None:
 
 
 @scenario
-def two_managers_end_each_other(world: World) -> None:
+def two_managers_end_each_other(world: InterleavedWorld) -> None:
     for name, other in (("a", "b"), ("b", "a")):
         client, gate = world.client(name), world.event()
-        client.on["get"] = gate.wait
-        client.on["send"] = lambda request_id, other=other: world.managers[other].shutdown(drain=False)
+        client.on_get = gate.wait
+        client.on_send = lambda *_, other=other: world.managers[other].shutdown(drain=False)
         world.make(name, (1, 1))
         client.gate = gate
     for client in world.clients.values():
@@ -402,7 +403,7 @@ def two_managers_end_each_other(world: World) -> None:
 
 
 @scenario
-def one_of_two_managers_ends(world: World) -> None:
+def one_of_two_managers_ends(world: InterleavedWorld) -> None:
     world.make("a", (1, 1))
     world.make("b", (2, 1))
     world.shutdown("a", drain=False)

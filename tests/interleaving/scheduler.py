@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NoReturn
 
+from tests.harness.clock import VirtualClock
+
 CLOCK, INTERRUPT = "clock", "interrupt"
 MOST_DECISIONS = 5_000
 MOST_FORCED_MOVES = 40
@@ -51,7 +53,7 @@ class Task:
 class Scheduler:
     """One run.
 
-    now             seconds of the virtual clock
+    clock           the engine's clock too
     forced_moves    times the clock had to move because nobody could run
     decisions       what was chosen, and from what
     violations      what is wrong with the run itself: deadlocks, runs without an end, exceptions of a task
@@ -73,7 +75,7 @@ class Scheduler:
         self._frozen: set[str] = set()
         self.interrupt: Callable[[], None] | None = None
         self.interrupts_only: str | None = None
-        self.now = 1000.0
+        self.clock = VirtualClock()
         self.forced_moves = 0
         self.decisions: list[Decision] = []
         self.violations: list[str] = []
@@ -110,12 +112,6 @@ class Scheduler:
         """This task never runs again: what becomes of a daemon thread when the interpreter ends."""
         self._frozen.add(name)
 
-    def timestamp(self) -> str:
-        return "01-02-2026 03:04:05"
-
-    def monotonic(self) -> float:
-        return self.now
-
     def current_task(self) -> Task | None:
         """The task whose thread calls; None of another thread."""
         return self._by_thread.get(_thread.get_ident())
@@ -136,7 +132,7 @@ class Scheduler:
             return ready()
         self._note(task, what)
         task.ready = ready
-        task.deadline = None if seconds is None else self.now + max(seconds, 0.0)
+        task.deadline = None if seconds is None else self.clock.now + max(seconds, 0.0)
         self._switch(task)
         task.ready = task.deadline = None
         return ready()
@@ -145,7 +141,7 @@ class Scheduler:
 
     def _note(self, task: Task, what: str) -> None:
         if self.log is not None:
-            self.log.append(f"{len(self.decisions):>5} {self.now:>9.3f} {task.name:<10} {what}")
+            self.log.append(f"{len(self.decisions):>5} {self.clock.now:>9.3f} {task.name:<10} {what}")
 
     def _body(self, task: Task, function: Callable[[], None]) -> None:
         self._by_thread[_thread.get_ident()] = task
@@ -214,14 +210,16 @@ class Scheduler:
 
     def _can_run(self, task: Task) -> bool:
         return (not task.has_finished and task.name not in self._frozen
-                and (task.ready is None or (task.deadline is not None and task.deadline <= self.now) or task.ready()))
+                and (task.ready is None or (task.deadline is not None and task.deadline <= self.clock.now)
+                     or task.ready()))
 
     def _choose(self, current: Task) -> Task | str | None:
         """Who goes on; INTERRUPT: the running task is interrupted; None: nobody can, which is noted."""
         while True:
             able = [task for task in self._tasks if self._can_run(task)]
             deadlines = [task.deadline for task in self._tasks
-                         if task.deadline is not None and task.deadline > self.now and task.name not in self._frozen]
+                         if task.deadline is not None and task.deadline > self.clock.now
+                         and task.name not in self._frozen]
             if not able and not deadlines:
                 waiting = ", ".join(task.name for task in self._tasks
                                     if not task.has_finished and task.name not in self._frozen)
@@ -232,7 +230,7 @@ class Scheduler:
                 if self.forced_moves > MOST_FORCED_MOVES:
                     self.violations.append("no end: the clock moves and moves, and nobody gets on")
                     return None
-                self.now = min(deadlines)
+                self.clock.now = min(deadlines)
                 continue
 
             if current in able:
@@ -247,7 +245,7 @@ class Scheduler:
             if name is None:
                 return None
             if name == CLOCK:
-                self.now = min(deadlines)
+                self.clock.now = min(deadlines)
                 continue
             return name if name == INTERRUPT else next(task for task in able if task.name == name)
 

@@ -4,25 +4,16 @@ Every rule that is broken ends up in `violations`, with what the history checker
 """
 
 import gc
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from batch_manager import (
-    GptManager,
-    InferenceRequest,
-    KvCacheConfig,
-    Parts,
-    SchedulerPolicy,
-    TrtGptModelOptionalParams,
-    TrtGptModelType,
-    interpreter_exit,
-)
+from batch_manager import GptManager, InferenceRequest, interpreter_exit
 from batch_manager.gpt_manager import SECONDS_TO_STOP_AFTER_A_TIMEOUT
 from batch_manager.testing.scripted_backend import ScriptedBackend
+from tests.harness.client import Client
+from tests.harness.world import make_manager, quiet_log
 from tests.simulation.history import Closed, Handed, HistoryChecker, Other, Polled, Sent, scripted_oracle
 
 from .doubles import Event, Thread, Threading
@@ -32,30 +23,26 @@ VOCAB_SIZE, MAX_SEQ_LEN = 50, 16
 MODEL = {"vocab_size": VOCAB_SIZE, "key": 0, "window": None, "sink": 0}
 
 
-class Client:
-    """The callbacks of one manager.
+class InterleavedClient(Client):
+    """The callbacks of one manager. Each begins and ends with a yield point, and feeds a history checker.
 
-    pending      [(request id, tokens to generate)]: given out by get, as many as are asked for
-    finals       request id -> finals so far
-    on           callback -> what is called inside it, with the request id where there is one
-    no_more      why no callback may begin any more, "" while they may
-    control      what the manager's worker goes by
-    gives_all    get gives everything out, however many are asked for
+    pending      [(request id, tokens to generate)]: given out by get, as many as it is asked for
+    ended        request id -> the errors of its finals so far
+    control      the control block of the manager's worker
+    gives_all    get gives everything out, however many it is asked for
     num_polled   requests that were handed over when poll was last called: all decided by then
     """
 
-    def __init__(self, world: "World", name: str) -> None:
+    has_stats = False
+
+    def __init__(self, world: "InterleavedWorld", name: str) -> None:
+        super().__init__()
         self._world, self.name = world, name
-        self._scheduler = world.scheduler
+        self._scheduler, self._clock = world.scheduler, world.scheduler.clock
         self._checker = HistoryChecker(scripted_oracle(MODEL), MAX_SEQ_LEN)
-        self._inside = ""
         self._gets_after_the_end = 0
-        self.pending: list[tuple[int, int]] = []
-        self.stops: set[int] = set()
-        self.finals: dict[int, list[str]] = {}
+        self.ended: dict[int, list[str]] = {}
         self.handed_over: set[int] = set()
-        self.on: dict[str, Callable[..., None]] = {}
-        self.no_more = ""
         self.control: Any = None
         self.gives_all = False
         self.num_polled = 0
@@ -63,82 +50,66 @@ class Client:
     @property
     def open(self) -> set[int]:
         """Ids that were handed over and have had no final."""
-        return self.handed_over - set(self.finals)
+        return self.handed_over - set(self.ended)
 
-    def get(self, max_num_requests: int) -> list[InferenceRequest]:
-        with self._callback("get"):
-            if self.control is not None and self.control.draining:
-                self._gets_after_the_end += 1
-                if self._gets_after_the_end > 1:    # one may have been about to begin
-                    self._world.wrong(f"{self.name}: get was called again although the end was asked for")
-            count = len(self.pending)    # read once: real threads add to it meanwhile
-            if not self.gives_all:
-                count = min(count, max_num_requests)
-            taken, self.pending[:count] = self.pending[:count], []
-            items = []
-            for request_id, length in taken:
-                items.append(InferenceRequest(request_id, {"input_ids": [1, 2], "request_output_len": length}))
-                if request_id != self._world.terminate_req_id:
-                    self.handed_over.add(request_id)
-                    self._feed(Handed(self._scheduler.now, request_id, "", [1, 2], length))
-            self._feed(Other(self._scheduler.now))
-            self._call("get")
-            return items
+    def items(self, max_num_requests: int) -> list[InferenceRequest]:
+        if self.control is not None and self.control.draining:
+            self._gets_after_the_end += 1
+            if self._gets_after_the_end > 1:    # one may have been about to begin
+                self.wrong("get was called again although the end was asked for")
+        count = len(self.pending)    # read once: real threads add to it meanwhile
+        if not self.gives_all:
+            count = min(count, max_num_requests)
+        taken, self.pending[:count] = self.pending[:count], []
+        items = []
+        for request_id, length in taken:
+            items.append(InferenceRequest(request_id, {"input_ids": [1, 2], "request_output_len": length}))
+            if request_id != self._world.terminate_req_id:
+                self.handed_over.add(request_id)
+                self._feed(Handed(self._now(), request_id, "", [1, 2], length))
+        self._feed(Other(self._now()))
+        return items
 
-    def send(self, request_id: int, tensors: list, final: bool, error: str) -> None:
-        with self._callback("send"):
-            values = {named.name: np.asarray(named.tensor) for named in tensors}
-            tokens = None
-            if values:
-                tokens = values["output_ids"][0, 0, :int(values["sequence_length"][0, 0])].tolist()
-            reason = int(values["finish_reason"][0, 0]) if values else 0
-            self._feed(Sent(self._scheduler.now, request_id, final, error, tokens, reason))
-            if final:
-                self.finals.setdefault(request_id, []).append(error)
-            self._call("send", request_id)
+    def received(self, request_id: int, tensors: list, final: bool, error: str) -> None:
+        values = {named.name: np.asarray(named.tensor) for named in tensors}
+        tokens = None
+        if values:
+            tokens = values["output_ids"][0, 0, :int(values["sequence_length"][0, 0])].tolist()
+        reason = int(values["finish_reason"][0, 0]) if values else 0
+        self._feed(Sent(self._now(), request_id, final, error, tokens, reason))
+        if final:
+            self.ended.setdefault(request_id, []).append(error)
 
-    def poll(self) -> set[int]:
-        with self._callback("poll"):
-            self.num_polled = len(self.handed_over)
-            stops = self.stops.copy()
-            self._feed(Polled(self._scheduler.now, sorted(stops)))
-            self._call("poll")
-            return stops
+    def named_stops(self) -> set[int]:
+        self.num_polled = len(self.handed_over)
+        stops = self.stops.copy()
+        self._feed(Polled(self._now(), sorted(stops)))
+        return stops
 
-    def return_stats(self, record: str) -> None:
-        with self._callback("stats"):
-            self._feed(Other(self._scheduler.now))
-            self._call("stats")
+    def begins(self, name: str) -> None:
+        super().begins(name)
+        self._scheduler.point(f"{self.name} {name} begins")
+
+    def ends(self, name: str) -> None:
+        self._scheduler.point(f"{self.name} {name} ends")
+        super().ends(name)
+
+    def wrong(self, complaint: str) -> None:
+        self._world.wrong(f"{self.name}: {complaint}")
 
     def close(self) -> None:
         """Judge the history as a whole."""
-        self._feed(Closed(self._scheduler.now))
+        self._feed(Closed(self._now()))
         self._world.violations += [f"{self.name}: {anomaly}" for anomaly in self._checker.anomalies]
 
-    @contextmanager
-    def _callback(self, name: str) -> Iterator[None]:
-        if self._inside:
-            self._world.wrong(f"I27 {self.name}: {name} began inside {self._inside}")
-        if self.no_more:
-            self._world.wrong(f"I26 {self.name}: {name} was called although {self.no_more}")
-        self._inside = name
-        self._scheduler.point(f"{self.name} {name} begins")
-        try:
-            yield
-        finally:
-            self._scheduler.point(f"{self.name} {name} ends")
-            self._inside = ""
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        function = self.on.get(name)
-        if function is not None:
-            function(*arguments)
+    def _now(self) -> float:
+        return self._clock.monotonic()
 
     def _feed(self, event: object) -> None:
         self._checker.feed(event)
 
 
-class World:
+class InterleavedWorld:
     """One run of a scenario.
 
     managers     name -> manager; a scenario drops the last reference by clearing it
@@ -148,39 +119,36 @@ class World:
     def __init__(self, scheduler: Scheduler, threading: Threading) -> None:
         self.scheduler, self.threading = scheduler, threading
         self.managers: dict[str, GptManager] = {}
-        self.clients: dict[str, Client] = {}
+        self.clients: dict[str, InterleavedClient] = {}
         self.backends: list[ScriptedBackend] = []
         self.violations: list[str] = []
         self.terminate_req_id: int | None = None
 
     # ------------------------------------------------------------------ what a scenario does
 
-    def make(self, name: str = "a", *pending: tuple[int, int], **options: Any) -> Client:
+    def make(self, name: str = "a", *pending: tuple[int, int], **options: Any) -> InterleavedClient:
         """A manager that is idle every 30 s only: whoever wants something of it sooner has to wake it."""
         client = self.clients.get(name) or self.client(name)
         client.pending += pending
-        params = {"max_batch_size": 2, "hang_warning_s": 0.0, "idle_poll_interval_s": 30.0,
-                  "kv_cache_config": KvCacheConfig(), **options}
+        params = {"max_batch_size": 2, "hang_warning_s": 0.0, "idle_poll_interval_s": 30.0, **options}
         backend = ScriptedBackend(vocab_size=VOCAB_SIZE, max_seq_len=MAX_SEQ_LEN, num_blocks=8, tokens_per_block=4,
                                   num_slots=4, on_step=lambda batch: self._step(backend))
         self.backends.append(backend)
-        self.managers[name] = GptManager(
-            None, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION, client.get, client.send,
-            client.poll, None, TrtGptModelOptionalParams(**params), terminate_req_id=self.terminate_req_id,
-            parts=Parts(backend=backend, clock=self.scheduler))
+        self.managers[name] = make_manager(client, backend=backend, parts={"clock": self.scheduler.clock},
+                                           terminate_req_id=self.terminate_req_id, **params)
         client.control = self.managers[name]._control
         return client
 
-    def make_busy(self, name: str, *pending: tuple[int, int], **options: Any) -> Client:
+    def make_busy(self, name: str, *pending: tuple[int, int], **options: Any) -> InterleavedClient:
         """A manager that has taken its first requests."""
         client, has_taken = self.client(name), self.event()
-        client.on["get"] = has_taken.set
+        client.on_get = has_taken.set
         self.make(name, *pending, **options)
         has_taken.wait()
         return client
 
-    def client(self, name: str) -> Client:
-        self.clients[name] = Client(self, name)
+    def client(self, name: str) -> InterleavedClient:
+        self.clients[name] = InterleavedClient(self, name)
         return self.clients[name]
 
     def spawn(self, name: str, function: Callable[[], None]) -> Thread:
@@ -199,7 +167,7 @@ class World:
         may_block   a callback waits for the clock or for whoever calls this
         """
         manager, scheduler = self.managers[name], self.scheduler
-        forced_moves, started = scheduler.forced_moves, scheduler.now
+        forced_moves, started = scheduler.forced_moves, scheduler.clock.monotonic()
         result = manager.shutdown(drain=drain, timeout=timeout)
         if from_callback:
             if result:
@@ -207,8 +175,8 @@ class World:
             return result
         if result:
             self._has_ended(name, manager, "shutdown returned True")
-        elif timeout is None or scheduler.now < started + timeout + SECONDS_TO_STOP_AFTER_A_TIMEOUT:
-            self.wrong(f"C14 {name}: shutdown gave up after {scheduler.now - started} s")
+        elif timeout is None or scheduler.clock.monotonic() < started + timeout + SECONDS_TO_STOP_AFTER_A_TIMEOUT:
+            self.wrong(f"C14 {name}: shutdown gave up after {scheduler.clock.monotonic() - started} s")
         if scheduler.forced_moves != forced_moves and not may_block:
             self.wrong(f"{name}: shutdown had to wait for the clock: the worker was not woken")
         return result
@@ -251,7 +219,7 @@ class World:
 
     def _has_ended(self, name: str, manager: GptManager, why: str) -> None:
         client = self.clients[name]
-        client.no_more = why
+        client.over = why
         if not manager._worker.has_finished:
             self.wrong(f"C14 {name}: {why} and the worker is alive")
         if client.open:
@@ -281,21 +249,19 @@ def stop_all_workers() -> None:
         control.stopped.is_set = True
 
 
-def run_once(scenario: Callable[[World], None], scheduler: Scheduler, threading: Threading) -> list[str]:
+def run_once(scenario: Callable[[InterleavedWorld], None], scheduler: Scheduler, threading: Threading) -> list[str]:
     """Run a scenario; what was wrong."""
-    world = World(scheduler, threading)
+    world = InterleavedWorld(scheduler, threading)
     scheduler.when_abandoned = stop_all_workers
-    log, gc_was_enabled = logging.getLogger("batch_manager"), gc.isenabled()
-    level = log.level
-    log.setLevel(logging.CRITICAL + 1)
+    gc_was_enabled = gc.isenabled()
     gc.disable()    # where the collector runs is a matter of the schedule alone
     try:
-        scheduler.run(lambda: scenario(world))
-        if not scheduler.violations:
-            world.close()
+        with quiet_log():
+            scheduler.run(lambda: scenario(world))
+            if not scheduler.violations:
+                world.close()
     finally:
         world.managers.clear()
-        log.setLevel(level)
         if gc_was_enabled:
             gc.enable()
     return scheduler.violations + world.violations

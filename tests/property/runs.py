@@ -3,15 +3,15 @@
 import re
 from collections import Counter
 
+from .planning_run import PlanningRun
 from .scenario import Scenario, random_scenario
 from .shrink import shrunk
-from .world import World
 
 
 def complaint(scenario: Scenario) -> str | None:
     """What goes wrong in a scenario, in words; None when nothing does."""
     try:
-        World(scenario).run()
+        PlanningRun(scenario).run()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -24,7 +24,7 @@ def run_seed(seed: int) -> Counter[str]:
     """
     scenario = random_scenario(seed)
     try:
-        return World(scenario).run()
+        return PlanningRun(scenario).run()
     except Exception as error:
         kind = _kind(f"{type(error).__name__}: {error}")
         smallest = shrunk(scenario, lambda smaller: _kind(complaint(smaller) or "") == kind)

@@ -1,4 +1,4 @@
-"""Every feature of scheduling and KV cache at once, on 250 random scenarios; world.py says what is looked at.
+"""Every feature of scheduling and KV cache at once, on 250 random scenarios; planning_run.py says what is looked at.
 
 More of the same, 5,226 of them in the longest run: tests/campaigns/kv_and_scheduling.py.
 """

@@ -11,7 +11,7 @@ import pytest
 from tests.contract.test_process_level import FINALS, PREAMBLE
 from tests.simulation.features import available
 from tests.simulation.swarm import Swarm, draw
-from tests.simulation.world import World
+from tests.simulation.world import SimulatedWorld
 from tests.sweep.interrupted import sweep
 
 from .beam_bugs import BEAM_BUGS
@@ -41,9 +41,9 @@ def test_a_planted_bug_is_caught(bug, monkeypatch):
         pytest.skip(f"the engine has no {bug.needs} yet, in which {bug.failure} could be planted: {bug.name}")
     with monkeypatch.context() as patch:
         bug.plant(patch)
-        caught = next((swarm for swarm in swarms(bug) if World(swarm).run().violations), None)
+        caught = next((swarm for swarm in swarms(bug) if SimulatedWorld(swarm).run().violations), None)
     assert caught is not None, f"{len(SEEDS)} seeds saw nothing"
-    assert World(caught).run().violations == [], "the same world is clean without the bug"
+    assert SimulatedWorld(caught).run().violations == [], "the same world is clean without the bug"
 
 
 @pytest.mark.parametrize("plant", INTERRUPTION_BUGS.values(), ids=INTERRUPTION_BUGS.keys())

@@ -1,4 +1,4 @@
-"""One engine of a world, in lockstep or ahead, without a thread; what each request got, and where the run has been."""
+"""One engine of a scenario, in lockstep or ahead, without a thread: what each request got, and where the run was."""
 
 import json
 from collections import Counter
@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batch_manager import KvCacheConfig, Parts, TrtGptModelOptionalParams, TrtGptModelType
-from batch_manager.build import build_loop
+from batch_manager import KvCacheConfig, TrtGptModelOptionalParams, TrtGptModelType
 from batch_manager.clock import SystemClock
 from batch_manager.handover import RowFailure, ScheduledBatch
 from batch_manager.kv.audit import audit
@@ -19,9 +18,11 @@ from batch_manager.runtime.block_tables import generation_rows
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.testing.scripted_backend import ScriptedBackend
 from tests.deterministic.differential import make_checkpoint
+from tests.harness.client import ArrivingClient
+from tests.harness.world import make_loop
 
 from .late_backend import NOT_DRAWN, NOT_READ, NOT_RUN, TWICE, Faults, LateBackend
-from .worlds import WIDEST, World, shift_batched
+from .scenarios import WIDEST, RunAheadScenario, shift_batched
 
 MOST_ITERATIONS = 4_000
 HOST_BLOCK_BYTES = 1 << 16              # no block of a small model is larger
@@ -43,7 +44,7 @@ class Response:
 
 @dataclass(slots=True)
 class Run:
-    """What came of a world in one engine.
+    """What came of a scenario in one engine.
 
     responses   by request id, in order
     counts      steps, ahead, failed steps, pauses, void, discarded, generated
@@ -68,29 +69,30 @@ class Ahead:
     own_queue: bool = False
 
 
-def make_backend(world: World, parent: Path, **options):
-    """A new backend, as the world says. options: of a scripted one"""
-    if world.is_scripted:
+def make_backend(scenario: RunAheadScenario, parent: Path, **options):
+    """A new backend, as the scenario says. options: of a scripted one"""
+    if scenario.is_scripted:
         return ScriptedBackend(
-            vocab_size=world.vocab, max_seq_len=world.max_seq_len, num_blocks=world.num_blocks, key=world.seed,
-            tokens_per_block=world.tokens_per_block, num_slots=world.max_batch_size, window=world.window,
-            sink=world.sinks, host_blocks=world.host_blocks, **options)
+            vocab_size=scenario.vocab, max_seq_len=scenario.max_seq_len, num_blocks=scenario.num_blocks,
+            key=scenario.seed, tokens_per_block=scenario.tokens_per_block, num_slots=scenario.max_batch_size,
+            window=scenario.window,
+            sink=scenario.sinks, host_blocks=scenario.host_blocks, **options)
     kv = KvCacheConfig(
-        tokens_per_block=world.tokens_per_block, max_tokens=world.num_blocks * world.tokens_per_block,
-        max_attention_window=world.window, sink_token_length=world.sinks, enable_block_reuse=world.reuse,
-        host_cache_size=world.host_blocks * HOST_BLOCK_BYTES)
+        tokens_per_block=scenario.tokens_per_block, max_tokens=scenario.num_blocks * scenario.tokens_per_block,
+        max_attention_window=scenario.window, sink_token_length=scenario.sinks, enable_block_reuse=scenario.reuse,
+        host_cache_size=scenario.host_blocks * HOST_BLOCK_BYTES)
     params = TrtGptModelOptionalParams(
-        dtype=world.dtype, device="cpu", deterministic=True, num_threads=1, max_batch_size=world.max_batch_size,
-        max_seq_len=world.max_seq_len, kv_cache_config=kv)
-    layout = layouts.split if world.model_type is TrtGptModelType.InflightBatching else layouts.fused
-    return build_native_backend(make_checkpoint(world.family, parent), params, layout=layout,
-                                num_slots=world.max_batch_size, max_beam_width=WIDEST)
+        dtype=scenario.dtype, device="cpu", deterministic=True, num_threads=1, max_batch_size=scenario.max_batch_size,
+        max_seq_len=scenario.max_seq_len, kv_cache_config=kv)
+    layout = layouts.split if scenario.model_type is TrtGptModelType.InflightBatching else layouts.fused
+    return build_native_backend(make_checkpoint(scenario.family, parent), params, layout=layout,
+                                num_slots=scenario.max_batch_size, max_beam_width=WIDEST)
 
 
-def make_late_backend(world: World, parent: Path, ahead: Ahead, faults: Faults):
+def make_late_backend(scenario: RunAheadScenario, parent: Path, ahead: Ahead, faults: Faults):
     """A backend that is late, with steps that fail at every place where they may."""
-    if not world.is_scripted:
-        inner = make_backend(world, parent)
+    if not scenario.is_scripted:
+        inner = make_backend(scenario, parent)
         fail_inside(inner, "_layout", inner._runner, "logits", faults)
         return LateBackend(inner, faults, partial(poison, inner), ahead.eagerness, ahead.seed)
 
@@ -103,7 +105,7 @@ def make_late_backend(world: World, parent: Path, ahead: Ahead, faults: Faults):
 
     # What a step spoils it spoils when it runs: when it is read, later steps may have run, and cleared its blocks.
     hooks = {"on_step": faults.failures, "on_finish": strike} if ahead.own_queue else {"on_finish": strike_or_spoil}
-    inner = make_backend(world, parent, is_asynchronous=ahead.own_queue, **hooks)
+    inner = make_backend(scenario, parent, is_asynchronous=ahead.own_queue, **hooks)
     fail_inside(inner, "_lay_out", inner, "_decode", faults)
     return inner if ahead.own_queue else LateBackend(inner, faults, partial(poison, inner), ahead.eagerness, ahead.seed)
 
@@ -142,58 +144,64 @@ def poison(backend, batch: ScheduledBatch, slots: list[int]) -> None:
             backend._pool[backend._tables.rows[row, position // size], :, :, :, position % size] = np.nan
 
 
-def run_in_lockstep(world: World, parent: Path) -> Run:
-    return drive(world, make_backend(world, parent), run_ahead=False, stops={})
+def run_in_lockstep(scenario: RunAheadScenario, parent: Path) -> Run:
+    return drive(scenario, make_backend(scenario, parent), run_ahead=False, stops={})
 
 
-def run_ahead(world: World, parent: Path, ahead: Ahead) -> tuple[Run, Faults]:
+def run_ahead(scenario: RunAheadScenario, parent: Path, ahead: Ahead) -> tuple[Run, Faults]:
     faults = Faults(ahead.seed, ahead.fault_rate)
-    backend = make_late_backend(world, parent, ahead, faults)
-    run = drive(world, backend, run_ahead=True, stops=ahead.stops, faults=faults)
+    backend = make_late_backend(scenario, parent, ahead, faults)
+    run = drive(scenario, backend, run_ahead=True, stops=ahead.stops, faults=faults)
     return run, faults
 
 
-def drive(world: World, backend, *, run_ahead: bool, stops: Mapping[int, int],
+class RunAheadClient(ArrivingClient):
+    """Keeps the responses in a run.
+
+    open_ids   ids without a final response
+    stop_at    request id -> iteration from which it is asked to stop
+    """
+
+    def __init__(self, scenario: RunAheadScenario, run: Run, stop_at: Mapping[int, int]) -> None:
+        asks = scenario.asks
+        super().__init__([(asks[request_id].arrival, asks[request_id].request(request_id))
+                          for request_id in sorted(asks, key=lambda request_id: asks[request_id].arrival)])
+        self.run, self.stop_at, self.open_ids = run, stop_at, set(asks)
+
+    def received(self, request_id: int, tensors: list, final: bool, error: str) -> None:
+        assert request_id in self.open_ids, f"request {request_id} gets a response after its final one"
+        self.run.responses[request_id].append(Response(
+            {tensor.name: np.asarray(tensor.tensor) for tensor in tensors}, final, error))
+        if final:
+            self.open_ids.discard(request_id)
+
+    def named_stops(self) -> set[int]:
+        return {request_id for request_id, at in self.stop_at.items() if at <= self.iteration}
+
+    def record_received(self, record: str) -> None:
+        stats = json.loads(record)
+        self.run.counts["pauses"] += stats["Paused Requests"]
+        self.run.counts["generated"] += stats["Generated Tokens"]
+        self.run.counts["failed steps"] = stats["Failed Steps"]
+
+
+def drive(scenario: RunAheadScenario, backend, *, run_ahead: bool, stops: Mapping[int, int],
           faults: Faults | None = None) -> Run:
     """Raises AssertionError, or what the loop raises."""
-    run = Run({request_id: [] for request_id in world.asks})
-    waiting = sorted(world.asks, key=lambda request_id: world.asks[request_id].arrival)
-    iteration, open_ids = 0, set(world.asks)
-
-    def get(max_num_requests: int) -> list:
-        count = sum(world.asks[request_id].arrival <= iteration for request_id in waiting)
-        count = count if max_num_requests < 0 else min(count, max_num_requests)
-        due, waiting[:count] = waiting[:count], []
-        return [world.asks[request_id].request(request_id) for request_id in due]
-
-    def send(request_id, tensors, final_response, error_message) -> None:
-        assert request_id in open_ids, f"request {request_id} gets a response after its final one"
-        run.responses[request_id].append(Response(
-            {tensor.name: np.asarray(tensor.tensor) for tensor in tensors}, final_response, error_message))
-        if final_response:
-            open_ids.discard(request_id)
-
-    def note(record: str) -> None:
-        stats = json.loads(record)
-        run.counts["pauses"] += stats["Paused Requests"]
-        run.counts["generated"] += stats["Generated Tokens"]
-        run.counts["failed steps"] = stats["Failed Steps"]
-
-    loop = build_loop(
-        model_path=None, model_type=world.model_type, max_beam_width=WIDEST, scheduler_policy=world.policy,
-        get_inference_requests_cb=get, send_response_cb=send,
-        poll_stop_signal_cb=lambda: {request_id for request_id, at in stops.items() if at <= iteration},
-        return_batch_manager_stats_cb=note, optional_params=world.params(run_ahead), terminate_req_id=None,
-        exclude_input_in_output=True,
-        parts=Parts(backend=backend, clock=SystemClock(), logits_post_processor_batched=shift_batched))
+    run = Run({request_id: [] for request_id in scenario.asks})
+    client = RunAheadClient(scenario, run, stops)
+    loop = make_loop(client, backend=backend, clock=SystemClock(), policy=scenario.policy,
+                     model_type=scenario.model_type, max_beam_width=WIDEST, exclude_input=True,
+                     params=scenario.params(run_ahead), parts={"logits_post_processor_batched": shift_batched})
     assert run_ahead or not loop.limits.runs_ahead    # a pool that holds a window in lockstep only: not ahead
     watch(loop, run.counts, faults)
     try:
-        while open_ids or not loop.is_empty:
+        while client.open_ids or not loop.is_empty:
             loop.step(accept_new=True)
-            iteration += 1
+            client.iteration += 1
             assert loop.failure is None, loop.failure
-            assert iteration < MOST_ITERATIONS, f"after {iteration:,} iterations {sorted(open_ids)} are not answered"
+            assert client.iteration < MOST_ITERATIONS, \
+                f"after {client.iteration:,} iterations {sorted(client.open_ids)} are not answered"
         loop.step(accept_new=True)                                # what is in flight is nobody's: it is dropped
         audit(loop.kv)
         assert not loop.window and loop.kv.used_blocks == 0, f"{loop.kv.used_blocks} blocks are held at the end"

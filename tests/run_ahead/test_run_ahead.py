@@ -14,7 +14,7 @@ from batch_manager.steps.output_check import StepOutputCheck
 from batch_manager.steps.resources import Resources
 from tests.campaign.run_ahead import ENOUGH, compare, draw_runs, how, run_seed
 from tests.run_ahead.engines import run_ahead, run_in_lockstep
-from tests.run_ahead.worlds import draw_world
+from tests.run_ahead.scenarios import draw_scenario
 
 SEEDS = range(14)
 
@@ -46,34 +46,34 @@ def test_a_seed_is_the_same_run_again(checkpoints):
 
 
 def test_one_bit_is_a_difference(checkpoints):
-    world = draw_world(1)
-    lockstep, ahead = run_in_lockstep(world, checkpoints), draw_runs(world)[0]
-    run, faults = run_ahead(world, checkpoints, ahead)
-    assert compare(world, ahead, lockstep, run, faults, Counter()) == []
+    scenario = draw_scenario(1)
+    lockstep, ahead = run_in_lockstep(scenario, checkpoints), draw_runs(scenario)[0]
+    run, faults = run_ahead(scenario, checkpoints, ahead)
+    assert compare(scenario, ahead, lockstep, run, faults, Counter()) == []
     responses = next(responses for request_id, responses in run.responses.items()
-                     if "generation logits" in world.asks[request_id].features and not responses[-1].error)
+                     if "generation logits" in scenario.asks[request_id].features and not responses[-1].error)
     logits = responses[0].tensors["generation_logits"]
     logits[..., -1:] = np.nextafter(logits[..., -1:], np.float32(9))
-    (difference,) = compare(world, ahead, lockstep, run, faults, Counter())
+    (difference,) = compare(scenario, ahead, lockstep, run, faults, Counter())
     assert "differs in ['generation_logits']" in difference
 
 
 def test_a_missing_response_is_a_difference(checkpoints):
-    world = draw_world(1)
-    responses = run_in_lockstep(world, checkpoints).responses[1]
+    scenario = draw_scenario(1)
+    responses = run_in_lockstep(scenario, checkpoints).responses[1]
     assert "1 responses, 2 in lockstep" in how([responses[0]] * 2, [responses[0]])
 
 
 def test_a_run_that_was_never_ahead_counts_no_pair(checkpoints, monkeypatch):
     monkeypatch.setattr(generation_loop.StepWindow, "blocked_request_ids",
                         lambda self: [request.request_id for flight in self._steps for request in flight.requests])
-    monkeypatch.setattr("tests.campaign.run_ahead.draw_world", lambda seed, family: one_request(draw_world(seed)))
+    monkeypatch.setattr("tests.campaign.run_ahead.draw_scenario", lambda seed, family: one_request(draw_scenario(seed)))
     counts, found = run_seed(1, checkpoints)
     assert (counts["pairs"], counts["runs that were never ahead"], found) == (0, 2, [])
 
 
-def one_request(world):
-    return dataclasses.replace(world, asks={1: world.asks[1]})
+def one_request(scenario):
+    return dataclasses.replace(scenario, asks={1: scenario.asks[1]})
 
 
 # What must be caught.

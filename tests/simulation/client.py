@@ -17,6 +17,7 @@ from batch_manager.names import FinishReason
 from batch_manager.requests.inference_request import InferenceRequest
 from batch_manager.responses.perf_metrics import PERF_TENSORS, PerfMetrics
 from batch_manager.responses.tensors import RESPONSE_TENSORS, TOP_TENSORS
+from tests.harness.client import Client
 
 from .faults import Place
 from .history import Handed, Other, Polled, Sent
@@ -24,7 +25,7 @@ from .requests import Requests
 from .swarm import TERMINATE_ID
 
 if TYPE_CHECKING:
-    from .world import World
+    from .world import SimulatedWorld
 
 FLOOD, LARGE_FLOOD = 1_200, 100_000  # the longest queue has 1,024 places
 MOST_ALIVE = 80                       # more say nothing new, and take long
@@ -54,20 +55,20 @@ class Taken(list):
                 item.input_ids.fill(0)
 
 
-class Client:
-    """The callbacks of one simulated server.
+class SimulatedClient(Client):
+    """The callbacks of one simulated server. Every item is drawn, so `pending` is not used.
 
-    living     ids that wait for their final, of requests that are fair
+    again      ids that the next get returns
     failures   callback -> calls that failed, as the engine must have counted them
     """
 
-    def __init__(self, world: "World", rng: Random) -> None:
+    def __init__(self, world: "SimulatedWorld", rng: Random) -> None:
+        super().__init__()
         self.world, self.swarm, self.faults = world, world.swarm, world.faults
         self.rng = rng
-        self.depth = 0
-        self.is_open = True
+        self.has_poll, self.has_stats = self.swarm.has_poll, self.swarm.has_stats
         self.next_id = 0
-        self.pending: deque[int] = deque()
+        self.again: deque[int] = deque()
         self.recently_ended: deque[int] = deque(maxlen=4)
         self.ended_this_turn: list[int] = []
         self.reused_this_turn: list[int] = []
@@ -82,64 +83,61 @@ class Client:
         self.endings = 0                                 # calls of at_end
         self.asked_to_terminate = False
 
-    # the four
+    # the four, and the hooks
 
-    def get(self, max_num_requests: int) -> Any:
-        with self._inside("get"):
-            world = self.world
-            world.record(Other(world.clock.now))
-            world.check(not world.get_is_over, "I26: get was called after shutdown had been asked for")
-            world.check(max_num_requests == world.expected_room(),
-                        f"I32: get was asked for {max_num_requests}, and there is room for {world.expected_room()}")
-            fault = self.faults.draw(Place.GET)
-            if fault is not None:
-                return self._faulty_get(fault, max_num_requests)
-            if self.pending:
-                return self._hand_over(self._items(len(self.pending)))
-            if (not world.has_traffic or len(world.history.open) > MOST_ALIVE
-                    or self.rng.random() >= self.swarm.traffic.arrival):
-                return ()
-            count = self.rng.randint(1, self.swarm.traffic.burst)
-            if 0 <= max_num_requests < count:
-                world.mark("more handed over than there is room for")
-            return self._hand_over(self._items(count))
+    def items(self, max_num_requests: int) -> Any:
+        world = self.world
+        world.record(Other(world.clock.now))
+        world.check(not world.get_is_over, "I26: get was called after shutdown had been asked for")
+        world.check(max_num_requests == world.expected_room(),
+                    f"I32: get was asked for {max_num_requests}, and there is room for {world.expected_room()}")
+        fault = self.faults.draw(Place.GET)
+        if fault is not None:
+            return self._faulty_get(fault, max_num_requests)
+        if self.again:
+            return self._hand_over(self._items(len(self.again)))
+        if (not world.has_traffic or len(world.history.open) > MOST_ALIVE
+                or self.rng.random() >= self.swarm.traffic.arrival):
+            return ()
+        count = self.rng.randint(1, self.swarm.traffic.burst)
+        if 0 <= max_num_requests < count:
+            world.mark("more handed over than there is room for")
+        return self._hand_over(self._items(count))
 
-    def send(self, request_id: int, tensors: list, final: bool, error: str) -> None:
-        with self._inside("send"):
-            self.not_told += 1
-            self.world.check(not self.endings, "I31: a response behind at_end")
-            sent, response = self._read(request_id, tensors, final, error)
-            self.world.note_sent(sent)
-            self.world.record(sent)
-            if final:
-                self.num_finals += 1
-                self.ended_this_turn.append(request_id)
-                self.recently_ended.append(request_id)
-                if error:
-                    self.errors[sent.code] += 1
-            fault = self.faults.draw(Place.SEND)
-            if fault is not None:
-                self._faulty_send(fault, request_id, response, final)
+    def received(self, request_id: int, tensors: list, final: bool, error: str) -> None:
+        self.not_told += 1
+        self.world.check(not self.endings, "I31: a response behind at_end")
+        sent, response = self._read(request_id, tensors, final, error)
+        self.world.note_sent(sent)
+        self.world.record(sent)
+        if final:
+            self.num_finals += 1
+            self.ended_this_turn.append(request_id)
+            self.recently_ended.append(request_id)
+            if error:
+                self.errors[sent.code] += 1
+        fault = self.faults.draw(Place.SEND)
+        if fault is not None:
+            self._faulty_send(fault, request_id, response, final)
 
-    def poll(self) -> Any:
-        with self._inside("poll"):
-            world, rng = self.world, self.rng
-            fault = self.faults.draw(Place.STOP)
-            if self.means_to_stop_the_reused and self.reused_this_turn:
-                self.means_to_stop_the_reused = False
-                reused = [request_id for request_id in self.reused_this_turn if world.is_alive(request_id)]
-                if reused:
-                    self.faults.hit("stop.reused")
-                    return self._stop(reused)
-            if fault is not None:
-                return self._faulty_poll(fault)
-            if rng.random() >= self.swarm.traffic.stops or not world.alive():
-                return self._stop([])
-            alive = world.alive()
-            return self._stop(rng.sample(alive, rng.randint(1, min(2, len(alive)))))
+    def named_stops(self) -> Any:
+        world, rng = self.world, self.rng
+        fault = self.faults.draw(Place.STOP)
+        if self.means_to_stop_the_reused and self.reused_this_turn:
+            self.means_to_stop_the_reused = False
+            reused = [request_id for request_id in self.reused_this_turn if world.is_alive(request_id)]
+            if reused:
+                self.faults.hit("stop.reused")
+                return self._stop(reused)
+        if fault is not None:
+            return self._faulty_poll(fault)
+        if rng.random() >= self.swarm.traffic.stops or not world.alive():
+            return self._stop([])
+        alive = world.alive()
+        return self._stop(rng.sample(alive, rng.randint(1, min(2, len(alive)))))
 
     def after_responses(self) -> None:
-        with self._inside("after_responses"):
+        with self.callback("after_responses"):
             self.world.check(self.not_told > 0, "I31: after_responses was called behind no response")
             self.not_told = 0
             fault = self.faults.draw(Place.HOOK)
@@ -150,7 +148,7 @@ class Client:
                 self.world.clock.now += 40.0
 
     def at_end(self, health: dict) -> None:
-        with self._inside("at_end"):
+        with self.callback("at_end"):
             world = self.world
             self.endings += 1
             world.check(self.not_told == 0, "I31: at_end was called before after_responses")
@@ -159,18 +157,24 @@ class Client:
             if "hook.exits" in [self.faults.draw(Place.HOOK) for _ in range(20)]:      # it is called once in a run
                 self._fail("at_end", "hook.exits", SystemExit)
 
-    def stats(self, record: str) -> None:
-        with self._inside("stats"):
-            world = self.world
-            world.check(self.not_told == 0, "I31: statistics before after_responses")
-            world.record(Other(world.clock.now))
-            self._judge_stats(orjson.loads(record))
-            fault = self.faults.draw(Place.STATS)
-            if fault == "stats.raises":
-                self._fail("stats", fault)
-            elif fault == "stats.blocks":
-                self.faults.hit(fault)
-                world.clock.now += 40.0
+    def record_received(self, record: str) -> None:
+        world = self.world
+        world.check(self.not_told == 0, "I31: statistics before after_responses")
+        world.record(Other(world.clock.now))
+        self._judge_stats(orjson.loads(record))
+        fault = self.faults.draw(Place.STATS)
+        if fault == "stats.raises":
+            self._fail("stats", fault)
+        elif fault == "stats.blocks":
+            self.faults.hit(fault)
+            world.clock.now += 40.0
+
+    def begins(self, name: str) -> None:
+        super().begins(name)
+        self.world.callback_begins(name)
+
+    def wrong(self, complaint: str) -> None:
+        self.world.check(False, complaint)
 
     # get
 
@@ -254,8 +258,8 @@ class Client:
     def _items(self, count: int) -> list[tuple[Any, Handed | None]]:
         items = []
         for _ in range(count):
-            if self.pending:
-                request_id = self.pending.popleft()
+            if self.again:
+                request_id = self.again.popleft()
                 if not self.world.is_alive(request_id):
                     self.reused_this_turn.append(request_id)
                 items.append(self.requests.fair(request_id))
@@ -267,9 +271,9 @@ class Client:
 
     def hand_over_the_end(self) -> None:
         """The next get returns the request that ends the worker."""
-        self.pending.clear()
+        self.again.clear()
         self._items = lambda count: [(InferenceRequest(TERMINATE_ID), None)]
-        self.pending.append(TERMINATE_ID)
+        self.again.append(TERMINATE_ID)
 
     def _new_id(self) -> int:
         self.next_id += 1
@@ -350,9 +354,9 @@ class Client:
             if self.world.step_number > self.swarm.iterations // 2:
                 self.faults.hit(fault)
                 self.world.ask_to_drain()
-        elif kind == "hands_over_again" and final and request_id not in self.pending:
+        elif kind == "hands_over_again" and final and request_id not in self.again:
             self.faults.hit(fault)
-            self.pending.append(request_id)
+            self.again.append(request_id)
         elif kind == "mutates" and arrays:
             self.faults.hit(fault)
             for array in arrays:
@@ -395,7 +399,7 @@ class Client:
             self.faults.hit(fault)
             return self._stop(self.ended_this_turn)
         if kind == "reused" and self.recently_ended:               # it comes back, and is stopped at once
-            self.pending.append(self.recently_ended[-1])
+            self.again.append(self.recently_ended[-1])
             self.means_to_stop_the_reused = True
         return self._stop([])
 
@@ -427,7 +431,7 @@ class Client:
             check(record["Scheduled Requests"] == record["Context Requests"] + record["Generation Requests"],
                   "I28: scheduled requests")
 
-    # all of them
+    # between iterations
 
     def new_turn(self) -> None:
         """An iteration begins."""
@@ -441,29 +445,7 @@ class Client:
             self.world.check(b"".join(array.tobytes() for array in arrays) == before,
                              "F-keeps: somebody changed tensors that were sent")
 
-    def _inside(self, name: str) -> "_Inside":
-        return _Inside(self, name)
-
     def _fail(self, name: str, fault: str, error: type[BaseException] = Planted) -> None:
         self.faults.hit(fault)
         self.failures[name] += 1
         raise error
-
-
-class _Inside:
-    """A callback runs: none other may, and none after the end (I26, I27)."""
-
-    __slots__ = ("_client", "_name")
-
-    def __init__(self, client: Client, name: str) -> None:
-        self._client, self._name = client, name
-
-    def __enter__(self) -> None:
-        client = self._client
-        client.world.check(client.depth == 0, f"I27: {self._name} runs inside another callback")
-        client.world.check(client.is_open, f"I26: {self._name} runs after the end")
-        client.depth += 1
-        client.world.callback_begins(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        self._client.depth -= 1

@@ -2,11 +2,10 @@
 
 from functools import cache
 
-from batch_manager.build import build_loop
-from batch_manager.config import KvCacheConfig, Parts, TrtGptModelOptionalParams
+from batch_manager.config import KvCacheConfig
 from batch_manager.errors import ConfigError
-from batch_manager.names import SchedulerPolicy, TrtGptModelType
-from batch_manager.testing.scripted_backend import ScriptedBackend
+from tests.harness.client import Client
+from tests.harness.world import make_loop
 
 # feature -> what asks for it: options of KvCacheConfig, and of a scripted backend that can do it
 PROBES: dict[str, tuple[dict, dict]] = {
@@ -20,12 +19,7 @@ PROBES: dict[str, tuple[dict, dict]] = {
 def builds(kv_cache_config: dict, backend: dict) -> bool:
     """Whether an engine with these options can be had."""
     try:
-        build_loop(
-            model_path=None, model_type=TrtGptModelType.InflightFusedBatching, max_beam_width=1,
-            scheduler_policy=SchedulerPolicy.MAX_UTILIZATION, get_inference_requests_cb=lambda n: (),
-            send_response_cb=lambda *response: None, poll_stop_signal_cb=None, return_batch_manager_stats_cb=None,
-            optional_params=TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(**kv_cache_config)),
-            terminate_req_id=None, exclude_input_in_output=False, parts=Parts(backend=ScriptedBackend(**backend)))
+        make_loop(Client(), backend=backend, kv_cache_config=KvCacheConfig(**kv_cache_config))
     except (ConfigError, TypeError):    # the engine refuses it, or the scripted backend has never heard of it
         return False
     return True

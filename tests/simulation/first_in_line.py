@@ -8,7 +8,7 @@ from batch_manager.names import SchedulerPolicy
 from batch_manager.requests.llm_request import LlmRequest
 
 if TYPE_CHECKING:
-    from .world import World
+    from .world import SimulatedWorld
 
 
 class FirstInLine:
@@ -22,7 +22,7 @@ class FirstInLine:
     context waits, also the first one, and also one that came to the front by its priority.
     """
 
-    def __init__(self, world: "World") -> None:
+    def __init__(self, world: "SimulatedWorld") -> None:
         self._world = world
         self._applies = not world.swarm.is_static and world.swarm.policy is SchedulerPolicy.MAX_UTILIZATION
         self._left_out: LlmRequest | None = None

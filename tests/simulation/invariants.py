@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from batch_manager.kv.kv_cache_manager import KvCacheManager
 
 if TYPE_CHECKING:
-    from .world import World
+    from .world import SimulatedWorld
 
 EVERY = 16      # iterations between two looks at what is slow to look at
 
 
-def faults(world: "World") -> Iterator[str]:
+def faults(world: "SimulatedWorld") -> Iterator[str]:
     """Everything that is wrong now, in words."""
     yield from books(world.loop.kv)
     yield from leftovers(world)
@@ -66,7 +66,7 @@ def books(kv: KvCacheManager) -> Iterator[str]:
         yield "I9: free and used blocks do not add up"
 
 
-def leftovers(world: "World") -> Iterator[str]:
+def leftovers(world: "SimulatedWorld") -> Iterator[str]:
     """I17, C23: what is kept for requests is kept for the living, and counted right."""
     loop = world.loop
     active, intake = loop.active, loop.intake
@@ -94,7 +94,7 @@ def leftovers(world: "World") -> Iterator[str]:
             yield f"I17: {owner} has ended and holds blocks"
 
 
-def index(world: "World") -> Iterator[str]:
+def index(world: "SimulatedWorld") -> Iterator[str]:
     """I12, I14 and I15: what can be found by its prefix is what stands in the block."""
     cache, device = world.loop.kv.cache, world.device
     if world.loop._resources.device_work._operations:    # content is on its way
@@ -120,7 +120,7 @@ def index(world: "World") -> Iterator[str]:
             yield f"I14: block {node.block_id} is not where its parent has it"
 
 
-def plan_faults(world: "World", active: list, inflight: frozenset, plan) -> Iterator[str]:
+def plan_faults(world: "SimulatedWorld", active: list, inflight: frozenset, plan) -> Iterator[str]:
     """I20 to I23, I25 and C10, on a plan as it leaves the scheduler."""
     running = [*plan.context_requests, *plan.generation_requests]
     ready = [request for request in active if not request.is_finished and request.request_id not in inflight]
@@ -138,7 +138,7 @@ def plan_faults(world: "World", active: list, inflight: frozenset, plan) -> Iter
             yield f"I24: {ahead} stands ahead of {behind}, which came first"
 
 
-def batch_faults(world: "World", batch) -> Iterator[str]:
+def batch_faults(world: "SimulatedWorld", batch) -> Iterator[str]:
     """I20, on a batch as it reaches the device."""
     swarm = world.swarm
     if batch.num_sequences > swarm.max_batch_size:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from .marker_names import KNOWN
 
 if TYPE_CHECKING:
-    from .world import World
+    from .world import SimulatedWorld
 
 
 class Markers:
     """counts   marker -> times it was reached"""
 
-    def __init__(self, world: "World") -> None:
+    def __init__(self, world: "SimulatedWorld") -> None:
         self._world = world
         self.counts: Counter[str] = Counter()
         self._full_for = 0

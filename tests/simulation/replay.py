@@ -12,7 +12,7 @@ from batch_manager.tools.draw.text import render_text
 from .features import available
 from .history import to_line
 from .swarm import Swarm, draw
-from .world import Result, World
+from .world import Result, SimulatedWorld
 
 LAST_ITERATIONS = 40
 
@@ -20,7 +20,7 @@ LAST_ITERATIONS = 40
 def simulate(seed: int, *, iterations: int | None = None, trace: list[IterationTrace] | None = None,
              history: list | None = None) -> Result:
     """Run one seed from beginning to end."""
-    return World(draw(seed, available(), iterations), trace=trace, history=history).run()
+    return SimulatedWorld(draw(seed, available(), iterations), trace=trace, history=history).run()
 
 
 def command(seed: int) -> str:
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     swarm = draw(options.seed, available(), options.iterations)
     trace, history = [], []
-    result = World(swarm, trace=trace, history=history).run()
+    result = SimulatedWorld(swarm, trace=trace, history=history).run()
     print(f"seed {swarm.seed}\n{describe(swarm)}\n{picture(trace, options.last)}")
     for counts in (result.hits, result.markers):
         print(", ".join(f"{name} {count}" for name, count in sorted(counts.items())))

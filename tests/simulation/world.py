@@ -1,12 +1,11 @@
 """The virtual world: the real loop and the real worker function, a virtual clock, a scripted model, a faulty server.
 
-    World(draw(seed, available())).run() -> Result
+    SimulatedWorld(draw(seed, available())).run() -> Result
 
 Nothing waits and there is no thread: the worker's own function runs the loop, with a stand-in that looks around before
 and after every step. Everything random comes from the seed.
 """
 
-import logging
 import traceback
 from array import array
 from collections import Counter
@@ -15,8 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
 
-from batch_manager.build import build_loop
-from batch_manager.config import KvCacheConfig, Parts, TrtGptModelOptionalParams
+from batch_manager.config import KvCacheConfig
 from batch_manager.errors import BatchManagerError
 from batch_manager.handover import ScheduledBatch
 from batch_manager.kv.block_pool import OutOfBlocksError
@@ -26,18 +24,20 @@ from batch_manager.scheduling.interfaces import RequestScheduler, SchedulerOutpu
 from batch_manager.scheduling.waiting import REASONS
 from batch_manager.stats.trace import IterationTrace
 from batch_manager.worker import run_worker
+from tests.harness.clock import VirtualClock
+from tests.harness.worker import exit_of_the_interpreter, virtual_control
+from tests.harness.world import make_loop, quiet_log
 
 from . import invariants
-from .client import Client, PlantedInterrupt
+from .client import PlantedInterrupt, SimulatedClient
 from .device import SimulatedDevice
 from .faults import Faults, Place
 from .first_in_line import FirstInLine
 from .history import Closed, Handed, HistoryChecker, Sent, scripted_oracle
 from .markers import Markers
 from .swarm import TERMINATE_ID, Swarm
-from .virtual import STEP_S, VirtualClock, exit_of_the_interpreter, virtual_control
 
-IDLE_S = 0.0048
+STEP_S, IDLE_S = 0.02, 0.0048
 MOST_IDLE_TURNS = 400                 # of a run that has something left to do; a back-off lasts 21 of them
 BOUND_ON_WAITING = 2                  # iterations per step of work that stands before somebody
 MOST_VIOLATIONS = 20
@@ -68,7 +68,7 @@ class Result:
         return self.digests[-1].hex() if self.digests else ""
 
 
-class World:
+class SimulatedWorld:
     """One run. `history` judges the calls, `invariants` the state, `markers` counts where the run has been."""
 
     def __init__(self, swarm: Swarm, *, trace: list[IterationTrace] | None = None,
@@ -84,7 +84,7 @@ class World:
         self.mark = self.markers.reach
         model = {"vocab_size": swarm.vocab_size, "key": swarm.seed, "window": swarm.window, "sink": swarm.sinks}
         self.history = HistoryChecker(scripted_oracle(model), swarm.max_seq_len, swarm.is_static)
-        self.client = Client(self, Random(f"client {swarm.seed}"))
+        self.client = SimulatedClient(self, Random(f"client {swarm.seed}"))
         self.device = SimulatedDevice(
             faults=self.faults, owner_of=lambda slot: self.loop.kv.sequences.owners[slot],
             blocks_of=lambda request, beam=0: self.loop.kv.block_ids(request, beam),
@@ -121,27 +121,20 @@ class World:
 
     def _build(self):
         swarm, client = self.swarm, self.client
-        loop = build_loop(
-            model_path=None, model_type=swarm.model_type, max_beam_width=swarm.max_beam_width,
-            scheduler_policy=swarm.policy, get_inference_requests_cb=client.get, send_response_cb=client.send,
-            poll_stop_signal_cb=client.poll if swarm.has_poll else None,
-            return_batch_manager_stats_cb=client.stats if swarm.has_stats else None,
-            optional_params=TrtGptModelOptionalParams(
-                kv_cache_config=KvCacheConfig(enable_block_reuse=swarm.reuse, max_attention_window=swarm.window,
-                                              sink_token_length=swarm.sinks,
-                                              host_cache_size=swarm.host_blocks),
-                enable_trt_overlap=swarm.overlap, run_ahead=swarm.run_ahead,
-                enable_chunked_context=swarm.chunking is not None,
-                context_chunking_policy=swarm.chunking or ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
-                max_batch_size=swarm.max_batch_size, max_num_tokens=swarm.max_num_tokens,
-                max_num_sequences=swarm.max_num_sequences, max_queued_requests=swarm.max_queued_requests,
-                max_queued_tokens=swarm.max_queued_tokens, max_bytes_in_flight=swarm.max_bytes_in_flight,
-                max_admissions_per_iteration=swarm.max_admissions, flush_stats_when_idle=swarm.flush_stats),
-            terminate_req_id=TERMINATE_ID, exclude_input_in_output=swarm.exclude_input,
-            parts=Parts(backend=self.device, clock=self.clock, trace=self._note_trace,
-                        after_responses=client.after_responses, at_end=client.at_end),
-            heartbeat=self.control.heartbeat)
-        loop.deliveries._to_tensor = None                        # arrays will do: torch need not be imported
+        loop = make_loop(
+            client, backend=self.device, clock=self.clock, policy=swarm.policy, model_type=swarm.model_type,
+            max_beam_width=swarm.max_beam_width, terminate_req_id=TERMINATE_ID, exclude_input=swarm.exclude_input,
+            parts={"trace": self._note_trace, "after_responses": client.after_responses, "at_end": client.at_end},
+            heartbeat=self.control.heartbeat, as_arrays=True,
+            kv_cache_config=KvCacheConfig(enable_block_reuse=swarm.reuse, max_attention_window=swarm.window,
+                                          sink_token_length=swarm.sinks, host_cache_size=swarm.host_blocks),
+            enable_trt_overlap=swarm.overlap, run_ahead=swarm.run_ahead,
+            enable_chunked_context=swarm.chunking is not None,
+            context_chunking_policy=swarm.chunking or ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
+            max_batch_size=swarm.max_batch_size, max_num_tokens=swarm.max_num_tokens,
+            max_num_sequences=swarm.max_num_sequences, max_queued_requests=swarm.max_queued_requests,
+            max_queued_tokens=swarm.max_queued_tokens, max_bytes_in_flight=swarm.max_bytes_in_flight,
+            max_admissions_per_iteration=swarm.max_admissions, flush_stats_when_idle=swarm.flush_stats)
         loop.scheduler = WatchedScheduler(self, loop.scheduler)
         self._watch_claims(loop.kv)
         self._watch_window(loop.window)
@@ -151,14 +144,11 @@ class World:
 
     def run(self) -> Result:
         result = self.result
-        before = logging.getLogger("batch_manager").level
-        logging.getLogger("batch_manager").setLevel(logging.CRITICAL + 1)
-        try:
-            run_worker(WatchedLoop(self), self.control, IDLE_S)
-        except (Exception, SystemExit, GeneratorExit, PlantedInterrupt) as error:
-            self.check(self._engine_may_fail, f"C14: {error!r} ended the worker")
-        finally:
-            logging.getLogger("batch_manager").setLevel(before)
+        with quiet_log():
+            try:
+                run_worker(WatchedLoop(self), self.control, IDLE_S)
+            except (Exception, SystemExit, GeneratorExit, PlantedInterrupt) as error:
+                self.check(self._engine_may_fail, f"C14: {error!r} ended the worker")
         self._close()
         result.hits, result.markers = self.faults.hits, self.markers.counts
         result.requests, result.finals = self.history.num_handed, self.client.num_finals
@@ -288,7 +278,7 @@ class World:
         self.check(client.not_told == 0 and client.endings == 1,
                    f"I31: {client.not_told} responses without after_responses, {client.endings} calls of at_end")
         client.judge_what_was_kept()
-        client.is_open = False
+        client.over = "the run has ended"
 
     # looking
 
@@ -592,7 +582,7 @@ class World:
 class WatchedLoop:
     """What the worker takes for the loop."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimulatedWorld) -> None:
         self._world, self._loop = world, world.loop
         self.step = world.step
         self.intake, self.backend, self.reporter = world.loop.intake, world.loop.backend, world.loop.reporter
@@ -622,7 +612,7 @@ class WatchedLoop:
 class WatchedScheduler(RequestScheduler):
     """The scheduler, and somebody who looks at its plans before anyone else does."""
 
-    def __init__(self, world: World, scheduler: RequestScheduler) -> None:
+    def __init__(self, world: SimulatedWorld, scheduler: RequestScheduler) -> None:
         self._world, self._scheduler = world, scheduler
 
     def schedule_request(self, active_requests, inflight_request_ids) -> SchedulerOutput:

@@ -9,14 +9,13 @@ from batch_manager import (
     ContextChunkingPolicy,
     GptManager,
     KvCacheConfig,
-    Parts,
     SchedulerPolicy,
-    TrtGptModelOptionalParams,
     TrtGptModelType,
 )
 from batch_manager.errors import ErrorCode
 from batch_manager.handover import RowFailure, ScheduledBatch
 from batch_manager.testing.scripted_backend import ScriptedBackend
+from tests.harness import world as harness
 
 STEP_S = 0.02
 VOCAB = 23
@@ -120,15 +119,10 @@ def make_manager(engine: Engine, callbacks: Any, clock: HurriedClock, rng: Rando
                               tokens_per_block=TOKENS_PER_BLOCK, num_slots=8, window=engine.window, sink=engine.sinks,
                               host_blocks=engine.host_blocks, verify=engine.verifies,
                               on_step=UnreliableModel(clock, rng))
-    manager = GptManager(
-        None, engine.model_type, engine.max_beam_width, engine.policy, callbacks.get, callbacks.send, callbacks.poll,
-        callbacks.stats,
-        TrtGptModelOptionalParams(
-            kv_cache_config=KvCacheConfig(
-                enable_block_reuse=engine.reuse, host_cache_size=engine.host_blocks, sink_token_length=engine.sinks,
-                max_attention_window=engine.window),
-            max_batch_size=8, idle_poll_interval_s=IDLE_POLL_INTERVAL_S, flush_stats_when_idle=True,
-            **engine.options),
-        parts=Parts(backend=backend, clock=clock))
-    manager._loop.deliveries._to_tensor = None          # arrays will do: torch need not be imported
-    return manager
+    return harness.make_manager(
+        callbacks, backend=backend, parts={"clock": clock}, as_arrays=True, policy=engine.policy,
+        model_type=engine.model_type, max_beam_width=engine.max_beam_width, max_batch_size=8,
+        kv_cache_config=KvCacheConfig(
+            enable_block_reuse=engine.reuse, host_cache_size=engine.host_blocks, sink_token_length=engine.sinks,
+            max_attention_window=engine.window),
+        idle_poll_interval_s=IDLE_POLL_INTERVAL_S, flush_stats_when_idle=True, **engine.options)

@@ -1,6 +1,7 @@
 """The server around a soaked engine: callbacks that hand over a mixture, judge every answer, and fail now and then.
 
-What it remembers of a round is forgotten with it: a server that grows would hide an engine that does.
+It forgets what it recorded when a round is over: a server that grew would hide an engine that does. So it is not a
+`Client` of tests/harness, which keeps everything.
 """
 
 from collections import Counter, defaultdict
@@ -50,6 +51,11 @@ class Server:
         self.num_polls = 0
         self.round_over.clear()
         self.is_at_work = count > 0
+
+    def callbacks(self) -> dict[str, Callable]:
+        """The callbacks, as arguments of `GptManager`."""
+        return {"get_inference_requests_cb": self.get, "send_response_cb": self.send,
+                "poll_stop_signal_cb": self.poll, "return_batch_manager_stats_cb": self.stats}
 
     # the four
 

@@ -6,25 +6,25 @@ The real loop, the real worker function without a thread, a virtual clock, the s
 what it handed over and what it was told. A run takes a few milliseconds.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from batch_manager.build import build_loop
-from batch_manager.config import KvCacheConfig, Parts, TrtGptModelOptionalParams
+from batch_manager.config import KvCacheConfig
 from batch_manager.handover import RowFailure, ScheduledBatch
 from batch_manager.kv.audit import audit
 from batch_manager.names import ErrorCode, SchedulerPolicy, TrtGptModelType
 from batch_manager.requests.inference_request import InferenceRequest
 from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.worker import run_worker
+from tests.harness.client import Client
+from tests.harness.clock import VirtualClock
+from tests.harness.worker import virtual_control
+from tests.harness.world import make_loop, quiet_log
 from tests.simulation.history import Closed, Handed, HistoryChecker, Other, Polled, Sent, scripted_oracle
-from tests.simulation.virtual import VirtualClock, virtual_control
 
 IDLE_S = 0.005
 MOST_TURNS = 400
-LOG = logging.getLogger("batch_manager")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in [
     Scenario("stopped", MIXED, {1: (2,), 3: (1, 5)}, ends=(4, "abort"), backend=WIDE),
     Scenario("paused", LONG, backend=TIGHT, options={"max_num_tokens": 12}),
     Scenario("queued", LONG, {1: (4,)}, ends=(3, "abort"), backend=WIDE, options={"max_num_sequences": 2}),
-    Scenario("no evict", LONG, engine={"scheduler_policy": SchedulerPolicy.GUARANTEED_NO_EVICT}, backend=TIGHT),
+    Scenario("no evict", LONG, engine={"policy": SchedulerPolicy.GUARANTEED_NO_EVICT}, backend=TIGHT),
     Scenario("chunked", ((Arrival(1, 9, 2), Arrival(2, 7, 2, streams=True)), (Arrival(3, 5, 2),)), backend=WIDE,
              options={"enable_chunked_context": True, "max_num_tokens": 6}),
     Scenario("reused", ((Arrival(1, 6, 3), Arrival(2, 6, 3)), (), (), (), (Arrival(3, 6, 3),)), ends=(9, "drain"),
@@ -106,42 +106,36 @@ SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in [
 ]}
 
 
-class Run:
-    """One run of a scenario. What a fault wants to spoil is public: loop, backend, clock, control, and `calls`, through
-    which the engine reaches the callbacks."""
+class Run(Client):
+    """One run of a scenario, and its callbacks. A fault can spoil the loop, the backend, the clock, the control block
+    and, by `spoiled`, the callbacks.
+
+    spoiled     callback, or "item" -> what it does first
+    final_ids   ids that have had a final, in order
+    """
 
     def __init__(self, scenario: Scenario) -> None:
+        super().__init__()
         self.scenario = scenario
         self.clock = VirtualClock()
         self.control = virtual_control(self.clock)
         self.backend = ScriptedBackend(num_slots=8, key=7, vocab_size=50, **scenario.backend,
                                        **({"on_step": _late_fault()} if scenario.late_fault else {}))
-        self.spoiled: dict[str, Callable[[], None]] = {}          # callback -> what happens first when it is called
+        self.spoiled: dict[str, Callable[[], None]] = {}
         self.num_gets = self.num_polls = 0
         self.requests = [[(arrival, _request(arrival)) for arrival in arrivals] for arrivals in scenario.arrivals]
-        self.finals: list[int] = []
+        self.final_ids: list[int] = []
         model = {"vocab_size": 50, "key": 7, "window": None, "sink": 0}
         self.history = HistoryChecker(scripted_oracle(model), scenario.backend["max_seq_len"],
                                       scenario.engine.get("model_type") is TrtGptModelType.V1)
-        engine = {"model_type": TrtGptModelType.InflightFusedBatching, "max_beam_width": 1,
-                  "scheduler_policy": SchedulerPolicy.MAX_UTILIZATION, **scenario.engine}
-        self.loop = build_loop(
-            model_path=None, **engine, get_inference_requests_cb=self.get, send_response_cb=self.send,
-            poll_stop_signal_cb=self.poll, return_batch_manager_stats_cb=self.stats, terminate_req_id=None,
-            exclude_input_in_output=False,
-            parts=Parts(backend=self.backend, clock=self.clock, trace=lambda trace: None),
-            optional_params=TrtGptModelOptionalParams(
-                kv_cache_config=KvCacheConfig(**scenario.kv), **{"max_batch_size": 4, "max_num_tokens": 24,
-                                                                 **scenario.options}),
-            heartbeat=self.control.heartbeat)
-        self.loop.deliveries._to_tensor = None                    # arrays will do: torch need not be imported
+        self.loop = make_loop(
+            self, backend=self.backend, clock=self.clock, parts={"trace": lambda trace: None},
+            heartbeat=self.control.heartbeat, as_arrays=True, kv_cache_config=KvCacheConfig(**scenario.kv),
+            **scenario.engine, **{"max_batch_size": 4, "max_num_tokens": 24, **scenario.options})
 
     def start(self) -> None:
-        before, LOG.level = LOG.level, logging.CRITICAL + 1
-        try:
+        with quiet_log():
             run_worker(self.loop, self.control, IDLE_S)
-        finally:
-            LOG.level = before
 
     def faults(self) -> list[str]:
         """What is wrong, once it is over."""
@@ -150,8 +144,8 @@ class Run:
         found = list(self.history.anomalies)
         if not self.control.stopped.is_set or not loop.is_empty:
             found.append("C14: the worker ended and left something")
-        if items.num_sent != len(self.finals):
-            found.append(f"I28: {items.num_sent} finals were counted, {len(self.finals)} received")
+        if items.num_sent != len(self.final_ids):
+            found.append(f"I28: {items.num_sent} finals were counted, {len(self.final_ids)} received")
         if loop.failure is None and not self.control.aborting:
             try:
                 audit(loop.kv)
@@ -161,9 +155,9 @@ class Run:
                 found.append(f"I9: {error}")
         return found
 
-    # the server
+    # the callbacks
 
-    def get(self, max_num_requests: int) -> Any:
+    def items(self, max_num_requests: int) -> Any:
         self.history.feed(Other(self.clock.now))
         self.num_gets += 1
         turn, how = self.scenario.ends
@@ -191,7 +185,7 @@ class Run:
         self.history.feed(Handed(self.clock.now, arrival.request_id, must, _prompt(arrival), arrival.new_tokens,
                                  streams=arrival.streams))
 
-    def send(self, request_id: int, tensors: list, final: bool, error: str) -> None:
+    def received(self, request_id: int, tensors: list, final: bool, error: str) -> None:
         response = Sent(self.clock.now, request_id, final, error)
         if tensors:
             arrays = {}
@@ -205,10 +199,10 @@ class Run:
             response.tokens, response.error = None, "[SHUTDOWN] stands for several beams"
         self.history.feed(response)
         if final:
-            self.finals.append(request_id)
+            self.final_ids.append(request_id)
         self.spoiled.get("send", _nothing)()
 
-    def poll(self) -> set[int]:
+    def named_stops(self) -> set[int]:
         self.num_polls += 1
         if self.num_polls > MOST_TURNS:
             self.control.ask_to_abort()
@@ -218,7 +212,7 @@ class Run:
         self.history.feed(Polled(self.clock.now, [i for i in stops if i in self.loop.unanswered.alive]))
         return set(stops)
 
-    def stats(self, record: str) -> None:
+    def record_received(self, record: str) -> None:
         self.history.feed(Other(self.clock.now))
         self.spoiled.get("stats", _nothing)()
 

@@ -22,7 +22,7 @@ def test_nothing_is_wrong_without_a_fault(name):
     run = Run(SCENARIOS[name])
     run.start()
     assert run.faults() == []
-    assert run.loop.failure is None and len(run.finals) > 1
+    assert run.loop.failure is None and len(run.final_ids) > 1
 
 
 @pytest.mark.parametrize("point", POINTS.values(), ids=POINTS.keys())

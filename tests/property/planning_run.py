@@ -52,7 +52,7 @@ class Flight:
         return [request for request, _, _ in self.contexts] + self.generation
 
 
-class World:
+class PlanningRun:
     """One run. `counts` says what happened in it."""
 
     def __init__(self, scenario: Scenario) -> None:
@@ -381,7 +381,7 @@ class World:
         return self.plans[request.request_id]
 
 
-# What the world is made of.
+# What the run is made of.
 
 
 def make_scheduler(options: Options, limits: Limits, kv: KvCacheManager, peft: PeftCacheManager | None):

@@ -45,7 +45,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class World:
+class RunAheadScenario:
     """An engine and its requests.
 
     family   a checkpoint's, or SCRIPTED
@@ -107,8 +107,8 @@ def shift_batched(request_ids: list[int], logits, token_ids: list[list[list[int]
         shift_one(request_id, rows, tokens)
 
 
-def draw_world(seed: int, family: str | None = None) -> World:
-    """The world of a seed. Every other one has the scripted model. family: None: the seed draws it"""
+def draw_scenario(seed: int, family: str | None = None) -> RunAheadScenario:
+    """The scenario of a seed. Every other one has the scripted model. family: None: the seed draws it"""
     draw = Random(f"run ahead {seed}")
     if family is None:
         family = SCRIPTED if seed % 2 else draw.choice([one for one in FAMILIES for _ in range(
@@ -141,7 +141,7 @@ def draw_world(seed: int, family: str | None = None) -> World:
     batch = draw.choice([3, 4, 8] if is_tight else [2, 3, 4, 8])
     pools = [most, most + 1, most + 2, most + most // 2, 2 * most, 8 * most][: 4 if is_tight else 6]
     most_tokens = draw.choice([block, 2 * block, 4 * block]) if chunking is not None else draw.choice([60, 120, 1000])
-    return World(
+    return RunAheadScenario(
         seed, family, "int32" if is_scripted else draw.choice(["float32", "float32", "bfloat16", "float16"]),
         draw.choice([TrtGptModelType.InflightFusedBatching, TrtGptModelType.InflightBatching]), policy, chunking,
         block, draw.choice(pools), draw.choice([0, 8]) if reuse else 0, reuse, window, sinks, vocab, max_seq_len, batch,

@@ -1,0 +1,204 @@
+"""The client of the tests: the four callbacks of an engine, and a record of their calls.
+
+A suite with other callbacks overrides `items`, `received`, `named_stops` or `record_received`. Each callback calls
+`begins` and `ends`.
+"""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+SECONDS_UNTIL_A_TEST_GIVES_UP = 60.0
+
+
+@dataclass
+class Response:
+    tensors: dict
+    names: list[str]
+    final: bool
+    error: str
+
+    def tokens(self, beam: int = 0) -> list[int]:
+        length = int(self.tensors["sequence_length"][0, beam])
+        return [int(t) for t in self.tensors["output_ids"][0, beam][:length]]
+
+    @property
+    def finish_reason(self) -> int:
+        return int(self.tensors["finish_reason"][0, 0])
+
+    @property
+    def code(self) -> str:
+        return self.error[1:].split("]")[0]
+
+
+def nothing(*_: Any) -> None:
+    """A hook that does nothing."""
+
+
+class Client:
+    """The callbacks of one engine.
+
+    pending      items that get returns, as many as it is asked for
+    stops        ids that poll returns
+    responses    request id -> its responses, in order
+    stats        the records of return_stats
+    asked        the argument of each call of get
+    events       the calls in order: "get", "send 3", "poll", "stats"
+    threads      idents of the threads that called
+    complaints   broken rules of callbacks (I26, I27)
+    over         why no callback may begin any more; "" while callbacks may begin
+    has_poll, has_stats   whether the engine gets these two callbacks
+
+    on_get, on_send, on_poll, on_stats   called at the end of each; on_send gets the request id and the response
+    """
+
+    has_poll = has_stats = True
+
+    def __init__(self) -> None:
+        self.pending: list = []
+        self.stops: set[int] = set()
+        self.responses: dict[int, list[Response]] = defaultdict(list)
+        self.stats: list[str] = []
+        self.asked: list[int] = []
+        self.events: list[str] = []
+        self.threads: set[int] = set()
+        self.complaints: list[str] = []
+        self.over = ""
+        self.on_get: Callable[[], Any] = nothing
+        self.on_send: Callable[[int, Any], Any] = nothing
+        self.on_poll: Callable[[], Any] = nothing
+        self.on_stats: Callable[[], Any] = nothing
+        self._running: list[str] = []
+
+    def callbacks(self) -> dict[str, Callable | None]:
+        """The callbacks, as arguments of `GptManager` and `build_loop`."""
+        return {"get_inference_requests_cb": self.get, "send_response_cb": self.send,
+                "poll_stop_signal_cb": self.poll if self.has_poll else None,
+                "return_batch_manager_stats_cb": self.return_stats if self.has_stats else None}
+
+    # the four callbacks
+
+    def get(self, max_num_requests: int) -> Any:
+        with self.callback("get"):
+            self.asked.append(max_num_requests)
+            items = self.items(max_num_requests)
+            self.on_get()
+            return items
+
+    def send(self, request_id: int, tensors: list, final_response: bool, error_message: str) -> None:
+        with self.callback("send", f"send {request_id}"):
+            self.on_send(request_id, self.received(request_id, tensors, final_response, error_message))
+
+    def poll(self) -> Any:
+        with self.callback("poll"):
+            stops = self.named_stops()
+            self.on_poll()
+            return stops
+
+    def return_stats(self, record: str) -> None:
+        with self.callback("stats"):
+            self.record_received(record)
+            self.on_stats()
+
+    # what they do
+
+    def items(self, max_num_requests: int) -> Any:
+        """The items that get returns."""
+        count = len(self.pending) if max_num_requests < 0 else max_num_requests
+        items, self.pending[:count] = self.pending[:count], []
+        return items
+
+    def received(self, request_id: int, tensors: list, final: bool, error: str) -> Any:
+        """Keep a response. Returns what on_send gets."""
+        response = Response({t.name: np.asarray(t.tensor) for t in tensors}, [t.name for t in tensors], final, error)
+        self.responses[request_id].append(response)
+        return response
+
+    def named_stops(self) -> Any:
+        """The ids that poll returns."""
+        return self.stops
+
+    def record_received(self, record: str) -> None:
+        """Keep a record of the statistics."""
+        self.stats.append(record)
+
+    # the rules of all callbacks
+
+    def callback(self, name: str, event: str | None = None) -> "_Callback":
+        """A context in which a callback runs. event: how `events` names the call, when not by its name."""
+        return _Callback(self, name, event or name)
+
+    def begins(self, name: str) -> None:
+        """Called when a callback begins."""
+        if self._running:
+            self.wrong(f"I27: {name} began inside {self._running[-1]}")
+        if self.over:
+            self.wrong(f"I26: {name} was called although {self.over}")
+        self._running.append(name)
+        self.threads.add(threading.get_ident())
+
+    def ends(self, name: str) -> None:
+        """Called when a callback ends, however it does."""
+        self._running.pop()
+
+    def wrong(self, complaint: str) -> None:
+        """Note a broken rule."""
+        self.complaints.append(complaint)
+
+    # questions
+
+    def finals(self, request_id: int) -> list[Response]:
+        return [response for response in self.responses[request_id] if response.final]
+
+    def final(self, request_id: int) -> Response:
+        (only,) = self.finals(request_id)
+        assert self.responses[request_id][-1] is only, "a response came after the final one"
+        return only
+
+    def streamed(self, request_id: int) -> list[int]:
+        return [token for response in self.responses[request_id] if not response.error for token in response.tokens()]
+
+    def wait_for_finals(self, *request_ids: int) -> None:
+        deadline = time.monotonic() + SECONDS_UNTIL_A_TEST_GIVES_UP
+        while not all(self.finals(request_id) for request_id in request_ids):
+            assert time.monotonic() < deadline, f"no final for {[i for i in request_ids if not self.finals(i)]}"
+            time.sleep(0.001)
+
+
+class ArrivingClient(Client):
+    """Hands each request over in its iteration. Whoever steps the loop counts `iteration` up.
+
+    arrivals   [(iteration, request)]; requests that are due in the same iteration keep this order
+    """
+
+    def __init__(self, arrivals: list[tuple[int, Any]]) -> None:
+        super().__init__()
+        self.iteration, self.waiting = 0, list(arrivals)
+
+    def items(self, max_num_requests: int) -> list:
+        due = [entry for entry in self.waiting if entry[0] <= self.iteration]
+        due = due if max_num_requests < 0 else due[:max_num_requests]
+        for entry in due:
+            self.waiting.remove(entry)
+        return [request for _, request in due]
+
+
+class _Callback:
+    """A callback runs."""
+
+    __slots__ = ("_client", "_event", "_name")
+
+    def __init__(self, client: Client, name: str, event: str) -> None:
+        self._client, self._name, self._event = client, name, event
+
+    def __enter__(self) -> None:
+        self._client.events.append(self._event)
+        self._client.begins(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._client.ends(self._name)

@@ -1,0 +1,36 @@
+"""The control block of the worker, without a thread: nothing waits."""
+
+from batch_manager import interpreter_exit
+from batch_manager.clock import reliable
+from batch_manager.worker import WorkerControl
+
+from .clock import VirtualClock
+
+
+class VirtualWake:
+    """Sleeping moves the clock and takes no other time."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+
+    def set(self) -> None:
+        pass
+
+    def wait_and_clear(self, seconds: float) -> None:
+        self._clock.now += seconds
+
+
+def virtual_control(clock: VirtualClock) -> WorkerControl:
+    """The real control block; only its sleep is virtual."""
+    control = WorkerControl(reliable(clock), 0.0)
+    control.wake = VirtualWake(clock)
+    return control
+
+
+def exit_of_the_interpreter(control: WorkerControl) -> None:
+    """Do what `threading` does at exit, for this worker and no other of the process."""
+    others, interpreter_exit._controls = interpreter_exit._controls, {control: None}
+    try:
+        interpreter_exit._abort_all_workers()
+    finally:
+        interpreter_exit._controls, interpreter_exit._is_exiting = others, False

@@ -1,0 +1,137 @@
+"""Engines of the tests, with a scripted or a real model: a loop without a thread, or a manager with one.
+
+`make_loop` and `make_manager` know how to build them. A `World` is a loop with its client, its clock and its model.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from batch_manager import (
+    GptManager,
+    KvCacheConfig,
+    Parts,
+    SchedulerPolicy,
+    TrtGptModelOptionalParams,
+    TrtGptModelType,
+)
+from batch_manager.build import build_loop
+from batch_manager.kv.audit import audit
+from batch_manager.loop.generation_loop import GenerationLoop
+from batch_manager.testing.scripted_backend import ScriptedBackend
+
+from .client import Client
+from .clock import VirtualClock
+
+MAX_BATCH_SIZE = 8
+
+
+def scripted(backend: Any = None) -> Any:
+    """A ScriptedBackend of these options, or the backend itself where it is one already."""
+    return ScriptedBackend(**(backend or {})) if backend is None or isinstance(backend, dict) else backend
+
+
+def _arguments(client: Client, parts: Any, params: TrtGptModelOptionalParams | None,
+               policy: SchedulerPolicy = SchedulerPolicy.MAX_UTILIZATION,
+               model_type: TrtGptModelType = TrtGptModelType.InflightFusedBatching, max_beam_width: int = 1,
+               terminate_req_id: int | None = None, exclude_input: bool = False, **options: Any) -> dict[str, Any]:
+    if params is None:
+        kv = options.pop("kv_cache_config", None) or KvCacheConfig()
+        params = TrtGptModelOptionalParams(kv_cache_config=kv, **{"max_batch_size": MAX_BATCH_SIZE, **options})
+    elif options:
+        raise TypeError(f"{sorted(options)} are given beside params; expected one of both")
+    return {"model_type": model_type, "max_beam_width": max_beam_width, "scheduler_policy": policy,
+            **client.callbacks(), "optional_params": params, "terminate_req_id": terminate_req_id,
+            "exclude_input_in_output": exclude_input, "parts": Parts(**(parts or {}))}
+
+
+def make_loop(client: Client, *, model_path: Any = None, backend: Any = None, clock: Any = None, parts: Any = None,
+              params: TrtGptModelOptionalParams | None = None, heartbeat: Any = None,
+              as_arrays: bool = False, **options: Any) -> GenerationLoop:
+    """A loop without a thread.
+
+    backend     a backend, or options of a scripted one; not used where there is a model_path
+    clock       None: a VirtualClock
+    parts       fields of `Parts`, other than these two
+    params      None: made of the options that follow
+    as_arrays   responses have arrays, so that torch need not be imported
+    options     policy, model_type, max_beam_width, terminate_req_id, exclude_input; others: fields of
+                TrtGptModelOptionalParams
+    """
+    parts = {"clock": VirtualClock() if clock is None else clock, **(parts or {})}
+    if model_path is None:
+        parts = {"backend": scripted(backend), **parts}
+    loop = build_loop(model_path=model_path, heartbeat=heartbeat, **_arguments(client, parts, params, **options))
+    if as_arrays:
+        loop.deliveries._to_tensor = None
+    return loop
+
+
+def make_manager(client: Client, *, model_path: Any = None, backend: Any = None, parts: Any = None,
+                 params: TrtGptModelOptionalParams | None = None, as_arrays: bool = False,
+                 manager_options: dict[str, Any] | None = None, **options: Any) -> GptManager:
+    """A manager, whose worker is running. It has the real clock unless `parts` has another one.
+
+    manager_options   further arguments of GptManager
+    Otherwise as `make_loop`.
+    """
+    if model_path is None:
+        parts = {**(parts or {}), "backend": scripted(backend)}
+    manager = GptManager(model_path, **_arguments(client, parts, params, **options) | (manager_options or {}))
+    if as_arrays:
+        manager._loop.deliveries._to_tensor = None
+    return manager
+
+
+@dataclass
+class World:
+    """A loop without a thread, its client, its clock and its model."""
+
+    loop: GenerationLoop
+    client: Client
+    clock: VirtualClock
+    backend: Any
+
+    def step(self, times: int = 1, *, accept_new: bool = True) -> bool:
+        """Run iterations, and audit the pool after each. Whether the last one had anything to do."""
+        busy = False
+        for _ in range(times):
+            busy = self.loop.step(accept_new=accept_new)
+            audit(self.loop.kv)
+        return busy
+
+    def run(self, limit: int = 10_000) -> None:
+        """Run until nothing is alive. Then no block may be held."""
+        for _ in range(limit):
+            if not self.step() and self.loop.is_empty and not self.client.pending:
+                break
+        else:
+            raise AssertionError(f"still busy after {limit} iterations")
+        assert self.loop.kv.used_blocks == 0
+        assert not self.client.complaints, self.client.complaints
+
+    def expected(self, prompt: list[int], count: int, **options: Any) -> list[int]:
+        """The tokens that the scripted model generates."""
+        return self.backend.expected(prompt, count, **options)
+
+
+def build_world(*, client: Client | None = None, clock: VirtualClock | None = None, **options: Any) -> World:
+    """A world. options: those of `make_loop`."""
+    client = Client() if client is None else client
+    clock = VirtualClock() if clock is None else clock
+    loop = make_loop(client, clock=clock, **options)
+    return World(loop, client, clock, loop.backend)
+
+
+@contextmanager
+def quiet_log() -> Iterator[None]:
+    """Faults are planted by the thousand: the package logs nothing here."""
+    log = logging.getLogger("batch_manager")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
