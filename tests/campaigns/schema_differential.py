@@ -15,14 +15,15 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "property")]
+sys.path.insert(0, str(ROOT))
 
-from schema_cases import KINDS, make_case  # noqa: E402
-from schema_compare import NotCompared, differences, load_adapter, shrink  # noqa: E402
+from tests.conformance import adapter  # noqa: E402
+from tests.conformance.schema_cases import KINDS, make_case  # noqa: E402
+from tests.conformance.schema_compare import NotCompared, differences, shrink  # noqa: E402
 
 
 def run(kind: str, first: int, count: int) -> tuple[Counter, str | None]:
-    adapter, counts, example = load_adapter(), Counter(), None
+    counts, example = Counter(), None
     for seed in range(first, first + count):
         case = make_case(kind, seed)
         try:

@@ -1,6 +1,6 @@
-"""One seed of suite T3 of tests.campaign: beams too, alone in a step or not, and what the cache has of a prompt."""
+"""One seed of suite T3 of tests.campaigns: beams too, alone in a step or not, and what the cache has of a prompt."""
 
-from tests.campaign.deterministic import run_seed
+from tests.campaigns.deterministic import run_seed
 
 SEED = 1
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.campaign.registry import Options, suite
-from tests.campaign.request_fuzzing import ENOUGH, run_blocks
+from tests.campaigns.registry import Options, suite
+from tests.campaigns.request_fuzzing import ENOUGH, run_blocks
 from tests.fuzzing.block import BLOCK, run_block
 from tests.fuzzing.draws import draw
 from tests.fuzzing.engines import CYCLE, ENGINES, PLAIN, ROOMY, engine_of

@@ -1,6 +1,6 @@
 """T10, the quick part: every schedule with one preemption, some random ones, and a short while on real threads.
 
-More: `python -m tests.campaign --suite T10`. One schedule again: `python -m tests.interleaving.replay`.
+More: `python -m tests.campaigns --suite T10`. One schedule again: `python -m tests.interleaving.replay`.
 """
 
 import sys

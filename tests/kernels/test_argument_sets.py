@@ -1,6 +1,6 @@
 """Calls of kernels are written down and compiled elsewhere: nothing gets lost, and what is wrong is found.
 
-The whole, every call of this folder for four GPUs and two versions of triton: `python -m tests.campaign --suite T18`.
+The whole, every call of this folder for four GPUs and two versions of triton: `python -m tests.campaigns --suite T18`.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.campaign.ahead_of_time import Allowed, compile_calls, judge, record_calls
+from tests.campaigns.ahead_of_time import Allowed, compile_calls, judge, record_calls
 
 HERE = Path(__file__).parent
 

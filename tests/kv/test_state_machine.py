@@ -1,12 +1,12 @@
-"""The manager against a model of dicts and sets, whatever the order of calls. More: suite T2 of tests.campaign."""
+"""The manager against a model of dicts and sets, whatever the order of calls. More: suite T2 of tests.campaigns."""
 
 import pytest
 
-from tests.campaign.blocks import run_seed
+from tests.campaigns.blocks import run_seed
 
 
 @pytest.mark.parametrize("number", range(6))
 def test_the_manager_does_as_the_model(number):
     counts, wrong = run_seed(number)
-    assert wrong is None, f"python -m tests.campaign.blocks {number}\n{wrong}"
+    assert wrong is None, f"python -m tests.campaigns.blocks {number}\n{wrong}"
     assert counts["allocate"] and counts["look-ups"]

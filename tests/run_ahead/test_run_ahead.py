@@ -12,7 +12,7 @@ from batch_manager.loop import advance, generation_loop
 from batch_manager.requests.llm_request import LlmRequest
 from batch_manager.steps.output_check import StepOutputCheck
 from batch_manager.steps.resources import Resources
-from tests.campaign.run_ahead import ENOUGH, compare, draw_runs, how, run_seed
+from tests.campaigns.run_ahead import ENOUGH, compare, draw_runs, how, run_seed
 from tests.run_ahead.engines import run_ahead, run_in_lockstep
 from tests.run_ahead.scenarios import draw_scenario
 
@@ -67,7 +67,8 @@ def test_a_missing_response_is_a_difference(checkpoints):
 def test_a_run_that_was_never_ahead_counts_no_pair(checkpoints, monkeypatch):
     monkeypatch.setattr(generation_loop.StepWindow, "blocked_request_ids",
                         lambda self: [request.request_id for flight in self._steps for request in flight.requests])
-    monkeypatch.setattr("tests.campaign.run_ahead.draw_scenario", lambda seed, family: one_request(draw_scenario(seed)))
+    monkeypatch.setattr("tests.campaigns.run_ahead.draw_scenario",
+                        lambda seed, family: one_request(draw_scenario(seed)))
     counts, found = run_seed(1, checkpoints)
     assert (counts["pairs"], counts["runs that were never ahead"], found) == (0, 2, [])
 

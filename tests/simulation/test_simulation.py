@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from batch_manager.loop.finals import Finals
-from tests.campaign.registry import SUITES, Options, suite
-from tests.campaign.simulation import ENOUGH, short, simulate_many
+from tests.campaigns.registry import SUITES, Options, suite
+from tests.campaigns.simulation import ENOUGH, short, simulate_many
 from tests.simulation.faults import MENU, Place, menu_of
 from tests.simulation.features import PROBES, available
 from tests.simulation.marker_names import MARKERS

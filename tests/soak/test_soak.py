@@ -10,7 +10,7 @@ import pytest
 from batch_manager.kv.kv_cache_manager import KvCacheManager
 from batch_manager.loop.callbacks import GuardedCallbacks
 from batch_manager.responses.deliveries import Deliveries
-from tests.campaign.registry import Options, suite
+from tests.campaigns.registry import Options, suite
 
 from . import idle
 from .engines import ENGINES

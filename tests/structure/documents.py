@@ -11,7 +11,7 @@ CONTRACT = REPOSITORY / "docs" / "contract.md"
 TESTS = REPOSITORY / "tests"
 
 # Folders whose strings name invariants. Elsewhere I8 and the like are types of tensors.
-JUDGES = ("campaign", "interleaving", "revived", "simulation", "soak", "sweep")
+JUDGES = ("campaigns", "harness", "interleaving", "revived", "simulation", "soak", "sweep")
 
 RANGE = re.compile(r"\b([CIT])(\d{1,2})(?:\.\.| to )\1(\d{1,2})\b")
 # C5 in a picture of a schedule is followed by a space or by the end of the line.

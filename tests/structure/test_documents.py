@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaign.registry import SUITES
+from tests.campaigns.registry import SUITES
 
 from .documents import (
     CONTRACT,

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from tests.campaign.safety_cost import cost, finite_costs, ledger_cost, new_loop, replacements, without
+from tests.campaigns.safety_cost import cost, finite_costs, ledger_cost, new_loop, replacements, without
 
 
 class NotingBlock:

@@ -1,6 +1,6 @@
 """A simulation that is fitted on one recorded run predicts three others, and one with other settings.
 
-The runs were recorded by tests/campaign/simulation_fidelity.py: a Llama of 135M parameters in bf16 on one thread.
+The runs were recorded by tests/campaigns/simulation_fidelity.py: a Llama of 135M parameters in bf16 on one thread.
 """
 
 import gzip

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.campaign.coverage import Missing, judge, missing_branches
+from tests.campaigns.branch_coverage import Missing, judge, missing_branches
 
 from .branches import CORE, UNTAKEN, Untaken
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaign.mutants import Mutant, change_of, mutants, mutated, selection_for
+from tests.campaigns.mutants import Mutant, change_of, mutants, mutated, selection_for
 
 from .branches import CORE
 from .survivors import SURVIVORS, Survivor

@@ -2,7 +2,7 @@
 
 from random import Random
 
-import schema_oracle
+from . import schema_oracle
 
 POLICIES = ["FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS", "FORCE_CHUNK"]
 STATES = ["UNKNOWN", "ENCODER_INIT", "CONTEXT_INIT", "CONTEXT_INIT", "GENERATION_IN_PROGRESS",

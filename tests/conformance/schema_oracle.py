@@ -2,7 +2,7 @@
 
 It shares no code with batch_manager and takes no shortcut: blocks are objects in lists, the free order is searched
 from its beginning, prefixes are compared token by token, every estimate is the formula written out. It is slow and
-meant to be read. Its module level functions are those of `tests/conformance/adapter.py`, so whatever runs records
+meant to be read. Its module level functions are those of `adapter.py`, so whatever runs records
 against the product can run them against this model, and `test_schema_differential.py` can hold one against the other.
 
 Times are milliseconds. Requests and configurations are the records' own dictionaries.

@@ -1,7 +1,7 @@
 """T3: a request alone and in every circumstance, bit by bit, on small models with random weights.
 
-    python -m tests.campaign.deterministic SEED             one seed again, every difference with what led to it
-    python -m tests.campaign.deterministic 2 --normal       without the mode: this seed finds some, as most do
+    python -m tests.campaigns.deterministic SEED             one seed again, every difference with what led to it
+    python -m tests.campaigns.deterministic 2 --normal       without the mode: this seed finds some, as most do
 
 The reference of a pair is the request alone, whole, never paused, nothing cached, in a KV cache of blocks of 64 tokens:
 a short request is one contiguous block there. The other one is the same request with one thing or everything
@@ -133,8 +133,8 @@ def run_seed(seed: int, parent: Path, deterministic: bool = True) -> tuple[Count
             counts["prompt", describe_length(len(ask.prompt), unit)] += 1
         counts.update(pairs=len(asks), tokens=sum(ask.count for ask in asks.values()), different=len(differences))
         if differences:
-            found.append(f"seed {seed}, run {run} (python -m tests.campaign.deterministic {seed}): {family}, blocks of "
-                         f"{block}, {options}, {circumstances}: {differences}")
+            found.append(f"seed {seed}, run {run} (python -m tests.campaigns.deterministic {seed}): {family}, blocks "
+                         f"of {block}, {options}, {circumstances}: {differences}")
     counts["pauses"] = lab.num_pauses
     lab.close()
     reference.close()

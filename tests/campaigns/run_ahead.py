@@ -1,6 +1,6 @@
 """T17: the same requests in an engine that runs ahead and in one that does not, bit by bit.
 
-    python -m tests.campaign.run_ahead SEED             one seed again, every difference with what led to it
+    python -m tests.campaigns.run_ahead SEED             one seed again, every difference with what led to it
 
 A pair is what one request got from both: all tensors of all its responses, in order. A seed draws a scenario: an engine
 over the scripted model or over a small checkpoint with random weights (there with `deterministic`), and requests with
@@ -66,7 +66,7 @@ def run_seed(seed: int, parent: Path, family: str | None = None) -> tuple[Counte
 
     def note(what: str) -> None:
         counts["different"] += 1
-        found.append(f"seed {seed} (python -m tests.campaign.run_ahead {seed}): {what}")
+        found.append(f"seed {seed} (python -m tests.campaigns.run_ahead {seed}): {what}")
 
     try:
         lockstep = run_in_lockstep(scenario, parent)

@@ -247,7 +247,7 @@ def run(options: Options) -> Summary:
         f"take {host:.0f} us")
     if total > SHARE * real:
         summary.failures.append(f"the checks take {total:.0f} us, more than {SHARE:.0%} of {real:.0f} us: "
-                                "python -m tests.campaign --suite T16")
+                                "python -m tests.campaigns --suite T16")
     if on_a_gpu > SHARE * STEP_OF_A_GPU_US:
         summary.short.append(f"{on_a_gpu:.0f} us are more than {SHARE:.0%} of a step of 5 ms")
     return summary

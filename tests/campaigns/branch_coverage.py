@@ -1,6 +1,6 @@
-"""T14: every branch of the core is taken by a test, or listed with a reason in tests/coverage/branches.py.
+"""T14: every branch of the core is taken by a test, or listed with a reason in tests/campaigns/branches.py.
 
-    python -m tests.campaign --suite T14
+    python -m tests.campaigns --suite T14
 
 Needs the package `coverage`. The seed makes no difference. The tests run in as many processes as there are jobs, and
 what they start is measured too.
@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.coverage.branches import CORE, LEFT_OUT, UNTAKEN, Untaken
-
+from .branches import CORE, LEFT_OUT, UNTAKEN, Untaken
 from .registry import Options, Summary
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +90,7 @@ def judge(missing: list[Missing], listed: tuple[Untaken, ...]) -> list[str]:
 def run(options: Options) -> Summary:
     if find_spec("coverage") is None:
         return Summary("T14: skipped", short=["the package `coverage` is not installed"])
-    again = "python -m tests.campaign --suite T14"
+    again = "python -m tests.campaigns --suite T14"
     with tempfile.TemporaryDirectory() as folder:
         try:
             report = measure(Path(folder), options.jobs)

@@ -1,4 +1,4 @@
-"""How near `batch-manager simulate` comes to real runs: python -m tests.campaign.simulation_fidelity --model FOLDER
+"""How near `batch-manager simulate` comes to real runs: python -m tests.campaigns.simulation_fidelity --model FOLDER
 
 Serves five workloads with a model on this machine, fits a cost model on the trace of the first, and predicts the
 others, which have other lengths, rates and settings. Nothing else should run meanwhile: what disturbs one run and not

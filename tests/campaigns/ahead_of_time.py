@@ -1,6 +1,6 @@
 """T18: every call of a kernel in tests/kernels, and its bfloat16 twin, compiles for GPUs that are not here.
 
-    python -m tests.campaign --suite T18
+    python -m tests.campaigns --suite T18
 
 For sm_80, sm_90, sm_100 and gfx942, with the installed Triton and with each of OTHER_TRITONS, which is installed into a
 folder of its own under the system's temporary one. Nothing may spill, need a stack or take more shared memory than a
@@ -133,7 +133,7 @@ def run(options: Options) -> Summary:
         try:
             record_calls(file)
         except RuntimeError as error:
-            return Summary("T18: nothing was compiled", [f"{error}\n(python -m tests.campaign --suite T18)"])
+            return Summary("T18: nothing was compiled", [f"{error}\n(python -m tests.campaigns --suite T18)"])
         for triton in (None, *OTHER_TRITONS):
             try:
                 where = None if triton is None else folder_of(triton)

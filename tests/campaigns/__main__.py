@@ -1,6 +1,6 @@
 """Long runs of the randomised suites.
 
-    python -m tests.campaign --tier F [--suite T1] [--first-seed N] [--seconds S] [--jobs 2]
+    python -m tests.campaigns --tier F [--suite T1] [--first-seed N] [--seconds S] [--jobs 2]
 
 Each suite goes on from its first seed until it has done what the tier asks for, or the time is up. Seeds are
 consecutive, so a campaign is resumed with --first-seed. The lines printed at the end belong in tests/CAMPAIGNS.md.
@@ -22,7 +22,7 @@ def commit() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.campaigns", description=__doc__.splitlines()[0])
     parser.add_argument("--tier", choices=["Q", "F", "C"], default="F")
     parser.add_argument("--suite", choices=sorted(SUITES), action="append", help="one of them only; may be repeated")
     parser.add_argument("--first-seed", type=int, default=0)

@@ -1,6 +1,6 @@
 """Changes to the core that no test notices, and why none could.
 
-`python -m tests.campaign --suite T14-mutants` draws changes and names those that are missing here.
+`python -m tests.campaigns --suite T14-mutants` draws changes and names those that are missing here.
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@
     schema_cases.py      seed -> record
     schema_compare.py    where the two differ, and a smaller record that still does
 
-tests/campaigns/schema_differential.py runs more seeds. README.md of tests/conformance says where the product differs on
+tests/campaigns/schema_differential.py runs more seeds. README.md of this folder says where the product differs on
 purpose; such records are counted here as not compared.
 """
 
@@ -12,13 +12,14 @@ import json
 from pathlib import Path
 
 import pytest
-import schema_oracle
-from schema_cases import KINDS, make_case
-from schema_compare import NotCompared, differences, shrink
+
+from . import schema_oracle
+from .schema_cases import KINDS, make_case
+from .schema_compare import NotCompared, differences, shrink
 
 SEEDS = {"trace_like_the_records": 35, "trace_of_chunks_and_priorities": 40, "trace_of_odd_sizes": 60,
          "trace_with_reuse": 70, "kv_fill": 60, "kv_reuse": 120}
-RECORDS = Path(__file__).parents[1] / "conformance" / "cases"
+RECORDS = Path(__file__).parent / "cases"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,10 +1,10 @@
 """T14: a changed comparison, number or truth value of the core is noticed by a test, or listed with a reason.
 
-    python -m tests.campaign --suite T14-mutants [--first-seed 7]
+    python -m tests.campaigns --suite T14-mutants [--first-seed 7]
 
 Needs the package `cosmic-ray`, which knows how to change a line. The seed draws places of the core's files and what is
-changed there; each change is tested alone, in a copy of the tree, with the tests of its file in tests/coverage. Those
-that no test notices and that change nothing anybody could notice are listed in tests/coverage/survivors.py.
+changed there; each change is tested alone, in a copy of the tree, with the tests of its file in tests/campaigns. Those
+that no test notices and that change nothing anybody could notice are listed in tests/campaigns/survivors.py.
 """
 
 import difflib
@@ -22,10 +22,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.coverage.branches import CORE, LEFT_OUT
-from tests.coverage.survivors import SURVIVORS, Survivor
-
+from .branches import CORE, LEFT_OUT
 from .registry import Options, Summary
+from .survivors import SURVIVORS, Survivor
 
 ROOT = Path(__file__).parents[2]
 ENOUGH = {"Q": 4, "F": 100, "C": None}                      # mutants; None: all
@@ -139,7 +138,7 @@ def run(options: Options) -> Summary:
 
     survivors = [change_of(mutant, text) for mutant, text, unnoticed in zip(drawn, texts, passed) if unnoticed]
     known = {one.change: one for one in SURVIVORS}
-    again = f"python -m tests.campaign --suite T14-mutants --first-seed {options.first_seed}"
+    again = f"python -m tests.campaigns --suite T14-mutants --first-seed {options.first_seed}"
     wrong = [f"{one.file}: nobody notices {one.mutant!r} where {one.source!r} is ({again})"
              for one in survivors if one.change not in known]
     noticed = 1 - len(survivors) / len(drawn)

@@ -1,19 +1,8 @@
 """Runs one case against the model and against the product's adapter, and says in words where they differ."""
 
 import copy
-import importlib.util
-from pathlib import Path
 
-import schema_oracle
-
-ADAPTER = Path(__file__).parents[1] / "conformance" / "adapter.py"
-
-
-def load_adapter():
-    spec = importlib.util.spec_from_file_location("conformance_adapter", ADAPTER)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from . import schema_oracle
 
 
 class NotCompared(Exception):

@@ -7,8 +7,7 @@ import pytest
 from batch_manager import ContextChunkingPolicy, InferenceRequest, KvCacheConfig
 from batch_manager.handover import BlockClear
 from batch_manager.names import LlmRequestState
-
-from .test_run_ahead import Late
+from tests.contract.test_run_ahead import Late
 
 SIZE = 4
 LONG = 30

@@ -1,6 +1,6 @@
 """Branches of the core that no test takes, and why; all others are taken.
 
-`python -m tests.campaign --suite T14` checks it.
+`python -m tests.campaigns --suite T14` checks it.
 
 A core module is a folder or a file of the package, with the tests that are to take its branches. To add one, put it
 into CORE, run the suite, and for each branch that it names write a test of what matters there, take out dead code, or
@@ -9,7 +9,8 @@ list the branch with the reason why no test can take it.
 
 from dataclasses import dataclass
 
-WORKER = ("tests/contract", "tests/interleaving", "tests/sweep", "tests/simulation")
+THROUGH_THE_LOOP = ("tests/contract", "tests/loop", "tests/steps", "tests/stats")
+WORKER = (*THROUGH_THE_LOOP, "tests/interleaving", "tests/sweep", "tests/simulation")
 
 # folder or file of the package -> tests that take its branches
 CORE: dict[str, tuple[str, ...]] = {
@@ -19,13 +20,13 @@ CORE: dict[str, tuple[str, ...]] = {
     "batch_manager/forked_child.py": WORKER,
     "batch_manager/guard.py": WORKER,
     "batch_manager/loading_thread.py": WORKER,
-    "batch_manager/loop": ("tests/contract", "tests/simulation", "tests/sweep", "tests/property"),
+    "batch_manager/loop": (*THROUGH_THE_LOOP, "tests/simulation", "tests/sweep", "tests/property"),
     "batch_manager/arguments.py": WORKER,
-    "batch_manager/steps": ("tests/contract", "tests/simulation", "tests/sweep", "tests/property", "tests/runtime"),
-    "batch_manager/responses": ("tests/contract", "tests/simulation", "tests/boundaries"),
-    "batch_manager/requests": ("tests/requests", "tests/boundaries", "tests/fuzzing", "tests/contract"),
-    "batch_manager/kv": ("tests/kv", "tests/scheduling", "tests/property", "tests/contract"),
-    "batch_manager/scheduling": ("tests/scheduling", "tests/property", "tests/contract", "tests/conformance"),
+    "batch_manager/steps": (*THROUGH_THE_LOOP, "tests/simulation", "tests/sweep", "tests/property", "tests/runtime"),
+    "batch_manager/responses": (*THROUGH_THE_LOOP, "tests/simulation", "tests/boundaries"),
+    "batch_manager/requests": ("tests/requests", "tests/boundaries", "tests/fuzzing", *THROUGH_THE_LOOP),
+    "batch_manager/kv": ("tests/kv", "tests/scheduling", "tests/property", *THROUGH_THE_LOOP),
+    "batch_manager/scheduling": ("tests/scheduling", "tests/property", *THROUGH_THE_LOOP, "tests/conformance"),
 }
 
 # Tests that compare times with each other, or stop a process by time: under coverage they measure coverage.

@@ -7,7 +7,8 @@ does not have, and two of eviction from older versions, which gave back leaves o
 """
 
 import pytest
-import schema_oracle
+
+from . import schema_oracle
 
 GNE, MU, STATIC = "GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH"
 EP, FCFS, FORCE = "EQUAL_PROGRESS", "FIRST_COME_FIRST_SERVED", "FORCE_CHUNK"

@@ -39,19 +39,19 @@ class Summary:
 
 # name -> module; imported when it runs, so that one suite does not pay for another's imports
 SUITES: dict[str, str] = {
-    "T1": "tests.campaign.simulation",
-    "T2": "tests.campaign.blocks",
-    "T3": "tests.campaign.deterministic",
-    "T4": "tests.campaign.faults",
-    "T5": "tests.campaign.request_fuzzing",
-    "T6": "tests.campaign.checkpoints",
-    "T7": "tests.campaign.soak",
-    "T10": "tests.campaign.interleavings",
-    "T14": "tests.campaign.coverage",
-    "T14-mutants": "tests.campaign.mutants",
-    "T16": "tests.campaign.safety_cost",
-    "T17": "tests.campaign.run_ahead",
-    "T18": "tests.campaign.ahead_of_time",
+    "T1": "tests.campaigns.simulation",
+    "T2": "tests.campaigns.blocks",
+    "T3": "tests.campaigns.deterministic",
+    "T4": "tests.campaigns.faults",
+    "T5": "tests.campaigns.request_fuzzing",
+    "T6": "tests.campaigns.checkpoints",
+    "T7": "tests.campaigns.soak",
+    "T10": "tests.campaigns.interleavings",
+    "T14": "tests.campaigns.branch_coverage",
+    "T14-mutants": "tests.campaigns.mutants",
+    "T16": "tests.campaigns.safety_cost",
+    "T17": "tests.campaigns.run_ahead",
+    "T18": "tests.campaigns.ahead_of_time",
 }
 
 

@@ -1,7 +1,8 @@
 """The smallest records on which the product once differed from the rules, found by random ones and made smaller."""
 
 import pytest
-from schema_compare import differences
+
+from .schema_compare import differences
 
 GNE_LINE = [{"id": 1, "arrival": 0, "prompt_len": 26, "max_new_tokens": 7},
             {"id": 11, "arrival": 0, "prompt_len": 36, "max_new_tokens": 1},

@@ -94,7 +94,7 @@ def fuzz(options: Options) -> Counts:
                 blocks = [first, *(block for block, _ in running)]
                 counts.failed.append((first, "a process died or hung in one of the portions that begin with the blocks "
                                       f"{blocks}, see above; again: " + " or ".join(
-                                          f"python -m tests.campaign --suite T5 --first-seed {block} --jobs 1"
+                                          f"python -m tests.campaigns --suite T5 --first-seed {block} --jobs 1"
                                           for block in blocks)))
                 break
     return counts

@@ -1,6 +1,6 @@
 """T2: rules for the block manager in any order, against a model; every other seed with digests of four bits.
 
-    python -m tests.campaign.blocks SEED        one seed again, shrunk to the fewest rules that show what is wrong
+    python -m tests.campaigns.blocks SEED        one seed again, shrunk to the fewest rules that show what is wrong
 """
 
 import itertools
@@ -50,7 +50,7 @@ def run(options: Options) -> Summary:
             lambda: sum(counts[rule] for rule in RULES) >= calls and counts[LOOK_UPS] >= look_ups):
         counts.update(did)
         if wrong is not None:
-            failures.append(f"seed {number} (python -m tests.campaign.blocks {number}):\n{wrong}")
+            failures.append(f"seed {number} (python -m tests.campaigns.blocks {number}):\n{wrong}")
     done = sum(counts[rule] for rule in RULES)
     short = []
     if done < calls:
