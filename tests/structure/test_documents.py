@@ -104,6 +104,12 @@ def wrong_links(found) -> list[str]:
     return wrong
 
 
+def test_the_page_about_the_tests_has_each_folder():
+    text = (TESTS / "README.md").read_text(encoding="utf-8")
+    folders = sorted(path.name for path in TESTS.iterdir() if any(path.glob("*.py")))
+    assert len(folders) > 30 and [folder for folder in folders if f"`{folder}`" not in text] == []
+
+
 def test_the_documents_name_functions_where_they_are():
     """The check above has something to look at."""
     named = [link for link in links(REPOSITORY / "docs" / "architecture.md") if re.fullmatch(r"`[\w.]+`", link.text)]
