@@ -129,7 +129,7 @@ class SimulatedDevice(ScriptedBackend):
         if self.drawing:
             place = {slot: row for row, slot in enumerate(step.slots.tolist())}
             rows = [place[slot] for slot in output.slots.tolist()]
-            words = self._words(sums[rows], self._state["draw"][output.slots])
+            words = self._words(sums[rows], self._state["salt"][output.slots])
             self.drawing.draw(output, words, (step.starts + step.counts)[rows], self._state["log_probs"][output.slots],
                               self.info.vocab_size)
         self._look_at_beams(output)
