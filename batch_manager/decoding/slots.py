@@ -45,8 +45,8 @@ class SamplingRows:
     def part(self, of: slice) -> "SamplingRows":
         """Return a slice of the rows."""
         return SamplingRows(self.slots[of], self.positions[of], self.device_slots[of], self.device_positions[of],
-                         None if self.beams is None else self.beams[of],
-                        None if self.device_beams is None else self.device_beams[of])
+                            None if self.beams is None else self.beams[of],
+                            None if self.device_beams is None else self.device_beams[of])
 
 
 class Plane:
@@ -88,7 +88,7 @@ class SlotState:
         self.last_tokens = PositionRing(torch.zeros((self.capacity, COLUMNS_OF_RING), dtype=torch.int64, device=device))
         self._planes = {4: Plane(np.int32, self.capacity, device), 8: Plane(np.int64, self.capacity, device)}
         self._columns: dict[str, tuple[Plane, int, np.dtype]] = {}
-        self._neutral: dict[str, int] = {}             # initial values of the added columns
+        self._neutral: dict[str, int] = {}             # column -> the value that `set_up` writes
         self._changed: list[int] = []                   # slots with columns to upload
         self.host: dict[str, np.ndarray] = {}
         self.num_taken = 0
@@ -101,8 +101,8 @@ class SlotState:
     def add_columns(self, names: Sequence[str], neutral: int | None = None) -> None:
         """Add columns that do not exist yet.
 
-        neutral   initial value in each slot; None: the columns are parameters of SamplingConfig or SETUP_COLUMNS, and
-                  `set_up` fills them from the setup
+        neutral   value that `set_up` writes; None: the columns are parameters of SamplingConfig or SETUP_COLUMNS, and
+                  `set_up` writes the values of the setup
         """
         for name in names:
             if name in self._columns:

@@ -149,7 +149,7 @@ def locate_generation(batch: ScheduledBatch, tables: BlockTables, tokens_per_blo
     kv_lengths = positions + np.int32(1)
     max_blocks = _check(table_rows, kv_lengths, tables, tokens_per_block)
     return GenerationRows(slots, positions, kv_lengths, table_rows,
-                            _blocks(tables, table_rows, positions, tokens_per_block), max_blocks)
+                          _blocks(tables, table_rows, positions, tokens_per_block), max_blocks)
 
 
 NO_GENERATION_ROWS = GenerationRows(*[np.empty(0, np.int32)] * 5, 0)
@@ -172,7 +172,7 @@ def locate_contexts(batch: ScheduledBatch, tables: BlockTables, tokens_per_block
     """Return the contexts of a batch with at least one context and no drafts. Raises as `pack`."""
     step = pack(replace(batch, generation=NO_GENERATION), tables, tokens_per_block)
     return ContextRows(step, step.slots * np.int32(batch.max_beam_width),
-                         np.array([work.is_last_chunk for work in batch.context]))
+                       np.array([work.is_last_chunk for work in batch.context]))
 
 
 def _pack_generation(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> PackedStep:

@@ -14,8 +14,8 @@ In each step:
     one copy of all arrays to one buffer on the device, from a ring of pinned memory (`device.Uploads`); one copy of all
     results to the host
 
-The arrays are contiguous, at offsets that follow from the `StepShape`. Generation rows come first, then contexts, each
-with its padding, so that both start at rows that the shape determines. A padding row has a slot that no sequence uses
+The arrays follow one another at offsets that the `StepShape` determines. Generation rows come first, then contexts,
+each with its padding, so that both start at rows that the shape determines. A padding row has a slot that no sequence uses
 and length 0, and its token is not stored. So all steps of a shape make the same launches with the same arguments, and a
 graph of these launches can be replayed.
 """

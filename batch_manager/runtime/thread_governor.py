@@ -19,7 +19,7 @@ from ..contained_log import log
 STEPS_LOOKED_AT = 8                # steps observed before a trial
 PAIRS_OF_A_TRIAL = 4               # a pair: a step on the current number and one on the other
 WORTH_A_CHANGE = 0.95              # change if the other number takes less than this share of the current time
-NOT_WORTH_A_TRIAL = 1.5            # stop a trial after a pair in which the other number takes this many times longer
+NOT_WORTH_A_TRIAL = 1.5            # stop a trial once all steps on the other number take this many times longer
 LOST_SHARE = 0.1                   # lost share of the available processor time above which fewer threads are tried
 FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 1.0, 30.0       # between trials; doubled after a trial without change
 

@@ -98,7 +98,7 @@ def test_each_beam_has_the_bans_and_penalties_of_its_own_text(decoder_with, time
 def test_who_has_no_beams_keeps_their_history_when_somebody_with_beams_comes(decoder_with):
     def history_of(slot, length):
         rows = SamplingRows(np.array([slot], np.int32), np.array([length], np.int32), torch.tensor([slot]),
-                        torch.tensor([length]))
+                            torch.tensor([length]))
         history = engine.decoder.history
         return history.tokens[history.device_rows_of(rows)[0], :length].tolist()
 

@@ -190,7 +190,7 @@ def test_the_token_and_its_log_prob_are_of_the_changed_logits_and_what_is_return
     best = int(logits[0, 2:4].argmax())
     assert sampled.tokens.tolist() == [2 + best, int(logits[1].argmax())]
     torch.testing.assert_close(sampled.log_probs, torch.stack([logits[0, 2:4].log_softmax(0)[best],
-                                                             logits[1].log_softmax(0).max()]))
+                                                              logits[1].log_softmax(0).max()]))
     assert torch.equal(sampled.logits, logits) and sampled.logits_slots == [0, 1]
     assert decoder.sample(logits[1:].clone(), rows_of([1])).post_processed is None
 

@@ -141,7 +141,7 @@ def test_stop_words_end_a_sequence_with_their_last_token(decoder_with, rows_of):
     positions = [len(tokens) for tokens in histories]
     sampled = decoder.sample(logits_for([7, 2, 5, 5, 2, 3, 8, 7, 7]), rows_of(range(9), [*positions, 1, 1]))
     assert sampled.finish.tolist() == [STOP_WORDS, STOP_WORDS, STOP_WORDS, NOT_FINISHED, NOT_FINISHED, NOT_FINISHED,
-                                     END_ID, STOP_WORDS, NOT_FINISHED]
+                                       END_ID, STOP_WORDS, NOT_FINISHED]
 
 
 def test_a_stop_word_may_begin_in_the_prompt_but_not_end_there(decoder_with, rows_of):
