@@ -1,9 +1,9 @@
 """A callback-driven in-flight batch manager for GPT-style language models.
 
-Public are the names below, the programs in `batch_manager.tools`, the adapters in `batch_manager.extras`, and
-`batch_manager.testing` for tests of your own parts; other modules may change at any time. The names are served lazily,
-so that importing one folder of the package does not import the others (torch in particular). No module of
-the package imports from here.
+The public API consists of the names below, the programs in `batch_manager.tools`, the adapters in
+`batch_manager.extras`, and `batch_manager.testing`, which helps to test custom parts. Other modules may change at any
+time. The names are resolved lazily, so that importing one folder of the package does not import the others (torch in
+particular). No module of the package imports from here.
 """
 
 from importlib import import_module
@@ -108,7 +108,7 @@ _PUBLIC = {
 
 __all__ = ["__version__", *_PUBLIC]
 
-if TYPE_CHECKING:    # `as`, so that type checkers take them for names of this module
+if TYPE_CHECKING:    # `as` marks the names as exported for type checkers
     from .attention.interface import Attention as Attention
     from .attention.interface import LayerAttention as LayerAttention
     from .config import KvCacheConfig as KvCacheConfig
@@ -190,7 +190,7 @@ if TYPE_CHECKING:    # `as`, so that type checkers take them for names of this m
     from .weights.source import Weights as Weights
 
 
-if not TYPE_CHECKING:    # a type checker knows the names, and takes no other one
+if not TYPE_CHECKING:    # hidden from type checkers, which would accept any name otherwise
     def __getattr__(name: str) -> object:
         if name not in _PUBLIC:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

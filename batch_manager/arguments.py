@@ -1,4 +1,4 @@
-"""What a manager is constructed with, checked before anything is loaded."""
+"""Checks the constructor arguments of GptManager before anything is loaded."""
 
 import inspect
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from .names import SchedulerPolicy, TrtGptModelType
 def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any, get_cb: Any, send_cb: Any,
                     poll_cb: Any, stats_cb: Any, params: Any, parts: Any, exclude_input_in_output: Any = False,
                     terminate_req_id: Any = None, max_draft_tokens: Any = None) -> None:
-    """The arguments of GptManager's constructor, one by one. Raises ConfigError."""
+    """Validate the arguments of GptManager's constructor. Raises ConfigError."""
     if not isinstance(model_type, TrtGptModelType):
         raise ConfigError(f"model_type is {model_type!r}", "a member of TrtGptModelType",
                           "for instance TrtGptModelType.InflightFusedBatching")
@@ -21,7 +21,7 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
                           "for instance SchedulerPolicy.GUARANTEED_NO_EVICT")
     if isinstance(max_beam_width, bool) or not isinstance(max_beam_width, int) or max_beam_width < 1:
         raise ConfigError(f"max_beam_width is {max_beam_width!r}", "an integer of at least 1",
-                          "1 for servers that do no beam search")
+                          "use 1 without beam search")
     for name, callback in (("get_inference_requests_cb", get_cb), ("send_response_cb", send_cb)):
         if not callable(callback):
             raise ConfigError(f"{name} is a {type(callback).__name__}", "a callable", "pass a function")
@@ -42,38 +42,39 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
             ("poll_stop_signal_cb", poll_cb, ()), ("return_batch_manager_stats_cb", stats_cb, ("json",)), *hooks):
         if returns_before_it_runs(callback, may_yield=name in ("get_inference_requests_cb", "poll_stop_signal_cb")):
             raise ConfigError(f"{name} is an async or a generator function",
-                              "the worker calls it, and would not run it to its end",
-                              "give it a plain function, for instance one that uses loop.call_soon_threadsafe")
+                              "a plain function: the worker calls it and never runs the object that it returns",
+                              "pass a function, for instance one that uses loop.call_soon_threadsafe")
         if callback is not None and not can_be_called_with(callback, len(takes)):
             raise ConfigError(f"{name} cannot be called with {len(takes)} arguments",
                               f"it is called as {name.rpartition('.')[2]}({', '.join(takes)})",
-                              "let it take these, or *args")
+                              "accept these parameters, or *args")
     if terminate_req_id is not None and (isinstance(terminate_req_id, bool) or not isinstance(terminate_req_id, int)
                                          or not 0 <= terminate_req_id < 2**64):
         raise ConfigError(f"terminate_req_id is {terminate_req_id!r}", "an id in 0..2^64-1, or None",
-                          "leave it out where no request ends the worker")
+                          "leave it out if no request is to end the worker")
     if max_draft_tokens is not None and (type(max_draft_tokens) is not int or max_draft_tokens):
-        raise ConfigError(f"max_draft_tokens is {max_draft_tokens!r}", "draft tokens are not built yet", "leave it out")
+        raise ConfigError(f"max_draft_tokens is {max_draft_tokens!r}", "None or 0: draft tokens are not supported yet",
+                          "leave it out")
     if not isinstance(exclude_input_in_output, bool):
         raise ConfigError(f"exclude_input_in_output is {exclude_input_in_output!r}", "True or False",
                           "leave it out for False")
 
 
 def can_be_called_with(function: Callable[..., Any], count: int) -> bool:
-    """Whether it takes so many positional arguments; so it is said of one that does not tell."""
+    """Whether the function accepts `count` positional arguments. True where its signature cannot be read."""
     try:
         inspect.signature(function).bind(*[None] * count)
     except TypeError:
         return False
-    except Exception:                                  # it does not tell, or its class raises when asked
+    except Exception:                                  # no signature, or its class raises
         return True
     return True
 
 
 def returns_before_it_runs(callback: Callable[..., Any] | None, *, may_yield: bool) -> bool:
-    """Whether calling it only makes something that other code has to run: `async def`, and generators.
+    """Whether a call only creates a coroutine or a generator, which other code has to run.
 
-    may_yield   what it returns is iterated over, so it may be a generator function
+    may_yield   generator functions are fine: the caller iterates over the result
     """
     kinds: list[Callable[[Any], bool]] = [inspect.iscoroutinefunction, inspect.isasyncgenfunction]
     if not may_yield:

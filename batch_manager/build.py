@@ -1,4 +1,5 @@
-"""Composition root: from what the user passed to a wired loop. The only file that knows every concrete class."""
+"""Composition root: builds the loop from the constructor's arguments. The only file that imports every concrete class.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ import numpy as np
 from .clock import reliable
 from .config import KvCacheConfig, Limits, Parts, TrtGptModelOptionalParams, resolve_limits
 from .contained_log import log
+from .custom_parts import checked_attention, checked_stages, chosen_scheduler, custom_backend
 from .errors import ConfigError, type_name
 from .guard import Guard, Heartbeat
 from .interpreter_exit import is_a_worker
@@ -24,10 +26,9 @@ from .loop.generation_loop import GenerationLoop
 from .loop.intake import Intake, QueueBounds
 from .loop.static_batch import StaticBatch
 from .names import SchedulerPolicy, TrtGptModelType
-from .parts import checked_attention, checked_stages, chosen_scheduler, custom_backend
 from .requests.admission import Admission
 from .responses.deliveries import Deliveries
-from .scheduling.static_batch import make_static_batch_scheduler
+from .scheduling.lockstep import make_static_batch_scheduler
 from .seams import BackendInfo, Clock, ModelBackend
 
 if TYPE_CHECKING:
@@ -50,32 +51,31 @@ def build_loop(
     parts: Parts,
     heartbeat: Heartbeat | None = None,
 ) -> GenerationLoop:
-    """Load the model, size the pool, wire the loop. No thread is started.
+    """Load the model, size the pool, wire the loop. Starts no thread.
 
-    heartbeat   is written where foreign code is entered and left
+    heartbeat   written on entry to and exit from foreign code
 
-    Raises ConfigError and its subclasses; nothing is left behind then.
+    Raises ConfigError and its subclasses, after closing the backend.
     """
     static_batch = model_type is TrtGptModelType.V1
     if static_batch:
-        refuse_what_static_batching_is_not(optional_params, parts)
+        check_static_batching_options(optional_params, parts)
         optional_params = replace(optional_params, kv_cache_config=without_block_reuse(
-            optional_params.kv_cache_config, "TrtGptModelType.V1 computes every prompt whole"))
-        scheduler_policy = SchedulerPolicy.GUARANTEED_NO_EVICT    # a request that starts has all it may need
+            optional_params.kv_cache_config, "TrtGptModelType.V1 computes every prompt in full"))
+        scheduler_policy = SchedulerPolicy.GUARANTEED_NO_EVICT    # members of a static batch are never paused
     clock = reliable(parts.clock)
     guard = Guard(clock.monotonic, heartbeat, optional_params.log_callback_errors)
     backend = _make_backend(model_path, model_type, max_beam_width, optional_params, parts)
     try:
         info = backend.info
         if not isinstance(info, BackendInfo):
-            raise ConfigError(f"the info of Parts.backend is a {type_name(info)}", "a BackendInfo",
-                              "let the backend build a batch_manager.BackendInfo")
+            raise ConfigError(f"the info of Parts.backend is a {type_name(info)}", "a batch_manager.BackendInfo")
         limits = resolve_limits(optional_params, info, max_beam_width, scheduler_policy)
-        if static_batch:    # a padded step is bounded by its sequences
+        if static_batch:    # max_batch_size alone bounds a padded step
             limits = replace(limits, max_num_tokens=limits.max_batch_size * limits.max_seq_len)
         limits = replace(limits, runs_ahead=runs_ahead(optional_params, info, parts, static_batch))
         kv_cache_manager = make_kv_cache_manager(optional_params.kv_cache_config, limits, backend, clock)
-        if limits.runs_ahead and not serves_as_many(kv_cache_manager, limits):
+        if limits.runs_ahead and not pool_fits_running_ahead(kv_cache_manager, limits):
             limits = replace(limits, runs_ahead=False)
             kv_cache_manager = make_kv_cache_manager(optional_params.kv_cache_config, limits, backend, clock)
         callbacks = GuardedCallbacks(get_inference_requests_cb, send_response_cb, poll_stop_signal_cb,
@@ -115,57 +115,61 @@ def build_loop(
 
 
 def runs_ahead(params: TrtGptModelOptionalParams, info: BackendInfo, parts: Parts, static_batch: bool) -> bool:
-    """Whether steps are launched before the last one was read. Raises ConfigError where that is asked for in vain."""
+    """Whether to launch a step before the last one is read. Raises ConfigError where the user asks for it and an
+    option or a part rules it out."""
     reason = way_out = None
     if static_batch:
         reason, way_out = "TrtGptModelType.V1 runs one static batch in lockstep", "use InflightFusedBatching"
     elif parts.scheduler is not None and not plans_by_lengths(parts.scheduler):
-        reason = "a scheduler of your own sees tokens that are one step old then"
+        reason = "a custom scheduler would see tokens that are one step old"
         way_out = "set plans_by_lengths = True on it if it does not look at tokens"
     if params.run_ahead is None:
         return reason is None and info.is_asynchronous and not params.enable_trt_overlap
     if params.run_ahead and reason is not None:
-        raise ConfigError("run_ahead was asked for", reason, f"leave run_ahead out, or {way_out}")
+        raise ConfigError("run_ahead is True", reason, f"leave run_ahead out, or {way_out}")
     return params.run_ahead
 
 
 def plans_by_lengths(scheduler: object) -> bool:
-    """What a scheduler of the user's says of itself. Raises ConfigError where it says neither True nor False."""
+    """The attribute `plans_by_lengths` of a custom scheduler; False without one. Raises ConfigError if it is no bool.
+    """
     try:
-        says = getattr(scheduler, "plans_by_lengths", False)
+        value = getattr(scheduler, "plans_by_lengths", False)
     except Exception as error:
         raise ConfigError(f"plans_by_lengths of a {type_name(scheduler)} raised {type_name(error)}", "True or False",
                           "make it an attribute") from error
-    if type(says) is not bool:
-        raise ConfigError(f"plans_by_lengths of a {type_name(scheduler)} is a {type_name(says)}", "True or False",
+    if type(value) is not bool:
+        raise ConfigError(f"plans_by_lengths of a {type_name(scheduler)} is a {type_name(value)}", "True or False",
                           "set it to True if the scheduler does not look at tokens")
-    return says
+    return value
 
 
-def serves_as_many(kv_cache_manager: KvCacheManager, limits: Limits) -> bool:
-    """Whether running ahead, for which a sequence keeps more of what left its attention window, refuses no request that
-    the pool holds without."""
+def pool_fits_running_ahead(kv_cache_manager: KvCacheManager, limits: Limits) -> bool:
+    """Whether every request that fits the pool in lockstep also fits when steps run ahead.
+
+    A sequence that runs ahead keeps more blocks after they left its attention window.
+    """
     window, num_blocks = kv_cache_manager.window, limits.num_blocks
     ahead, lockstep = window.most_held, replace(window, unread_steps=0).most_held
     refused = [width for width in range(1, limits.max_beam_width + 1) if lockstep * width <= num_blocks < ahead * width]
     if refused and window.slides:
-        log.warning("run_ahead is switched off: with the attention window a request of %d beams that runs ahead may "
-                    "take %d KV cache blocks, without running ahead %d, and there are %d", refused[0],
+        log.warning("run_ahead is switched off: with this attention window a request of %d beams needs up to %d KV "
+                    "cache blocks when it runs ahead and %d otherwise; the pool has %d", refused[0],
                     ahead * refused[0], lockstep * refused[0], num_blocks)
         return False
     return True
 
 
-def refuse_what_static_batching_is_not(params: TrtGptModelOptionalParams, parts: Parts) -> None:
-    """Raise ConfigError, by name, for an option that means nothing where a batch runs in lockstep."""
+def check_static_batching_options(params: TrtGptModelOptionalParams, parts: Parts) -> None:
+    """Raise ConfigError for an option that contradicts static batching."""
     contradictions = {
-        "enable_trt_overlap": (params.enable_trt_overlap, "there is one batch at a time, and no request joins it"),
+        "enable_trt_overlap": (params.enable_trt_overlap, "static batching runs one batch at a time"),
         "enable_chunked_context": (params.enable_chunked_context, "all prompts of a batch are computed in one step"),
-        "Parts.scheduler": (parts.scheduler is not None, "static batching is a scheduler of its own"),
+        "Parts.scheduler": (parts.scheduler is not None, "static batching has its own scheduler"),
     }
-    for name, (asked_for, reason) in contradictions.items():
-        if asked_for:
-            raise ConfigError(f"{name} was asked for with TrtGptModelType.V1", reason,
+    for name, (is_set, reason) in contradictions.items():
+        if is_set:
+            raise ConfigError(f"{name} is set with TrtGptModelType.V1", reason,
                               "leave it out, or use InflightFusedBatching")
 
 
@@ -177,11 +181,12 @@ def without_block_reuse(kv: KvCacheConfig, reason: str) -> KvCacheConfig:
 
 
 def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, backend: ModelBackend, clock: Clock) -> KvCacheManager:
-    """The accounting of the backend's pool.
+    """Make the accounting of the backend's pool.
 
-    The window is the backend's: it may be narrower than the configured one, or be there without one being configured.
+    The attention window is the backend's: it may be narrower than the configured one, or exist without one.
 
-    Raises ConfigError when the backend looks further back than it was configured to, or lacks what reuse takes.
+    Raises ConfigError when the backend's window is wider than the configured one, or when it cannot copy blocks or
+    lacks host blocks that the configuration needs.
     """
     info, asked = backend.info, kv.max_attention_window
     window = info.attention_window
@@ -189,22 +194,24 @@ def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, backend: ModelBacke
                                                              or info.sink_tokens != kv.sink_token_length):
         raise ConfigError(f"max_attention_window is {asked} and sink_token_length {kv.sink_token_length}",
                           f"the backend attends to a window of {window} and {info.sink_tokens} sink tokens",
-                          "construct the backend with the same window and say so in its BackendInfo")
+                          "construct the backend with the same window and state it in its BackendInfo")
     sinks = info.sink_tokens
     if window is None or window >= limits.max_seq_len:
         window, sinks = None, 0
     if sinks:
-        kv = without_block_reuse(kv, "with sink tokens every prompt is computed whole")
+        kv = without_block_reuse(kv, "with sink tokens every prompt is computed in full")
     if not info.copies_blocks:
-        for asked_for, fact, without in (
+        for needs_copies, fact, alternative in (
                 (kv.enable_block_reuse, "enable_block_reuse is set", "leave enable_block_reuse out"),
                 (limits.max_beam_width > 1, f"max_beam_width is {limits.max_beam_width}", "set max_beam_width to 1")):
-            if asked_for:
-                raise ConfigError(fact, f"a {type(backend).__name__} does not copy blocks, says its BackendInfo",
-                                  f"let it carry out BlockCopy and say copies_blocks=True, or {without}")
+            if needs_copies:
+                raise ConfigError(fact, f"a {type(backend).__name__} does not copy blocks: its BackendInfo has "
+                                        "copies_blocks=False",
+                                  f"implement BlockCopy and set copies_blocks=True, or {alternative}")
     if kv.host_cache_size and not info.host_blocks:
         raise ConfigError(f"host_cache_size is {kv.host_cache_size:,}", "the backend has no blocks in host memory",
-                          "construct it with some and say so in its BackendInfo, or leave host_cache_size out")
+                          "construct it with host_blocks and state them in its BackendInfo, or leave host_cache_size "
+                          "out")
     return KvCacheManager(
         limits.num_blocks, limits.tokens_per_block, limits.max_seq_len, max_beam_width=limits.max_beam_width,
         window=window, sink_token_length=sinks, unread_steps=limits.window_depth - limits.num_micro_batches,
@@ -217,11 +224,11 @@ def _make_backend(model_path: Any, model_type: TrtGptModelType, max_beam_width: 
                   params: TrtGptModelOptionalParams, parts: Parts) -> ModelBackend:
     if parts.backend is not None:
         if parts.stages is not None:
-            raise ConfigError("Parts.stages was given with Parts.backend", "a backend of your own samples as it likes",
+            raise ConfigError("Parts.stages and Parts.backend are both set", "a custom backend does its own sampling",
                               "leave one of them out")
         return custom_backend(parts.backend, params)
     if model_path is None:
-        raise ConfigError("model_path is None", "there is no backend in its place",
+        raise ConfigError("model_path is None", "a path, as Parts.backend is not set",
                           "pass the folder of a Hugging Face checkpoint or a .gguf file, or parts=Parts(backend=...)")
     from .runtime import layouts
     from .runtime.native_backend import build_native_backend
@@ -238,7 +245,7 @@ def _make_backend(model_path: Any, model_type: TrtGptModelType, max_beam_width: 
 
 
 def numpy_to_tensor(array: np.ndarray) -> "torch.Tensor":
-    """The tensor a receiver sees; torch is imported when the first one is read, for backends that do without."""
+    """Convert an array of a response. Imports torch at the first call, so that backends without torch can run."""
     from torch import from_numpy
 
     return from_numpy(array)

@@ -1,4 +1,4 @@
-"""The real time, and a clock of the user's making as the engine can rely on it."""
+"""The system's clock, and a wrapper that makes a custom clock reliable."""
 
 import logging
 import threading
@@ -10,7 +10,7 @@ from .errors import is_a, type_name
 from .guard import ForeignCodeError, Guard
 from .seams import Clock
 
-LATEST_S = 1e12    # thirty thousand years; what is later is no time
+LATEST_S = 1e12    # thirty thousand years; a larger reading is invalid
 
 
 class SystemClock:
@@ -21,27 +21,28 @@ class SystemClock:
 
 
 class ReliableClock:
-    """Another clock, whose failures cost no response.
+    """Wraps a custom clock, so that its failures cost no response.
 
-    While that one raises, or says what can be no time, it goes on from its last answer as the system's does; a
-    `timestamp` that is no text is the system's.
+    While the clock raises or returns an invalid time, this one continues from the last valid reading at the system's
+    pace. A `timestamp` that is not a string is replaced by the system's.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._last = time.monotonic()
-        self._failing_since: float | None = None    # of the system
+        self._failing_since: float | None = None    # by the system's clock
         self._in_timestamp = Guard().raising("timestamp")
         self._log = RateLimitedLog(time.monotonic)
 
     def monotonic(self) -> float:
-        # Not in a block of the guard: each block reads the time twice. A forked child ends where it leaves the block.
+        # Not in a guarded block: each block reads the time twice. A forked child ends where it leaves the block that
+        # reads this clock.
         try:
             now = float(self._clock.monotonic())
             if not abs(now) < LATEST_S:
                 raise ValueError("no time")
         except BaseException as error:
-            return self._without_it(error)
+            return self._continued(error)
         self._last, self._failing_since = now, None
         return now
 
@@ -57,22 +58,22 @@ class ReliableClock:
             return SystemClock.timestamp()
         return text
 
-    def _without_it(self, error: BaseException) -> float:
+    def _continued(self, error: BaseException) -> float:
         now = time.monotonic()
         if self._failing_since is None:
             self._failing_since = now
             if is_a(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-                raise error                             # the first is meant for the caller of `health`
+                raise error                             # the first Ctrl-C is meant for the caller of `health`
         self._note(error)
         return self._last + (now - self._failing_since)
 
     def _note(self, error: BaseException) -> None:
-        self._log.log(logging.ERROR, "the clock of Parts raised %s; time goes on as the system's does",
+        self._log.log(logging.ERROR, "Parts.clock raised %s; the system's clock takes over until it works again",
                       type_name(error))
 
 
 def reliable(clock: Clock | None) -> Clock:
-    """What the engine takes for its clock: the system's where there is none."""
+    """The engine's clock: the system's for None, else a reliable one."""
     if clock is None:
         return SystemClock()
     return clock if isinstance(clock, SystemClock | ReliableClock) else ReliableClock(clock)

@@ -1,8 +1,7 @@
-"""What users configure, and the one place where "decide for me" is decided.
+"""The user's configuration, and `resolve_limits`, which replaces every default of `None` by a number.
 
-The dataclasses are frozen and keyword-only; their field names are TensorRT-LLM's in snake_case. `None` means "decide
-for me" and is legal here only: `resolve_limits` turns it into numbers once, and no component receives a configuration
-it does not own.
+The dataclasses are frozen; their field names are TensorRT-LLM's in snake_case. `None` means "decide for me" and occurs
+only here. No component receives options that it does not use.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,23 +16,23 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLEMENTATIONS = ("auto", "native", "transformers")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
-MAX_POSITION = 2**31 - 1      # what a step computes with; no model has so many
-MAX_THREADS = 1024            # on some thousands OpenMP ends the process when one of them cannot be started
-LONGEST_WAIT_S = 1_000_000    # eleven days: what a thread waits for has a limit, and it is not the same everywhere
+MAX_POSITION = 2**31 - 1      # steps compute positions as int32
+MAX_THREADS = 1024            # with several thousand, OpenMP ends the process when a thread cannot be started
+LONGEST_WAIT_S = 1_000_000    # eleven days; the longest wait of a thread depends on the platform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCacheConfig:
-    """How much memory the KV cache may take and how its blocks are kept.
+    """Size of the KV cache, and reuse of its blocks.
 
     max_tokens                 tokens over all requests, rounded up to whole blocks; None: what the fraction allows
-    max_attention_window       tokens a query may look back on; None: all of them
-    sink_token_length          first tokens that stay visible although outside the window
-    free_gpu_memory_fraction   share of the memory free after the weights are loaded, 0 < x <= 1; on a CPU of the free
-                               host memory, and there the default pool is at most 2 GiB
-    enable_block_reuse         prompts begin after their cached tokens, of earlier prompts and outputs
-    enable_partial_reuse       also the cached beginning of a block, which is copied while others use it
-    tokens_per_block           power of two; a context chunk that is not the last is a multiple of it
+    max_attention_window       tokens that a query attends to; None: all before it
+    sink_token_length          first tokens that stay visible outside the window
+    free_gpu_memory_fraction   share of the memory that is free after the weights are loaded, 0 < x <= 1. On a CPU it is
+                               a share of the free host memory, and the default pool is at most 2 GiB
+    enable_block_reuse         skip the tokens of a prompt that earlier prompts and outputs left in the cache
+    enable_partial_reuse       also reuse the first tokens of a block, by a copy while other requests use the block
+    tokens_per_block           8, 16, 32, 64, 128 or 256; every context chunk but the last is a multiple of it
     host_cache_size            bytes of host memory, pinned for a GPU, for reusable blocks evicted from the pool
     """
 
@@ -56,73 +55,74 @@ class KvCacheConfig:
         fraction = self.free_gpu_memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
             raise ConfigError(f"KvCacheConfig.free_gpu_memory_fraction is {fraction!r}", "it must be in (0, 1]",
-                              "0.9 leaves a tenth of the free memory to others")
+                              "0.9 is the default")
         if type(self.tokens_per_block) is not int or self.tokens_per_block not in BLOCK_SIZES:
             raise ConfigError(f"KvCacheConfig.tokens_per_block is {self.tokens_per_block!r}",
                               f"it must be one of {', '.join(map(str, BLOCK_SIZES))}", "64 is the default")
         if self.sink_token_length and self.max_attention_window is None:
             raise ConfigError(f"sink_token_length is {self.sink_token_length} but max_attention_window is not set",
-                              "sink tokens only mean something outside a sliding window", "set both or neither")
+                              "sink tokens have an effect with an attention window only", "set both or neither")
         if self.host_cache_size and not self.enable_block_reuse:
             raise ConfigError(f"host_cache_size is {self.host_cache_size:,} but enable_block_reuse is not set",
-                              "the host keeps blocks for prompts to reuse", "set both or neither")
+                              "host memory only keeps reusable blocks", "set both or neither")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrtGptModelOptionalParams:
-    """Everything about the engine that has a default.
+    """The engine's optional settings.
 
-    enable_trt_overlap          two micro-batches of disjoint requests, one computing while the other is planned
-    run_ahead                   launch the next step before the tokens of the last one were read, so that the device
-                                does not wait for the host; None: where the backend's `start` returns before its step is
-                                done, and nothing rules it out. Requests get the same tokens either way. Requests with
-                                beams or a logits post-processor run in every second step then. Refused with
-                                enable_trt_overlap, with TrtGptModelType.V1, and with a Parts.scheduler that does not
-                                say `plans_by_lengths = True`
-    enable_chunked_context      a prompt may be computed in chunks over several iterations
-    context_chunking_policy     who gets the token budget when it does not hold all waiting prompts
-    normalize_log_probs         either way log-probabilities are those of the whole vocabulary, after penalties and
-                                temperature: what TensorRT-LLM reports with False. Its True, which relates them to the
-                                tokens that top-k leaves, would make each of a greedy request's 0
+    enable_trt_overlap          run two micro-batches of disjoint requests: one computes while the other is planned
+    run_ahead                   launch the next step before the tokens of the last one are read, so that the device
+                                does not wait for the host. None: on, where the backend's `start` returns before its
+                                step is done and nothing rules it out. Requests get the same tokens either way. With it,
+                                requests with beams or a logits post-processor run in every second step. Refused with
+                                enable_trt_overlap, with TrtGptModelType.V1, and with a Parts.scheduler without
+                                `plans_by_lengths = True`
+    enable_chunked_context      allow a prompt to be computed in chunks over several iterations
+    context_chunking_policy     how to divide the token budget when it is too small for all waiting prompts
+    normalize_log_probs         has no effect: log-probabilities are always over the whole vocabulary, after penalties
+                                and temperature, as TensorRT-LLM reports them with False. Its True normalizes over the
+                                tokens that top-k keeps, which would make every log-probability of a greedy request 0
     max_batch_size              sequences in one step
     max_num_tokens              tokens in one step, over all its sequences
     max_seq_len                 prompt plus generated tokens of one request; None: the model's max_position_embeddings
     max_num_sequences           requests active at a time; None: max_batch_size; -1: unbounded
-    device                      "cuda", "cuda:1", "cpu"; None: "cuda" where there is one, else "cpu"
+    device                      "cuda", "cuda:1", "cpu"; None: "cuda" if there is a GPU, else "cpu"
     dtype                       "auto": the checkpoint's on a GPU, float32 on a CPU; or a dtype by name
     load_format                 "auto": safetensors; "dummy": seeded random weights, config.json is enough
     gather_context_logits, gather_generation_logits   whether requests may ask for logits
-    num_threads                 threads a CPU backend computes with, at most 1,024; None: torch's current setting. Holds
-                                for the worker's thread, callbacks included, and for no other. Where steps are compiled
-                                (cpu_compile) torch has one thread inside a step, also in stages and post-processors,
-                                and steps compute on fewer while other programs keep the cores busy
+    num_threads                 threads of a CPU backend, at most 1,024; None: torch's current setting. Applies to the
+                                worker's thread, callbacks included, and to no other. Where steps are compiled
+                                (cpu_compile), torch has one thread inside a step, also in stages and post-processors,
+                                and steps use fewer threads while other programs keep the cores busy
     cuda_graphs                 replay captured graphs for steps whose requests have no beams, context logits or
-                                embeddings, and change logits by nothing but temperature, top-k, top-p and min-p; other
-                                steps, and large ones with prompts, launch each kernel by itself. None: no graphs, until
-                                they have run on a GPU; True: refused by name where that cannot be (a CPU,
-                                `deterministic`, an attention of one's own, TrtGptModelType.V1)
-    deterministic               bit by bit the same tokens, log-probabilities and logits alone or batched, whole or
+                                embeddings and use no sampling options but temperature, top-k, top-p and min-p. Other
+                                steps, and large ones with prompts, launch each kernel separately. None: no graphs,
+                                until they have run on a GPU. True is refused on a CPU, and with `deterministic`, a
+                                custom attention or TrtGptModelType.V1
+    deterministic               produce bitwise the same tokens, log-probabilities and logits alone or batched, whole or
                                 chunked, paused or not, cached or not, in any layout. Holds for one machine, build of
-                                torch and number of threads; slower, see tools/deterministic_benchmark.py. Refused with
-                                an attention or a backend of one's own, with a model class that does not promise it, on
-                                a GPU without Triton, and on a CPU whose products turn out to depend on a row's place.
-                                Not covered: what a batched logits post-processor makes of a row's neighbours
-    flush_stats_when_idle       one more statistics record when the last request has left
-    log_callback_errors         add to the log what an exception of a callback says, while developing: it may quote a
-                                prompt. False: its type and the lines it came through alone
+                                torch and number of threads. Slower, see tools/deterministic_benchmark.py. Refused with
+                                a custom attention or backend, with a model class that does not promise it, on a GPU
+                                without Triton, and on a CPU whose matrix products depend on the row index. A batched
+                                logits post-processor that mixes rows is not covered
+    flush_stats_when_idle       send one more statistics record after the last request has ended
+    log_callback_errors         for development: log the text of a callback's exception, which may quote a prompt.
+                                False: log its type and traceback lines only
     max_queued_requests         requests waiting inside the manager; one more is refused with QUEUE_FULL
     max_queued_tokens           prompt tokens waiting inside the manager
     max_request_bytes           bytes of one request's tensors
-    max_bytes_in_flight         bytes of all living requests: their tensors and the logits they asked to get back
-    max_admissions_per_iteration   requests looked at in one iteration, so that running ones keep their cadence
+    max_bytes_in_flight         bytes of all live requests: their tensors and the logits that they ask for
+    max_admissions_per_iteration   requests read in one iteration, so that running ones keep their pace
     idle_poll_interval_s        seconds between two calls of the get callback when there is nothing to do
-    hang_warning_s              seconds without a heartbeat of the worker before it is reported; 0: never
+    hang_warning_s              seconds without a heartbeat of the worker before a report; 0: never
     cpu_compile                 on a CPU, run a step as one call of C code, compiled once for this processor and kept in
-                                $XDG_CACHE_HOME or ~/.cache; None: where there is a C compiler ($CC, cc, gcc or clang)
-                                and model and options allow it; True: refuse what does not; False: use torch
-    model_implementation        "native": a model class of this package, or one of register_model; "transformers": the
-                                class of transformers (extra hf), for model types that were proven to run in the engine;
-                                "auto": the first where there is one, else the second
+                                $XDG_CACHE_HOME or ~/.cache. None: if there is a C compiler ($CC, cc, gcc or clang) and
+                                the model and the options allow it; True: refuse a model or option that does not; False:
+                                use torch
+    model_implementation        "native": a model class of this package, or of register_model; "transformers": the
+                                class of transformers (extra hf), for model types that are proven to run in the engine;
+                                "auto": native if there is one, else transformers
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -156,7 +156,7 @@ class TrtGptModelOptionalParams:
     model_implementation: str = "auto"
 
     def __new__(cls, *args: Any, **options: Any) -> "TrtGptModelOptionalParams":
-        for name in options:                            # before __init__ names the first one it does not know
+        for name in options:                            # __init__ would only report an unknown name
             if name in KvCacheConfig.__dataclass_fields__ and name not in cls.__dataclass_fields__:
                 raise TypeError(f"{name} is a field of KvCacheConfig: pass kv_cache_config=KvCacheConfig({name}=...)")
         return object.__new__(cls)
@@ -173,7 +173,7 @@ class TrtGptModelOptionalParams:
                 _require_flag(name, getattr(self, name))
         if self.run_ahead and self.enable_trt_overlap:
             raise ConfigError("run_ahead and enable_trt_overlap are both set",
-                              "with overlapped micro-batches the steps in flight are of disjoint requests",
+                              "overlapped micro-batches have disjoint requests, so none can run ahead",
                               "leave one of them out")
         if not isinstance(self.context_chunking_policy, ContextChunkingPolicy):
             raise ConfigError(f"context_chunking_policy is {self.context_chunking_policy!r}",
@@ -189,7 +189,7 @@ class TrtGptModelOptionalParams:
             _require_count("max_num_sequences", self.max_num_sequences, optional=True)
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device is {self.device!r}", 'one of "cpu", "cuda", "cuda:1", ..., or None',
-                              "leave it None for a GPU where there is one")
+                              "leave it None for a GPU if there is one")
         for name, allowed in (("dtype", DTYPES), ("load_format", LOAD_FORMATS),
                               ("model_implementation", MODEL_IMPLEMENTATIONS)):
             value = getattr(self, name)
@@ -203,28 +203,27 @@ class TrtGptModelOptionalParams:
 class Parts:
     """Replacements for parts of the engine: objects or factories, never names.
 
-    scheduler   a RequestScheduler, a CapacityScheduler or a MicroBatchScheduler, the class of one that takes no
-                arguments, or a factory (limits: Limits, kv_cache_manager) of one. Any object with the methods will do;
-                the half that it leaves open is the policy's
-    attention   a factory (spec, kv_pool) -> attention implementation of the device tower; `spec.attention` says how
-                each layer attends, with the windows in force; and with sink tokens it is called with `sink=` too
+    scheduler   a RequestScheduler, a CapacityScheduler or a MicroBatchScheduler, its class if it takes no arguments, or
+                a factory (limits: Limits, kv_cache_manager) of one. Any object with the methods works. The policy's
+                scheduler supplies a missing half
+    attention   a factory (spec, kv_pool) -> attention implementation of the device tower. `spec.attention` describes
+                the attention of each layer, with the windows in force. With sink tokens it also gets `sink=`
     backend     a ModelBackend, or a factory () -> ModelBackend; model_path is then not read
-    clock       a Clock; while it raises or says what can be no time, that goes on from its last answer
-    trace       called with an IterationTrace after each iteration that had an active request, on the worker thread;
-                what it raises is contained as a callback's is
-    after_responses   () -> None, called on the worker thread once after the last response of an iteration that had one,
-                whatever kind: new tokens, finals, refusals, finals of stopped requests, SHUTDOWN and ENGINE_FAILED. A
-                host wakes its clients here, once instead of once a token. Contained as a callback is
+    clock       a Clock; while it raises or returns an invalid time, the system's clock continues from its last reading
+    trace       called with an IterationTrace after each iteration that had an active request, on the worker thread.
+                Its exceptions are logged and dropped, as a callback's
+    after_responses   () -> None, called on the worker thread once after the last response of an iteration that sent
+                any: new tokens, finals, refusals, finals of stopped requests, SHUTDOWN and ENGINE_FAILED. A host can
+                wake its clients here once, instead of once per token. Its exceptions are logged and dropped
     at_end      (health) -> None, called on the worker thread once, after the last response and before `shutdown`
-                returns, with what `GptManager.health` says then; its state is "STOPPED", or "FAILED" where the
-                process of an AsyncEngine died. Whatever ended the worker, no response comes any more. Contained as a
-                callback is
-    logits_post_processor_batched   called once a step with the logits of all requests whose logits_post_processor is
-                "batched": (request_ids, logits [n, 1, beams, vocab], token_ids) -> None, which changes the logits in
-                place; decoding/logits_post_processors.py says more
-    stages      changes of logits of your own, each a LogitsStage: a sequence of them, or a factory (num_slots, device)
-                of one. They come after the package's biases, penalties and bans; decoding/stages.py says more. What one
-                raises ends the requests that cannot run without raising
+                returns, however the worker ends. `health` is the result of `GptManager.health`, with the state
+                "STOPPED", or "FAILED" if the process of an AsyncEngine died. Its exceptions are logged and dropped
+    logits_post_processor_batched   called once per step with the logits of all requests whose logits_post_processor is
+                "batched": (request_ids, logits [n, 1, beams, vocab], token_ids) -> None. Changes the logits in place;
+                see decoding/logits_post_processors.py
+    stages      your own changes of logits: a sequence of LogitsStages, or a factory (num_slots, device) of one. They
+                run after the package's biases, penalties and bans; see decoding/stages.py. An exception ends the
+                requests that fail when they run alone
     """
 
     scheduler: Any = None
@@ -262,7 +261,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The numbers the host tower works with. Nothing is None; unbounded is said by a flag.
+    """The numbers that the host tower works with, all resolved: none is None.
 
     max_batch_size        sequences in one step
     max_num_tokens        tokens in one step
@@ -271,9 +270,9 @@ class Limits:
     max_num_requests      requests the capacity scheduler may take in one iteration
     num_micro_batches     steps in flight at a time, of disjoint requests
     runs_ahead            a request may be in two successive steps in flight; num_micro_batches is 1 then
-    max_draft_tokens      draft tokens that a generation step verifies for a sequence, at most
-    max_num_sequences     requests active at a time (of no meaning when unbounded)
-    unbounded_sequences   as many active requests as the get callback hands over
+    max_draft_tokens      most draft tokens that a generation step verifies for a sequence
+    max_num_sequences     requests active at a time; ignored if unbounded_sequences
+    unbounded_sequences   as many active requests as the get callback returns
     vocab_size            of the model
     hidden_size           of the model: entries of a token's embedding; 0: the backend takes no embeddings
     num_blocks, tokens_per_block   of the KV cache pool
@@ -305,9 +304,9 @@ class Limits:
 
 def resolve_limits(params: TrtGptModelOptionalParams, info: BackendInfo, max_beam_width: int,
                    scheduler_policy: SchedulerPolicy) -> Limits:
-    """Decide what the user left open, against what the backend can do.
+    """Resolve the options that are None, within the limits of the backend.
 
-    Raises ConfigError when the two contradict each other.
+    Raises ConfigError when the options contradict the backend.
     """
     max_seq_len = info.max_seq_len if params.max_seq_len is None else params.max_seq_len
     if max_seq_len > info.max_seq_len:
@@ -316,14 +315,14 @@ def resolve_limits(params: TrtGptModelOptionalParams, info: BackendInfo, max_bea
     if params.enable_chunked_context and params.max_num_tokens < info.tokens_per_block:
         raise ConfigError(f"max_num_tokens is {params.max_num_tokens} and a KV cache block holds "
                           f"{info.tokens_per_block} tokens",
-                          "a context chunk that is not the last is a whole number of blocks",
+                          "every context chunk but the last must be a whole number of blocks",
                           "raise max_num_tokens or lower tokens_per_block")
     if (scheduler_policy is SchedulerPolicy.MAX_UTILIZATION and not params.enable_chunked_context
             and params.max_num_tokens < min(info.tokens_per_block, max_seq_len)):
         raise ConfigError(f"max_num_tokens is {params.max_num_tokens} and a KV cache block holds "
                           f"{info.tokens_per_block} tokens",
-                          "a paused request that has outgrown one step is computed again a whole number of blocks at a "
-                          "time", "raise max_num_tokens, lower tokens_per_block, or use GUARANTEED_NO_EVICT")
+                          "a paused request that no longer fits one step is recomputed in whole blocks",
+                          "raise max_num_tokens, lower tokens_per_block, or use GUARANTEED_NO_EVICT")
     num_micro_batches = 2 if params.enable_trt_overlap else 1
     unbounded = params.max_num_sequences == -1
     max_num_sequences = params.max_batch_size if params.max_num_sequences is None else params.max_num_sequences
@@ -354,12 +353,12 @@ def _require_count(name: str, value: object, *, minimum: int = 1, optional: bool
             maximum is not None and value > maximum):
         allowed = f"an integer of at least {minimum}" if maximum is None else f"an integer in {minimum:,}..{maximum:,}"
         allowed += ", or None" if optional else ""
-        raise ConfigError(f"{name} is {value!r}", allowed, f"correct {name}")
+        raise ConfigError(f"{name} is {value!r}", allowed)
 
 
 def _require_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}", "True or False", f"set {name} to one of them")
+        raise ConfigError(f"{name} is {value!r}", "True or False")
 
 
 def _require_seconds(name: str, value: object, *, positive: bool) -> None:
@@ -367,5 +366,4 @@ def _require_seconds(name: str, value: object, *, positive: bool) -> None:
         (value > 0 if positive else value >= 0) and value <= LONGEST_WAIT_S)
     if not good:
         raise ConfigError(f"{name} is {value!r}",
-                          f"seconds, {'more than 0' if positive else '0 or more'}, at most {LONGEST_WAIT_S:,}",
-                          f"correct {name}")
+                          f"seconds, {'more than 0' if positive else '0 or more'}, at most {LONGEST_WAIT_S:,}")

@@ -1,7 +1,6 @@
-"""The log of the package, which cannot hurt its caller.
+"""The package's log, which never raises.
 
-A handler or a filter of the host may raise. The caller would lose what it was about to do: a final response that was on
-its way, or the worker.
+A handler or a filter of the host may raise. The exception could cost a final response, or the worker.
 """
 
 import logging
@@ -16,11 +15,11 @@ SECONDS_BETWEEN_RECORDS = 1.0
 
 
 class ContainedLog(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose methods never raise: what a handler or a filter raises is dropped, and with it the record."""
+    """A logger whose methods never raise. If a handler or a filter raises, the record and the exception are dropped."""
 
     def log(self, level: int, msg: object, *args: Any, stacklevel: int = 1, **options: Any) -> None:
-        with suppress(BaseException):    # a handler may as well call sys.exit
-            # One more: the record names our caller, not this line.
+        with suppress(BaseException):    # a handler may even call sys.exit
+            # One more, so that the record names our caller and not this line.
             super().log(level, msg, *args, stacklevel=stacklevel + 1, **options)
 
 
@@ -28,7 +27,7 @@ log = ContainedLog(logging.getLogger("batch_manager"), None)
 
 
 class RateLimitedLog:
-    """Writes at most one record a second and drops the others: for what may happen in every iteration.
+    """Writes at most one record per second and drops the others: for events that may occur in every iteration.
 
     monotonic   returns seconds of a clock
     """
@@ -38,7 +37,10 @@ class RateLimitedLog:
         self._last = -math.inf
 
     def log(self, level: int, message: str, *arguments: Any, raised: BaseException | None = None) -> None:
-        """raised   an exception; the lines it came through follow the message, and not what it says"""
+        """Log a message, or drop it.
+
+        raised   an exception: its traceback lines follow the message, without its text
+        """
         now = self._monotonic()
         if now - self._last < SECONDS_BETWEEN_RECORDS:
             return

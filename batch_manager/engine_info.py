@@ -1,4 +1,4 @@
-"""What a host wants to know of an engine that it has constructed."""
+"""Facts about an engine, for the host that constructed it."""
 
 from dataclasses import dataclass
 
@@ -8,21 +8,21 @@ from .seams import BackendInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """Facts of an engine, which do not change while it lives.
+    """Facts about an engine. They never change while it lives.
 
-    architecture      of the model, as config.json names it; "" where a backend does not say
-    model_implementation   whose class computes the model: "native" or "transformers"; "" where a backend does not say
-    vocab_size        token ids are 0 <= id < vocab_size, of the model (a tokenizer may have fewer)
-    end_ids           tokens that end a text, as the checkpoint says: `eos_token_id` of generation_config.json, else of
-                      config.json. The engine ends a text at the tensor `end_id` of its request alone
+    architecture      of the model, as in config.json; "" if the backend does not state it
+    model_implementation   origin of the model class: "native" or "transformers"; "" if the backend does not state it
+    vocab_size        token ids are 0 <= id < vocab_size. A tokenizer may have fewer
+    end_ids           the checkpoint's end ids: `eos_token_id` of generation_config.json, else of config.json. The
+                      engine does not apply them: a sequence ends at the tensor `end_id` of its request only
     max_seq_len       prompt plus generated tokens of one request
     max_batch_size    sequences in one step
     max_num_tokens    tokens in one step
-    max_beam_width    beams a request may ask for
+    max_beam_width    most beams of a request
     num_blocks        KV cache blocks
-    tokens_per_block  tokens that a block holds
-    device, dtype     in words: "cpu", "cuda:0"; "float32", "bfloat16"
-    dispatch          what runs the kernels: "triton", "torch", or what a backend of one's own says
+    tokens_per_block  tokens per block
+    device, dtype     by name: "cpu", "cuda:0"; "float32", "bfloat16"
+    dispatch          what runs the kernels: "triton", "torch", or the value of a custom backend
     """
 
     architecture: str

@@ -1,8 +1,8 @@
-"""Ends a process that was forked inside foreign code and leaves it, into a worker that the parent has too.
+"""Ends a forked child that returns from foreign code into a copy of the worker.
 
-Its requests are the parent's, so it must send no response and ask for no request. It ends where it leaves the guarded
-block it was forked in, as a thread's function ends its thread. A child that stays in the foreign code (subprocess,
-multiprocessing) never gets there.
+The requests belong to the parent, so the child must send no response and get no request. It ends at the exit of the
+guarded block in which it was forked, as a thread ends with its function. A child that stays in the foreign code
+(subprocess, multiprocessing) never gets there.
 """
 
 import os
@@ -10,11 +10,11 @@ from typing import NoReturn
 
 from .errors import is_a
 
-current_process_id = os.getpid()    # kept, because asking costs a system call at every callback
+current_process_id = os.getpid()    # kept, to save a system call per callback
 
 
 def end_this_process(error: BaseException | None) -> NoReturn:
-    """End it with the status that the exception it leaves by stands for; None: 0."""
+    """Exit with the status that the interpreter would use for the exception; None: 0."""
     os._exit(_status(error))
 
 

@@ -1,7 +1,6 @@
-"""GptManager: what a server holds in its hand.
+"""GptManager, the entry point of the API.
 
-The constructor checks, builds and starts the worker, in this order. Everything else a user meets happens in callbacks,
-on that thread.
+The constructor checks its arguments, builds the engine and starts the worker thread, which runs all callbacks.
 """
 
 import os
@@ -18,7 +17,7 @@ from .config import Parts, TrtGptModelOptionalParams
 from .engine_info import EngineInfo
 from .errors import ConfigError, ManagerClosedError
 from .interpreter_exit import is_a_worker, list_worker
-from .loading_thread import in_a_thread_of_its_own
+from .loading_thread import load_in_own_thread
 from .loop.callbacks import (
     GetInferenceRequestsCallback,
     PollStopSignalCallback,
@@ -39,36 +38,37 @@ _DEFAULT_PARAMS, _DEFAULT_PARTS = TrtGptModelOptionalParams(), Parts()
 class GptManager:
     """Runs a GPT-style model with in-flight batching, driven by four callbacks.
 
-    One worker thread, started by this constructor, turns the loop: get requests, schedule, run a step, send responses,
-    poll stop signals, report statistics. All callbacks run on it, one at a time, and may start before the constructor
-    has returned. Every accepted request gets exactly one final response, whatever fails inside this process.
+    The constructor starts one worker thread. Each iteration of its loop gets requests, schedules, runs a step, sends
+    responses, polls stop signals and reports statistics. All callbacks run on this thread, one at a time, and may start
+    before the constructor has returned. Every accepted request gets exactly one final response, whatever fails inside
+    this process.
 
     model_path                      folder of a Hugging Face checkpoint: config.json and *.safetensors; or a .gguf file,
-                                    of a model in shards the first
+                                    the first one of a model in shards
     model_type                      batching scheme
-    max_beam_width                  largest beam width any request may ask for, >= 1
-    scheduler_policy                who may start when KV cache blocks are short
+    max_beam_width                  largest beam width of any request, >= 1
+    scheduler_policy                which requests may start when KV cache blocks are short
     get_inference_requests_cb       (max_num_requests: int) -> iterable of InferenceRequest; called every iteration,
-                                    also with 0; -1 when unbounded. Not while more than an iteration reads of what it
-                                    returned (max_admissions_per_iteration) is still unread. Of a generator, or
-                                    anything else that does not know its size, one iteration's worth is read and the
-                                    rest dropped, with a log line: return a list
+                                    also with 0; -1 means unbounded. Not called while more than
+                                    max_admissions_per_iteration items of the last call are unread. Return a list: of a
+                                    generator, or another iterable without a length, one iteration's worth is read and
+                                    the rest is dropped, with a log line
     send_response_cb                (request_id, tensors: list[NamedTensor], final_response: bool, error: str) -> None
     poll_stop_signal_cb             () -> set of request ids to stop
     return_batch_manager_stats_cb   (json: str) -> None, once per iteration that had an active request
-    optional_params                 everything with a default
+    optional_params                 settings with a default
     terminate_req_id                a request with this id ends the worker once all others are done
-    max_draft_tokens                not built yet: None or 0
+    max_draft_tokens                not supported yet: None or 0
     exclude_input_in_output         responses that are not streamed hold generated tokens only
     parts                           replacements for parts of the engine
-    trt_engine_path                 another name of model_path
+    trt_engine_path                 alias of model_path
 
-    Raises ConfigError and its subclasses (ModelLoadError, InsufficientMemoryError, ...), before any thread exists, and
-    ManagerClosedError while the interpreter exits. What interrupts the constructor, such as Ctrl-C, interrupts the
-    loading, and passes once that has come to its end.
+    Raises ConfigError and its subclasses (ModelLoadError, InsufficientMemoryError, ...) before the worker starts, and
+    ManagerClosedError while the interpreter exits. An interrupt of the constructor, such as Ctrl-C, interrupts the
+    loading and is raised once the loading has stopped.
 
-    The last reference to a manager that is dropped ends it, as `shutdown(drain=False)` does. The worker holds the
-    callbacks: where they are methods of an object that holds the manager, that one lives until `shutdown`.
+    Dropping the last reference to a manager ends it, like `shutdown(drain=False)`. The worker refers to the callbacks:
+    if they are methods of an object that refers to the manager, both live until `shutdown`.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class GptManager:
         trt_engine_path: str | os.PathLike[str] | None = None,
     ) -> None:
         if hasattr(self, "_control"):
-            raise ConfigError("this manager was constructed already", "its worker runs", "make another manager")
+            raise ConfigError("this manager was constructed already", "one call of __init__", "make another manager")
         if trt_engine_path is not None:
             if model_path is not None:
-                raise ConfigError("model_path and trt_engine_path are both given", "they are two names of one thing",
+                raise ConfigError("model_path and trt_engine_path are both set", "they are aliases",
                                   "leave one of them out")
             model_path = trt_engine_path
         params = _DEFAULT_PARAMS if optional_params is None else optional_params
@@ -109,7 +109,7 @@ class GptManager:
 
         clock = reliable(parts.clock)
         control = WorkerControl(clock, params.hang_warning_s)
-        loop = in_a_thread_of_its_own(lambda: build_loop(
+        loop = load_in_own_thread(lambda: build_loop(
             model_path=model_path,
             model_type=model_type,
             max_beam_width=max_beam_width,
@@ -143,41 +143,40 @@ class GptManager:
             if control.claim_the_loop():
                 loop.backend.close()
                 close_worker(control)
-            else:    # an interrupt came when the worker was running already
+            else:    # the worker was already running when an interrupt came
                 self._join(SECONDS_TO_STOP_AFTER_A_TIMEOUT)
             raise
 
-    # ------------------------------------------------------------------ what a server asks
+    # ------------------------------------------------------------------ while the engine runs
 
     def notify(self) -> None:
-        """Wake an idle worker at once: there is something to get, or to stop."""
+        """Wake an idle worker at once. Call it when there is a request to get or to stop."""
         self._check_process()
         self._control.wake.set()
 
     @property
     def info(self) -> EngineInfo:
-        """Facts of the engine: vocabulary, lengths, blocks, device, the checkpoint's end ids. After shutdown too."""
+        """Vocabulary, lengths, blocks, device and end ids of the engine. Available after shutdown too."""
         return self._info
 
     @property
     def num_active_requests(self) -> int:
-        """Accepted requests that have not had their final response."""
+        """Accepted requests without a final response, waiting ones included."""
         self._check_process()
         return self._loop.intake.num_alive
 
     def health(self) -> dict[str, Any]:
-        """How the worker is, from any thread, without waiting for it.
+        """Return the state of the worker. Callable from any thread; does not wait for the worker.
 
         state                  "RUNNING", "DRAINING", "FAILED" or "STOPPED"
-        activity               what the worker does now: "loop", "idle", or the code it is inside that may hang: a
-                               callback or hook ("get", "send", "poll", "stats", "trace", "after_responses",
-                               "at_end"), "reading a request", "schedule_request", "model step", "memory_usage",
-                               "figures"
-        seconds_in_activity    since when
-        is_hanging             longer than hang_warning_s without a heartbeat, and not idle
+        activity               what the worker does now: "loop", "idle", or foreign code that may hang: a callback or
+                               hook ("get", "send", "poll", "stats", "trace", "after_responses", "at_end"),
+                               "reading a request", "schedule_request", "model step", "memory_usage", "figures"
+        seconds_in_activity    seconds since the activity began
+        is_hanging             not idle, and no heartbeat for more than hang_warning_s
         failure                text of the error that failed the engine, or ""
-        active_requests, queued_requests, iterations, final_responses
-        errors                 error finals by code
+        active_requests, queued_requests, iterations, final_responses   counts
+        errors                 error code -> final responses with it
         callback_failures      callback or hook -> calls that raised
         """
         self._check_process()
@@ -188,13 +187,13 @@ class GptManager:
     def shutdown(self, drain: bool = True, timeout: float | None = None) -> bool:
         """End the worker. The get callback is not called again.
 
-        drain     True: finish what was accepted; False: answer it with SHUTDOWN
-        timeout   seconds to drain, then the rest is answered with SHUTDOWN; None: as long as it takes
+        drain     True: finish the accepted requests; False: answer them with SHUTDOWN
+        timeout   seconds to drain; the requests that are left get SHUTDOWN. None: no limit
 
-        Returns True once no callback will run again; False when called from inside a callback, of this manager or
-        another, where it only asks, or when a callback or a step did not come back within the timeout and 5 more
-        seconds. Idempotent, from any thread. A `with` block that ends in a forked child does nothing there; every other
-        method raises in it.
+        Returns True once no callback will run again. Returns False when a callback or a step does not return within the
+        timeout and 5 more seconds. Inside a callback, of this manager or another, it only requests the shutdown and
+        returns False. Idempotent; callable from any thread. In a forked child, leaving the `with` block does nothing
+        and this and the other methods raise ManagerClosedError.
         """
         self._check_process()
         timeout = checked_timeout(timeout)
@@ -208,9 +207,9 @@ class GptManager:
         return True
 
     def wait_until_terminate(self, timeout: float | None = None) -> bool:
-        """Wait for the worker to end without asking it to, at most `timeout` seconds. True when it has.
+        """Wait up to `timeout` seconds for the worker to end, without requesting it. Returns whether it has ended.
 
-        From inside a callback, of this manager or another, it does not wait: False.
+        Inside a callback, of this manager or another, it returns False at once.
         """
         self._check_process()
         if is_a_worker(threading.current_thread()):
@@ -218,30 +217,33 @@ class GptManager:
         return self._join(checked_timeout(timeout))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a GptManager cannot be copied or pickled: it is one worker in one process")
+        raise TypeError("a GptManager cannot be copied or pickled: it owns a thread of this process")
 
     def __enter__(self) -> "GptManager":
         self._check_process()
-        # A worker that `terminate_req_id` ended may have done so before the block began: this manager was not closed.
+        # `terminate_req_id` may have ended the worker before the block began; that is not a shutdown.
         if self._control.stopped.is_set and self._control.draining:
             raise ManagerClosedError("this manager was shut down", "a manager runs once", "make a new one")
         return self
 
     def __exit__(self, exception_type: type[BaseException] | None, exception: BaseException | None,
                  trace: TracebackType | None) -> None:
-        if os.getpid() == self._control.process_id:    # a forked child leaves the block as it was leaving it
+        if os.getpid() == self._control.process_id:    # a forked child leaves the block without a shutdown
             self.shutdown(drain=exception_type is None)
 
     def _join(self, timeout: float | None) -> bool:
-        """Wait for the worker. Not by Thread.join alone: up to Python 3.12 a Ctrl-C inside of it makes `threading` take
-        the thread for one that has ended, and the interpreter would not wait for it any more."""
+        """Wait for the worker; return whether it has ended.
+
+        Thread.join alone does not suffice: up to Python 3.12 a Ctrl-C inside it makes `threading` believe that the
+        thread has ended, and the interpreter no longer waits for it.
+        """
         control, seconds_left = self._control, float("inf") if timeout is None else timeout
         while not control.stopped.wait(min(max(seconds_left, 0), SECONDS_BETWEEN_LOOKS)) and self._worker.is_alive():
             seconds_left -= SECONDS_BETWEEN_LOOKS
             if seconds_left <= 0:
                 return False
         self._worker.join()
-        watchdog = self._watchdog    # ends with the worker, at once, if it was ever started and is not who asks
+        watchdog = self._watchdog    # ends at once, with the worker
         if watchdog.ident is not None and watchdog is not threading.current_thread():
             watchdog.join(timeout)
         return True
@@ -249,4 +251,4 @@ class GptManager:
     def _check_process(self) -> None:
         if os.getpid() != self._control.process_id:
             raise ManagerClosedError("this process was forked from the one that made the manager",
-                                     "the worker thread lives in the parent only", "make a new manager after forking")
+                                     "the worker thread exists in the parent only", "make a new manager after forking")

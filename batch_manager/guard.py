@@ -1,4 +1,4 @@
-"""The guard of foreign code: callbacks, schedulers, backends, clocks, logits post-processors, traces.
+"""The guard around foreign code: callbacks, schedulers, backends, logits post-processors, traces.
 
 Foreign code runs in a guarded block and nowhere else:
 
@@ -6,20 +6,21 @@ Foreign code runs in a guarded block and nowhere else:
     with in_send:
         send_response(request_id, tensors, True, "")
 
-The guard of a block
+A guarded block
 
--   writes the heartbeat: what the worker is inside, and since when;
--   ends a process that was forked inside the block and leaves it (forked_child);
+-   writes the heartbeat: the name of the block and the time of entry;
+-   ends a process that was forked inside the block when it leaves the block (forked_child);
 -   adds up the seconds spent inside;
--   takes every exception, SystemExit and KeyboardInterrupt included. A block made by `containing` counts it, logs it at
-    most once a second and drops it; a block made by `raising` raises ForeignCodeError from it.
+-   catches every exception, SystemExit and KeyboardInterrupt included. A block of `containing` counts the exception,
+    logs it at most once a second and drops it. A block of `raising` raises ForeignCodeError from it.
 
-An exception that another thread raises in this one is taken too while a block runs, and passes at any other time.
+A block also catches an exception that another thread raises in this one. Outside of a block such an exception
+propagates.
 
-The clock by which blocks are timed guards itself (clock.ReliableClock).
+The clock that times the blocks guards itself (clock.ReliableClock).
 
-It is a block, and not a function that is given a callable, because some lines of ours must be one piece with the first
-instruction of the foreign code: loop/unanswered.py says why.
+The guard is a context manager and not a function with a callable, because nothing may come between some lines of ours
+and the first instruction of the foreign code: see loop/unanswered.py.
 """
 
 import logging
@@ -37,7 +38,7 @@ BETWEEN_BLOCKS = "loop"
 class ForeignCodeError(Exception):
     """Foreign code raised an exception.
 
-    error   what it raised, of any class. Its text may quote a prompt: it goes into no message and no log
+    error   the exception, of any class. Its text may quote a prompt, so it appears in no message and no log
     """
 
     def __init__(self, name: str, error: BaseException) -> None:
@@ -46,7 +47,7 @@ class ForeignCodeError(Exception):
 
 
 class Heartbeat:
-    """What the worker does, and since when. Written by the worker and read by any thread; no lock is held.
+    """The worker's current activity and its start. Written by the worker, read by any thread without a lock.
 
     activity   "loop", "idle", or the name of a guarded block
     since      seconds of the engine's clock
@@ -63,13 +64,13 @@ class Heartbeat:
 
 
 class Guard:
-    """Makes guarded blocks, and keeps what they have in common. One thread runs them.
+    """Makes guarded blocks and holds their shared state. One thread runs them.
 
-    monotonic    seconds of the clock that blocks are timed by
-    heartbeat    written where a block begins and ends
-    logs_texts   what an exception says is logged too; it may quote a prompt
-    process_id   of the process it was made in; in a forked copy of it no block is entered or left
-    failures     name of a `containing` block -> how often it raised, or returned what cannot be used
+    monotonic    the clock that times the blocks, in seconds
+    heartbeat    written at the start and the end of a block
+    logs_texts   also log the text of an exception, which may quote a prompt
+    process_id   the process that made this guard; a forked child ends when it enters or leaves a block
+    failures     name of a `containing` block -> calls that raised or returned an unusable value
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic, heartbeat: Heartbeat | None = None,
@@ -82,26 +83,26 @@ class Guard:
         self._logs: dict[str, RateLimitedLog] = {}
 
     def containing(self, name: str, on_failure: Callable[[], None] | None = None) -> "ContainingBlock":
-        """A block whose exceptions are counted under this name, logged and dropped.
+        """Return a block whose exceptions are counted under this name, logged and dropped.
 
-        on_failure   called after each
+        on_failure   called for each exception
         """
         return ContainingBlock(self, name, on_failure)
 
     def raising(self, name: str, passing: type[BaseException] | tuple[type[BaseException], ...] = ()) -> "RaisingBlock":
-        """A block that raises ForeignCodeError from whatever is raised inside it.
+        """Return a block that raises ForeignCodeError from any exception inside it.
 
-        passing   exceptions of these classes pass as they are
+        passing   exception classes that propagate unchanged
         """
         return RaisingBlock(self, name, passing)
 
     def note_failure(self, name: str, error: BaseException) -> None:
-        """Count it and log it, at most once a second for each name."""
+        """Count an exception, and log it at most once a second for each name."""
         text = f": {text_of(error)}" if self._logs_texts else ""
         self._note(name, f"raised {type_name(error)}{text}", error)
 
     def note_misuse(self, name: str, value: object, expectation: str) -> None:
-        """Count that a callback returned what cannot be used, and log it likewise."""
+        """Count an unusable return value of a callback, and log it at most once a second for each name."""
         self._note(name, f"returned a value of type {type_name(value)}; {expectation}", None)
 
     def _note(self, name: str, what: str, error: BaseException | None) -> None:
@@ -113,9 +114,9 @@ class Guard:
 
 
 class GuardedBlock:
-    """What the two kinds of blocks have in common. A block may be entered any number of times, but not inside itself.
+    """Base of the two kinds of blocks. A block can be entered any number of times, but not inside itself.
 
-    seconds   spent inside; a reader may set it to zero
+    seconds   time spent inside; a reader may reset it to zero
     """
 
     __slots__ = ("seconds", "_guard", "_name", "_started")
@@ -126,7 +127,7 @@ class GuardedBlock:
         self._name = name
         self._started = 0.0
 
-    # The heartbeat is written and the process compared in place: each callback pays for every call in here.
+    # Written inline: every function call here would slow down each callback.
 
     def __enter__(self) -> None:
         guard = self._guard
@@ -147,10 +148,10 @@ class GuardedBlock:
         heartbeat = guard.heartbeat
         heartbeat.since = now
         heartbeat.activity = BETWEEN_BLOCKS
-        return error is not None and self._takes(error)
+        return error is not None and self._suppresses(error)
 
-    def _takes(self, error: BaseException) -> bool:
-        """Whether the exception ends here."""
+    def _suppresses(self, error: BaseException) -> bool:
+        """Handle the exception. Returns True to suppress it."""
         raise NotImplementedError
 
 
@@ -163,7 +164,7 @@ class ContainingBlock(GuardedBlock):
         super().__init__(guard, name)
         self._on_failure = on_failure
 
-    def _takes(self, error: BaseException) -> bool:
+    def _suppresses(self, error: BaseException) -> bool:
         if self._on_failure is not None:
             self._on_failure()
         self._guard.note_failure(self._name, error)
@@ -179,10 +180,10 @@ class RaisingBlock(GuardedBlock):
         super().__init__(guard, name)
         self._passing = passing
 
-    if TYPE_CHECKING:    # nothing ends here
+    if TYPE_CHECKING:    # suppresses nothing
         def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> Literal[False]: ...
 
-    def _takes(self, error: BaseException) -> bool:
+    def _suppresses(self, error: BaseException) -> bool:
         if not is_a(error, self._passing):
             raise ForeignCodeError(self._name, error) from error
         return False

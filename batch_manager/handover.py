@@ -1,9 +1,9 @@
 """The two values that cross between the towers: `ScheduledBatch` down, `StepOutput` up.
 
-Integers and numpy arrays only; no request object, no tensor of torch. A *slot* is a row of the device's per-sequence
-state: the host picks it when a request becomes active and may give it to another one once it was released. What a
-request asked for travels once, as `SlotSetup`, with its first context chunk (again after a pause); afterwards the
-device knows the last token of every slot, so a generation step carries slots and lengths and nothing else.
+They hold integers and numpy arrays only: no request objects, no torch tensors. A *slot* is a row of the device's
+per-sequence state. The host picks it when a request becomes active and may reuse it once it is released. The options of
+a request cross once, as `SlotSetup`, with its first context chunk (and again after a pause). From then on the device
+keeps the last token of every slot, so a generation step carries slots and lengths only.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ from .sampling_config import NEUTRAL, SamplingConfig
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LogitsPostProcessor:
-    """A function of the user's that changes the logits of one sequence before anything else does.
+    """A user's function that changes the logits of one sequence, before all other stages.
 
-    request_id   what the function knows the sequence by
-    function     what decoding/logits_post_processors.py describes, in one of its two forms
-    token_ids    () -> per beam, the prompt and what was generated so far: new lists at every call
-    is_batched   the function takes all sequences of a step that have the same one
+    request_id   identifies the sequence to the function
+    function     one of the two forms in decoding/logits_post_processors.py
+    token_ids    () -> per beam, the prompt and the tokens generated so far, as new lists
+    is_batched   the function takes all sequences of a step that share it
 
-    Crosses by reference. The device keeps no hold of it: it is gone when the host has dropped it.
+    Crosses by reference. The device holds a weak reference only, so it lives as long as the host keeps it.
     """
 
     request_id: int
@@ -35,9 +35,9 @@ class LogitsPostProcessor:
 
 
 def num_beam_candidates(width: int, end_ids: Sequence[int], stop_words: Sequence[Sequence[int]]) -> int:
-    """Continuations that a step of beam search looks at: so many that `width` are left, however many of them end.
+    """Continuations that a step of beam search considers: enough to leave `width` of them, however many end.
 
-    A beam has at most one continuation by each last token of a stop word, and one by each end id.
+    Each end id, and each last token of a stop word, can end one continuation per beam.
     """
     ends = {word[-1] for word in stop_words}.union(end_ids)
     return max(2, 1 + len(ends)) * width
@@ -45,26 +45,25 @@ def num_beam_candidates(width: int, end_ids: Sequence[int], stop_words: Sequence
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotSetup:
-    """What the device must know about a sequence before its first token, written once per admission or resume.
+    """The options of a sequence. The device gets them before its first token, and again after a pause.
 
-    sampling                how its tokens are sampled, and how its beams compete
-    request_id              of the request that it belongs to
+    sampling                how tokens are sampled, and how beams compete
+    request_id              the request of the sequence
     end_id                  token that ends the sequence and is not part of the output; -1: none
-    more_end_ids            up to 7 more of them, where end_id is one
+    more_end_ids            up to 7 more end ids; empty if end_id is -1
     bad_words, stop_words   words, each a tuple of tokens: the last token of a bad word is not sampled after the others;
                             a stop word ends the sequence with its last token
-    embedding_bias          [vocab] float32, added to the logits; None: nothing
-    return_log_probs        rows of `StepOutput.log_probs` are filled for this slot
-    top_log_probs           how many of the likeliest tokens are returned in `StepOutput.top_log_probs`; 0: none. Not
+    embedding_bias          [vocab] float32, added to the logits; None: no bias
+    return_log_probs        fill the rows of `StepOutput.log_probs` for this slot
+    top_log_probs           number of likeliest tokens to return in `StepOutput.top_log_probs`; 0: none. Not with beams
+    raw_log_probs           take both kinds of log-probabilities from the model's unchanged logits at temperature 1. Not
                             with beams
-    raw_log_probs           both are of the model's own distribution, before anything is done to its logits, at
-                            temperature 1. Not with beams
-    return_context_logits   the step's context rows are returned in `StepOutput.context_logits`
-    return_generation_logits   the model's logits for each token are returned in `StepOutput.generation_logits`
-    logits_post_processor   changes the logits before anything else does; None: there is none
-    prompt_length           tokens of the user's prompt; whatever follows was generated, also after a resume
-    max_new_tokens          tokens after which a search of several beams ends; otherwise the host counts them
-    history                 [n] int32, all tokens of the sequence so far; None: not given yet, see `continuing`
+    return_context_logits   return the logits of context rows in `StepOutput.context_logits`
+    return_generation_logits   return the model's logits for each token in `StepOutput.generation_logits`
+    logits_post_processor   changes the logits before all other stages; None: no change
+    prompt_length           tokens of the user's prompt; all later tokens were generated, also after a pause
+    max_new_tokens          tokens after which a search with several beams ends; otherwise the host counts them
+    history                 [n] int32, all tokens of the sequence so far; None: not set yet, see `continuing`
     """
 
     sampling: SamplingConfig = NEUTRAL
@@ -86,16 +85,16 @@ class SlotSetup:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """All tokens that end the sequence."""
+        """All end ids of the sequence."""
         return (self.end_id, *self.more_end_ids) if self.end_id >= 0 else ()
 
     @property
     def has_beams(self) -> bool:
-        """Whether several continuations of the sequence compete."""
+        """Whether the sequence has more than one beam."""
         return self.sampling.beam_width > 1
 
     def continuing(self, tokens: Sequence[int] | np.ndarray) -> "SlotSetup":
-        """The setup of a sequence that starts, or goes on after a pause, with these tokens."""
+        """Return the setup with these tokens as history: of a sequence that starts, or continues after a pause."""
         return replace(self, history=np.asarray(tokens, np.int32))
 
     def __eq__(self, other: object) -> bool:
@@ -113,15 +112,14 @@ def _same(first: Any, second: Any) -> bool:
 class ContextWork:
     """One context chunk of one sequence.
 
-    token_ids       [n] int32, n >= 1: the chunk. An id that is not below the vocabulary is that of a prompt-tuning
-                    token: it has a place among the others and an embedding of its own
-    start           tokens of this sequence already in the KV cache = position of token_ids[0]; more than 0 also in a
-                    first chunk, when the beginning of the prompt was found in the cache
+    token_ids       [n] int32, n >= 1: the chunk. An id at or above the vocabulary size is a prompt-tuning token, whose
+                    embedding is in `embeddings`
+    start           tokens of this sequence already in the KV cache = position of token_ids[0]. More than 0 in a first
+                    chunk when the cache had the beginning of the prompt
     is_last_chunk   the step also yields tokens of the sequence
-    setup           given with the first chunk after admission or resume, else None
-    embeddings      [v, hidden size] float32: those of the v prompt-tuning tokens of the chunk, in order; None: it
-                    has none
-    num_drafts      of a last chunk, how many of its last tokens are draft tokens: the step yields 1 to 1 + num_drafts
+    setup           set with the first chunk after admission or a pause, else None
+    embeddings      [v, hidden size] float32, of the v prompt-tuning tokens of the chunk, in order; None if v is 0
+    num_drafts      how many of the last tokens of a last chunk are draft tokens: the step yields 1 to 1 + num_drafts
                     tokens
     """
 
@@ -140,11 +138,11 @@ class GenerationWork:
 
     slots          [g] int32, in batch order
     kv_lengths     [g] int32: tokens in the KV cache before the step = position of the first input token
-    beam_width     beams of each of these sequences: a step has one width. A sequence of several is several rows of
-                   tokens, one after the other, all of one length
+    beam_width     beams of each sequence; equal for all sequences of a step. A sequence with beams has one row per
+                   beam, in adjacent rows of equal length
     num_drafts     [g] int32: draft tokens of each sequence, which follow its last token in the input: the step yields
-                   1 to 1 + num_drafts tokens. None: no sequence has any. Not with beams
-    draft_tokens   [sum of num_drafts] int32, in batch order; None where num_drafts is
+                   1 to 1 + num_drafts tokens. None: no drafts. Not with beams
+    draft_tokens   [sum of num_drafts] int32, in batch order; None if num_drafts is None
     """
 
     slots: np.ndarray
@@ -157,7 +155,7 @@ class GenerationWork:
         return len(self.slots)
 
     def take(self, indices: np.ndarray) -> "GenerationWork":
-        """These sequences alone, in this order. indices [k]"""
+        """Return the work of some sequences only. indices: [k], in the order of the result"""
         if not len(indices):
             return NO_GENERATION
         num_drafts = draft_tokens = None
@@ -174,11 +172,11 @@ NO_GENERATION = GenerationWork(np.empty(0, np.int32), np.empty(0, np.int32))
 class BlockTableUpdates:
     """Entries of the block tables that changed since the last batch: `table[slots[i], indices[i]] = block_ids[i]`.
 
-    slots, indices, block_ids   [u] int32. Where sequences may have beams, what is called a slot here is the row of one
-                                beam: slot * ScheduledBatch.max_beam_width + beam
-    They are applied in order; doing so twice is harmless. Entries past a sequence's length are stale and must not be
-    read, and so are those of blocks that were given back because they left the window: -1, or a block of another
-    sequence by now.
+    slots, indices, block_ids   [u] int32. With beams, `slots` holds rows of the table instead: slot *
+                                ScheduledBatch.max_beam_width + beam
+
+    Apply them in order; applying them twice is harmless. Do not read entries past the length of a sequence, or before
+    its attention window: they are stale. They hold -1, or a block that may belong to another sequence.
     """
 
     slots: np.ndarray
@@ -186,12 +184,12 @@ class BlockTableUpdates:
     block_ids: np.ndarray
 
     def where(self, kept: np.ndarray) -> "BlockTableUpdates":
-        """Those that are to be kept. kept [u] bool"""
+        """Return the selected updates only. kept: [u] bool"""
         return BlockTableUpdates(self.slots[kept], self.indices[kept], self.block_ids[kept])
 
     def then(self, later: "BlockTableUpdates") -> "BlockTableUpdates":
-        """Both, in order, with each entry once: no longer than the tables have entries, however often this is done."""
-        slots, indices, block_ids = (np.concatenate([mine, theirs]) for mine, theirs in (
+        """Return both, in order. Each table entry occurs once, so the result is never longer than the tables."""
+        slots, indices, block_ids = (np.concatenate([first, second]) for first, second in (
             (self.slots, later.slots), (self.indices, later.indices), (self.block_ids, later.block_ids)))
         entries = slots.astype(np.int64) << 32 | indices
         _, from_the_end = np.unique(entries[::-1], return_index=True)
@@ -206,8 +204,8 @@ NO_UPDATES = BlockTableUpdates(np.empty(0, np.int32), np.empty(0, np.int32), np.
 class BlockCopy:
     """Copy the first tokens of a KV cache block to another block, in every layer.
 
-    num_tokens           tokens to copy, at least; more of the block does no harm
-    from_host, to_host   the source, or the destination, is a block of the host's pool
+    num_tokens           least number of tokens to copy; copying more of the block does no harm
+    from_host, to_host   whether the source, or the destination, is a host block
     """
 
     source: int
@@ -219,9 +217,9 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class BlockClear:
-    """Fill a KV cache block with zeros from one of its tokens on: what is there must not be read by a later owner.
+    """Fill a KV cache block with zeros from one of its tokens on, so that no later owner reads the old content.
 
-    first_token   index within the block; what precedes it stays
+    first_token   index within the block; earlier tokens stay
     """
 
     block_id: int
@@ -230,9 +228,9 @@ class BlockClear:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoad:
-    """Bring an adapter to these pages of the device.
+    """Load an adapter into pages of the device.
 
-    page_ids   in order; what they hold is overwritten
+    page_ids   in order; their content is overwritten
     """
 
     task_id: int
@@ -247,17 +245,17 @@ class ScheduledBatch:
     """All work of one step: contexts before generation, in this order.
 
     block_table_updates   applied before anything else
-    operations            what the device does before the step, in order. It does each once: they are repeated in later
-                          batches, under the same numbers, until a step that had them was read
-    first_operation       number of the first of them, counted over the life of the engine; `new_operations` picks those
-                          that a device has not done
-    num_places       sequences that a padded layout keeps rows for in generation: the members of a static batch, those
-                     that are done included; 0: as many as there are. Other layouts do not look at it.
-    max_beam_width   rows of the block tables that belong to a slot; the same in every batch
+    operations            operations of the device before the step, in order. Later batches repeat them under the same
+                          numbers until a step with them is read; the device runs each once
+    first_operation       number of operations[0], counted over the life of the engine; `new_operations` returns those
+                          that a device has not run yet
+    num_places            rows of a padded layout in generation: all members of a static batch, finished ones included;
+                          0: one per sequence. Other layouts ignore it
+    max_beam_width        rows of the block tables per slot; the same in every batch
 
-    A backend that raises from `start` or `finish` must have changed nothing that a second run of the same batch, or of
-    any part of it, would notice: the loop narrows a failure down by running halves. With steps in flight the second run
-    may come after the step that followed: see seams.ModelBackend.
+    When `start` or `finish` raises, the loop bisects the batch to find the sequences at fault. So a failed run must not
+    affect a second run of the batch, or of a part of it. With steps in flight the second run may come after the
+    following step: see seams.ModelBackend.
     """
 
     iteration: int
@@ -285,13 +283,13 @@ class ScheduledBatch:
         return slots
 
     def new_operations(self, num_done: int) -> tuple[DeviceOperation, ...]:
-        """The operations that a device has to do which has done the first `num_done` of the engine's life."""
+        """Return the operations left for a device that has run the first `num_done` of the engine's life."""
         return self.operations[max(num_done - self.first_operation, 0):] if self.operations else ()
 
     def take(self, indices: Sequence[int]) -> "ScheduledBatch":
-        """These sequences alone, as a batch of its own without rows for others.
+        """Return a batch of some of the sequences, without padded rows for the others.
 
-        indices   rising, into the batch order
+        indices   ascending indices in batch order
         """
         contexts = len(self.context)
         return ScheduledBatch(
@@ -308,7 +306,7 @@ class ScheduledBatch:
 
 @dataclass(frozen=True, slots=True)
 class RowFailure:
-    """One sequence whose row of a step is unusable; the others of the batch are fine."""
+    """Why one row of a step is unusable. The other rows are fine."""
 
     code: ErrorCode
     message: str
@@ -316,12 +314,12 @@ class RowFailure:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """One of the texts that a beam search came to.
+    """One result of a beam search.
 
     tokens          [n] int32, without the end id; a stop word is part of it
     cum_log_prob    sum of the log-probabilities of its tokens, the end id's included
     log_probs       [n] float32, of `tokens`
-    rows            [n] int32: the beam that each token continued, so the row it was drawn from in its step
+    rows            [n] int32: the beam that each token continued, which is the row of its logits in the step
     finish          FinishReason: END_ID, STOP_WORDS or LENGTH
     """
 
@@ -334,7 +332,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopLogProbs:
-    """The likeliest tokens where each token of a row was sampled, likeliest first; of equals the lowest id first.
+    """The likeliest tokens at each position of a row, likeliest first; lower ids first among equals.
 
     ids         [row's tokens, k] int32; 0 where there are fewer than k
     log_probs   [row's tokens, k] float32; -inf where there are fewer than k
@@ -346,32 +344,30 @@ class TopLogProbs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step yielded: one row for each context whose last chunk ran, then one for each generating sequence.
+    """The output of a step: one row for each context whose last chunk ran, then one for each generating sequence.
 
-    A row has the tokens of one sequence: one, where there are no drafts and no beams. With drafts it has those that
-    follow one another. With beams it has one token for each beam, or none when the search is over.
+    A row holds the new tokens of one sequence: one token without drafts and beams; with drafts, the accepted ones and
+    one more; with beams, one token per beam, or none when the search is over.
 
     slots               [r] int32, in batch order
-    tokens              [n] int32: the tokens of all rows, one row after the other; meaningless where `failures` names
-                        the slot, as are finish, parents and log_probs
-    finish              [r] uint8, FinishReason as decided on the device, of the row's last token: END_ID (it is the end
-                        id and not part of the output), STOP_WORDS or NOT_FINISHED; lengths are counted by the host. Of
-                        a search that is over it is not looked at
+    tokens              [n] int32: the tokens of all rows, in order. Ignored for the slots in `failures`, as are finish,
+                        parents and log_probs
+    finish              [r] uint8, the device's FinishReason for the last token of the row: END_ID (the token is the end
+                        id and not part of the output), STOP_WORDS or NOT_FINISHED. The host checks lengths. Ignored
+                        when a search is over
     row_starts          [r + 1] int32: row i has tokens row_starts[i]..row_starts[i + 1]; None: each row has one
-    log_probs           [n] float32, or None when no request of the batch asked and none has beams; under the
-                        distribution the token was sampled from, after everything done to its logits and the
-                        temperature, before top-k and top-p; under the model's own for the slots that asked for
-                        `raw_log_probs`. With beams, with what biases, penalties and bans made of them; -inf: there are
-                        fewer continuations than beams, this beam has none
-    parents             [n] int32: with beams, the beam that each token continues; 0 after a context, when there is
-                        but one. None: no sequence has beams
-    hypotheses          slot -> the results of a search that is over, best first, as many as beams or fewer
-    context_logits      slot -> [chunk tokens, vocab] float32, for the slots that asked; as the model gave them
-    generation_logits   slot -> [row's tokens, vocab] float32, for the slots that asked and have a row: what each token
-                        was sampled from, as the model gave it. With beams [beams, vocab], a row for each beam that was
-                        continued
-    top_log_probs       slot -> TopLogProbs of the row's tokens, for the slots that asked and have a row; of the
-                        distribution that log_probs is of
+    log_probs           [n] float32; None if no sequence of the batch asked for them or has beams. After all stages and
+                        the temperature, before top-k and top-p; of the model's unchanged logits for slots with
+                        `raw_log_probs`. With beams, after biases, penalties and bans; -inf for a beam without a
+                        continuation
+    parents             [n] int32: with beams, the beam that each token continues; 0 after a context, which has one
+                        beam. None: no sequence has beams
+    hypotheses          slot -> results of a search that is over, best first, at most one per beam
+    context_logits      slot -> [chunk tokens, vocab] float32, the model's unchanged logits, for slots that asked
+    generation_logits   slot -> [row's tokens, vocab] float32, the model's unchanged logits for each token, for slots
+                        that asked and have a row. With beams [beams, vocab], one row per continued beam
+    top_log_probs       slot -> TopLogProbs of the row's tokens, for slots that asked and have a row; from the same
+                        distribution as log_probs
     failures            slot -> why its row is unusable
     """
 
@@ -390,7 +386,7 @@ class StepOutput:
 
     @staticmethod
     def merge(parts: "list[StepOutput]", micro_batch_id: int) -> "StepOutput":
-        """The outputs of the parts of one batch, in order, as if it had run whole."""
+        """Join the outputs of the parts of a batch, in order, as if it had run as a whole."""
         if not parts:
             none = np.empty(0, np.int32)
             return StepOutput(micro_batch_id, none, none, np.empty(0, np.uint8))
@@ -416,13 +412,13 @@ class StepOutput:
 
 
 def _joined(columns: "list[tuple[np.ndarray | None, int]]", dtype: type) -> np.ndarray | None:
-    """The columns one after the other, zeros for one that is None; None where all are."""
+    """Concatenate the columns, with zeros for each that is None; None if all are."""
     if all(column is None for column, _ in columns):
         return None
     return np.concatenate([np.zeros(length, dtype) if column is None else column for column, length in columns])
 
 
-# The finish codes a backend may report, as plain integers for numpy comparisons on the hot path.
+# The finish codes of a backend, as plain integers for numpy comparisons on the hot path.
 NOT_FINISHED = int(FinishReason.NOT_FINISHED)
 END_ID = int(FinishReason.END_ID)
 STOP_WORDS = int(FinishReason.STOP_WORDS)

@@ -1,9 +1,8 @@
-"""The workers of this process, and how they learn that the interpreter ends.
+"""The list of this process's workers, and the hook that stops them when the interpreter exits.
 
-`threading` joins the workers (they are no daemons) before `atexit` runs, so a worker has to be told earlier:
-`threading` offers a hook for exactly that, and concurrent.futures uses it the same way. What was hooked in last is
-called first: the threads of an executor, which its hook joins, may wait for a worker, so that hook has to be there
-already when ours is put in.
+`threading` joins the workers, which are not daemons, before `atexit` runs. So the workers are stopped by the hook of
+`threading` that concurrent.futures uses too. The last registered hook runs first. The hook of concurrent.futures joins
+the threads of executors, which may wait for a worker, so that module is imported before our hook is registered.
 """
 
 import concurrent.futures.thread  # noqa: F401
@@ -15,39 +14,39 @@ from .errors import ManagerClosedError
 
 
 class Abortable(Protocol):
-    """The control of a worker, or a thread that loads one's model, as far as this file needs it."""
+    """The control of a worker, or of a loading thread, as far as this file needs it."""
 
     @property
     def worker(self) -> threading.Thread | None: ...
 
     def ask_to_abort(self) -> None:
-        """Called from any thread. Never blocks."""
+        """Request the end, from any thread. Never blocks."""
 
 
-# A plain dictionary: a copy of its keys is one operation of the interpreter. Copying a WeakSet is a loop in Python,
-# which raises when a worker ends meanwhile, and the others were then never told.
+# A plain dictionary, whose keys are copied in one operation of the interpreter. Copying a WeakSet is a loop in Python,
+# which raises if a worker ends meanwhile; the others would then never be stopped.
 _controls: dict[Abortable, None] = {}
 _is_exiting = False
 
 
 def list_worker(control: Abortable) -> None:
-    """Put a worker on the list of those that are told when the interpreter ends.
+    """List a worker to be stopped when the interpreter exits.
 
-    Raises ManagerClosedError when it ends already; the worker is on the list all the same.
+    Raises ManagerClosedError, with the worker listed, if the interpreter is exiting already.
     """
     _controls[control] = None
-    if _is_exiting:    # looked at after it was put on the list; the hook does the two in the other order
-        raise ManagerClosedError("the interpreter is ending", "a worker that starts now would not be told",
+    if _is_exiting:    # read after listing; the hook sets it before it reads the list, so no worker is missed
+        raise ManagerClosedError("the interpreter is exiting", "a worker that starts now would not be stopped",
                                  "make managers before the main thread ends")
 
 
 def forget_worker(control: Abortable) -> None:
-    """Take a worker off the list, if it is on it."""
+    """Remove a worker from the list, if it is there."""
     _controls.pop(control, None)
 
 
 def is_a_worker(thread: threading.Thread) -> bool:
-    """Whether a callback runs on this thread. Two managers whose callbacks wait for each other would wait for ever."""
+    """Whether this thread runs callbacks. Such a thread must not wait for a worker: two could wait for each other."""
     return any(control.worker is thread for control in list(_controls))
 
 
@@ -59,10 +58,10 @@ def _abort_all_workers() -> None:
 
 
 def _forget_all_workers() -> None:
-    """In a forked child, which has none."""
+    """Clear the list in a forked child, which has no workers."""
     _controls.clear()
 
 
-# Private to CPython, so typeshed does not declare it.
+# A private function of CPython, which typeshed does not declare.
 threading._register_atexit(_abort_all_workers)  # type: ignore[attr-defined]
 os.register_at_fork(after_in_child=_forget_all_workers)

@@ -1,8 +1,8 @@
-"""Loading on a thread of its own, which is interrupted when its caller is, or the interpreter ends.
+"""Loads a model on its own thread, which is interrupted with its caller or at interpreter exit.
 
-OpenMP keeps a team of threads for every thread that ever computed. With one for the caller, which loaded the model,
-and one for the worker there are more threads than cores, and libgomp then puts a team to sleep at every barrier: a step
-of a 135M model on two cores took 40 ms instead of 20.
+OpenMP keeps a team of threads for every thread that ever computed. If the caller loaded the model, its team and the
+worker's would have more threads than there are cores, and libgomp then puts a team to sleep at every barrier: a step of
+a 135M model on two cores took 40 ms instead of 20.
 """
 
 import threading
@@ -20,14 +20,14 @@ _here = threading.local()
 
 
 class Loading(Generic[Loaded]):
-    """What the thread does. It is no daemon: one that computes while the interpreter ends aborts the process.
+    """The loading thread and its result. Not a daemon: a daemon that computes at interpreter exit aborts the process.
 
-    loaded           what `load` returned, or nothing
-    error            what it raised, or None
-    is_interrupted   no thread waits for it any more
+    loaded           [the result of `load`], or empty
+    error            the exception of `load`, or None
+    is_interrupted   the loading is to stop: its result is not needed any more
     """
 
-    worker = None    # no callback runs on it; interpreter_exit asks
+    worker = None    # for interpreter_exit: no callback runs on this thread
 
     def __init__(self, load: Callable[[], Loaded]) -> None:
         self._load = load
@@ -50,32 +50,31 @@ class Loading(Generic[Loaded]):
         start_with_enough_stack(self._thread)
 
     def wait(self) -> None:
-        """Until the thread has ended, if it was started. Not by Thread.join alone, which a Ctrl-C may make believe that
-        it has."""
+        """Wait until the thread has ended, if it was started. Thread.join alone may return early after a Ctrl-C."""
         if self._thread.ident is not None:
             while not self._has_ended.wait(SECONDS_BETWEEN_LOOKS) and self._thread.is_alive():
                 pass
             self._thread.join()
 
     def ask_to_abort(self) -> None:
-        """Never blocks. The thread sees it where it calls `check_interruption`."""
+        """Request the end. Never blocks; takes effect when the thread next calls `check_interruption`."""
         self.is_interrupted = True
 
 
 def check_interruption() -> None:
-    """To be called now and then by what loads. Raises KeyboardInterrupt when no thread waits for it any more."""
+    """Raise KeyboardInterrupt if the loading on this thread is interrupted. Loaders call it now and then."""
     loading = getattr(_here, "loading", None)
     if loading is not None and loading.is_interrupted:
         raise KeyboardInterrupt("the loading was interrupted")
 
 
-def in_a_thread_of_its_own(load: Callable[[], Loaded], undo: Callable[[Loaded], Any]) -> Loaded:
-    """What `load` returns or raises, computed on a thread that has ended when this returns or raises.
+def load_in_own_thread(load: Callable[[], Loaded], undo: Callable[[Loaded], Any]) -> Loaded:
+    """Call `load` on a new thread and return or raise its outcome after the thread has ended.
 
-    undo   called with what was loaded, where this raises all the same
+    undo   called with the result of `load` if this function raises nevertheless
 
-    What strikes the waiting caller, such as Ctrl-C, interrupts the loading, and passes when that has ended. Raises
-    ManagerClosedError while the interpreter ends.
+    An exception in the waiting caller, such as Ctrl-C, interrupts the loading and propagates after the thread has
+    ended. Raises ManagerClosedError while the interpreter exits.
     """
     loading = Loading(load)
     try:
@@ -89,7 +88,7 @@ def in_a_thread_of_its_own(load: Callable[[], Loaded], undo: Callable[[Loaded], 
         if loading.error is None:
             return loading.loaded[0]
         if loading.is_interrupted:
-            raise ManagerClosedError("the interpreter is ending", "a model that is loaded now would serve no request",
+            raise ManagerClosedError("the interpreter is exiting", "a model that is loaded now would serve no request",
                                      "make managers before the main thread ends")
         raise loading.error
     except BaseException:
@@ -103,7 +102,7 @@ def _abandon(loading: Loading[Loaded], undo: Callable[[Loaded], Any]) -> None:
         try:
             loading.wait()
             break
-        except KeyboardInterrupt:    # it ends as soon as it can, however often it is asked to
+        except KeyboardInterrupt:    # a second Ctrl-C cannot end it sooner
             continue
     forget_worker(loading)
     for loaded in loading.loaded:

@@ -1,4 +1,4 @@
-"""The enumerations of the field, spelled as TensorRT-LLM spells them."""
+"""The enumerations of the API, with TensorRT-LLM's names."""
 
 from enum import Enum, IntEnum
 
@@ -6,9 +6,9 @@ from enum import Enum, IntEnum
 class TrtGptModelType(IntEnum):
     """Batching scheme.
 
-    V1                      a padded batch runs in lockstep until its last member is done, and finals go out then
-    InflightBatching        requests join and leave every iteration; context and generation in two calls
-    InflightFusedBatching   the same in one packed call
+    V1                      a padded static batch runs in lockstep until its last member is done; then finals are sent
+    InflightBatching        requests join and leave every iteration; context and generation run in two calls
+    InflightFusedBatching   requests join and leave every iteration; a step is one packed call
     """
 
     V1 = 0
@@ -17,10 +17,10 @@ class TrtGptModelType(IntEnum):
 
 
 class SchedulerPolicy(IntEnum):
-    """Who may start when KV cache blocks are short.
+    """Which requests may start when KV cache blocks are short.
 
-    MAX_UTILIZATION       start while one more step fits; pause the youngest when it no longer does
-    GUARANTEED_NO_EVICT   start only what can run to its last token; never pause
+    MAX_UTILIZATION       start requests while the next step fits; pause the youngest when it no longer does
+    GUARANTEED_NO_EVICT   start only requests whose blocks are sufficient to their last token; never pause
     """
 
     MAX_UTILIZATION = 0
@@ -28,14 +28,14 @@ class SchedulerPolicy(IntEnum):
 
 
 class ContextChunkingPolicy(IntEnum):
-    """How a token budget too small for all waiting prompts is divided among them."""
+    """How to divide a token budget that is too small for all waiting prompts."""
 
     FIRST_COME_FIRST_SERVED = 0
     EQUAL_PROGRESS = 1
 
 
 class LlmRequestState(Enum):
-    """Where a request stands. The order is chronological: comparing `.value` asks "has it got that far"."""
+    """Phase of a request, in chronological order: compare `.value` to test whether a request has reached a phase."""
 
     UNKNOWN = 0
     ENCODER_INIT = 1
@@ -57,14 +57,14 @@ class FinishReason(IntEnum):
 
     @property
     def is_natural(self) -> bool:
-        """The sequence itself came to an end; it was not cut short."""
+        """Whether the sequence completed, as opposed to being stopped or timed out."""
         return self in (FinishReason.END_ID, FinishReason.STOP_WORDS, FinishReason.LENGTH)
 
 
 class ErrorCode(Enum):
-    """What the text of an error response starts with, in brackets."""
+    """The code, in brackets, with which the text of an error response starts."""
 
-    __hash__ = object.__hash__    # one instruction where Enum's own calls a function: see loop/unanswered.py
+    __hash__ = object.__hash__    # one instruction; Enum's own calls a function: see loop/unanswered.py
 
     INVALID_REQUEST = "INVALID_REQUEST"
     DUPLICATE_REQUEST_ID = "DUPLICATE_REQUEST_ID"
@@ -80,24 +80,25 @@ class ErrorCode(Enum):
 
     @classmethod
     def of(cls, text: str) -> "tuple[ErrorCode, str]":
-        """(code, message) of the text of an error response. Raises ValueError where the text is no such text, as
-        that of a response without an error, which is empty."""
+        """Split the text of an error response into (code, message).
+
+        Raises ValueError for any other text, such as the empty one of a response without an error.
+        """
         if not isinstance(text, str):
-            raise TypeError(f"the text is of type {type(text).__name__}; a str is expected; pass the error_message of "
-                            "a response")
+            raise TypeError(f"the text is a {type(text).__name__}; expected a str; pass the error of a response")
         code, closing, message = text.removeprefix("[").partition("] ")
         if not text.startswith("[") or not closing or code not in cls.__members__:
-            raise ValueError(f"{text[:80]!r} is no text of an error response: those begin with a code in brackets")
+            raise ValueError(f"{text[:80]!r} is not the text of an error response; expected a code in brackets first")
         return cls[code], message
 
     @property
     def is_retryable(self) -> bool:
-        """The request may still be answered: the same request may succeed later, or at another instance."""
+        """Whether the same request may succeed later, or at another instance."""
         return self in (ErrorCode.QUEUE_FULL, ErrorCode.SHUTDOWN, ErrorCode.ENGINE_FAILED)
 
     @property
     def http_status(self) -> int:
-        """The status code of an HTTP response that says the same."""
+        """The corresponding HTTP status code."""
         return _HTTP_STATUS[self]
 
 

@@ -1,13 +1,13 @@
-"""An event that happens once, and how long it may be waited for."""
+"""An event that is set once, and the check of timeouts."""
 
 import math
 import threading
 
 
 class OneShotEvent:
-    """threading.Event without `clear`, set by one call of C.
+    """threading.Event without `clear`, set by one C call.
 
-    An exception that strikes the thread that sets it leaves no lock taken, as it may inside threading.Event.
+    An asynchronous exception in the thread that sets it cannot leave a lock held, as it can inside threading.Event.
     """
 
     def __init__(self) -> None:
@@ -21,22 +21,22 @@ class OneShotEvent:
             self._held_until_set.release()
 
     def wait(self, seconds: float) -> bool:
-        """Returns whether it is set, after at most so many seconds."""
+        """Wait up to `seconds` for the event. Returns whether it is set."""
         if not self.is_set and self._held_until_set.acquire(timeout=seconds):
             self._held_until_set.release()
         return self.is_set
 
 
 def checked_timeout(timeout: float | None) -> float | None:
-    """Seconds as a thread can be joined with. Raises ValueError for NaN and TypeError for what is no number."""
+    """Return the timeout as seconds that Thread.join accepts. Raises ValueError for NaN, TypeError for other types."""
     if timeout is None:
         return None
-    if isinstance(timeout, str | bytes | bytearray):    # float would read the number in it
-        raise TypeError(f"timeout is a {type(timeout).__name__}; seconds, or None to wait as long as it takes")
+    if isinstance(timeout, str | bytes | bytearray):    # float() would parse it
+        raise TypeError(f"timeout is a {type(timeout).__name__}; expected seconds, or None for no limit")
     try:
         seconds = float(timeout)
     except OverflowError:
         seconds = math.inf if timeout > 0 else -math.inf
     if seconds != seconds:
-        raise ValueError("timeout is NaN; seconds, or None to wait as long as it takes")
+        raise ValueError("timeout is NaN; expected seconds, or None for no limit")
     return min(seconds, threading.TIMEOUT_MAX)

@@ -1,4 +1,4 @@
-"""The sampling parameters of a request, each declared once: tensor, field, neutral value, range, type on the device."""
+"""The sampling parameters of a request. Each is declared once: tensor, field, neutral value, range, device type."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -18,9 +18,9 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The numbers a scalar may be: low..high, both allowed unless `above_low`.
+    """The allowed values of a scalar: low..high, both included unless `above_low`.
 
-    whole   integers only; otherwise integers and finite floats. A bool is neither.
+    whole   integers only; otherwise integers and finite floats. A bool is never allowed
     """
 
     low: float
@@ -31,13 +31,13 @@ class Range:
     def __contains__(self, value: object) -> bool:
         if type(value) is not int and (self.whole or type(value) is not float):
             return False
-        # Comparisons, not arithmetic: exact for integers of any size, and false for NaN.
+        # Comparisons are exact for integers of any size, and false for NaN.
         return (self.low < value if self.above_low else self.low <= value) and value <= self.high
 
     def check(self, name: str, value: object) -> None:
-        """Raises InvalidRequestError naming the tensor, its value and the range."""
+        """Raise InvalidRequestError, naming the tensor, its value and the range, for a value outside the range."""
         if value not in self:
-            raise InvalidRequestError(f"{name} is {shown(value)}", f"it must be {self}", f"correct {name}")
+            raise InvalidRequestError(f"{name} is {shown(value)}", f"it must be {self}")
 
     def __str__(self) -> str:
         if self.whole:
@@ -57,11 +57,11 @@ SHARE = Range(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What is declared of one sampling parameter.
+    """Declaration of one sampling parameter.
 
     tensor    the request tensor that sets it
-    neutral   its value where no tensor sets it
-    range     the numbers it may be
+    neutral   its value if no tensor sets it
+    range     its allowed values
     """
 
     tensor: str
@@ -70,19 +70,19 @@ class Parameter:
 
     @property
     def dtype(self) -> type[np.generic]:
-        """How the device holds it: float32, or an integer that is wide enough. Seeds keep their 64 bits, signed."""
+        """The type on the device: float32, int32, or int64 for seeds, which keep their 64 bits as a signed number."""
         if not self.range.whole:
             return np.float32
         return np.int32 if self.range.high <= INT32_MAX else np.int64
 
     @property
     def other(self) -> int | float:
-        """A small value in the range that is not the neutral one, for warming up and for tests."""
+        """A small non-neutral value in the range, for warm-up and tests."""
         return next(value for value in ((2, 3) if self.range.whole else (0.5, 0.25))
                     if value in self.range and value != self.neutral)
 
     def stored(self, value: int | float) -> int | float:
-        """The value as the device holds it: what is above 0 stays above 0 in float32."""
+        """Convert a value to its form on the device. A value that must be above 0 stays above 0 in float32."""
         if self.dtype is np.int64:
             return (int(value) ^ _SIGN_BIT) - _SIGN_BIT
         return max(value, _SMALLEST) if self.range.above_low and self.range.low == 0 else value
@@ -96,31 +96,32 @@ def _parameter(tensor: str, neutral: int | float, allowed: Range) -> Any:
 class SamplingConfig:
     """How the tokens of one request are sampled. The defaults are neutral: greedy, no penalty, one beam.
 
-    beam_width                   sequences kept; 1: no beam search. With several, only the temperature, what changes
-                                 logits and what says how beams compete have an effect
+    beam_width                   number of beams; 1: no beam search. With several beams, the parameters that only choose
+                                 a token at random (top_k, top_p, min_p, random_seed) have no effect
     temperature                  above 0: divides the logits; 0: greedy
-    top_k, top_p                 0 and 0.0: greedy. top_k above 0 keeps the k best tokens; top_p between 0 and 1 keeps
-                                 the smallest set that holds p of the probability, of what top_k keeps; 1 keeps all
-    top_p_decay, top_p_min, top_p_reset_ids   after each token top_p = max(top_p * decay, min), or the first top_p
-                                 again after the token with the reset id (-1: none). Without effect where top_p is 0
-    min_p                        of what these keep, drops tokens below this share of the best one's probability
-    len_penalty, early_stopping, beam_search_diversity_rate   how beams compete, see decoding/beam_search.py; without
-                                 effect at beam width 1
-    repetition_penalty           divides a positive logit of a token that the sequence holds, multiplies a negative
+    top_k, top_p                 0 and 0.0: greedy. top_k above 0 keeps the k best tokens. top_p between 0 and 1 keeps,
+                                 of these, the smallest set whose probabilities sum to p; 1 keeps all
+    top_p_decay, top_p_min, top_p_reset_ids   after each token top_p becomes max(top_p * decay, min); after the token
+                                 with the reset id it becomes the first top_p again (-1: none). No effect if top_p is 0
+    min_p                        of the tokens kept so far, drops those with less than this share of the largest
+                                 probability
+    len_penalty, early_stopping, beam_search_diversity_rate   how beams compete, see decoding/beam_search.py; no effect
+                                 at beam width 1
+    repetition_penalty           divides the positive logit of a token that the sequence contains, multiplies a negative
                                  one; 1: off
-    presence_penalty, frequency_penalty   subtracted from such a logit once, and once per occurrence; 0: off
-    prompt_ignore_length         so many leading tokens of the prompt do not count for presence and frequency penalty;
-                                 as many as the prompt has, or more: only generated tokens count
-    no_repeat_ngram_size         no n-gram of this length twice; 0: off
+    presence_penalty, frequency_penalty   subtracted from such a token's logit once, or once per occurrence; 0: off
+    prompt_ignore_length         number of leading prompt tokens that presence and frequency penalty ignore; at or above
+                                 the prompt's length, only generated tokens count
+    no_repeat_ngram_size         n-grams of this length do not repeat; 0: off
     min_length                   tokens generated before the end id may be sampled
     random_seed                  the sampled token is a function of the logits, the seed and the position. The default
                                  is fixed, not random
 
-    Each row names the request tensor, the neutral value and the range. Integers may be given for floats and are
-    converted; a negative zero becomes a zero.
+    Each field declares its request tensor, neutral value and range. Integers are converted where floats are expected;
+    a negative zero becomes zero.
 
-    Raises InvalidRequestError, naming the tensor, for a value that is no number of its kind, not finite or out of
-    range. What depends on a model (its vocabulary, its beam width) is checked at admission.
+    Raises InvalidRequestError, naming the tensor, for a value of another type, not finite or out of range. Admission
+    checks values against the model (vocabulary, beam width).
     """
 
     beam_width: int = _parameter("beam_width", 1, Range(1, INT32_MAX, whole=True))
@@ -151,7 +152,7 @@ class SamplingConfig:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken, and none is sampled."""
+        """Whether the likeliest token is always taken."""
         return self.temperature == 0 or self.top_k == 1 or (self.top_k == 0 and self.top_p == 0)
 
     def sets(self, names: Iterable[str]) -> bool:
@@ -164,7 +165,7 @@ NEUTRAL = SamplingConfig()
 
 
 def shown(value: object) -> str:
-    """A scalar as a message may show it: short, and never raising."""
+    """Format a scalar for a message, briefly and without raising."""
     if type(value) is int:
         return str(value) if value.bit_length() <= 64 else f"an integer of {value.bit_length():,} bits"
     if type(value) in (bool, float):
@@ -172,8 +173,8 @@ def shown(value: object) -> str:
     return "no number"
 
 
-def top_p_behind(generated: np.ndarray, first: float, decay: float, floor: float, reset_id: int) -> np.float32:
-    """The top-p that the token after `generated` [n] is sampled with, in the float32 steps in which it is reached.
+def top_p_after(generated: np.ndarray, first: float, decay: float, floor: float, reset_id: int) -> np.float32:
+    """The top-p of the token that follows `generated` [n], computed by the device's float32 steps.
 
     first, decay, floor, reset_id   top_p, top_p_decay, top_p_min and top_p_reset_ids of a SamplingConfig
     """

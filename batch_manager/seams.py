@@ -1,4 +1,4 @@
-"""The protocols of the parts that can be replaced. Structural: implement the methods, inherit nothing."""
+"""The protocols of replaceable parts. They are structural: implement the methods, inherit nothing."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,27 +9,27 @@ from .handover import ScheduledBatch, StepOutput
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """What the host tower needs to know of a model and its device; fixed for the life of the backend.
+    """Facts about a model and its device for the host tower; fixed for the life of the backend.
 
     vocab_size            token ids are 0 <= id < vocab_size, of the model (not of a tokenizer)
-    max_seq_len           positions the backend can run: prompt plus generated tokens of one sequence
+    max_seq_len           most positions of a sequence: prompt plus generated tokens
     num_blocks            KV cache blocks in the pool
-    tokens_per_block      tokens one block holds
-    num_slots             sequences the backend can hold state for
+    tokens_per_block      tokens per block
+    num_slots             sequences for which the backend can hold state
     dispatch              which implementation of the kernels runs: "triton", "torch" or "scripted"
-    hidden_size           entries of a token's embedding; 0: embeddings of prompt-tuning tokens are not taken
-    device, dtype         in words, for logs and stats
-    attention_window      tokens a token sees, itself included, besides the first `sink_tokens`: blocks that no later
-                          one sees are given to others. None: tokens see all before them
+    hidden_size           entries of a token's embedding; 0: no prompt-tuning embeddings
+    device, dtype         by name, for logs and statistics
+    attention_window      tokens that a token attends to, itself included, besides the first `sink_tokens`. Blocks
+                          before the window are freed. None: all tokens before it
     sink_tokens           first tokens of a sequence that stay visible outside the window
-    host_blocks           blocks of a second pool in host memory, for what is evicted from the first
+    host_blocks           blocks of a second pool in host memory, for blocks evicted from the first
     is_asynchronous       `start` returns before the step is done, so that the next one can be planned meanwhile
-    copies_blocks         carries out `handover.BlockCopy`; block reuse and beams need it
+    copies_blocks         the backend implements `handover.BlockCopy`; block reuse and beams need it
     architecture          of the model, for people to read
-    end_ids               tokens that end a text, as the checkpoint says. A request has those of its own tensor `end_id`
-    model_implementation  whose class computes: "native", "transformers", or "" where a backend does not say
+    end_ids               the checkpoint's end ids, for information. A request's end ids come from its tensor `end_id`
+    model_implementation  origin of the model class: "native", "transformers", or "" if unknown
 
-    Raises ConfigError for a number that cannot be one.
+    Raises ConfigError for a value of the wrong type or out of range.
     """
 
     vocab_size: int
@@ -58,14 +58,12 @@ class BackendInfo:
         if self.attention_window is not None:
             self._check("attention_window", 1)
         if not isinstance(self.end_ids, tuple) or not all(type(token) is int for token in self.end_ids):
-            raise ConfigError(f"BackendInfo.end_ids is {self.end_ids!r}", "a tuple of integers",
-                              "correct what the backend says of itself")
+            raise ConfigError(f"BackendInfo.end_ids is {self.end_ids!r}", "a tuple of integers")
 
     def _check(self, name: str, lowest: int) -> None:
         value = getattr(self, name)
         if type(value) is not int or value < lowest:
-            raise ConfigError(f"BackendInfo.{name} is {value!r}", f"an integer of at least {lowest}",
-                              "correct what the backend says of itself")
+            raise ConfigError(f"BackendInfo.{name} is {value!r}", f"an integer of at least {lowest}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,7 @@ class MemoryUsage:
 
 
 class PendingStep(Protocol):
-    """A step that was launched."""
+    """A launched step."""
 
     def finish(self) -> StepOutput:
         """Wait for the step and return its output. Called once."""
@@ -86,38 +84,39 @@ class PendingStep(Protocol):
 
 
 class ModelBackend(Protocol):
-    """Everything that computes. Used by one thread only, after construction."""
+    """Runs the model. After construction, one thread alone uses it."""
 
     info: BackendInfo
 
     def start(self, batch: ScheduledBatch) -> PendingStep:
-        """Launch one step and return at once where the device allows it. The step before it may not be finished yet:
-        steps run in the order of their launches, and read what the ones before them left on the device.
+        """Launch one step, and return at once if the device allows it. The step before it may still be running: steps
+        run in launch order and read the state that earlier ones left on the device.
 
-        Before the step, the batch's block table updates are applied and those of its operations are carried out, in
-        order, that were not carried out for a batch before (`ScheduledBatch.new_operations`). Where `start` returns,
-        that will have happened even if the step fails: it is not said again. Where `start` raises, it is.
+        Before the step, apply the block table updates of the batch. Then run its operations in order, except those that
+        ran for an earlier batch (`ScheduledBatch.new_operations`). Once `start` has returned, both must take effect
+        even if the step fails: table updates are not repeated. If `start` raises, they are.
 
-        Raises whatever the step raises (torch's out-of-memory errors and MemoryError are told apart from others), and
-        DeviceLostError when nothing can run any more. So does `finish`. After a raise, running the batch or a part of
-        it again must give what a first run would have given, also when the one step that was launched after it has run
+        Raises any exception, of which out-of-memory errors of torch and MemoryError are reported as such, and
+        DeviceLostError when nothing can run any more. The same holds for `finish`. After an exception, running the
+        batch or a part of it again must give the result of a first run, even if the one step launched after it has run
         in between.
         """
         ...
 
     def memory_usage(self) -> MemoryUsage:
+        """Return the bytes held now."""
         ...
 
     def close(self) -> None:
-        """Give back memory and handles. Idempotent."""
+        """Free memory and handles. Idempotent."""
         ...
 
-    # A backend may have one method more. Its numbers, by names of its own, are in the statistics of each iteration:
+    # Optional. Its numbers are added to the statistics of each iteration, under the names it returns:
     #     def figures(self) -> Mapping[str, int]
 
 
 class Clock(Protocol):
-    """Time, injected so that a simulation can make its own."""
+    """A source of time that can be replaced, for instance by a simulation."""
 
     def monotonic(self) -> float:
         """Seconds from an arbitrary start; never goes back."""

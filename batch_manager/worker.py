@@ -1,6 +1,6 @@
-"""The worker: what other threads tell it, how it serves, how it is watched.
+"""The worker thread: its control by other threads, its main loop, and the watchdog.
 
-One thread per manager. It holds no reference to the manager, so that dropping the last one ends it.
+Each manager has one worker. The worker holds no reference to the manager, so that dropping the manager ends it.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from .interpreter_exit import forget_worker
 from .loop.generation_loop import GenerationLoop
 from .one_shot_event import OneShotEvent
 
-LOOPS_AROUND_THE_WORKER = 8    # exceptions in a row, a few bytecodes apart, that it survives
-ATTEMPTS_TO_END = 20    # without a final response between them: a backend may be past closing
+NESTED_WORKER_LOOPS = 8    # exceptions in a row, a few bytecodes apart, that the worker survives
+ATTEMPTS_TO_END = 20    # without a final response in between: some backends cannot be closed
 
 
 class WakeUp:
-    """An event for one waiter that costs an idle worker half of what threading.Event does: no lock is made a wait.
+    """An event for one waiter. Makes no lock per wait, so it costs an idle worker half as much as threading.Event.
 
-    `set` never blocks, so a forked child may call it whatever the parent's worker was doing.
+    `set` never blocks, so a forked child may call it, whatever state the parent's worker was in.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class WakeUp:
         self._set.acquire()
 
     def set(self) -> None:
-        with contextlib.suppress(RuntimeError):    # it is set already
+        with contextlib.suppress(RuntimeError):    # already set
             self._set.release()
 
     def wait_and_clear(self, seconds: float) -> None:
@@ -41,7 +41,7 @@ class WakeUp:
 
 
 class WorkerControl:
-    """What other threads tell the worker, and what the worker lets them see. Plain attributes; no lock is held."""
+    """State shared by the worker and other threads: requests to the worker, and its heartbeat. Uses no locks."""
 
     def __init__(self, clock: Any, hang_warning_s: float) -> None:
         self.clock = clock
@@ -57,32 +57,35 @@ class WorkerControl:
         self.draining = False
         self.aborting = False
         self.heartbeat = Heartbeat(clock.monotonic())
-        self._looked_at = time.monotonic()
+        self._watched_at = time.monotonic()
         self._frozen_s, self._frozen_in_beat = 0.0, self.heartbeat.since
 
     def is_hanging(self, seconds: float) -> bool:
-        """Whether so many seconds without a heartbeat are too many. An idle worker sleeps as long as it was told to,
-        and time in which the whole process stood still does not count."""
+        """Whether `seconds` without a heartbeat exceed the limit. False for an idle worker. Time in which the whole
+        process was suspended does not count."""
         if self.heartbeat.activity == "idle" or not 0 < self.hang_warning_s < seconds:
             return False
         frozen = self._frozen_s if self._frozen_in_beat == self.heartbeat.since else 0.0
         return self.hang_warning_s < seconds - frozen - self._unwatched_s()
 
-    def look(self) -> None:
-        """By the thread that watches, at least four times in `hang_warning_s`: where it comes late the process stood
-        still, as after SIGSTOP, or when its virtual machine was suspended."""
+    def note_watchdog(self) -> None:
+        """Record that the watchdog runs. It calls this at least four times per `hang_warning_s`.
+
+        A late call means that the process was suspended, for instance by SIGSTOP or with its virtual machine.
+        """
         beat, unwatched = self.heartbeat.since, self._unwatched_s()
-        self._looked_at = time.monotonic()
+        self._watched_at = time.monotonic()
         if beat != self._frozen_in_beat:
             self._frozen_s, self._frozen_in_beat = 0.0, beat
         self._frozen_s += unwatched
 
     def _unwatched_s(self) -> float:
-        late = time.monotonic() - self._looked_at - self.hang_warning_s / 4
+        late = time.monotonic() - self._watched_at - self.hang_warning_s / 4
         return late if late > self.hang_warning_s / 4 else 0.0
 
     def claim_the_loop(self) -> bool:
-        """True for the thread that asked first: the worker's, or that of the constructor that failed. It closes it."""
+        """Return True in the first thread that calls this: the worker, or a constructor that fails. That thread closes
+        the loop."""
         thread = threading.get_ident()
         return self._claimed_by.setdefault("thread", thread) == thread
 
@@ -96,15 +99,15 @@ class WorkerControl:
 
 
 def health_of(loop: GenerationLoop, control: WorkerControl, state: str | None = None) -> dict[str, Any]:
-    """What `GptManager.health` says. Any thread may ask.
+    """The result of `GptManager.health`. Callable from any thread.
 
-    state   what it is to be; None: what it is
+    state   the state to report; None: the current one
     """
     activity, since = control.heartbeat.activity, control.heartbeat.since
     seconds = max(control.clock.monotonic() - since, 0.0)
     if state is None:
         state = _state_of(loop, control)
-    alive = loop.intake.num_alive    # one reading: a request on its way from the queue is in neither place
+    alive = loop.intake.num_alive    # read once: a request that is leaving the queue is counted nowhere else
     queued = min(len(loop.intake), alive)
     return {
         "state": state,
@@ -130,26 +133,26 @@ def _state_of(loop: GenerationLoop, control: WorkerControl) -> str:
 
 
 def run_worker(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: float,
-               num_loops_inside: int = LOOPS_AROUND_THE_WORKER) -> None:
-    """The worker: iterations until it is told to stop, then an answer for the requests that are left.
+               num_loops_inside: int = NESTED_WORKER_LOOPS) -> None:
+    """The worker's main function: run iterations until it is stopped, then answer the requests that are left.
 
-    Whatever is raised, by a step or by another thread in this one, the worker goes on from here: it fails the engine,
-    which answers all requests, and comes back until none is left. The jump of a loop back to its `try` is outside of
-    it. An exception right there, after another one, is caught by the next of these loops, which lie in each other.
+    After any exception, of a step or raised by another thread in this one, the worker continues here: it fails the
+    engine, which answers all requests, and runs until none is left. The loops are nested because the jump back from
+    `except` to `try` is not covered: a second exception at that point is caught by the enclosing loop.
     """
     while not control.stopped.is_set:
         try:
             if num_loops_inside:
                 run_worker(loop, control, idle_poll_interval_s, num_loops_inside - 1)
             else:
-                _go_on(loop, control, idle_poll_interval_s)
+                _serve(loop, control, idle_poll_interval_s)
         except BaseException as error:
             control.interruption = error
 
 
-def _go_on(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: float) -> None:
-    """Serve until told to stop, and end. Begins with what the exception that ended the last call left."""
-    if not control.claim_the_loop():    # the constructor failed, and closes it
+def _serve(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: float) -> None:
+    """Run iterations until the worker is stopped, then end it. First handle the exception that ended the last call."""
+    if not control.claim_the_loop():    # the constructor failed, and closes the loop
         control.wake.wait_and_clear(idle_poll_interval_s)
         return
     error, control.interruption = control.interruption, None
@@ -157,7 +160,7 @@ def _go_on(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: f
         log.critical("the engine failed with %s; every request is answered with ENGINE_FAILED until shutdown\n%s",
                      type_name(error), where_raised(error))
         if not control.aborting:
-            control.wake.wait_and_clear(idle_poll_interval_s)    # what raises for ever must not keep a core busy
+            control.wake.wait_and_clear(idle_poll_interval_s)    # an endless series of exceptions must not spin
             loop.fail(_failure_of(error))
     while not _is_done(loop, control):
         if not loop.step(accept_new=not control.draining) and not _is_done(loop, control):
@@ -170,7 +173,7 @@ def _go_on(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: f
     control.attempts_to_end += 1
     if control.attempts_to_end <= ATTEMPTS_TO_END:
         loop.answer_the_rest(_failure_of(error) if error is not None else ManagerClosedError(
-            "the engine was shut down before the request was done", "what it generated so far is dropped",
+            "the engine was shut down before the request was done", "its tokens are dropped",
             "send it to another instance"))
         loop.backend.close()
         loop.callbacks.at_end(lambda: health_of(loop, control, "STOPPED"))
@@ -182,13 +185,13 @@ def _is_done(loop: GenerationLoop, control: WorkerControl) -> bool:
 
 
 def close_worker(control: WorkerControl) -> None:
-    """The end, for all threads to see."""
+    """Mark the worker as ended and wake the threads that wait for it."""
     forget_worker(control)
     control.stopped.set()
 
 
 def _failure_of(error: BaseException) -> BatchManagerError:
-    """What all requests are told when a step raised what nothing inside contains: a lost device, or a bug."""
+    """The error of all requests after an exception that nothing inside the loop handles: a lost device, or a bug."""
     if is_a(error, (DeviceLostError, InternalError)):
         return error
     return InternalError(f"the engine raised {type_name(error)}", "it cannot go on",
@@ -196,11 +199,11 @@ def _failure_of(error: BaseException) -> BatchManagerError:
 
 
 def watch_worker(control: WorkerControl) -> None:
-    """Say once, with all stacks, when the worker has been inside one thing for too long. Nothing is killed."""
+    """Log once, with the stacks of all threads, when the worker stays in one activity for too long. Kills nothing."""
     reported_beat = None
-    control.look()
+    control.note_watchdog()
     while not control.stopped.wait(control.hang_warning_s / 4):
-        control.look()
+        control.note_watchdog()
         beat_at = control.heartbeat.since
         seconds = control.clock.monotonic() - beat_at
         if control.is_hanging(seconds) and reported_beat != beat_at:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..errors import BatchManagerError
 from ..names import ErrorCode, FinishReason
 from ..requests.inference_request import TENSORS, InferenceRequest
-from ..requests.reading import scalar
+from ..requests.tensor_values import scalar
 from ..responses.named_tensor import NamedTensor, OneTokenTensor
 from ..responses.perf_metrics import PerfMetrics
 from ..responses.tensors import RESPONSE_TENSORS, TOP_TENSORS

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..handover import SlotSetup
-from ..sampling_config import top_p_behind
+from ..sampling_config import top_p_after
 from .logits_rows import LogitsRows
 from .logits_stage import LogitsStage
 from .position_ring import COLUMNS, PositionRing
@@ -42,7 +42,7 @@ class TopPDecay(LogitsStage):
             self._reserve()
             generated = setup.history[setup.prompt_length :]
             self._current.put(slot, len(setup.history), float(
-                top_p_behind(generated, *(self._state.host[name][slot] for name in self.reads))))
+                top_p_after(generated, *(self._state.host[name][slot] for name in self.reads))))
 
     def apply(self, logits: torch.Tensor, rows: LogitsRows, active: np.ndarray) -> None:
         self._reserve()

@@ -1,7 +1,4 @@
-"""Checks the accounting: every block is free or owned, and every owner knows its blocks.
-
-The cheap check, KvCacheManager.check_totals, runs after every iteration; this one in tests and when the engine is idle.
-"""
+"""Checks the whole accounting. Every iteration runs the cheap KvCacheManager.check_totals instead."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,13 +9,10 @@ from .kv_cache_manager import KvCacheManager
 
 
 def audit(kv_cache_manager: KvCacheManager) -> None:
-    """Check the pool, the sequences, and one against the other.
-
-    Raises InternalError with a list of the faults.
-    """
+    """Check the pool, the sequences, and their agreement. Raises InternalError with a list of the faults."""
     faults = [*kv_cache_manager.pool.faults(), *kv_cache_manager.sequences.faults(), *_disagreements(kv_cache_manager)]
     if faults:
-        raise InternalError("the KV cache's accounting does not agree: " + "; ".join(faults))
+        raise InternalError("the accounting of the KV cache is inconsistent: " + "; ".join(faults))
     kv_cache_manager.check_totals()
 
 
@@ -34,14 +28,14 @@ def _disagreements(kv: KvCacheManager) -> Iterator[str]:
         if held + dropped != ceil_div(length, kv.tokens_per_block):
             yield f"{owner} holds {held} blocks for {length} tokens and dropped {dropped}"
         if dropped > kv.window.num_unseen(length):
-            yield f"{owner} dropped {dropped} blocks that it still looks at"
+            yield f"{owner} dropped {dropped} blocks, some of them inside its attention window"
         if len(kv.block_ids(owner)) != held:
-            yield f"{owner} holds {held} blocks and its table names others"
+            yield f"{owner} holds {held} blocks, but its table has {len(kv.block_ids(owner))}"
         if length % kv.tokens_per_block and length > owner.prompt_len:
             written.update(kv.block_ids(owner, beam)[-1] for beam in range(owner.beam_width))
         promised = int(kv.sequences.last_blocks[slot])
         if promised != ceil_div(owner.prompt_len + owner.max_new_tokens, kv.tokens_per_block):
-            yield f"{owner} was promised {promised} blocks"
+            yield f"{owner} has {promised} blocks as its total"
     for block_id in range(kv.num_blocks):
         if named[block_id] != kv.pool.owners(block_id):
             yield f"block {block_id} is in {named[block_id]} tables and has {kv.pool.owners(block_id)} owners"
@@ -49,7 +43,7 @@ def _disagreements(kv: KvCacheManager) -> Iterator[str]:
         if kv.pool.owners(block_id) > 1:
             yield f"block {block_id} is being written and has {kv.pool.owners(block_id)} owners"
         if kv.cache is not None and kv.cache.index.of_block(block_id) is not None:
-            yield f"block {block_id} is being written and can be found"
+            yield f"block {block_id} is being written and is published"
     if any(not 0 <= block_id < kv.num_blocks for block_id in named):
         yield "a table names a block that does not exist"
     if kv.cache is not None:

@@ -1,6 +1,6 @@
-"""How many blocks a sequence needs: exact arithmetic on lengths only.
+"""Numbers of blocks that a sequence needs, computed exactly from lengths alone.
 
-    beam_width   blocks that beams do not share are counted once per beam
+    beam_width   beams of the sequence; blocks that they do not share count once per beam
 """
 
 from .window import AttentionWindow
@@ -11,9 +11,9 @@ def ceil_div(amount: int, unit: int) -> int:
 
 
 def blocks_of_prompt(prompt_len: int, tokens_per_block: int, beam_width: int = 1, *, own_last: bool = False) -> int:
-    """Blocks taken when a sequence starts: beams share all but a last, partly filled one.
+    """Blocks that a sequence takes when it starts. Beams share all but a partly filled last block.
 
-    own_last   they do not share a full last one either, which is the case with block reuse
+    own_last   with block reuse: beams do not share a full last block either
     """
     if own_last:
         return ceil_div(prompt_len, tokens_per_block) - 1 + beam_width
@@ -23,9 +23,9 @@ def blocks_of_prompt(prompt_len: int, tokens_per_block: int, beam_width: int = 1
 
 def most_blocks(prompt_len: int, max_new_tokens: int, window: AttentionWindow, beam_width: int = 1, *,
                 own_last: bool = False) -> int:
-    """Blocks that a sequence holds at most, from its first token to its last, counted over all beams.
+    """Most blocks that a sequence holds at a time, over all beams.
 
-    No block leaves the window before the first generation step has taken the blocks that it needs.
+    No block leaves the window before the first generation step has taken its blocks.
     """
     unit = window.tokens_per_block
     start = blocks_of_prompt(prompt_len, unit, beam_width, own_last=own_last)
@@ -36,11 +36,11 @@ def most_blocks(prompt_len: int, max_new_tokens: int, window: AttentionWindow, b
 
 def blocks_with_last_one(prompt_len: int, max_new_tokens: int, window: AttentionWindow, beam_width: int = 1, *,
                          own_last: bool = False) -> int:
-    """Blocks that a sequence holds, over all beams, when it has taken its last block and not yet released the one that
-    this pushes out of the window.
+    """Blocks that a sequence holds, over all beams, after it has taken its last block and before it releases the block
+    that leaves the window.
 
-    It never holds more in its generation phase: a block that leaves the window may be shared by all beams, and each
-    beam takes a new one of its own.
+    This is the most in its generation phase: a block that leaves the window may be shared by all beams, and each beam
+    takes its own new block.
     """
     unit = window.tokens_per_block
     shared = (prompt_len - 1 if own_last else prompt_len) // unit

@@ -1,4 +1,4 @@
-"""What claims do to the pool, the tables and the prefix cache: start sequences, reorder beams, rewind tokens."""
+"""Changes of the pool, the tables and the prefix cache: start sequences, reorder beams, rewind tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from .window import AttentionWindow
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a step must know about the blocks that were claimed for it.
+    """The result of a claim, for the description of its step.
 
     table_updates   changed entries of the block tables
-    copies          blocks that the device copies before the step, in order
-    slots           [g] int32, of the generating requests in the order of the claim
-    kv_lengths      [g] int32, tokens in the KV cache before the step
+    copies          copies of blocks before the step, in order
+    slots           [g] int32, slots of the generating requests in the order of the claim
+    kv_lengths      [g] int32, their tokens in the KV cache before the step
     """
 
     table_updates: BlockTableUpdates
@@ -40,11 +40,11 @@ class Claim:
 
 def start(pool: BlockPool, sequences: SequenceTable, first_chunks: Sequence[LlmRequest],
           taken_elsewhere: int) -> list[Entries]:
-    """Give first chunks the blocks of their whole prompts; beams share all but a last one that is not full.
+    """Allocate the blocks of whole prompts for first chunks. Beams share all but a partly filled last block.
 
-    taken_elsewhere   blocks that must be left for the other requests of the step
+    taken_elsewhere   blocks to leave for the other requests of the step
 
-    Raises OutOfBlocksError; nothing is changed then.
+    Raises OutOfBlocksError, with nothing changed.
     """
     unit = sequences.tokens_per_block
     counts = [blocks_of_prompt(request.prompt_len, unit, request.beam_width) for request in first_chunks]
@@ -64,7 +64,7 @@ def start(pool: BlockPool, sequences: SequenceTable, first_chunks: Sequence[LlmR
 
 def start_with_reuse(cache: PrefixCache, sequences: SequenceTable, first_chunks: Sequence[LlmRequest],
                      taken_elsewhere: int) -> list[Entries]:
-    """The same, with the cached blocks of the prompts. `sequences.reused_tokens` says how many tokens they hold."""
+    """As `start`, but reuse the cached blocks of the prompts. Sets `sequences.reused_tokens` to the tokens in them."""
     claim = PrefixClaim(cache, first_chunks, taken_elsewhere)
     if claim.needed > len(cache.pool.free):
         raise OutOfBlocksError(claim.needed, len(cache.pool.free))
@@ -82,10 +82,10 @@ def _last_blocks(request: LlmRequest, tokens_per_block: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a sequence starts with.
+    """The blocks of a new sequence.
 
-    block_ids       in token order; with beams the last ones are the last block of each
-    reused_tokens   tokens at the front that need not be computed
+    block_ids       in token order; with beams, the last ones are the last block of each beam
+    reused_tokens   cached tokens at the front
     """
 
     block_ids: list[int]
@@ -93,10 +93,10 @@ class Start:
 
 
 class PrefixClaim:
-    """One claim for several first chunks; at least `needed` blocks must be free.
+    """One claim for several first chunks. At least `needed` blocks must be free.
 
-    All cached blocks that any of them will use are protected before the first new block is taken, so that the blocks
-    found when the step was planned are still there. The source of a copy is protected until its destination is taken.
+    All cached blocks that the chunks reuse are protected before the first new block is taken, so that the blocks found
+    at planning are still there. The source of a copy is protected until its destination is taken.
     """
 
     def __init__(self, cache: PrefixCache, requests: Sequence[LlmRequest], taken_elsewhere: int) -> None:
@@ -111,11 +111,11 @@ class PrefixClaim:
 
     @property
     def needed(self) -> int:
-        """Free blocks that the claim takes, those of other requests of the step included."""
+        """Free blocks that the claim takes, including those of the other requests of the step."""
         return self._left + len(self._unowned)
 
     def start(self) -> list[Start]:
-        """One for each request."""
+        """Return the start of each request."""
         self._protect()
         starts = [self._start(request, nodes) for request, nodes in zip(self._requests, self._found, strict=True)]
         for host_id in self._pinned:
@@ -126,7 +126,7 @@ class PrefixClaim:
         in_host = []
         for node in (node for nodes in self._found for node in nodes):
             if node.block_id is None:
-                assert node.host_id is not None                # what is cached is in one of the two pools
+                assert node.host_id is not None                # cached content is in one of the two pools
                 self._cache.host.pin(node.host_id)
                 in_host.append(node)
             else:
@@ -140,12 +140,12 @@ class PrefixClaim:
     def _start(self, request: LlmRequest, nodes: list[PrefixNode]) -> Start:
         unit, beams = self._cache.tokens_per_block, request.beam_width
         total = ceil_div(request.prompt_len, unit)
-        block_ids = cast("list[int]", [node.block_id for node in nodes])    # `_protect` brought all of them back
+        block_ids = cast("list[int]", [node.block_id for node in nodes])    # `_protect` brought them into the pool
         reused_tokens = len(nodes) * unit
 
         if beams == 1 or len(nodes) < total - 1:
             node, num_tokens = self._cache.similar(request, nodes)
-            block_id = None if node is None else self._begun(node, num_tokens)
+            block_id = None if node is None else self._partial_block(node, num_tokens)
             if block_id is not None:
                 block_ids.append(block_id)
                 reused_tokens += num_tokens
@@ -158,12 +158,12 @@ class PrefixClaim:
         self._cache.reused_blocks += found
         return Start(block_ids, reused_tokens)
 
-    def _begun(self, node: PrefixNode, num_tokens: int) -> int | None:
-        """A block to write to that has these tokens of the node; None if there is none."""
+    def _partial_block(self, node: PrefixNode, num_tokens: int) -> int | None:
+        """Return a private block with the first tokens of the node, to be continued; None if there is none."""
         source = node.block_id
         if source is None:
             host_id = node.host_id
-            assert host_id is not None                         # what is cached is in one of the two pools
+            assert host_id is not None                         # cached content is in one of the two pools
             self._cache.host.pin(host_id)
             self._pinned.append(host_id)
             (block_id,) = self._take(1)
@@ -177,7 +177,7 @@ class PrefixClaim:
         (block_id,) = self._take(1)
         self._pool.set_priority(block_id, self._pool.priority(source))
         self._cache.copies.append(BlockCopy(source, block_id, num_tokens))
-        self._pool.give_back([source])     # copies are made in order, before the step writes to blocks taken later
+        self._pool.give_back([source])     # copies run in order, before the step writes to blocks taken later
         return block_id
 
     def _take(self, count: int) -> list[int]:
@@ -185,11 +185,11 @@ class PrefixClaim:
         return self._cache.take(count)
 
 
-# Beams share the blocks that they have in common, and each writes to a last block of its own.
+# Beams share their common blocks; each writes to its own last block.
 
 
 def copies_of_first_beam(table: np.ndarray, num_tokens: int) -> list[BlockCopy]:
-    """The copies that give all beams the last block, which was computed for the first one.
+    """Return the copies that give all beams the last block, which was computed for the first beam.
 
     table   [beams, blocks]
     """
@@ -198,13 +198,13 @@ def copies_of_first_beam(table: np.ndarray, num_tokens: int) -> list[BlockCopy]:
 
 
 def reorder(table: np.ndarray, parents: Sequence[int], tokens_in_last: int, pool: BlockPool) -> list[BlockCopy]:
-    """Make beam b continue from beam parents[b]. Takes no block.
+    """Make beam b continue from beam parents[b]. Takes no block. Returns the copies to make.
 
-    table            [beams, blocks], changed in index
-    tokens_in_last   tokens in the last blocks, which are private; 0 when they are full and can be shared
+    table            [beams, blocks], changed in place
+    tokens_in_last   tokens in the last blocks, which are private; 0 if they are full and can be shared
 
-    A parent with several children keeps its last block for the first of them. The others get the last blocks of beams
-    without children, of which there are as many, and a copy of the content.
+    The first child of a parent keeps its last block. Each further child gets the last block of a beam without children,
+    and a copy of the content.
     """
     before = table.copy()
     after = before[list(parents)]
@@ -225,19 +225,18 @@ def reorder(table: np.ndarray, parents: Sequence[int], tokens_in_last: int, pool
     return copies
 
 
-# Tokens that were claimed and are not needed: rejected drafts, steps that are dropped.
+# Undo claims of tokens: rejected drafts and void rows.
 
 
 def rewind(requests: Sequence[LlmRequest], num_tokens: int | Sequence[int], sequences: SequenceTable,
            pool: BlockPool, window: AttentionWindow, keeps_prompts: bool) -> None:
-    """Shorten sequences. Their blocks are the next to be handed out.
+    """Shorten sequences. Their released blocks are allocated next.
 
-    num_tokens      of each request, or one number for all
-    keeps_prompts   other requests may use the blocks of a prompt, so no prompt is shortened
+    num_tokens      tokens to remove from each request, or from all
+    keeps_prompts   never shorten a prompt, because other requests may share its blocks
 
-    Raises InternalError when a shortened sequence could not go on: it holds no blocks, is named twice or would be too
-    short, blocks that its newest token attends to have left the window, or its last block is in another table too.
-    Nothing is changed then.
+    Raises InternalError, with nothing changed, if a sequence holds no blocks, occurs twice or would be too short, if
+    blocks that it would attend to have left the window, or if another table has its last block.
     """
     unit = sequences.tokens_per_block
     slots = sequences.find_slots(requests)
@@ -254,7 +253,7 @@ def rewind(requests: Sequence[LlmRequest], num_tokens: int | Sequence[int], sequ
         index = int(refused.argmax())
         raise InternalError(f"{requests[index]} cannot be rewound by {counts[index]} tokens")
     if len(set(slots.tolist())) < len(slots):
-        raise InternalError("a request is to be rewound twice at once", "each of them is named once")
+        raise InternalError("a rewind has the same request twice", "each request occurs once")
 
     for index in np.flatnonzero(ends < sequences.ends[slots]).tolist():
         table = sequences.table(requests[index])

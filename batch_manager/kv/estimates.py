@@ -1,9 +1,8 @@
-"""The numbers that schedulers know from TensorRT-LLM: a request's needs, estimated from its lengths and the cache.
+"""TensorRT-LLM's estimates of the blocks that a request needs, from its lengths and the cache.
 
-They serve the conformance records and schedulers that were written for TensorRT-LLM; the loop and the built-in
-policies do not use them. They are estimates: with a prompt longer than its window, with two first chunks that share a
-prefix, or with a victim that holds a part of it, a claim takes more or less. The exact numbers are in ledger.py and
-reservations.py.
+They serve conformance records and schedulers written for TensorRT-LLM; the loop and the built-in policies do not use
+them. A claim may take more or fewer blocks: with a prompt longer than its window, with two first chunks that share a
+prefix, or with a victim that holds a part of it. ledger.py and reservations.py have the exact numbers.
 
 Source: TensorRT-LLM's getNeededBlocksOneStep and getRemainingBlocksToCompletion.
 """
@@ -16,7 +15,7 @@ from .window import AttentionWindow
 
 
 class Estimates:
-    """Blocks that requests need and tokens they need not compute."""
+    """Estimates of blocks that requests need, and of tokens that are cached."""
 
     def __init__(self, sequences: SequenceTable, window: AttentionWindow, cache: PrefixCache | None) -> None:
         self._sequences = sequences
@@ -24,14 +23,14 @@ class Estimates:
         self._cache = cache
 
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
-        """Blocks the request may still take until its last token."""
+        """Blocks that the request may still take until its last token."""
         held = self._sequences.held(request) if self._sequences.has(request) else 0
         return blocks_to_last_token(
             request.prompt_len, request.max_new_tokens, request.num_generated_tokens, held, self._window,
             request.beam_width, self.held_by_others(request) if request.is_first_context_chunk else 0)
 
     def get_needed_blocks_one_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
-        """Blocks the request takes in its next step; with look-ahead, in its next two."""
+        """Blocks that the request takes in its next step; with look-ahead, in its next two."""
         started = self._sequences.has(request)
         if request.is_context and (started or not request.is_first_context_chunk):
             return 0
@@ -45,15 +44,15 @@ class Estimates:
             request.beam_width, two_step_lookahead)
 
     def reusable_blocks(self, request: LlmRequest) -> tuple[int, int]:
-        """Full blocks of the prompt that are cached, from the first on: those that other sequences hold, and all."""
+        """Return the number of cached leading full blocks of the prompt: those that running sequences hold, and all."""
         return self.held_by_others(request), 0 if self._cache is None else len(self._cache.matched(request))
 
     def held_by_others(self, request: LlmRequest) -> int:
-        """Full blocks of the prompt that are cached and that running sequences hold, from the first on."""
+        """Number of cached leading full blocks of the prompt that running sequences hold."""
         return 0 if self._cache is None else sum(map(self._cache.is_owned, self._cache.matched(request)))
 
     def reusable_tokens(self, request: LlmRequest, to_completion: bool) -> int:
-        """Tokens of a first chunk that need not be computed, as the two estimates of needed blocks count them."""
+        """Cached tokens of a first chunk, as counted by the estimate to completion or for one step."""
         if self._cache is None:
             return 0
         unit = self._window.tokens_per_block
@@ -65,13 +64,13 @@ class Estimates:
 
 # The arithmetic, on lengths alone.
 #
-#     held     blocks per beam the sequence holds already
-#     shared   full blocks of the prompt that running sequences hold already
+#     held     blocks per beam that the sequence already holds
+#     shared   full blocks of the prompt that running sequences already hold
 
 
 def blocks_for_first_chunk(prompt_len: int, draft_len: int, max_new_tokens: int, window: AttentionWindow,
                            beam_width: int = 1, shared: int = 0) -> int:
-    """Blocks the first context chunk takes: those of the whole prompt, with room for the drafts."""
+    """Blocks that the first context chunk takes: those of the whole prompt and its drafts."""
     tokens = min(prompt_len + draft_len, window.size + max_new_tokens) + window.bubble
     return blocks_of_prompt(tokens, window.tokens_per_block, beam_width) - min(
         shared, tokens // window.tokens_per_block)
@@ -79,7 +78,7 @@ def blocks_for_first_chunk(prompt_len: int, draft_len: int, max_new_tokens: int,
 
 def blocks_for_generation_step(kv_length: int, tokens_left: int, draft_len: int, window: AttentionWindow,
                                beam_width: int = 1, two_step_lookahead: bool = False) -> int:
-    """Blocks the next generation step takes (the next two with look-ahead), every draft counted as accepted.
+    """Blocks that the next generation step takes (with look-ahead, the next two), if every draft is accepted.
 
     kv_length     tokens in the cache before the step
     tokens_left   prompt_len + max_new_tokens - kv_length
@@ -92,7 +91,7 @@ def blocks_for_generation_step(kv_length: int, tokens_left: int, draft_len: int,
 
 
 def blocks_at_the_end(prompt_len: int, max_new_tokens: int, window: AttentionWindow) -> int:
-    """Blocks per beam that are held at most, except for one that a sliding window may need for a moment."""
+    """Most blocks per beam, without the one that a sliding window may need temporarily."""
     tokens, stored = prompt_len + max_new_tokens, window.longest_stored
     blocks = ceil_div(min(tokens, stored) + window.bubble, window.tokens_per_block)
     return blocks + window.sink_blocks if tokens > stored else blocks
@@ -100,10 +99,10 @@ def blocks_at_the_end(prompt_len: int, max_new_tokens: int, window: AttentionWin
 
 def blocks_to_last_token(prompt_len: int, max_new_tokens: int, generated: int, held: int, window: AttentionWindow,
                          beam_width: int = 1, shared: int = 0) -> int:
-    """Blocks a sequence may still take until its last token.
+    """Blocks that a sequence may still take until its last token.
 
-    It counts prompt_len + max_new_tokens tokens although the last one is never stored, as TensorRT-LLM does. A window
-    that slides gets its new block before it releases the oldest one, so one more is counted until that has happened.
+    Counts prompt_len + max_new_tokens tokens, as TensorRT-LLM does, although the last one is never stored. A sliding
+    window takes its new block before it releases the oldest, so one more block is counted until then.
     """
     unit = window.tokens_per_block
     context = (min(prompt_len, window.longest_stored) + window.bubble) // unit

@@ -1,7 +1,7 @@
-"""The order in which free blocks are handed out again.
+"""The order in which free blocks are allocated, and their content evicted.
 
-    priority    0..100, how long the content of a block should be kept: blocks of low priority go first
-    duration    seconds after a block became free for which its priority holds; None: for ever
+    priority    retention priority of a block, 0..100; blocks of low priority go first
+    duration    seconds after the release of a block for which its priority holds; None: for ever
 """
 
 from collections import OrderedDict
@@ -15,17 +15,17 @@ OFFLOAD_PRIORITY = 30
 
 
 class EvictionOrder:
-    """Free blocks by priority; inside one priority, the block that became free longest ago goes first.
+    """Free blocks, ordered by priority and then by the time of release, oldest first.
 
-    A block keeps its priority while it is in use; `refresh` sets expired priorities back to the default.
+    A block keeps its priority while it is in use; `refresh` resets expired priorities to the default.
     """
 
     def __init__(self, block_ids: Iterable[int] = (), now: Callable[[], float] = lambda: 0.0) -> None:
         self._default: OrderedDict[int, None] = OrderedDict.fromkeys(block_ids)
-        self._queues = {DEFAULT_PRIORITY: self._default}     # no queue but the default is ever empty
-        self._priorities: dict[int, int] = {}                # blocks that have another than the default
+        self._queues = {DEFAULT_PRIORITY: self._default}     # only the default queue may be empty
+        self._priorities: dict[int, int] = {}                # only priorities other than the default
         self._durations: dict[int, float] = {}
-        self._deadlines: dict[int, tuple[float, int]] = {}   # of free blocks: when, and in which order they came
+        self._deadlines: dict[int, tuple[float, int]] = {}   # free block -> (time, order of arrival)
         self._deadline_heap: list[tuple[tuple[float, int], int]] = []
         self._arrivals = count()
         self._now = now
@@ -45,15 +45,15 @@ class EvictionOrder:
         return self._priorities.get(block_id, DEFAULT_PRIORITY)
 
     def is_offloadable(self, block_id: int) -> bool:
-        """Whether the content of the block is worth a copy when the block is handed out."""
+        """Whether to copy the content of the block to the host when it is evicted."""
         return self.priority(block_id) >= OFFLOAD_PRIORITY
 
     def first(self) -> int | None:
-        """The block that would be handed out next."""
+        """The block that is allocated next."""
         return next(iter(self), None)
 
     def popitem(self, wanted: int = 1) -> list[int]:
-        """Remove and return the first blocks of the order; there must be as many."""
+        """Remove and return the first `wanted` blocks of the order, which must have as many."""
         taken: list[int] = []
         while len(taken) < wanted:
             priority = min(self._queues) if self._default else min(filter(self._queues.get, self._queues))
@@ -84,17 +84,17 @@ class EvictionOrder:
             deadline = self._now() + self._durations[block_id], next(self._arrivals)
             self._deadlines[block_id] = deadline
             heappush(self._deadline_heap, (deadline, block_id))
-            if len(self._deadline_heap) > 2 * len(self._deadlines) + 64:    # most are of blocks that have been taken
+            if len(self._deadline_heap) > 2 * len(self._deadlines) + 64:    # most entries are stale
                 self._deadline_heap = [(deadline, block_id) for block_id, deadline in self._deadlines.items()]
                 heapify(self._deadline_heap)
 
     def set_priority(self, block_id: int, priority: int, duration: float | None = None) -> None:
-        """For a block that is not in the order now."""
+        """Set the priority of a block that is in use."""
         if priority == DEFAULT_PRIORITY:
             self._priorities.pop(block_id, None)
         else:
             self._priorities[block_id] = priority
-        if duration is None or priority == DEFAULT_PRIORITY:    # it would fall back to the same priority
+        if duration is None or priority == DEFAULT_PRIORITY:    # an expired priority returns to the default anyway
             self._durations.pop(block_id, None)
         else:
             self._durations[block_id] = duration

@@ -1,4 +1,4 @@
-"""A second, larger and slower pool for the content of evicted blocks: accounting only."""
+"""The accounting of host blocks, a second pool for the content of evicted blocks."""
 
 from collections.abc import Iterator
 
@@ -7,10 +7,10 @@ from .prefix_index import PrefixNode
 
 
 class HostPool:
-    """Host blocks, each empty or with the content of one node. Blocks that a claim uses are pinned.
+    """Host blocks, each empty or with the content of one node. A claim pins the blocks that it uses.
 
-    When all are full, the oldest block of the lowest priority is dropped, unless its priority is higher than that of
-    the new content.
+    When all blocks are full, new content replaces the oldest block of the lowest priority, unless the new content has a
+    lower one.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -27,14 +27,15 @@ class HostPool:
         return node.host_id is not None and self._nodes.get(node.host_id) is node
 
     def make_way(self, priority: int) -> PrefixNode | None:
-        """The node whose content must be dropped before content of this priority can be put in; None: none must be."""
+        """Return the node to drop before content of this priority can be stored, or None.
+        """
         if self._empty:
             return None
         first = self._order.first()
         return None if first is None or self._order.priority(first) > priority else self._nodes[first]
 
     def put(self, node: PrefixNode, priority: int) -> int | None:
-        """The host block for a node's content; None if there is no room."""
+        """Assign a host block to the content of a node and return it; None if there is no room."""
         if not self._empty:
             return None
         host_id = self._empty.pop()
@@ -56,16 +57,16 @@ class HostPool:
             self._order.append(host_id)
 
     def drop(self, host_id: int) -> None:
-        """The content is not needed any more."""
+        """Empty a host block."""
         self.pin(host_id)
         del self._nodes[host_id]
         self._empty.append(host_id)
 
     def faults(self) -> Iterator[str]:
         if sorted([*self._empty, *self._nodes]) != list(range(self.num_blocks)):
-            yield "the host's blocks are not each empty or full"
+            yield "a host block is neither empty nor full, or both"
         if sorted(self._order) != sorted(self._nodes):
-            yield "a host block is pinned, or in order without content"
+            yield "a host block is still pinned, or ordered without content"
         for host_id, node in self._nodes.items():
             if node.host_id != host_id:
-                yield f"host block {host_id} belongs to a node that is in {node.host_id}"
+                yield f"host block {host_id} belongs to a node with host_id {node.host_id}"

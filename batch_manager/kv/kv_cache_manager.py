@@ -1,4 +1,4 @@
-"""The facade of this folder: claims and releases blocks, and gives the numbers that plans are made with."""
+"""The facade of the KV cache accounting: claims and releases blocks, and returns the numbers for plans."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -25,14 +25,14 @@ from .window import AttentionWindow
 
 @dataclass(frozen=True, slots=True)
 class KvCacheUsage:
-    """Blocks of the pool at one moment: `free_blocks + live_blocks + cached_blocks == max_blocks`.
+    """The state of the pool at one moment: `free_blocks + live_blocks + cached_blocks == max_blocks`.
 
-    free_blocks      hold nothing
-    live_blocks      are held by running sequences
-    cached_blocks    are held by no sequence, and their content may be used again
-    reused_blocks    prompts did not have to compute them; since construction
-    evicted_blocks   cached ones whose content was lost; since construction
-    host_blocks, used_host_blocks   of the pool in host memory: all, and those with content
+    free_blocks      blocks without content
+    live_blocks      blocks that running sequences hold
+    cached_blocks    blocks that no sequence holds, with reusable content
+    reused_blocks    blocks that prompts found in the cache, since construction
+    evicted_blocks   cached blocks whose content was lost, since construction
+    host_blocks, used_host_blocks   blocks of the pool in host memory: all, and those with content
     """
 
     max_blocks: int
@@ -47,28 +47,27 @@ class KvCacheUsage:
 
 
 class KvCacheManager:
-    """Which request holds which blocks, and which blocks the others may still take.
+    """Tracks which request holds which blocks, and which blocks are free.
 
-    A slot belongs to the request that claimed it until that request is released. A request that owns no slot holds
-    nothing. Slots may be any non-negative integers. With beams, the rows of the block tables are
+    A slot belongs to the request that claimed it until that request is released. A request without a slot holds
+    nothing. Slots are any non-negative integers. With beams, the rows of the block tables are
     slot * max_beam_width + beam.
 
-    window                       tokens that a query attends to; None: all of them
-    temporary_attention_window   tokens by which a prompt may exceed the window; only `estimates` read it
-    sink_token_length            first tokens that stay visible; with them nothing is reused
-    enable_block_reuse           prompts share the cached blocks of earlier prompts
-    enable_partial_reuse         also the beginning of a block
-    host_blocks                  blocks of a second pool for content that is evicted from the first
-    max_draft_len                drafts that a claim adds to a generating request at most; plans read the draft_len of
-                                 requests only where it is not 0
-    unread_steps                 this many steps of one token each may be claimed and not read: a sequence can always be
-                                 rewound by so many tokens. Blocks that leave the window are released as many tokens
-                                 later.
-    now                          seconds; priorities may end with time
+    window                       tokens that a query attends to; None: all
+    temporary_attention_window   tokens by which a prompt may exceed the window; only `estimates` uses it
+    sink_token_length            first tokens that stay visible; if not 0, nothing is reused
+    enable_block_reuse           share the cached blocks of earlier sequences
+    enable_partial_reuse         also reuse the first tokens of a block
+    host_blocks                  blocks of a second pool, for content that is evicted from the first
+    max_draft_len                most draft tokens that a claim adds to a generating request; if 0, plans ignore the
+                                 draft_len of requests
+    unread_steps                 steps of one token that may be claimed and not read. A sequence can always be rewound
+                                 by as many tokens, so blocks are released that many tokens after they leave the window
+    now                          clock in seconds, for priorities with a duration
 
     estimates                    TensorRT-LLM's numbers, for conformance records and custom schedulers
-    inflight_request_ids         requests that a launched step may be reading; set by the loop. A plan cannot count on
-                                 their blocks.
+    inflight_request_ids         requests that a step in flight may be reading, set by the loop. Plans must not count on
+                                 their blocks
     """
 
     def __init__(self, num_blocks: int, tokens_per_block: int, max_seq_len: int, *, max_beam_width: int = 1,
@@ -93,7 +92,7 @@ class KvCacheManager:
         self.reservations = Reservations(self.sequences, self.window, self.pool, self.enable_block_reuse)
         self._reordered: list[Entries] = []
 
-    # Current numbers. Derived from the pool, never counted twice.
+    # Current numbers, derived from the pool.
 
     @property
     def num_blocks(self) -> int:
@@ -114,7 +113,7 @@ class KvCacheManager:
         return self.cache is not None
 
     def usage(self) -> KvCacheUsage:
-        """The pool's numbers for statistics."""
+        """Return the state of the pool, for statistics."""
         pool, cache = self.pool, self.cache
         free, cached = len(pool.free), pool.num_cached
         if cache is None:
@@ -124,40 +123,40 @@ class KvCacheManager:
                             cache.host.num_blocks - cache.host.num_free)
 
     def check_totals(self) -> None:
-        """Check free + live == total. Live blocks are counted over the sequences: the entries of all tables, less the
-        additional owners that the pool knows of. audit.py checks everything.
+        """Check that free + live == total. Raises InternalError.
 
-        Raises InternalError.
+        Live blocks are the table entries of all sequences, minus the additional owners of shared blocks. audit.py has
+        the complete check.
         """
         pool = self.pool
         free, live = len(pool.free), self.sequences.num_mentions() - pool.extra_owners
         if free + live != pool.num_blocks:
-            raise InternalError(f"{free} blocks are free and {live} are held", f"{pool.num_blocks} in all")
+            raise InternalError(f"{free} blocks are free and {live} are held", f"{pool.num_blocks} in total")
 
     def owns(self, request: LlmRequest) -> bool:
         """Whether the request holds blocks."""
         return self.sequences.has(request)
 
     def held_blocks(self, request: LlmRequest) -> int:
-        """Blocks that each beam of the request holds."""
+        """Number of blocks that each beam of the request holds."""
         return self.sequences.held(request) if self.owns(request) else 0
 
     def kv_length(self, request: LlmRequest) -> int:
-        """Tokens that the request has room for: its whole prompt with the first chunk, more with each claimed step."""
+        """Tokens that the request has claimed room for: its whole prompt at first, more with each claimed step."""
         return int(self.sequences.kv_lengths[request.seq_slot]) if self.owns(request) else 0
 
     def block_ids(self, request: LlmRequest, beam: int = 0) -> list[int]:
-        """The blocks of one beam of the request in token order."""
+        """The blocks of one beam of the request, in token order."""
         return self.sequences.blocks_of_beam(request, beam) if self.owns(request) else []
 
     def own_blocks(self, request: LlmRequest) -> list[int]:
-        """Blocks that no other request holds or can find: all blocks that a step may have written for this request."""
+        """Unshared, unpublished blocks of the request: all blocks that a step may have written for it."""
         return [block_id for block_id, count in self.sequences.owners_of(request).items()
                 if self.pool.owners(block_id) == count
                 and (self.cache is None or self.cache.index.of_block(block_id) is None)]
 
     def leaving_window(self, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
-        """The requests that release blocks when they claim room for one more token. All of them hold blocks."""
+        """Those of these started requests that release blocks with the claim of their next token."""
         if not self._slides or not requests:
             return []
         slots = self.sequences.slots_of(requests)
@@ -165,8 +164,8 @@ class KvCacheManager:
         return [requests[index] for index in np.flatnonzero(leaving).tolist()]
 
     def blocks_of_span(self, request: LlmRequest, start: int, end: int) -> list[tuple[int, int]]:
-        """(block id, index of its first token of the span) for the blocks of all beams that hold positions start..end
-        of the request. Blocks that it has released are left out."""
+        """Return (block id, index of the first token in the block) for the blocks with positions start..end of all
+        beams. Released blocks are left out."""
         if not self.owns(request) or start >= end:
             return []
         unit = self.tokens_per_block
@@ -175,11 +174,11 @@ class KvCacheManager:
         return [(block_id, start % unit if column == 0 else 0) for column in range(columns.shape[1])
                 for block_id in dict.fromkeys(columns[:, column].tolist()) if block_id != UNUSED]
 
-    # Numbers for plans. The table in kv/__init__.py says which of them are exact, and what uses them. The names that
-    # begin with get_ are TensorRT-LLM's, for schedulers that were written for it.
+    # Numbers for plans. The table in kv/__init__.py lists which are exact, and their users. Names with get_ are
+    # TensorRT-LLM's, for schedulers written for it.
 
     def start_scheduling(self) -> KvLedger:
-        """A budget for one scheduling pass."""
+        """Return the budget of blocks for one scheduling pass."""
         return KvLedger(self.pool, self.sequences, self.cache, self.reservations, self.inflight_request_ids)
 
     def get_max_resource_count(self) -> int:
@@ -187,7 +186,7 @@ class KvCacheManager:
         return self.pool.num_blocks
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
-        """Blocks that the request holds and may still take until its last token, in all, if it shares none."""
+        """Most blocks that the request holds at a time until its last token, if it shares none."""
         return self.reservations.most_blocks(request)
 
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
@@ -196,9 +195,9 @@ class KvCacheManager:
 
     def blocks_to_claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest],
                         paused: Sequence[LlmRequest] = (), num_drafts: Sequence[int] | None = None) -> int:
-        """Free blocks that `claim` of the same lists takes.
+        """Free blocks that `claim` takes for the same requests.
 
-        paused   requests that are released first; blocks that only they hold are free by then
+        paused   requests that are released first
         """
         needed = 0
         if generation:
@@ -218,12 +217,12 @@ class KvCacheManager:
         return needed
 
     def blocks_freed_by(self, paused: Sequence[LlmRequest]) -> int:
-        """Blocks that no request holds any more after these have been released."""
+        """Number of blocks that become free when these requests are released."""
         owners = sum(map(self.sequences.owners_of, paused), Counter())
         return sum(count == self.pool.owners(block_id) for block_id, count in owners.items())
 
     def reusable_tokens(self, request: LlmRequest) -> int:
-        """Tokens that a claim of this first chunk is certain to find, if nothing is claimed before it."""
+        """Cached tokens that a claim of this first chunk is certain to find, if nothing is claimed before it."""
         if self.cache is None or self.owns(request):
             return 0
         return len(self.cache.shareable(request)) * self.tokens_per_block
@@ -232,16 +231,17 @@ class KvCacheManager:
 
     def claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest],
               num_drafts: Sequence[int] | None = None) -> Claim:
-        """Make room for one step: the whole prompt of each first chunk, one more token of each generating request.
+        """Claim the blocks for a step: for the whole prompt of each first chunk, and one more token of each generating
+        request. Later chunks need no claim.
 
-        Later chunks need no claim. All or nothing. With reuse, `reused_tokens` then says how much of a prompt need not
-        be computed. Expired retention priorities end before the first block is taken.
+        With reuse, `reused_tokens` is the number of cached tokens of a prompt afterwards. Expired retention priorities
+        end before the first block is taken.
 
-        num_drafts   [g] drafts of the generating requests, 0..max_draft_len: each gets room for so many more tokens,
-                     not beyond its last one; None: no drafts
+        num_drafts   [g] draft tokens of the generating requests, 0..max_draft_len, for which to claim room in addition;
+                     None: no drafts
 
-        Raises OutOfBlocksError, InternalError for a first chunk that holds blocks, a generation step that does not, or
-        too many drafts; nothing is changed then.
+        Raises, with nothing changed, OutOfBlocksError; InternalError for a first chunk that holds blocks already, a
+        generating request without blocks, or too many drafts.
         """
         sequences = self.sequences
         if first_chunks:
@@ -277,18 +277,18 @@ class KvCacheManager:
         return Claim(updates, copies, slots.astype(np.int32), lengths.astype(np.int32))
 
     def claim_tokens(self, generation: Sequence[LlmRequest], tokens: int) -> None:
-        """Make room for so many more tokens of each generating request, as `claim` does in so many steps. For a device
-        that reads no block tables: the changed entries are not returned.
+        """Claim room for several more tokens of each generating request, as `tokens` calls of `claim` would. For a
+        device without block tables: changed entries are not returned.
 
-        Raises OutOfBlocksError, and InternalError where blocks leave an attention window or a sequence would be longer
-        than it may become; nothing is changed then.
+        Raises, with nothing changed, OutOfBlocksError; InternalError with an attention window, or for tokens beyond the
+        last one of a request.
         """
         sequences = self.sequences
         slots = sequences.slots_of(generation)
         lengths = sequences.kv_lengths[slots] + tokens
         ends = -(-lengths // self.tokens_per_block)
         if self._slides or (ends > sequences.last_blocks[slots]).any():
-            raise InternalError(f"{tokens} tokens are claimed at once", "room up to the last token, and no window")
+            raise InternalError(f"{tokens} tokens are claimed at once", "no window, and no tokens beyond the last one")
         counts = ends - sequences.ends[slots]
         growing = counts > 0
         if self.pool.has_timed_priorities:
@@ -299,11 +299,11 @@ class KvCacheManager:
         sequences.kv_lengths[slots] = lengths
 
     def reused_tokens(self, request: LlmRequest) -> int:
-        """Tokens at the front of the prompt that were cached when the request claimed its blocks."""
+        """Leading prompt tokens that were cached when the request claimed its blocks."""
         return self.sequences.reused_tokens.get(request.seq_slot, 0) if self.owns(request) else 0
 
     def blocks_since_start(self, request: LlmRequest) -> tuple[int, int]:
-        """Blocks that the request has got since its first claim: taken from the pool, and found in the cache."""
+        """Return the numbers of blocks since the request's first claim: taken from the pool, and found in the cache."""
         if not self.owns(request):
             return 0, 0
         unit, beams = self.tokens_per_block, request.beam_width
@@ -313,44 +313,43 @@ class KvCacheManager:
         return first - reused + grown * beams, reused
 
     def publish_context(self, request: LlmRequest, computed_tokens: int) -> None:
-        """Make the computed full blocks of the prompt reusable, except for the block of its last token.
-
-        Call it when the step that computed them has succeeded.
+        """Publish the computed full blocks of the prompt, except for the block of its last token. Call it after the
+        step that computed them was read.
         """
         if self.cache is not None and self.owns(request):
             tokens = min(request.prompt_len, computed_tokens) - 1
             self.cache.publish(request, self.sequences.table(request)[0].tolist(), tokens, with_rest=False)
 
-    def release(self, request: LlmRequest, computed_tokens: int = 0, is_worthless: bool = False) -> None:
-        """Release all that the request holds, if anything.
+    def release(self, request: LlmRequest, computed_tokens: int = 0, is_garbage: bool = False) -> None:
+        """Release the blocks of the request, if it holds any.
 
-        computed_tokens   with one beam, so many tokens of the request, less one, become reusable for other prompts
-        is_worthless      the content of its blocks is undefined: their retention priorities end here
+        computed_tokens   with one beam, publish the first computed_tokens - 1 tokens of the request
+        is_garbage        the content of its blocks is undefined: reset their retention priorities
         """
         if self.cache is not None:
             tokens = min(request.num_tokens, computed_tokens, self.kv_length(request) + 1) - 1
             if tokens > 0 and request.beam_width == 1:
                 self.cache.publish(request, self.sequences.table(request)[0].tolist(), tokens, with_rest=True)
             self.cache.forget_request(request)
-            if is_worthless and request.retention is not None:
+            if is_garbage and request.retention is not None:
                 for block_id in self.own_blocks(request):
                     self.pool.set_priority(block_id, DEFAULT_PRIORITY)
         if self.owns(request):
             for beam in range(request.beam_width):
-                # A later block of a prompt is of use only while the earlier ones are there, so it is released first.
-                # Where nothing is cached, the blocks used last are used next: a large pool is then not touched whole.
+                # Later blocks of a prompt are useless without the earlier ones, so they are released (and evicted)
+                # first. Without a cache, the last used blocks are used next, so that a large pool is not touched whole.
                 self.pool.give_back(self.block_ids(request, beam)[::-1], front=self.cache is None)
             self.sequences.remove(request)
 
     def fork(self, request: LlmRequest) -> list[BlockCopy]:
-        """The copies that give all beams the last block of the prompt, which was computed for the first beam."""
+        """Return the copies that give all beams the last block of the prompt, computed for the first beam."""
         table = self.sequences.table(request)[:, :block_needs.ceil_div(request.prompt_len, self.tokens_per_block)]
         return claims.copies_of_first_beam(table, (request.prompt_len - 1) % self.tokens_per_block + 1)
 
     def reorder(self, request: LlmRequest, parents: Sequence[int]) -> list[BlockCopy]:
-        """Make each beam continue from its parent. Takes no block; the next claim reports the tables.
+        """Make each beam continue from its parent. Takes no block; the next claim returns the changed entries.
 
-        Returns the copies to be made before the next step.
+        Returns the copies to make before the next step.
         """
         assert len(parents) == request.beam_width
         if list(parents) == list(range(request.beam_width)):
@@ -361,34 +360,33 @@ class KvCacheManager:
         return copies
 
     def rewind(self, requests: Sequence[LlmRequest], num_tokens: int | Sequence[int]) -> None:
-        """Take back the last tokens that these requests claimed. Their blocks are the next to be handed out.
+        """Undo the claims of the last tokens of these requests. Their released blocks are allocated next.
 
-        num_tokens   of each request, or one number for all. `unread_steps` tokens can always be taken back, and the
-                     drafts of the newest step as well; more only while the needed blocks have not left the window.
+        num_tokens   tokens to remove from each request, or from all. `unread_steps` tokens, and the drafts of the
+                     newest step, can always be removed; more only while the needed blocks are in the window
 
-        Raises InternalError when a shortened sequence could not continue: it holds no blocks, blocks that it attends to
-        have left the window, or its last block is in another table too. Nothing is changed then.
+        Raises InternalError, with nothing changed, if a sequence holds no blocks, if blocks that it would attend to
+        have left the window, or if another table has its last block.
         """
         claims.rewind(requests, num_tokens, self.sequences, self.pool, self.window,
                       keeps_prompts=self.cache is not None)
 
     def _with_drafts(self, generation: Sequence[LlmRequest], slots: np.ndarray, lengths: np.ndarray,
                      num_drafts: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(lengths with one token and these drafts more, blocks per beam that growing slots take, the growing slots).
-
-        Raises InternalError.
+        """Return the lengths after one more token and these drafts, the blocks per beam that growing slots take, and
+        the growing slots. Raises InternalError for too many drafts.
         """
         drafts = np.asarray(num_drafts, np.int64)
         if drafts.shape != slots.shape:
-            raise InternalError(f"{drafts.shape} drafts were given for {len(slots)} requests", "one number for each")
+            raise InternalError(f"num_drafts has shape {drafts.shape} for {len(slots)} requests", "one number for each")
         grown = lengths + 1 + drafts
         ends, last = -(-grown // self.tokens_per_block), self.sequences.last_blocks[slots]
         wrong = (drafts < 0) | (drafts > self.window.max_draft_len) | ((ends > last) & (drafts > 0))
         if wrong.any():
             index = int(wrong.argmax())
             raise InternalError(
-                f"{generation[index]} is to claim {drafts[index]} drafts after {lengths[index]} tokens",
-                f"0 to {self.window.max_draft_len} drafts that fit into the {last[index]} blocks of all its tokens")
+                f"{generation[index]} claims {drafts[index]} drafts after {lengths[index]} tokens",
+                f"0 to {self.window.max_draft_len} drafts within the {last[index]} blocks of its final length")
         counts = ends - self.sequences.ends[slots]
         growing = counts > 0
         return grown, counts[growing], slots[growing]
@@ -409,7 +407,7 @@ class KvCacheManager:
         return self.sequences.add_blocks(slots, taken, counts)
 
     def _leave_window(self, slots: np.ndarray, lengths: np.ndarray) -> None:
-        """Release the blocks that these sequences, with only the first token of their step, will not attend to."""
+        """Release the blocks outside the window of these sequences. lengths: with the first token of their step"""
         dropped = self.window.num_dropped(lengths)
         for index in np.flatnonzero(dropped > self.sequences.dropped[slots]).tolist():
             for row in self.sequences.drop_up_to(int(slots[index]), int(dropped[index]), self.window.sink_blocks):

@@ -1,4 +1,4 @@
-"""The budget of blocks for one scheduling pass: it knows how many blocks a claim of the plan will take."""
+"""The budget of blocks for one scheduling pass, which counts what a claim of the plan will take."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -17,14 +17,13 @@ _draft_len = attrgetter("draft_len")
 
 
 class KvLedger:
-    """What a plan may still spend. Nothing is taken from the pool: the loop claims the blocks when the plan is made.
+    """The blocks that a plan may still spend. The ledger takes none from the pool; the loop claims them later.
 
-    A first chunk shares the cached blocks of its prompt. Those that running sequences hold cost nothing; free ones are
-    taken from the free blocks like any other, once for all first chunks of the plan. The ledger therefore tracks who
-    will hold each block: a block of a request that the plan pauses is free unless another request holds it or the plan
-    shares it already.
+    A first chunk shares the cached blocks of its prompt. Blocks that running sequences hold cost nothing. Free ones
+    cost one block each, once for all first chunks of the plan. So the ledger tracks the future owners of blocks: a
+    block of a paused request is free unless another request holds it or the plan already shares it.
 
-    available_blocks   free blocks of the pool, less what was spent, plus what was refunded
+    available_blocks   free blocks of the pool, minus spent ones, plus refunded ones
     """
 
     __slots__ = ("available_blocks", "_pool", "_sequences", "_cache", "_reservations", "_inflight_request_ids",
@@ -49,7 +48,7 @@ class KvLedger:
     def spend(self, blocks: int, starting: LlmRequest | None = None) -> None:
         """Take blocks from the budget.
 
-        starting   the request whose first chunk takes them, if it is one
+        starting   the request whose first chunk takes them; None for other requests
         """
         self.available_blocks -= blocks
         if starting is not None and self._cache is not None and not self._sequences.has(starting):
@@ -58,11 +57,11 @@ class KvLedger:
             self._kept_by_plan.update(found[self._reservations.kept_columns(starting):])
 
     def is_refundable(self, request: LlmRequest) -> bool:
-        """Whether a plan may count on this request's blocks. Not while a step in flight may read them."""
+        """Whether a plan may count on this request's blocks: no step in flight may be reading them."""
         return request.request_id not in self._inflight_request_ids
 
     def refund(self, request: LlmRequest) -> None:
-        """Count the blocks of a request that this plan pauses as free, except for those that stay in use."""
+        """Count the blocks of a paused request as free, except those that stay in use."""
         assert self.is_refundable(request)
         owners = self._sequences.owners_of(request)
         self._refunded.update(owners)
@@ -78,7 +77,7 @@ class KvLedger:
     def blocks_for_next_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
         """Free blocks that the request takes in its next step; with look-ahead, in its next two.
 
-        Every draft counts as accepted; before the first chunk, as many as the pool has room for.
+        Assumes that every draft is accepted; of a first chunk, as many as the pool has room for.
         """
         if not self._sequences.has(request):
             return self._reservations.to_start_with_drafts(request) - len(self._in_use(request))
@@ -89,7 +88,7 @@ class KvLedger:
 
     def blocks_for_next_step_of_generating(self, requests: Sequence[LlmRequest],
                                            two_step_lookahead: bool = False) -> int:
-        """The sum over requests that all generate."""
+        """The sum of `blocks_for_next_step` over generating requests."""
         tokens: int | np.ndarray = 1
         if self._reservations.max_draft_len and any(map(_draft_len, requests)):
             tokens = 1 + np.fromiter(map(_draft_len, requests), np.int64, len(requests))
@@ -97,8 +96,7 @@ class KvLedger:
                                                  2 * tokens if two_step_lookahead else tokens)
 
     def blocks_to_completion(self, request: LlmRequest) -> int:
-        """Free blocks that the request takes until its last token, if its own blocks become free when they leave the
-        window."""
+        """Free blocks that the request takes until its last token, if blocks that leave its window become free."""
         if self._sequences.has(request):
             return self._reservations.of_owners([request])
         in_use = self._in_use(request)
@@ -106,18 +104,18 @@ class KvLedger:
         if self._kept is None:
             self._kept = self._reservations.kept_blocks()
         if self._kept is not None:
-            # A sequence that slides past a shared block takes another one for it, and does not free it.
+            # A sequence that slides past a shared block takes a new block without freeing the shared one.
             first_kept = self._reservations.kept_columns(request)
             num_in_use = len([index for index, node in in_use if index >= first_kept and (
                 node.block_id in self._kept or node in self._kept_by_plan)])
         return self._reservations.most_blocks(request) - num_in_use
 
     def blocks_to_completion_of_started(self) -> int:
-        """Free blocks that all requests with blocks take until their last tokens."""
+        """Free blocks that all started requests take until their last tokens."""
         return self._reservations.of_all_owners()
 
     def _in_use(self, request: LlmRequest) -> list[tuple[int, PrefixNode]]:
-        """The cached blocks of the prompt that a sequence will hold when the request is claimed, with their indices."""
+        """The cached blocks of the prompt, with their indices, that other sequences will hold at the claim."""
         if self._cache is None:
             return []
         return [(index, node) for index, node in enumerate(self._cache.shareable(request)) if node in self._shared or (

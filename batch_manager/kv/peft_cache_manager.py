@@ -1,4 +1,4 @@
-"""Which adapters are on the device, and how many of its pages they take: accounting only.
+"""The accounting of adapters on the device and of the pages that they take.
 
 The key of an adapter is its task id. Requests without one cost nothing.
 """
@@ -12,9 +12,9 @@ from ..requests.llm_request import LlmRequest
 
 
 class PeftCacheManager:
-    """A fixed number of device pages. An adapter stays while a request uses it, and then until others need its pages.
+    """A fixed number of device pages. An adapter stays while a request uses it, then until others need its pages.
 
-    pages_of   pages an adapter takes, by task id
+    pages_of   function of a task id that returns the pages of the adapter
     """
 
     def __init__(self, max_device_pages: int, pages_of: Callable[[int], int]) -> None:
@@ -29,29 +29,29 @@ class PeftCacheManager:
 
     @property
     def free_pages(self) -> int:
-        """Pages without an adapter that a request uses."""
+        """Pages that are empty or have an idle adapter."""
         return len(self._free) + sum(len(self._pages[task_id]) for task_id in self._idle)
 
     def start_scheduling(self) -> "PageLedger":
-        """A budget for one scheduling pass."""
+        """Return the budget of pages for one scheduling pass."""
         return PageLedger(self)
 
     def pages(self, request: LlmRequest) -> list[int]:
-        """The pages of the adapter the request holds."""
+        """The pages of the adapter that the request holds."""
         task_id = self._holders.get(request)
         return [] if task_id is None else self._pages[task_id]
 
     def claim(self, requests: Iterable[LlmRequest]) -> list[AdapterLoad]:
-        """Hold the adapters of these requests on the device, unless they hold theirs already. All or nothing.
+        """Claim the adapters of these requests, except those that they hold already. Returns the loads to make.
 
-        Raises OutOfResourceError when they do not fit.
+        Raises OutOfResourceError, with nothing changed, if they do not fit.
         """
         new = [(request, request.lora_task_id) for request in requests
                if request.lora_task_id is not None and request not in self._holders]
         wanted = {task_id for _, task_id in new if not self._users[task_id]}
         needed = sum(self.pages_of(task_id) for task_id in wanted)
         if needed > self.free_pages:
-            raise OutOfResourceError(f"{needed} adapter pages were asked for and {self.free_pages} are free")
+            raise OutOfResourceError(f"{needed} adapter pages are needed and {self.free_pages} are free")
 
         for task_id in wanted:
             self._idle.pop(task_id, None)
@@ -64,7 +64,7 @@ class PeftCacheManager:
         return loads
 
     def release(self, request: LlmRequest) -> None:
-        """The request no longer uses its adapter, if it holds one."""
+        """Release the adapter of the request, if it holds one."""
         task_id = self._holders.pop(request, None)
         if task_id is not None:
             self._users[task_id] -= 1
@@ -73,7 +73,7 @@ class PeftCacheManager:
                 self._idle[task_id] = None
 
     def figures(self) -> dict[str, int]:
-        """Figures for the statistics; loads and evictions are counted since construction."""
+        """Return the statistics. Loads and evictions count from construction."""
         free = self.free_pages
         return {"LoRA Device Pages": self.max_device_pages, "Free LoRA Device Pages": free,
                 "Used LoRA Device Pages": self.max_device_pages - free, "LoRA Adapters On Device": len(self._pages),
@@ -90,18 +90,18 @@ class PeftCacheManager:
         return self._pages[task_id]
 
     def faults(self) -> Iterator[str]:
-        """What is wrong, in words."""
+        """Describe the inconsistencies."""
         owned = [page_id for pages in self._pages.values() for page_id in pages]
         if sorted([*owned, *self._free]) != list(range(self.max_device_pages)):
-            yield "the adapter pages are not each free or with one adapter"
+            yield "an adapter page is neither free nor taken, or both"
         if Counter(self._holders.values()) != self._users:
-            yield "the users of the adapters are miscounted"
+            yield "the user counts of the adapters are wrong"
         if set(self._pages) != set(self._users) | set(self._idle) or set(self._users) & set(self._idle):
             yield "an adapter is neither in use nor idle, or both"
 
 
 class PageLedger:
-    """The pages that a plan may still spend: each adapter of its requests counts once."""
+    """The pages that a plan may still spend. Each adapter counts once."""
 
     __slots__ = ("available_pages", "_manager", "_counted")
 
@@ -111,7 +111,7 @@ class PageLedger:
         self.available_pages = manager.max_device_pages
 
     def needed(self, requests: Iterable[LlmRequest]) -> int:
-        """Pages that taking these requests adds."""
+        """Pages that these requests take in addition."""
         new = {request.lora_task_id for request in requests if request.lora_task_id is not None} - self._counted
         return sum(map(self._manager.pages_of, new))
 

@@ -1,4 +1,4 @@
-"""The content of earlier prompts that blocks still hold: look-ups, publication, overwriting."""
+"""The prefix cache: look-up, publication and eviction of computed blocks."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,14 +10,14 @@ from .prefix_index import DIGEST_BITS, BlockKey, Domain, PrefixIndex, PrefixNode
 
 
 class PrefixCache:
-    """Blocks of a pool whose content may be used again.
+    """The blocks of a pool with reusable content.
 
-    A cached block without an owner is free like any other. When it is handed out, its content moves to the host's pool
-    if there is one and the content is worth it; otherwise it is lost, and with it all blocks that follow it.
+    A cached block without an owner is free like any other. When it is allocated, its content moves to the host pool, if
+    there is one and its priority is high enough. Otherwise the content is lost, together with all blocks that follow.
 
-    copies            for the device to make before the next step, in order
-    reused_blocks     blocks that prompts did not have to compute
-    evicted_blocks    blocks whose content was lost while it could be found
+    copies            copies for the device before the next step, in order
+    reused_blocks     blocks that prompts found in the cache
+    evicted_blocks    cached blocks whose content was lost
     """
 
     def __init__(self, pool: BlockPool, tokens_per_block: int, *, enable_partial_reuse: bool = True,
@@ -34,10 +34,10 @@ class PrefixCache:
         self._keys: dict[int, tuple[LlmRequest, list[BlockKey]]] = {}
         self._walks: dict[int, tuple[LlmRequest, int, list[PrefixNode]]] = {}
 
-    # Looking up. A request's digests and the nodes found for it are kept until the request is released.
+    # Look-up. The digests of a request and its nodes are kept until the request is released.
 
     def matched(self, request: LlmRequest) -> list[PrefixNode]:
-        """The full blocks of the prompt that are cached, from the first on."""
+        """The leading full blocks of the prompt that are cached."""
         owner, version, nodes = self._walks.get(request.request_id, (None, 0, []))
         if owner is not request or version != self.index.version:
             keys = self._keys_of(request, request.prompt_len // self.tokens_per_block)
@@ -46,8 +46,8 @@ class PrefixCache:
         return nodes
 
     def shareable(self, request: LlmRequest) -> list[PrefixNode]:
-        """Those of them that the request can use. The last token of a prompt is always computed, so its block is never
-        one."""
+        """The matched blocks that the request can share: all but the block of its last token, which is always computed.
+        """
         return self.matched(request)[:(request.prompt_len - 1) // self.tokens_per_block]
 
     def is_owned(self, node: PrefixNode) -> bool:
@@ -55,19 +55,21 @@ class PrefixCache:
         return node.block_id is not None and self.pool.owners(node.block_id) > 0
 
     def first_new_key(self, request: LlmRequest) -> bytes | None:
-        """The digest of the prompt up to and including its first full block that is not cached; None: there is none."""
+        """The digest of the prompt up to and including its first full block that is not cached; None if all are cached.
+        """
         matched = len(self.matched(request))
         if matched == request.prompt_len // self.tokens_per_block:
             return None
         return self._keys_of(request, matched + 1)[matched].digest
 
     def will_publish_more(self, request: LlmRequest) -> bool:
-        """Whether that block can be found when the prompt is computed. The block of the last token cannot be found
-        while the request runs."""
+        """Whether that block is published once it is computed. The block of the last token is not, while the request
+        runs."""
         return len(self.matched(request)) < (request.prompt_len - 1) // self.tokens_per_block
 
     def similar(self, request: LlmRequest, matched: Sequence[PrefixNode]) -> tuple[PrefixNode | None, int]:
-        """The block that has the most of the tokens after the matched ones, and how many of them."""
+        """Return the block with the longest match of the tokens after the matched blocks, and the length of the match.
+        """
         parent = matched[-1] if matched else self.index.root(_domain(request))
         start = len(matched) * self.tokens_per_block
         end = min(start + self.tokens_per_block, request.prompt_len - 1)
@@ -80,12 +82,12 @@ class PrefixCache:
         return parent.most_similar_child(tokens, extra_ids) if self.enable_partial_reuse else (None, 0)
 
     def forget_request(self, request: LlmRequest) -> None:
-        """The tokens of the request are about to change, or the request has ended."""
+        """Drop the digests and nodes of a request whose tokens change, or that has ended."""
         self._keys.pop(request.request_id, None)
         self._walks.pop(request.request_id, None)
 
     def _keys_of(self, request: LlmRequest, count: int) -> list[BlockKey]:
-        """The keys of the first full blocks of the request's tokens."""
+        """The keys of the first `count` full blocks of the request's tokens."""
         owner, keys = self._keys.get(request.request_id, (None, []))
         if owner is not request:
             keys = []
@@ -103,13 +105,13 @@ class PrefixCache:
             extra_ids += [0] * (end - start - len(extra_ids))
         return request.tokens[0][start:end], extra_ids
 
-    # Publishing.
+    # Publication.
 
     def publish(self, request: LlmRequest, row: Sequence[int], num_tokens: int, with_rest: bool) -> None:
-        """Let other prompts find the first tokens of a request, which are computed and in these blocks.
+        """Make the first tokens of a request, which are computed, reusable by other prompts.
 
-        row         its blocks in token order, negative where it has released one
-        with_rest   also a last block that is not full; it must not be written to afterwards
+        row         blocks of the request in token order, negative for released ones
+        with_rest   also publish a partly filled last block, which must not be written afterwards
         """
         full, rest = divmod(num_tokens, self.tokens_per_block)
         keys = self._keys_of(request, full)
@@ -131,15 +133,12 @@ class PrefixCache:
         if node is not None:
             self.index.drop_empty_root(node)
 
-    # Overwriting.
+    # Eviction.
 
     def take(self, count: int) -> list[int]:
-        """Take blocks from the pool. Their content is moved or lost.
-
-        Raises OutOfBlocksError.
-        """
+        """Allocate blocks of the pool. Their content moves to the host or is lost. Raises OutOfBlocksError."""
         if count > 1 and self.pool.has_priorities and count <= len(self.pool.free):
-            # Losing the content of one may move others to the front of the order.
+            # Losing the content of a block may move others to the front of the order.
             return [block_id for _ in range(count) for block_id in self.take(1)]
         taken = self.pool.take(count)
         for block_id in taken:
@@ -156,7 +155,7 @@ class PrefixCache:
         if in_the_way is not None:
             self.evicted_blocks += self._lose(in_the_way)
             if node.block_id is None:
-                return True                                    # it was below that one, and is lost already
+                return True                                    # it followed that block, and is lost with it
         host_id = self.host.put(node, priority)
         if host_id is None:
             return False
@@ -165,7 +164,7 @@ class PrefixCache:
         return True
 
     def bring_back(self, node: PrefixNode) -> None:
-        """Bring the content of a host block back to a block of the pool. The node must be pinned."""
+        """Move the content of a host block, which must be pinned, to a block of the pool."""
         host_id = node.host_id
         assert host_id is not None
         (block_id,) = self.take(1)
@@ -175,7 +174,7 @@ class PrefixCache:
         self.index.move(node, block_id, None)
 
     def _lose(self, node: PrefixNode) -> int:
-        """Make the content, and all that follows it, impossible to find. Returns how many blocks those were."""
+        """Remove a node and all that follow it from the cache. Returns their number."""
         gone = self.index.remove(node)
         self.pool.note_contents_lost([below.block_id for below in gone if below.block_id is not None])
         for below in gone:
@@ -185,7 +184,7 @@ class PrefixCache:
         return len(gone)
 
     def take_over(self, node: PrefixNode) -> int:
-        """Give a block without an owner, with its content, to one owner that may write to it."""
+        """Allocate a cached block without an owner, keeping its content, for an owner that may write to it."""
         block_id = node.block_id
         assert block_id is not None
         self.pool.share(block_id)
@@ -193,12 +192,12 @@ class PrefixCache:
         return block_id
 
     def faults(self) -> Iterator[str]:
-        """What is wrong, in words."""
+        """Describe the inconsistencies."""
         yield from self.index.faults()
         yield from self.host.faults()
         for node in self.index:
             if node.host_id is not None and node not in self.host:
-                yield f"host block {node.host_id} does not know its node"
+                yield f"host block {node.host_id} is not registered for its node"
             if self.is_owned(node) and len(node.key.tokens) != self.tokens_per_block:
                 yield f"block {node.block_id} is shared and not full"
             if not 0 < len(node.key.tokens) <= self.tokens_per_block:

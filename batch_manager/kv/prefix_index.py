@@ -1,8 +1,7 @@
-"""Finds blocks whose content is the beginning of another prompt: a tree with one node per block.
+"""The index of the prefix cache: a tree with one node per cached block.
 
-A node is found by a keyed digest over the path from the root to it, and then compared: its tokens, its extra ids and
-its parent, which is the node that the walk came from. Two prompts whose digests are equal, by chance or by intent, are
-therefore told apart; the second one is not stored.
+A node is found by a keyed digest of the path from the root, then verified by comparing its tokens, extra ids and
+parent. So two prompts with equal digests, by chance or by intent, are distinguished; the second one is not stored.
 """
 
 from array import array
@@ -14,15 +13,15 @@ from typing import Any, NamedTuple
 
 DIGEST_BITS = 256
 
-Content = tuple[Any, ...]    # tokens, or pairs of a token and its extra id: comparable with others of the same tree
+Content = tuple[Any, ...]    # tokens, or pairs of a token and its extra id; comparable within one tree
 
 
 class Domain(NamedTuple):
-    """Prompts of different domains never share a block.
+    """What prompts must have in common to share blocks.
 
-    adapter_id       None: no adapter
-    cache_salt       given by the user to keep prompts apart; None: none was
-    uses_extra_ids   tokens carry extra ids, for content that token ids do not tell apart
+    adapter_id       id of the adapter, or None
+    cache_salt       the user's salt, which keeps prompts apart, or None
+    uses_extra_ids   whether tokens have extra ids, for content that token ids do not distinguish
     """
 
     adapter_id: int | None = None
@@ -31,7 +30,7 @@ class Domain(NamedTuple):
 
 
 class BlockKey(NamedTuple):
-    """One block of a prompt: its digest and the content that the digest covers, besides the blocks before it."""
+    """The key of a block: its content, and the digest of this content and of the blocks before it."""
 
     digest: bytes
     tokens: tuple[int, ...]
@@ -39,10 +38,10 @@ class BlockKey(NamedTuple):
 
 
 class PrefixNode:
-    """The content of one block.
+    """The content of one block. It is in the pool or in the host pool.
 
-    block_id   its block in the pool; None: it is not there
-    host_id    its block in the host's pool; None: it is not there
+    block_id   its block in the pool, or None
+    host_id    its host block, or None
     """
 
     __slots__ = ("key", "parent", "children", "block_id", "host_id", "_in_order", "_contents")
@@ -53,11 +52,11 @@ class PrefixNode:
         self.block_id = block_id
         self.host_id: int | None = None
         self.children: dict[bytes, PrefixNode] = {}
-        self._in_order: list[PrefixNode] = []                # the children, by content
-        self._contents: list[Content] = []                   # theirs
+        self._in_order: list[PrefixNode] = []                # the children, ordered by content
+        self._contents: list[Content] = []                   # their contents
 
     def child(self, key: BlockKey) -> "PrefixNode | None":
-        """The block that continues from here with exactly these tokens."""
+        """The child with exactly this content."""
         found = self.children.get(key.digest)
         if found is None or found.key.tokens != key.tokens or found.key.extra_ids != key.extra_ids:
             return None
@@ -65,9 +64,9 @@ class PrefixNode:
 
     def most_similar_child(self, tokens: Sequence[int],
                            extra_ids: Sequence[int] | None) -> "tuple[PrefixNode | None, int]":
-        """The block that continues from here with the most of these tokens, and how many.
+        """Return the child with the longest common beginning with these tokens, and its length.
 
-        In lexical order it is a neighbour of the position at which they would be inserted.
+        In lexical order it is next to the position at which the tokens would be inserted.
         """
         content = _content(tokens, extra_ids)
         index = bisect_left(self._contents, content)
@@ -94,9 +93,9 @@ class PrefixNode:
 class PrefixIndex:
     """Trees of cached blocks, one per domain.
 
-    digest_bits   fewer than 256 only to provoke collisions in tests
-    nodes         block id -> node, of those that are in the pool
-    version       changes with every change of the trees
+    digest_bits   fewer than 256 only for tests, to provoke collisions
+    nodes         block id -> node, for blocks of the pool
+    version       changes with every insertion and removal
     """
 
     def __init__(self, digest_bits: int = DIGEST_BITS) -> None:
@@ -104,7 +103,7 @@ class PrefixIndex:
         self._secret = urandom(32)
         self._bits = digest_bits
         self._roots: dict[Domain, PrefixNode] = {}
-        self._domains: dict[PrefixNode, Domain] = {}         # the other way round
+        self._domains: dict[PrefixNode, Domain] = {}         # root -> domain
         self.nodes: dict[int, PrefixNode] = {}
         self.num_nodes = 0
         self.version = 0
@@ -123,7 +122,7 @@ class PrefixIndex:
         return BlockKey(self._digest(*fields), tuple(tokens), None if extra_ids is None else tuple(extra_ids))
 
     def _digest(self, *fields: tuple[str, Hashable]) -> bytes:
-        """Digest of fields with a name, a type and a length each, so that no value can pass for two or for another."""
+        """Digest of fields with names, types and lengths, so that different values never have equal encodings."""
         state = blake2b(key=self._secret)
         for name, value in fields:
             data = value if isinstance(value, bytes) else repr(value).encode()
@@ -132,13 +131,13 @@ class PrefixIndex:
         digest = state.digest()[:(self._bits + 7) // 8]
         return bytes([digest[0] & 0xFF >> -self._bits % 8]) + digest[1:]
 
-    # Looking up.
+    # Look-up.
 
     def root(self, domain: Domain) -> PrefixNode | None:
         return self._roots.get(domain)
 
     def walk(self, domain: Domain, keys: Sequence[BlockKey]) -> list[PrefixNode]:
-        """The blocks that hold the beginning of a prompt, up to the first that is missing."""
+        """Return the cached blocks of a prompt, up to the first missing one."""
         node = self._roots.get(domain)
         found: list[PrefixNode] = []
         if node is None:
@@ -162,10 +161,10 @@ class PrefixIndex:
                 yield node
             waiting.extend(node.children.values())
 
-    # Changing.
+    # Changes.
 
     def grow_root(self, domain: Domain) -> PrefixNode:
-        """The root of a domain, which is made if there is none."""
+        """Return the root of a domain, created if necessary."""
         root = self._roots.get(domain)
         if root is None:
             root = self._roots[domain] = PrefixNode(BlockKey(self.root_digest(domain), ()), None)
@@ -173,7 +172,8 @@ class PrefixIndex:
         return root
 
     def insert(self, parent: PrefixNode, key: BlockKey, block_id: int) -> PrefixNode | None:
-        """Add a node. None if its digest belongs to other content, or the block has another key already."""
+        """Add a node. Returns None if its digest collides with other content, or if the block is in the index already.
+        """
         if key.digest in parent.children or block_id in self.nodes:
             return None
         node = self.nodes[block_id] = PrefixNode(key, parent, block_id)
@@ -183,7 +183,7 @@ class PrefixIndex:
         return node
 
     def move(self, node: PrefixNode, block_id: int | None, host_id: int | None) -> None:
-        """Record that the content of a node is in another block now."""
+        """Record that the content of a node moved to another block."""
         if node.block_id is not None:
             del self.nodes[node.block_id]
         node.block_id, node.host_id = block_id, host_id
@@ -191,7 +191,7 @@ class PrefixIndex:
             self.nodes[block_id] = node
 
     def remove(self, node: PrefixNode) -> list[PrefixNode]:
-        """Remove a node and all nodes below it, which could no longer be reached. Returns them."""
+        """Remove a node and all nodes below it, which become unreachable. Returns them."""
         gone, waiting = [], [node]
         while waiting:
             below = waiting.pop()
@@ -213,19 +213,19 @@ class PrefixIndex:
             del self._roots[self._domains.pop(node)]
 
     def faults(self) -> Iterator[str]:
-        """What is wrong with the trees, in words."""
+        """Describe the inconsistencies of the trees."""
         nodes = list(self)
         if len(nodes) != self.num_nodes:
-            yield f"{len(nodes)} prefix nodes are reachable and {self.num_nodes} were counted"
+            yield f"{len(nodes)} prefix nodes are reachable, but num_nodes is {self.num_nodes}"
         if {node.block_id: node for node in nodes if node.block_id is not None} != self.nodes:
-            yield "the prefix tree and its table of blocks differ"
+            yield "the prefix trees and the table of blocks differ"
         for node in nodes:
             parent = node.parent
             assert parent is not None
             if parent.children.get(node.key.digest) is not node:
-                yield f"the node of block {node.block_id} is not where its digest says"
+                yield f"the node of block {node.block_id} is not at its digest in its parent"
             if self.key(parent.key.digest, node.key.tokens, node.key.extra_ids) != node.key:
-                yield f"the digest of block {node.block_id} is not that of its content"
+                yield f"the digest of block {node.block_id} does not match its content"
             if (node.block_id is None) == (node.host_id is None):
                 yield f"a node is in block {node.block_id} and in host block {node.host_id}"
 

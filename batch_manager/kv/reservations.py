@@ -1,10 +1,10 @@
-"""The most blocks that sequences will hold: a plan that leaves room for them never runs out of blocks.
+"""Bounds on the blocks that sequences will hold. A plan that reserves them never runs out of blocks.
 
-Three effects make the bound exceed what lengths imply. A prompt is stored whole before any block of it leaves the
-window. A sequence that slides takes its next block before it releases the oldest one. And a block that several
-sequences hold does not become free when one of them slides past it, although that one takes another block for it.
+The bound exceeds the need that lengths imply, for three reasons. A prompt is stored whole before any of its blocks
+leaves the window. A sliding sequence takes its next block before it releases the oldest one. And when one of several
+sequences slides past a shared block, it takes a new block, but the shared one does not become free.
 
-A step with drafts takes several blocks at once, and blocks that a rewind could bring back into the window are kept.
+With drafts, a step takes several blocks at once, and blocks that a rewind could need are kept.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from .window import AttentionWindow
 
 
 class Reservations:
-    """Room for the sequences that have started, and for one that is to start."""
+    """Computes reservations for started sequences, and for one that is to start."""
 
     def __init__(self, sequences: SequenceTable, window: AttentionWindow, pool: BlockPool, with_reuse: bool) -> None:
         self._sequences = sequences
@@ -29,16 +29,16 @@ class Reservations:
 
     @property
     def max_draft_len(self) -> int:
-        """The most drafts that a step adds to a sequence."""
+        """Most drafts that a step adds to a sequence."""
         return self._window.max_draft_len
 
     def to_start(self, request: LlmRequest, draft_len: int = 0) -> int:
-        """Blocks of the whole prompt, with room for so many drafts."""
+        """Blocks of the whole prompt and `draft_len` drafts."""
         return block_needs.blocks_of_prompt(request.prompt_len + draft_len, self._window.tokens_per_block,
                                             request.beam_width, own_last=self._with_reuse)
 
     def to_start_with_drafts(self, request: LlmRequest) -> int:
-        """Blocks of the whole prompt, with room for as many of its drafts as window and pool allow."""
+        """Blocks of the whole prompt and as many of its drafts as window and pool allow."""
         blocks = self.to_start(request)
         if not (self._window.max_draft_len and request.draft_len):
             return blocks
@@ -46,9 +46,9 @@ class Reservations:
         return max(blocks, min(self.to_start(request, drafts), self._pool.num_blocks))
 
     def most_blocks(self, request: LlmRequest, *, with_pauses: bool = False) -> int:
-        """Blocks that a sequence holds at most, from its start to its last token, if it shares none with others.
+        """Most blocks that a sequence holds at a time, if it shares none.
 
-        with_pauses   it may be paused at any time: its output is then part of its prompt and stored whole, so that a
+        with_pauses   it may be paused: then its output becomes part of its prompt, which is stored whole, so that a
                       window saves nothing
         """
         window = self._window.without_sliding if with_pauses else self._window
@@ -56,11 +56,11 @@ class Reservations:
                                        own_last=self._with_reuse)
 
     def of_owners(self, requests: Sequence[LlmRequest]) -> int:
-        """Blocks that these requests may still take, if the blocks that they release become free."""
+        """Blocks that these requests may still take, if released blocks become free."""
         return self._of_slots(self._sequences.slots_of(requests))
 
     def of_all_owners(self) -> int:
-        """Blocks that all sequences together may still take, with those that do not become free when they leave a
+        """Blocks that all sequences together may still take, including replacements of shared blocks that leave a
         window."""
         reserved = self._of_slots(self._sequences.taken_slots())
         if self._slides_shared:
@@ -69,14 +69,14 @@ class Reservations:
         return reserved
 
     def kept_blocks(self) -> set[int] | None:
-        """Blocks that some sequence holds until its end; None: all blocks that are held."""
+        """Blocks that some sequence holds until its end; None means all held blocks."""
         if not (self._window.slides and self._with_reuse):
             return None
         kept, _ = self._holders()
         return set(np.flatnonzero(kept).tolist())
 
     def kept_columns(self, request: LlmRequest) -> int:
-        """The first block of the request that never leaves the window."""
+        """Index of the first block of the request that never leaves the window."""
         if not self._window.slides:
             return 0
         return int(self._window.num_dropped(request.prompt_len + request.max_new_tokens))
@@ -102,9 +102,9 @@ class Reservations:
         return int(remaining.sum())
 
     def _holders(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each block, the number of sequences that hold it until their end, and of those that will slide past it.
+        """Return, for each block, the number of sequences that keep it until their end, and that will slide past it.
 
-        Sequences share blocks of the prompt only, which all beams of one have in common: the first beam's are enough.
+        Reads the first beam only: sequences share prompt blocks only, which all beams have in common.
         """
         kept, dropped = (np.zeros(self._pool.num_blocks, np.int64) for _ in range(2))
         for slot in self._sequences.taken_slots().tolist():

@@ -1,4 +1,4 @@
-"""From a request's retention configuration to priorities of blocks."""
+"""Applies a request's retention configuration to its blocks."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from .eviction import DEFAULT_PRIORITY
 
 def ranges_of_blocks(retention: KvCacheRetentionConfig, tokens_per_block: int,
                      seq_len: int) -> list[TokenRangeRetentionConfig | None]:
-    """For each block, the range that contains its first token; None where there is none."""
+    """For each block, the range that contains its first token, or None."""
     ranges = retention.token_range_retention_configs
     starts = [part.token_start for part in ranges]
     found = []
@@ -26,15 +26,15 @@ def ranges_of_blocks(retention: KvCacheRetentionConfig, tokens_per_block: int,
 
 
 def priorities_of_blocks(retention: KvCacheRetentionConfig, tokens_per_block: int, seq_len: int) -> list[int | None]:
-    """For each block, its priority; None where the request gives none."""
+    """For each block, its configured priority, or None."""
     return [None if part is None else part.priority for part in ranges_of_blocks(retention, tokens_per_block, seq_len)]
 
 
 def retain_prompt(pool: BlockPool, request: LlmRequest, block_ids: Sequence[int], found: int,
                   tokens_per_block: int) -> None:
-    """Give the blocks of a prompt the priorities that its request asks for.
+    """Set the priorities of the blocks of a prompt.
 
-    found   so many of them had their content already; they keep their priority where the request gives none
+    found   number of reused blocks, which keep their priority unless the request configures one
     """
     if request.retention is None:
         for block_id in block_ids[found:]:
@@ -50,7 +50,7 @@ def retain_prompt(pool: BlockPool, request: LlmRequest, block_ids: Sequence[int]
 
 
 def retain_generated(pool: BlockPool, request: LlmRequest, block_id: int) -> None:
-    """The same for a block of generated tokens."""
+    """Set the priority of a block of generated tokens."""
     retention = request.retention
     if retention is None:
         pool.set_priority(block_id, DEFAULT_PRIORITY)

@@ -1,4 +1,4 @@
-"""Which blocks a sequence holds, and how many tokens they have room for: NumPy columns with one row per slot."""
+"""The table of sequences: their blocks and lengths, as NumPy columns with one row per slot."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,16 +16,16 @@ Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class SequenceTable:
-    """What the sequences hold. Slots and columns grow on demand; beam b of slot s is row s * max_beam_width + b.
+    """The blocks and lengths of all sequences. Grows on demand. Beam b of slot s is row s * max_beam_width + b.
 
-    owners         [slots] the request that a slot belongs to, or None
-    kv_lengths     [slots] tokens that there is room for in the KV cache
-    ends           [slots] blocks per beam that the tokens so far fill, dropped ones included
+    owners         [slots] the request of a slot, or None
+    kv_lengths     [slots] tokens with room in the KV cache
+    ends           [slots] blocks per beam for these tokens, dropped ones included
     dropped        [slots] blocks per beam that were released because they left the attention window
-    last_blocks    [slots] blocks per beam that all its tokens will fill, those that will be dropped included
+    last_blocks    [slots] blocks per beam at the final length, dropped ones included
     beam_widths    [slots] rows in use; 0 without an owner
     reused_tokens  slot -> tokens of its prompt that were cached when it started
-    block_ids      [slots * max_beam_width, blocks] in token order; UNUSED where dropped, stale past `ends`
+    block_ids      [slots * max_beam_width, blocks] in token order; UNUSED for dropped blocks, stale past `ends`
 
     Entries are changes of block_ids: rows, indices, block ids, each [u] int32.
     """
@@ -41,8 +41,8 @@ class SequenceTable:
         self.beam_widths = np.zeros(0, np.int64)
         self.reused_tokens: dict[int, int] = {}
         self.block_ids = np.full((0, 1), UNUSED, np.int32)
-        self._asked: list[LlmRequest] = []
-        self._answer = _NO_SLOTS
+        self._last_requests: list[LlmRequest] = []
+        self._last_slots = _NO_SLOTS
 
     # Reading.
 
@@ -51,15 +51,15 @@ class SequenceTable:
         return 0 <= slot < len(self.owners) and self.owners[slot] is request
 
     def held(self, request: LlmRequest) -> int:
-        """Blocks per beam."""
+        """Number of blocks that each beam of the request holds."""
         return int(self.ends[request.seq_slot] - self.dropped[request.seq_slot])
 
     def num_mentions(self) -> int:
-        """Entries of the tables that name a block, over all sequences."""
+        """Number of used table entries, over all sequences."""
         return int(((self.ends - self.dropped) * self.beam_widths).sum())
 
     def table(self, request: LlmRequest) -> np.ndarray:
-        """[beams, blocks] The request's part of block_ids, a view; UNUSED where blocks were dropped."""
+        """The request's rows of block_ids: a view [beams, blocks], UNUSED for dropped blocks."""
         first = request.seq_slot * self.max_beam_width
         return self.block_ids[first:first + request.beam_width, :self.ends[request.seq_slot]]
 
@@ -69,53 +69,47 @@ class SequenceTable:
         return [block_id for block_id in row if block_id != UNUSED] if self.dropped[request.seq_slot] else row
 
     def owners_of(self, request: LlmRequest) -> Counter[int]:
-        """The blocks of the request, and how many of its beams hold each."""
+        """Block -> number of the request's beams that hold it."""
         if not self.has(request):
             return Counter()
         beams = range(request.beam_width)
         return Counter(block_id for beam in beams for block_id in self.blocks_of_beam(request, beam))
 
     def slots_of(self, requests: Sequence[LlmRequest]) -> np.ndarray:
-        """The slots of requests that all hold blocks, [n], not to be written to.
+        """Return the slots of started requests, [n], read-only. Raises InternalError if one holds no blocks.
 
-        The result is kept: planning and claiming ask for the same requests in every iteration.
-
-        Raises InternalError.
+        Keeps the last result, because planning and claiming use the same requests.
         """
-        if requests != self._asked:    # by identity
-            self._answer = self.find_slots(requests)
-            self._answer.flags.writeable = False
-            self._asked = list(requests)
-        return self._answer
+        if requests != self._last_requests:    # by identity
+            self._last_slots = self.find_slots(requests)
+            self._last_slots.flags.writeable = False
+            self._last_requests = list(requests)
+        return self._last_slots
 
     def find_slots(self, requests: Sequence[LlmRequest]) -> np.ndarray:
-        """`slots_of`, without keeping the result.
-
-        Raises InternalError.
-        """
+        """As `slots_of`, without keeping the result."""
         slots = [request.seq_slot for request in requests]
         in_range = not slots or max(slots) < len(self.owners)
         if not in_range or [self.owners[slot] for slot in slots] != list(requests):
             stranger = next(request for request in requests if not self.has(request))
-            raise InternalError(f"{stranger} holds no blocks", "only what was claimed is extended or rewound")
+            raise InternalError(f"{stranger} holds no blocks", "only started requests are extended or rewound")
         return np.array(slots, np.intp)
 
     def new_blocks(self, slots: np.ndarray, tokens: "int | np.ndarray" = 1) -> np.ndarray:
-        """Blocks per beam that these sequences take for so many more tokens each, [n], but not beyond their last
-        tokens."""
+        """Blocks per beam that these sequences take for `tokens` more tokens each, [n], up to their final lengths."""
         grown = -(-(self.kv_lengths[slots] + tokens) // self.tokens_per_block)
         new: np.ndarray = np.minimum(grown, self.last_blocks[slots]) - self.ends[slots]
         return new
 
     def new_blocks_of(self, request: LlmRequest, tokens: int = 1) -> int:
-        """The same of one sequence, over all its beams."""
+        """`new_blocks` of one sequence, over all its beams."""
         slot = request.seq_slot
         end, last = int(self.ends[slot]), int(self.last_blocks[slot])
         grown = -(-(int(self.kv_lengths[slot]) + tokens) // self.tokens_per_block)
         return (min(grown, last) - end) * request.beam_width
 
     def sum_of_new_blocks(self, slots: np.ndarray, tokens: "int | np.ndarray" = 1) -> int:
-        """`new_blocks` over all beams of all these sequences."""
+        """`new_blocks`, summed over all beams of these sequences."""
         if isinstance(tokens, int) and tokens == 1:
             return self.num_beams(self.crossing(slots))
         if self.max_beam_width > 1:
@@ -123,16 +117,16 @@ class SequenceTable:
         return int(self.new_blocks(slots, tokens).sum())
 
     def crossing(self, slots: np.ndarray) -> np.ndarray:
-        """Those of the slots whose next token needs a new block."""
+        """Return the slots whose next token needs a new block."""
         crossing: np.ndarray = slots[self.ends[slots] * self.tokens_per_block == self.kv_lengths[slots]]
         return crossing
 
     def taken_slots(self) -> np.ndarray:
-        """The slots that have an owner, [n]."""
+        """The slots with an owner, [n]."""
         return np.flatnonzero(self.beam_widths)
 
     def check_slots_are_free(self, requests: Sequence[LlmRequest]) -> None:
-        """Raises InternalError when one of these requests could not be added."""
+        """Raise InternalError if one of these requests cannot be added."""
         taken = set()
         for request in requests:
             slot = request.seq_slot
@@ -148,7 +142,7 @@ class SequenceTable:
     # Changing.
 
     def add(self, request: LlmRequest, block_ids: list[int], last_blocks: int, private: int = 0) -> Entries:
-        """Rows for the whole prompt of a request.
+        """Add a request with the blocks of its whole prompt. Returns the changed entries.
 
         block_ids   in token order; the last `private` ones are the last block of each beam, the others are shared
         """
@@ -168,18 +162,18 @@ class SequenceTable:
         return self.entries(request)
 
     def entries(self, request: LlmRequest) -> Entries:
-        """All entries of a request that name a block."""
+        """All used entries of a request."""
         table = self.table(request)
         beams, indices = np.nonzero(table != UNUSED)
         return ((beams + request.seq_slot * self.max_beam_width).astype(np.int32), indices.astype(np.int32),
                 table[beams, indices])
 
     def num_beams(self, slots: np.ndarray) -> int:
-        """Rows in these slots, all together."""
+        """Total number of beams in these slots."""
         return len(slots) if self.max_beam_width == 1 else int(self.beam_widths[slots].sum())
 
     def add_blocks(self, slots: np.ndarray, block_ids: list[int], counts: np.ndarray | None = None) -> Entries:
-        """More blocks for each beam in these slots.
+        """Append blocks to each beam in these slots. Returns the changed entries.
 
         counts      [n] blocks per beam; None: one each
         block_ids   by slot, by beam, in token order
@@ -203,7 +197,7 @@ class SequenceTable:
         return rows.astype(np.int32), indices.astype(np.int32), np.array(block_ids, np.int32)
 
     def drop_up_to(self, slot: int, num_dropped: int, kept: int) -> list[list[int]]:
-        """Drop blocks of a slot after the first `kept`, until so many are dropped. Returns them by beam."""
+        """Drop blocks of a slot, after the first `kept`, until `num_dropped` are dropped. Returns them by beam."""
         first, width = slot * self.max_beam_width, self.beam_widths[slot]
         left = self.block_ids[first:first + width, kept + self.dropped[slot]:kept + num_dropped]
         gone: list[list[int]] = left.tolist()
@@ -213,7 +207,7 @@ class SequenceTable:
 
     def remove(self, request: LlmRequest) -> None:
         slot = request.seq_slot
-        self._asked, self._answer = [], _NO_SLOTS
+        self._last_requests, self._last_slots = [], _NO_SLOTS
         self.owners[slot] = None
         self.reused_tokens.pop(slot, None)
         for column in (self.kv_lengths, self.ends, self.dropped, self.last_blocks, self.beam_widths):
@@ -230,7 +224,7 @@ class SequenceTable:
                                     constant_values=UNUSED)
 
     def faults(self) -> Iterator[str]:
-        """Slots without an owner that are not empty, and owners that are in another slot, in words."""
+        """Describe slots without an owner that are not empty, and owners in the wrong slot."""
         for slot, owner in enumerate(self.owners):
             held, length = int(self.ends[slot] - self.dropped[slot]), int(self.kv_lengths[slot])
             last, beams = int(self.last_blocks[slot]), int(self.beam_widths[slot])
@@ -241,11 +235,11 @@ class SequenceTable:
 
 
 def _growth(size: int, wanted: int) -> int:
-    """How much to add, at least doubling, so that growing costs little in the long run."""
+    """The number of rows to add; at least doubles the size, so that growth is cheap on average."""
     return max(wanted, 2 * size) - size if wanted > size else 0
 
 
 def _count_up(counts: np.ndarray) -> np.ndarray:
-    """0, 1, ... for each of the counts, one after the other."""
+    """Concatenate 0, 1, ..., count - 1 for each count."""
     within: np.ndarray = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return within

@@ -1,10 +1,10 @@
-"""How far back a query attends, and which blocks no query needs any more: arithmetic on lengths.
+"""The attention window, and the blocks that no query needs any more. Pure functions of lengths.
 
-    size            tokens that a query attends to, itself included; the longest sequence when there is no window
-    sinks           first tokens that stay visible although outside the window
-    temporary       tokens by which a context may exceed the window while it is being computed; estimates read it
-    unread_steps    tokens by which a sequence may be rewound: blocks that these shorter sequences need are kept, too
-    max_draft_len   the most draft tokens that a claim adds to a sequence
+    size            tokens that a query attends to, itself included; without a window, the longest sequence
+    sinks           first tokens that stay visible outside the window
+    temporary       tokens by which a context may exceed the window during its computation; only for estimates
+    unread_steps    tokens by which a sequence may be rewound; the blocks that it then needs are kept
+    max_draft_len   most draft tokens that a claim adds to a sequence
 """
 
 from dataclasses import dataclass, replace
@@ -17,11 +17,10 @@ Lengths = TypeVar("Lengths", int, np.ndarray)
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """The window of a cache whose blocks hold `tokens_per_block` tokens.
+    """The window of a cache with blocks of `tokens_per_block` tokens.
 
-    A sequence is stored from its first token on, block after block; blocks that no later query can see are released
-    from the front. Blocks that hold sinks are not, so with sinks a sequence keeps ceil(sinks / tokens_per_block) blocks
-    more than its window.
+    A sequence is stored from its first token on. Blocks that no later query sees are released from the front, except
+    blocks with sinks. So with sinks, a sequence keeps ceil(sinks / tokens_per_block) blocks besides its window.
     """
 
     size: int
@@ -39,12 +38,12 @@ class AttentionWindow:
 
     @property
     def without_sliding(self) -> "AttentionWindow":
-        """A window that no sequence outgrows."""
+        """The same cache without a window."""
         return replace(self, size=self.max_seq_len, sinks=0, temporary=0)
 
     @property
     def longest_stored(self) -> int:
-        """The most tokens of one sequence that are in the cache, without rounding to blocks."""
+        """Most tokens of a sequence in the cache, without rounding to blocks."""
         return self.size + self.temporary
 
     @property
@@ -58,10 +57,10 @@ class AttentionWindow:
 
     @property
     def most_held(self) -> int:
-        """Blocks of one sliding beam at the moment when it has its next blocks and still has its oldest.
+        """Most blocks of one sliding beam: after it has taken its next blocks, and before it releases the oldest.
 
-        A claim releases the blocks that the first token of its step does not need. The next claim finds the accepted
-        drafts of that step after that token, and adds drafts of its own.
+        A claim releases the blocks that the first token of its step does not need. The next claim comes after the
+        accepted drafts of that step and adds its own drafts.
         """
         tokens = self.size + self.unread_steps + 2 * self.max_draft_len
         return -(-tokens // self.tokens_per_block) + self.sink_blocks + 1
@@ -69,15 +68,15 @@ class AttentionWindow:
     def num_dropped(self, length: Lengths) -> Lengths:
         """Blocks after the sinks that are released when the first token of a step makes a sequence this long.
 
-        No query of a sequence that is at most `unread_steps` tokens shorter, or is longer, needs them. Takes an integer
-        or an array of them.
+        No sequence that is longer, or up to `unread_steps` tokens shorter, needs them. `length` is an integer or an
+        array.
         """
         return self.num_unseen(length - self.unread_steps)
 
     def num_unseen(self, length: Lengths) -> Lengths:
-        """Blocks after the sinks that no query of a sequence of this length, or of a longer one, needs.
+        """Blocks after the sinks that no query of a sequence of this length or longer needs.
 
-        Takes an integer or an array of them.
+        `length` is an integer or an array.
         """
         outside: Lengths = (length - self.size) // self.tokens_per_block - self.sink_blocks
         outside *= outside > 0

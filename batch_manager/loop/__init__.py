@@ -1,7 +1,7 @@
 """One iteration: fetch, schedule, claim, start, finish, advance, respond, poll, report.
 
-Owns     the order of an iteration, the table of active requests, the ledger of unanswered items, the callbacks in their
-         guarded blocks
-Not      threads (gpt_manager, worker), the arithmetic of a policy (scheduling), blocks (kv), anything a model computes
-Yours    generation_loop.py stays the sentence above; what a request must hold is claimed in steps/resources.py
+Owns     the order of an iteration, the active requests, the list of unanswered items, the callbacks in their guarded
+         blocks
+Not      threads (gpt_manager, worker), scheduling policies (scheduling), blocks (kv), running the model (runtime)
+Yours    generation_loop.py keeps to the phases above; resources of a request are claimed in steps/resources.py
 """

@@ -1,4 +1,4 @@
-"""The requests being worked on, in the order schedulers see them."""
+"""The active requests, in the order that schedulers see."""
 
 from collections.abc import Iterator
 
@@ -8,8 +8,8 @@ from ..requests.llm_request import LlmRequest
 class ActiveRequests:
     """Active requests by id and in order, each with a slot.
 
-    Order: by priority, larger first; inside one priority by arrival. A paused request keeps its position.
-    Slots are the smallest free numbers, so that tables indexed by slot stay as small as the number of requests.
+    They are ordered by priority, larger first, then by arrival. A paused request keeps its position. Freed slots are
+    reused first, so tables indexed by slot are never larger than the number of requests active at a time.
 
     in_order   the requests in that order; only this class changes it
     """
@@ -33,7 +33,7 @@ class ActiveRequests:
         return self._by_id.get(request_id)
 
     def add(self, request: LlmRequest) -> None:
-        """Insert a request after all of at least its priority, and give it a slot."""
+        """Insert a request after all requests of at least its priority, and give it a slot."""
         assert request.request_id not in self._by_id
         index = len(self.in_order)
         while index and self.in_order[index - 1].priority < request.priority:
@@ -47,13 +47,13 @@ class ActiveRequests:
             self._num_slots += 1
 
     def remove(self, request: LlmRequest) -> None:
-        """Remove a request. Its id and its slot are free at once."""
+        """Remove a request and free its id and slot."""
         del self._by_id[request.request_id]
         self.in_order.remove(request)
         self._free_slots.append(request.seq_slot)
 
     def clear(self) -> None:
-        """Remove all requests, whatever state this object is in."""
+        """Remove all requests, even if an exception left this object inconsistent."""
         self._by_id.clear()
         self.in_order.clear()
         self._free_slots = list(range(self._num_slots))

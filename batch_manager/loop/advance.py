@@ -1,4 +1,4 @@
-"""Apply the output of a step to its requests."""
+"""Applies the output of a step to its requests."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +14,11 @@ COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
 @dataclass(slots=True)
 class Outcome:
-    """What becomes of the requests of a step, in batch order.
+    """The results of a step for its requests, in batch order.
 
-    to_send             streaming requests with new tokens that go on
-    ended               requests that came to their natural end, and why
-    failed              requests whose row is unusable
+    to_send             streaming requests that have new tokens and go on
+    ended               requests that completed, with the reason
+    failed              requests whose row is unusable, with the failure
     generated_tokens    tokens appended to requests
     discarded_tokens    tokens of requests that had ended before the step was read, and of void rows
     """
@@ -32,14 +32,14 @@ class Outcome:
 
 def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmRequest], void: Collection[LlmRequest],
             deliveries: Deliveries, resources: Resources, *, may_have_ended: bool = True) -> Outcome:
-    """Append the tokens, record how much of each context was read, keep the values that requests asked for, reorder
-    beams with their blocks, and publish the blocks that others may use.
+    """Append tokens, record the progress of contexts, keep requested values, reorder beams and publish blocks.
 
-    requests   of the batch at its launch, in batch order. One that has ended since is skipped, whichever request has
-               its slot now
-    void       those of them whose rows are skipped as well
-    may_have_ended   False where the step was launched in this iteration: none has ended since
-    Mutates the requests of the batch. A sequence named in `output.failures` is left as it was.
+    requests   requests of the batch at its launch, in batch order; ended ones are skipped, even if another request has
+               their slot now
+    void       requests whose rows are skipped as well
+    may_have_ended   False if no request can have ended since the launch
+
+    Mutates the requests of the batch, except those in `output.failures`.
     """
     outcome = Outcome()
     failures = output.failures
@@ -50,7 +50,7 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
     if row_starts is None and batch.generation.num_drafts is None and not (
             deliveries.asking or failures or void or output.finish.any()
             or may_have_ended and [request for request in sampled if request.state is COMPLETE]):
-        # The common case: one token each, and only a length may end any of them. It takes half as long for 256 rows.
+        # The common case: one token each, and only the length can end a request. Halves the time for 256 rows.
         outcome.ended = [(request, FinishReason.LENGTH) for request in add_a_token_to_each(sampled, tokens)]
         if listeners:
             outcome.to_send = [request for request in sampled
@@ -76,7 +76,7 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
             if reason is not None:
                 outcome.ended.append((request, reason))
             continue
-        if stop - start > 1:    # accepted drafts may be more than was asked for
+        if stop - start > 1:    # accepted drafts may exceed the output length
             most = request.final_length - request.num_tokens
             stop, finish = (start + most, NOT_FINISHED) if stop - start > most else (stop, finish)
         if finish == END_ID:    # the end id is not part of the output
@@ -98,7 +98,7 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
 
 def _reject_drafts(drafts: Mapping[int, int], starts: Sequence[int], sampled: Sequence[LlmRequest], outcome: Outcome,
                    void: Collection[LlmRequest], resources: Resources) -> None:
-    """Release the room of drafts that were not accepted, of the requests that go on. drafts: of each slot"""
+    """Release the blocks of rejected drafts, for the requests that go on. drafts: slot -> draft tokens of the step"""
     over = {request for request, _ in (*outcome.ended, *outcome.failed)}
     rejected: dict[LlmRequest, int] = {}
     for row, request in enumerate(sampled):
@@ -113,12 +113,12 @@ def _reject_drafts(drafts: Mapping[int, int], starts: Sequence[int], sampled: Se
 
 def _advance_beams(request: LlmRequest, output: StepOutput, row: slice, outcome: Outcome, deliveries: Deliveries,
                    resources: Resources) -> FinishReason | None:
-    """Extend the beams of a request, or replace them by the results of its search. Returns why the request has ended;
-    None: it goes on."""
+    """Extend the beams of a request, or replace them by the results of its search. Returns the reason if the request
+    has ended, else None."""
     slot = request.seq_slot
     hypotheses, logits = output.hypotheses.get(slot), output.generation_logits.get(slot)
     if hypotheses is None:
-        assert output.parents is not None and output.log_probs is not None    # steps/output_check.py has seen to it
+        assert output.parents is not None and output.log_probs is not None    # steps/output_check.py ensures it
         parents, tokens = output.parents[row].tolist(), output.tokens[row].tolist()
         resources.follow(request, parents)
         request.add_to_beams(parents, tokens)
@@ -149,7 +149,7 @@ def _requests_of_rows(batch: ScheduledBatch, output: StepOutput, requests: Seque
     if contexts:
         sampled = [request for work, request in zip(batch.context, requests) if work.is_last_chunk]
         sampled += requests[contexts:]
-    if len(sampled) != len(output.slots):    # sequences that failed alone, or had ended before a rerun, have no row
+    if len(sampled) != len(output.slots):    # after a rerun, sequences that failed alone or had ended have no row
         slots = set(output.slots.tolist())
         works = [work.slot for work in batch.context if work.is_last_chunk] + batch.generation.slots.tolist()
         sampled = [request for slot, request in zip(works, sampled, strict=True) if slot in slots]

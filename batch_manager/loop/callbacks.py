@@ -1,7 +1,7 @@
-"""The four callbacks and the two hooks, each in its guarded block: what a callback raises stays there.
+"""The four callbacks and two hooks, each in a guarded block. A callback that raises has this effect:
 
-get     items it gave before raising stand; the rest counts as nothing, and it is called again after a back-off
-send    counts as delivered, never repeated
+get     items read before the exception are kept; it is called again after a back-off
+send    the response counts as delivered and is not repeated
 poll    counts as an empty set
 stats, after_responses, at_end   ignored, not repeated
 """
@@ -23,7 +23,7 @@ from .unanswered import UnansweredItems
 
 NO_IDS: tuple[type, ...] = (int, bool, float, str, bytes)
 ATTEMPTS_AT_END = 3
-MOST_STOPS_OF_AN_ITERATOR = 1 << 20    # it may be endless; a set or a list is not
+MAX_STOPS_OF_ITERATOR = 1 << 20    # an iterator may be endless
 
 GetInferenceRequestsCallback = Callable[[int], Iterable[InferenceRequest]]
 SendResponseCallback = Callable[[int, list[NamedTensor], bool, str], None]
@@ -34,15 +34,15 @@ AtEndHook = Callable[[dict[str, Any]], None]
 
 
 class GuardedCallbacks:
-    """The user's callbacks. No method raises what a callback raises.
+    """Calls the user's callbacks. No method raises an exception of a callback.
 
-    An exception that another thread raises in this one is contained too while a callback runs, and passes at any other
-    time; either way no item is lost and no final response is repeated (unanswered.py says how).
+    An exception that another thread raises in this one is contained while a callback runs, and propagates otherwise. In
+    both cases no item is lost and no final response is repeated; unanswered.py explains how.
 
-    guard        of the engine
+    guard        the engine's guard
     unanswered   items that still need a final response
-    fetched      calls get, and holds what it returned and no iteration has read yet
-    wants_stats  there is a callback for statistics
+    fetched      calls get, and holds the items that no iteration has read yet
+    wants_stats  whether there is a statistics callback
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class GuardedCallbacks:
 
     @property
     def failures(self) -> dict[str, int]:
-        """Callback -> calls that raised."""
+        """Callback -> number of calls that raised."""
         return self.guard.failures
 
     def take_seconds(self) -> float:
-        """Seconds spent inside callbacks since the last call."""
+        """Return the seconds spent inside callbacks since the last call of this method."""
         seconds = 0.0
         for block in (self.fetched.in_get, self._in_send, self._in_poll, self._in_stats, self._in_after_responses):
             seconds += block.seconds
@@ -80,38 +80,38 @@ class GuardedCallbacks:
         return seconds
 
     def send(self, responses: Iterable[tuple[int, list[NamedTensor]]]) -> None:
-        """Responses that are not the last of their requests: (request id, tensors), in order.
+        """Send responses that are not final. responses: (request id, tensors), in order
 
-        One guarded block holds all callbacks up to one that raises, because a block costs as much as a short callback.
-        What a block does for one callback is done here for each: the heartbeat gets the time at which it begins, a
-        process that was forked in it ends after it, and what it raises costs its own response only.
+        All callbacks share one guarded block until one of them raises, because a block costs as much as a short
+        callback. So this loop does the work of a block for each callback: it writes the heartbeat and ends a forked
+        child. A callback that raises costs its own response only.
         """
         guard, process_id = self.guard, self.guard.process_id
         monotonic, heartbeat = guard.monotonic, guard.heartbeat
         self._has_responded = True
-        # Nothing is called between taking a response and the callback, so no exception can come between and lose it.
+        # There is no call between taking a response and its callback, so no asynchronous exception can lose it.
         remaining, is_done = iter(responses), False
         while not is_done:
             with self._in_send:
                 for request_id, tensors in remaining:
                     self._send(request_id, tensors, False, "")
                     if forked_child.current_process_id != process_id:
-                        break    # the block ends it
+                        break    # the block ends the child
                     heartbeat.since = monotonic()
-                    if forked_child.current_process_id != process_id:    # forked in a clock of the user's
+                    if forked_child.current_process_id != process_id:    # forked in a custom clock
                         break
                 is_done = True
 
     def send_final(self, request_id: int, tensors: list[NamedTensor], error_message: str = "",
                    code: ErrorCode | None = None) -> None:
-        """The last response of a live request. Raises InternalError when it was sent before."""
+        """Send the final response of a live request. Raises InternalError if it was sent before."""
         alive = self.unanswered.alive
         if request_id not in alive:
-            raise InternalError(f"request {request_id} was to have a second final response")
+            raise InternalError(f"a second final response for request {request_id}")
         self._send_last(alive, request_id, request_id, tensors, error_message, code)
 
     def send_refusal(self, error_message: str, code: ErrorCode) -> None:
-        """The only response to the oldest refused item."""
+        """Send the only response to the oldest refused item."""
         refusals = self.unanswered.refusals
         self._send_last(refusals, 0, refusals[0].request_id, [], error_message, code)
 
@@ -122,7 +122,7 @@ class GuardedCallbacks:
         if code is not None:
             unanswered.errors.setdefault(code, 0)
         with self._in_send:
-            # From here to the first instruction of the callback no exception of another thread can come between.
+            # No asynchronous exception can occur from here to the first instruction of the callback.
             if code is not None:
                 unanswered.errors[code] += 1
             unanswered.num_sent += 1
@@ -130,29 +130,29 @@ class GuardedCallbacks:
             self._send(request_id, tensors, True, error_message)
 
     def after_responses(self) -> None:
-        """Call the hook `after_responses` if a response was sent since its last call."""
+        """Call the hook `after_responses` if responses were sent since its last call."""
         if self._has_responded:
             hook = self._after_responses
             if hook is None:
                 self._has_responded = False
                 return
             with self._in_after_responses:
-                # As in `_send_last`: no exception of another thread can come between these two.
+                # No asynchronous exception can occur between these two lines.
                 self._has_responded = False
                 hook()
 
     def at_end(self, health: Callable[[], dict[str, Any]]) -> None:
-        """Call the hook `at_end` with what `health` returns, unless it was called before."""
-        for _ in range(ATTEMPTS_AT_END):    # an exception that strikes before the hook runs costs one
+        """Call the hook `at_end` with the result of `health`, unless it was called before."""
+        for _ in range(ATTEMPTS_AT_END):    # an asynchronous exception before the hook runs costs one attempt
             if self._at_end is None:
                 return
             with self._in_at_end:
-                told = health()
+                result = health()
                 hook, self._at_end = self._at_end, None
-                hook(told)
+                hook(result)
 
     def poll_stops(self) -> set[int]:
-        """The ids to stop; what is not an integer is skipped."""
+        """Return the ids of the requests to stop. Values that are not integers are skipped."""
         stops: set[int] = set()
         if self._poll is not None:
             signals = None
@@ -161,25 +161,25 @@ class GuardedCallbacks:
                 if type(signals) not in NO_IDS and (type(signals) is not set or signals):
                     stops = _integers(signals)
             if type(signals) in NO_IDS:
-                self.guard.note_misuse("poll", signals, "a set of request ids is expected")
+                self.guard.note_misuse("poll", signals, "expected a set of request ids")
         return stops
 
     def return_stats(self, record: str) -> None:
-        """Only where `wants_stats`."""
+        """Call the statistics callback. Requires `wants_stats`."""
         assert self._stats is not None
         with self._in_stats:
             self._stats(record)
 
 
 def _integers(signals: Any) -> set[int]:
-    """The integers among the signals. Runs code of the user."""
+    """The integers among the signals. Runs user code."""
     if type(signals) is set:
-        signals = signals.copy()    # its owner may add to it meanwhile
+        signals = signals.copy()    # another thread may add to it
     elif not hasattr(type(signals), "__len__"):
-        signals = islice(() if signals is None else signals, MOST_STOPS_OF_AN_ITERATOR)
+        signals = islice(() if signals is None else signals, MAX_STOPS_OF_ITERATOR)
     integers = set()
     for signal in signals:
         if type(signal) is not bool:
-            with suppress(BaseException):    # what raises here is no integer
+            with suppress(BaseException):    # not an integer
                 integers.add(index(signal))
     return integers

@@ -1,4 +1,4 @@
-"""What the get callback returned, read item by item."""
+"""Reads the return values of the get callback item by item."""
 
 import logging
 from collections import deque
@@ -11,7 +11,7 @@ from ..contained_log import RateLimitedLog
 from ..guard import Guard
 
 COLLECTIONS = {list, tuple, deque, set, frozenset, dict}
-# Iterating over these, and over their subclasses that leave it as it is, runs no code of the user.
+# Iterating over these, and over subclasses that do not override iteration, runs no user code.
 _EXAMPLES: tuple[Any, ...] = ([], (), deque(), set(), frozenset(), {}, {}.keys(), {}.values(), {}.items())
 ITERATED_IN_C = frozenset(type(kind).__iter__ for example in _EXAMPLES for kind in (example, iter(example)))
 FIRST_BACK_OFF_S = 0.001
@@ -19,23 +19,23 @@ LONGEST_BACK_OFF_S = 0.1
 
 
 class FetchedItems:
-    """Items that calls of get returned and that no iteration has read yet, the oldest first.
+    """Items that get returned and that no iteration has read yet, oldest first.
 
-    A collection with a length, or an iterator with a length hint, counts as handed over whole: items that one iteration
-    does not read wait for the next. Of anything else, such as a generator, only the items that the first iteration
-    reads count as handed over.
+    If the returned object has a length or a length hint, items that one iteration does not read wait for the next. Of
+    any other object, such as a generator, the first iteration reads as many as it can, and the rest is dropped.
 
-    No item is lost whatever is raised, wherever; unanswered.py says how. A block of `in_get` that reads holds one call,
-    which is prepared outside: an exception of another thread that struck between two calls inside would count as the
-    value's own, and end the reading.
+    No exception can lose an item; unanswered.py explains how. Each block of `in_get` makes a single call, prepared
+    outside of it: an asynchronous exception between two calls would be taken for one of the user's object, and end the
+    reading.
 
-    in_get     the guarded block of the get callback and of what it returned, which runs code of the user too
-    back_off   holds after a failure of either
+    in_get     the guarded block of the get callback, and of reading its result, which also runs user code
+    back_off   active after a failure of either
     """
 
     def __init__(self, get: Callable[[int], Any], guard: Guard, undecided: list[Any]) -> None:
-        """get         the callback
-        undecided   receives each item that is read
+        """
+        get         the callback
+        undecided   list to which each item that is read is appended
         """
         self._get, self._guard = get, guard
         self.back_off = BackOff(guard)
@@ -45,14 +45,11 @@ class FetchedItems:
         self._returned: deque[_Returned] = deque()
 
     def __bool__(self) -> bool:
-        """Something was returned that may not have been read to its end."""
+        """Whether items may be left to read."""
         return bool(self._returned)
 
     def ask(self, max_num_requests: int) -> None:
-        """Call get, unless the back-off after a failure still holds.
-
-        get is not called while items of an earlier call are unread: they would pile up without a bound.
-        """
+        """Call get, unless a back-off is active or items of an earlier call are unread, which would pile up."""
         back_off = self.back_off
         if self._returned or (back_off.seconds and not back_off.is_over):
             return
@@ -64,14 +61,14 @@ class FetchedItems:
             back_off.seconds = 0.0
             if not returned.is_iterable:
                 back_off.grow()
-                self._guard.note_misuse("get", returned.value[0], "an iterable of InferenceRequests is expected")
+                self._guard.note_misuse("get", returned.value[0], "expected an iterable of InferenceRequests")
                 self._returned.pop()
                 return
         if returned.is_nothing or not self._begin(returned):
             self._returned.pop()
 
     def read_next(self) -> bool:
-        """Move the oldest unread item to `undecided`. False when there is none."""
+        """Move the oldest unread item to `undecided`. Returns False when there is none."""
         while self._returned:
             oldest = self._returned[0]
             if self._begin(oldest) and not oldest.is_used_up:
@@ -85,27 +82,26 @@ class FetchedItems:
         return False
 
     def end_iteration(self) -> None:
-        """This iteration reads no more. If the oldest object has no size and its reading has begun, the rest of it is
-        dropped."""
+        """End the reading of this iteration. Drops the rest of a partly read object without a size."""
         if self._returned and self._returned[0].iterator and not self._returned[0].is_sized:
             num_read = self._returned[0].num_read
             del self._returned[0]
-            self._log.log(logging.WARNING, "the get callback returned something without a size, a generator perhaps; "
+            self._log.log(logging.WARNING, "the get callback returned an iterable without a size, such as a generator; "
                           "the first %d items were read and the rest is dropped; return a list", num_read)
 
     def stop_growing(self) -> None:
-        """Limit reading to the items that are there now, so that it comes to an end: a client may put a refused item
-        back into the collection that it came from."""
+        """Limit reading to the current items, so that it ends even if a client puts refused items back into the
+        collection."""
         for returned in self._returned:
             if returned.value and returned.is_sized and not (returned.is_copied or returned.size_at_end):
                 if not hasattr(type(returned.value[0]), "__len__"):
-                    returned.num_read = 0    # its length hint says what is left
+                    returned.num_read = 0    # a length hint counts the items that are left
                 size = map(length_hint, returned.value)
                 with self.in_get:
                     returned.size_at_end.extend(size)
 
     def _begin(self, returned: "_Returned") -> bool:
-        """Start the iteration unless it was started. Returns whether there may be something to read."""
+        """Create the iterator if necessary. Returns whether there may be items to read."""
         if not returned.iterator and not returned.is_nothing:
             iterator = map(iter, map(tuple, map(iter, returned.value)) if returned.is_copied else returned.value)
             with self.in_get:
@@ -114,11 +110,11 @@ class FetchedItems:
 
 
 class _Returned:
-    """What one call of get returned.
+    """The return value of one call of get. Each list holds at most one value; see unanswered.py.
 
-    value         it, once get has returned
-    iterator      the one over it, once reading has begun
-    size_at_end   how many items it had when it was to stop growing
+    value         the returned object, once get has returned
+    iterator      its iterator, once reading has begun
+    size_at_end   its number of items when `stop_growing` was called
     num_read      items that were read
     """
 
@@ -132,7 +128,7 @@ class _Returned:
 
     @property
     def is_nothing(self) -> bool:
-        """There is nothing to read, as far as is known without running code of the user."""
+        """Whether there is nothing to read, as far as is known without running user code."""
         if not self.value:
             return True
         items = self.value[0]
@@ -140,8 +136,7 @@ class _Returned:
 
     @property
     def is_iterable(self) -> bool:
-        """Whether it can be iterated over, as far as is known without running code of the user. None counts as
-        iterable."""
+        """Whether the object is iterable, as far as is known without running user code. None counts as iterable."""
         kind = type(self.value[0])
         return kind in COLLECTIONS or self.value[0] is None or _has(kind, "__iter__") or _has(kind, "__getitem__")
 
@@ -152,7 +147,8 @@ class _Returned:
 
     @property
     def is_copied(self) -> bool:
-        """A copy is read: the owner may empty the collection and use it again."""
+        """Whether a copy is read instead, because the owner may reuse the collection. Only if iteration runs no user
+        code."""
         try:
             return type.__getattribute__(type(self.value[0]), "__iter__") in ITERATED_IN_C
         except AttributeError:
@@ -164,7 +160,7 @@ class _Returned:
 
 
 def _has(kind: type, name: str) -> bool:
-    """Whether the objects of a class have a method of this name. Does not ask the metaclass."""
+    """Whether a class has an attribute of this name. Runs no code of the metaclass."""
     try:
         type.__getattribute__(kind, name)
     except AttributeError:
@@ -173,9 +169,9 @@ def _has(kind: type, name: str) -> bool:
 
 
 class BackOff:
-    """How long get is not called after a failure: 1 ms, doubled by each further failure up to 100 ms.
+    """The time without calls of get after a failure: 1 ms, doubled by each further failure up to 100 ms.
 
-    seconds   length of the last back-off; 0: no call has failed since one returned
+    seconds   length of the last back-off; 0: the last call succeeded
     ends_at   end of the last back-off, in seconds of the clock
     """
 
@@ -191,4 +187,4 @@ class BackOff:
     @property
     def is_over(self) -> bool:
         seconds_left = self.ends_at - self._guard.monotonic()
-        return not 0 < seconds_left <= LONGEST_BACK_OFF_S    # more: the clock was set back
+        return not 0 < seconds_left <= LONGEST_BACK_OFF_S    # a larger value means that the clock was set back

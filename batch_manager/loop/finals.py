@@ -1,4 +1,4 @@
-"""The end of a request: it releases what it holds, then it gets one final response. Only this file sends finals."""
+"""Ends requests: releases their resources, then sends the final response. Only this file sends finals."""
 
 from ..contained_log import log
 from ..errors import BatchManagerError, error_text
@@ -23,12 +23,12 @@ FINALS_BY_REASON = {
 
 
 class Finals:
-    """Ends requests. When a final callback runs, the request's blocks, slot and id are free already.
+    """Ends requests. The blocks, slot and id of a request are free before its final callback runs.
 
     num_sent       final responses so far, refusals included
-    held           request id -> why it ended, of requests whose final waits; always empty here
-    ended          ids of requests that ran and ended since `take_ended` was called
-    errors         error finals by code
+    held           request id -> reason, of ended requests whose final is held back; empty in this class
+    ended          ids of requests that ran and ended since the last call of `take_ended`
+    errors         error code -> finals with it
     reasons        name of a statistic -> finals without an error that it counts
     """
 
@@ -55,25 +55,25 @@ class Finals:
         return self._unanswered.errors
 
     def end(self, request: LlmRequest, reason: FinishReason) -> None:
-        """A request that ran ends without an error. Its final carries all that it has not been sent yet."""
+        """End an active request without an error. The final carries everything that was not sent yet."""
         metrics = self._timings.take(request, self._resources)
         delivery = self._take_out(request, keep_computed=True)
         assert delivery is not None
         self._send_final(request, delivery, reason, metrics)
 
     def send_held(self) -> None:
-        """Send the held finals that need not wait any longer."""
+        """Send the held finals that no running request holds back any more."""
 
     def fail(self, request: LlmRequest, code: ErrorCode, message: str, *, clear_blocks: bool = False) -> None:
-        """A request that ran ends with an error.
+        """End an active request with an error.
 
-        clear_blocks   a step left something in its blocks that the next owner must not read
+        clear_blocks   clear its blocks, in which a failed step may have left anything
         """
         self._take_out(request, keep_computed=False, clear_blocks=clear_blocks)
         self._send_error(request.request_id, code, error_text(code, f"request {request.request_id}: {message}"))
 
     def end_waiting(self, admitted: Admitted, reason: FinishReason) -> None:
-        """A request that never ran ends without an error and without tokens."""
+        """End a queued request without an error and without tokens."""
         metrics = self._timings.take(admitted.request, self._resources)
         self._intake.forget(admitted.request.request_id)
         self._deliveries.admit(admitted)
@@ -82,12 +82,13 @@ class Finals:
         self._send_final(admitted.request, delivery, reason, metrics)
 
     def fail_waiting(self, admitted: Admitted, code: ErrorCode, message: str) -> None:
+        """End a queued request with an error."""
         request_id = admitted.request.request_id
         self._intake.forget(request_id)
         self._send_error(request_id, code, error_text(code, f"request {request_id}: {message}"))
 
     def answer_refusals(self) -> None:
-        """Call before any other final: a duplicate id is refused while the original is alive."""
+        """Answer all refused items. Call before any other final: a duplicate is refused while the original is alive."""
         refusals = self._unanswered.refusals
         while refusals:
             error, text = refusals[0].error, refusals[0].error.response_text()
@@ -97,8 +98,8 @@ class Finals:
     def fail_everything(self, error: BatchManagerError) -> None:
         """Answer every unanswered item: refusals with their own text, live requests with this error.
 
-        Uses `UnansweredItems` only, and touches no pool and no device: any other state may be broken. If this raises,
-        the rest is left for the next call.
+        Relies on `UnansweredItems` only, and uses neither pool nor device: any other state may be inconsistent. If this
+        raises, the next call answers the rest.
         """
         self.answer_refusals()
         self.ended += [request.request_id for request in self._active]
@@ -110,7 +111,7 @@ class Finals:
             self._send_error(request_id, error.code, text)
 
     def take_ended(self) -> tuple[int, ...]:
-        """Ids of requests that ran and ended since the last call of this."""
+        """Return the ids of requests that ran and ended since the last call of this method."""
         ended, self.ended = tuple(self.ended), []
         return ended
 

@@ -1,4 +1,4 @@
-"""The engine in one sentence: fetch, schedule, claim, start, finish, advance, respond, poll, report."""
+"""The generation loop. An iteration: fetch, schedule, claim, start, finish, advance, respond, poll, report."""
 
 from collections.abc import Callable, Sequence
 
@@ -38,19 +38,19 @@ from .static_batch import HeldFinals, StaticBatch
 
 FinishedStep = tuple[StepInFlight, StepOutput]
 
-RESPONSES_AT_ONCE = 32    # made before they are sent: so few that Python's garbage collector does not set in
+RESPONSES_AT_ONCE = 32    # built before they are sent; few enough not to trigger Python's garbage collector
 
 
 class GenerationLoop:
-    """Runs iterations. One thread calls it; nothing here knows which.
+    """Runs iterations, on any one thread.
 
     Up to `limits.window_depth` steps are in flight. An iteration launches the next step before it reads the oldest one;
-    steps/window.py says which requests the steps may share.
+    steps/window.py defines which requests the steps may share.
 
-    Where a failure is caught decides what it costs: one sequence (StepRunner), the active requests (a scheduler that
-    broke its contract), or all requests (`fail`, called by the worker when `step` raises).
+    A failure costs one sequence if StepRunner catches it, the active requests if a scheduler broke its contract, and
+    all requests if `step` raises: then the worker calls `fail`.
 
-    failure     why the engine failed, None while it runs; afterwards every request is answered with it
+    failure     error of a failed engine, with which every request is answered; None while the engine runs
     iteration   number of the next record
     """
 
@@ -89,11 +89,11 @@ class GenerationLoop:
         self._in_scheduler = callbacks.guard.raising("schedule_request", passing=SchedulerContractError)
 
     def step(self, *, accept_new: bool) -> bool:
-        """One turn of the loop. False when there was nothing to do."""
+        """Run one iteration. Returns False if there was nothing to do."""
         room = self._room()
         if accept_new:
             self.intake.ask(room)
-        if self.is_empty:    # kept short: an idle worker comes here two hundred times a second
+        if self.is_empty:    # kept short: an idle worker runs this two hundred times a second
             self.window.drop_all()
             self.callbacks.poll_stops()
             return False
@@ -119,19 +119,18 @@ class GenerationLoop:
 
     @property
     def is_empty(self) -> bool:
-        """Every item has had its final response, and nothing that was fetched is unread."""
+        """Whether every fetched item has had its final response."""
         items = self.unanswered
         return not (items.alive or items.refusals or items.undecided or self.callbacks.fetched)
 
     def answer_the_rest(self, error: BatchManagerError) -> None:
-        """Send one final with this error for each live request and each item that is handed over. Afterwards the loop
-        is empty.
+        """Answer each live request and each fetched item with this error. Afterwards the loop is empty.
 
-        An exception in here leaves the rest for the next call; the same holds for `fail`.
+        If this raises, the next call answers the rest; the same holds for `fail`.
         """
         self.window.forget()
         if self.failure is None:
-            self._give_everything_back()
+            self._release_everything()
         self.callbacks.fetched.stop_growing()
         self.finals.fail_everything(error)
         while not self.is_empty:
@@ -139,17 +138,16 @@ class GenerationLoop:
             self.finals.answer_refusals()
         self.callbacks.after_responses()
 
-    def _give_everything_back(self) -> None:
-        """Release what all requests hold, so that none holds a block when its final callback runs. Not for an engine
-        that has failed."""
+    def _release_everything(self) -> None:
+        """Release the resources of all requests before their final callbacks run. Not for a failed engine."""
         try:
             for request in self.active:
                 self._resources.release(request)
         except BaseException:    # the finals matter more
-            log.exception("what requests held could not be released at the end")
+            log.exception("the resources of active requests could not be released at the end")
 
     def fail(self, error: BatchManagerError) -> None:
-        """The engine cannot go on: answer every request now, and every later one until shutdown."""
+        """Mark the engine as failed: answer every request with the error, and later ones until shutdown."""
         if self.failure is None:
             self.failure = error
         self.window.forget()
@@ -171,7 +169,7 @@ class GenerationLoop:
             self._resources.admit(admitted)
             self.deliveries.admit(admitted)
         record.had_refusals = bool(self.unanswered.refusals)
-        if self.intake.came_late:            # it must not run; its duplicates are refused first, while it is alive
+        if self.intake.came_late:            # such a request must not run; its duplicates are refused while it is alive
             self.finals.answer_refusals()
             self._expire()
         record.active_requests = len(self.active.in_order)
@@ -180,7 +178,7 @@ class GenerationLoop:
     # schedule, claim, start
 
     def _schedule(self, record: IterationRecord) -> SchedulerOutput | None:
-        """A plan that keeps all rules; None if nothing can be planned until a step in flight has been read."""
+        """Return a checked plan; None if nothing can be planned until a step in flight is read."""
         if not record.active_requests or self.window.must_be_read:
             return None
         active = list(self.active.in_order)
@@ -190,28 +188,28 @@ class GenerationLoop:
         try:
             with self._in_scheduler:
                 plan = self.scheduler.schedule_request(active, blocked)
-                what = "its plan cannot be read: that"
+                what = "reading its plan"
                 plan = plain_plan(plan, len(active))
                 if self._pauses_in_flight(plan):
-                    return None    # that step is read first: requests may end in it, and no pause is needed then
+                    return None    # read that step first: requests may end in it, which may make the pause unnecessary
                 check_plan(self.scheduler, plan, active, blocked, self.kv, self.limits)
-        except ForeignCodeError as failure:    # it costs the active requests and no more
+        except ForeignCodeError as failure:    # costs the active requests only
             rule = f"{what} raised {type_name(failure.error)}"
             log.error("the scheduler: %s\n%s", rule, where_raised(failure.error))
             raise SchedulerContractError(self.scheduler, rule) from failure.error
         num_scheduled = len(plan.context_requests) + len(plan.generation_requests)
         if num_scheduled < len(active):
-            self._starvation.look(self.scheduler, plan, active, blocked)
+            self._starvation.check(self.scheduler, plan, active, blocked)
             if self.reporter.wants_trace:
                 record.waiting = waiting_reasons(plan, active, blocked, self.kv, self.limits,
                                                  is_static=self._static_batch is not None)
         if not (num_scheduled or self.window):
             raise SchedulerContractError(
-                self.scheduler, f"{len(active)} requests are active, none is scheduled and nothing is in flight")
+                self.scheduler, f"{len(active)} requests are active, but none is scheduled and no step is in flight")
         return plan
 
     def _pauses_in_flight(self, plan: SchedulerOutput) -> bool:
-        """Whether the plan pauses a request that is in a step in flight. An object that is no plan pauses none."""
+        """Whether the plan pauses a request that is in a step in flight. False for an object of another type."""
         return (isinstance(plan, SchedulerOutput) and bool(plan.paused_requests)
                 and self.window.holds_any(plan.paused_requests))
 
@@ -227,7 +225,7 @@ class GenerationLoop:
             try:
                 batch = self._resources.claim(plan, record.number, record.micro_batch_id)
             except OutOfResourceError as error:
-                raise SchedulerContractError(self.scheduler, f"more than there is: {error}") from error
+                raise SchedulerContractError(self.scheduler, f"its plan exceeds a resource: {error}") from error
             if self._static_batch is not None:
                 batch = self._static_batch.padded(batch, plan)
                 record.static_batch = self._static_batch.stats
@@ -246,9 +244,9 @@ class GenerationLoop:
     # finish, advance
 
     def _finish(self, batch: ScheduledBatch | None) -> FinishedStep | None:
-        """Read the oldest step in flight; None while more can be launched first.
+        """Read the oldest step in flight; None while more steps can be launched first.
 
-        batch   launched by this iteration; None: nothing was
+        batch   the batch that this iteration launched, or None
         """
         window = self.window
         if window.is_full:
@@ -265,7 +263,7 @@ class GenerationLoop:
         outcome = advance(flight.step.batch, output, flight.requests, flight.void, self.deliveries, self._resources,
                           may_have_ended=self.window.depth > 1)
         if self.timings.asking:
-            # The id of a request that ended while the step ran may belong to another request by now.
+            # If a request ended while the step ran, another one may have its id now.
             active = [request for request in flight.requests if self.active.get(request.request_id) is request]
             self.timings.note_tokens(active, flight.void)
         record.generated_tokens = outcome.generated_tokens
@@ -287,8 +285,8 @@ class GenerationLoop:
         self._expire()
 
     def _expire(self) -> None:
-        """End the requests whose deadline has passed: with their tokens, or with an error if they have none. Then send
-        the held finals that no running request holds back any more."""
+        """End requests whose deadline has passed, with their tokens or, if they have none, with an error. Then send
+        the held finals that are due."""
         expired = self.intake.expired()
         for admitted in self.intake.withdraw(expired.keys()):
             self.finals.fail_waiting(admitted, ErrorCode.DEADLINE, expired[admitted.request.request_id])
@@ -304,7 +302,7 @@ class GenerationLoop:
             self.finals.send_held()
 
     def _answer_all_active(self, error: SchedulerContractError) -> Outcome:
-        """The scheduler broke a rule, so there is no plan: fail the active requests, and drop the steps in flight."""
+        """Fail the active requests and drop the steps in flight, because the scheduler broke a rule."""
         self.finals.answer_refusals()
         for request in list(self.active.in_order):
             self.finals.fail(request, error.code, str(error))
@@ -314,7 +312,7 @@ class GenerationLoop:
     # poll
 
     def _poll_stops(self) -> None:
-        """End the live requests that are to stop; other ids are not remembered."""
+        """End the live requests that the poll callback names. Other ids are ignored."""
         stops = self.callbacks.poll_stops()
         if not stops:
             return
@@ -328,8 +326,7 @@ class GenerationLoop:
     # report
 
     def _report(self, record: IterationRecord) -> bool:
-        """Close the iteration. Returns whether it did anything. An iteration without an active request and without a
-        refusal is not reported."""
+        """Report the iteration if it had an active request or a refusal. Returns whether it did anything."""
         if self.failure is None:
             self.kv.check_totals()
         if self.finals.ended:
@@ -343,7 +340,7 @@ class GenerationLoop:
                 self.reporter.trace(record, self._phase_times.take(), len(self.intake))
             self._send_record(record)
             if self._flush_stats_when_idle and record.active_requests and self.is_empty:
-                self.window.drop_all()    # no request needs what they still compute
+                self.window.drop_all()    # no request needs their results
                 self._send_record(IterationRecord(self.iteration, self.iteration % self.limits.num_micro_batches,
                                                   self.clock.monotonic(), kv_cache=self.kv.usage(),
                                                   static_batch=self._no_static_batch))

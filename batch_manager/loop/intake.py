@@ -1,4 +1,4 @@
-"""From what the get callback returned to accepted requests, refusals, and a bounded queue between them."""
+"""Turns fetched items into accepted requests or refusals, and queues requests until they become active."""
 
 import logging
 from collections import deque
@@ -22,12 +22,12 @@ from .callbacks import GuardedCallbacks
 from .timings import Timings
 from .unanswered import Refusal
 
-MOST_SECONDS_IN_THE_FUTURE = 1.0    # of an arrival: clocks are read on several threads
+MAX_ARRIVAL_AHEAD_S = 1.0    # tolerance for an arrival time in the future
 
 
 @dataclass(frozen=True, slots=True)
 class QueueBounds:
-    """How much accepted work may be alive. Beyond it a request is refused at once."""
+    """Limits on accepted work. A request beyond them is refused at once."""
 
     max_queued_requests: int
     max_queued_tokens: int
@@ -39,16 +39,17 @@ class QueueBounds:
 
 
 class Intake:
-    """Decides each fetched item once.
+    """Accepts or refuses each fetched item, once.
 
     Items come from `GuardedCallbacks.fetched`; `GuardedCallbacks.unanswered` lists them until their final response.
 
     num_accepted, num_refused, unaddressable   items decided since construction
-    arrived         ids accepted since `take_arrived` was called
-    timings         of the accepted requests
-    num_prompt_tokens   of the accepted requests
-    came_late       a request was accepted after its deadline, which counts from its arrival_time; `expired` resets it
-    num_warnings    accepted requests that were changed on the way in (an output length cut to what fits)
+    arrived         ids accepted since the last call of `take_arrived`
+    timings         times of the accepted requests
+    num_prompt_tokens   prompt tokens of the accepted requests, since construction
+    came_late       whether a request was accepted after its deadline, which counts from its arrival_time; `expired`
+                    resets it
+    num_warnings    accepted requests whose output length was cut to fit
     """
 
     def __init__(self, callbacks: GuardedCallbacks, admission: Admission, bounds: QueueBounds, clock: Clock,
@@ -69,7 +70,7 @@ class Intake:
         self._bytes_of: dict[int, int] = {}
         self._bytes_in_flight = 0
         self.came_late = False
-        self._deadlines: dict[int, tuple[float, float]] = {}     # when it passes, and deadline_s as the request has it
+        self._deadlines: dict[int, tuple[float, float]] = {}     # request id -> (time of the deadline, deadline_s)
         self.arrived: list[int] = []
         self.is_terminating = False
         self.num_warnings = 0
@@ -81,7 +82,7 @@ class Intake:
 
     @property
     def num_alive(self) -> int:
-        """Accepted requests whose final has not been sent, waiting or active. One number, for any thread to read."""
+        """Accepted requests without a final, waiting or active. Any thread may read it."""
         return len(self._unanswered.alive)
 
     @property
@@ -99,28 +100,27 @@ class Intake:
 
     @property
     def unaddressable(self) -> int:
-        """Items without a usable id. They are counted and logged; no response can be sent for them."""
+        """Items without a usable id, for which no response can be sent."""
         return self._unanswered.num_unaddressable
 
     def holds(self, request_id: int) -> bool:
         return request_id in self._queued_ids
 
     def ask(self, room: int | None) -> None:
-        """Call the get callback for as many requests as there is room for after the queue has moved in.
+        """Call the get callback for as many requests as there is room for besides the queued ones.
 
-        room   how many more requests may become active; None: unbounded
+        room   number of further requests that may become active; None: unbounded
         """
         if not self.is_terminating:
             self._callbacks.fetched.ask(-1 if room is None else max(room - len(self._queue), 0))
 
     def fetch(self, room: int | None, is_active: Callable[[int], bool],
               failure: BatchManagerError | None = None) -> list[Admitted]:
-        """Decide up to max_admissions_per_iteration of the fetched items. Refused ones join the unanswered items.
+        """Accept or refuse up to max_admissions_per_iteration items. Returns the requests that become active.
 
-        room         how many more requests may become active; None: unbounded. The queue goes first.
+        room         number of further requests that may become active, queued ones first; None: unbounded
         is_active    whether an id belongs to an active request
-        failure      when given, every item is refused with it
-        Returns the requests that become active now.
+        failure      refuse every item with this error; None: decide normally
         """
         unanswered, fetched = self._unanswered, self._callbacks.fetched
         if not (self._queue or unanswered.undecided or fetched):
@@ -143,7 +143,7 @@ class Intake:
                 continue
             if request_id == self._terminate_req_id:
                 self.is_terminating = True
-                unanswered.pass_over()
+                unanswered.drop()
                 continue
             try:
                 if failure is not None:
@@ -168,7 +168,7 @@ class Intake:
         if is_alive(request_id):
             raise DuplicateRequestIdError(
                 f"request {request_id}: a request with this id is alive",
-                "it is untouched; this text answers the second one",
+                "this refusal is for the duplicate; the live request goes on",
                 "wait for the final response of an id before using it again")
         try:
             admitted = self._admission.admit(item)
@@ -180,32 +180,32 @@ class Intake:
                                       "its values must be torch CPU tensors, numpy arrays, numbers or lists",
                                       "report it with the log; the others go on") from error
         if admitted.request.request_id != request_id:
-            raise InvalidRequestError(f"request {request_id}: its request_id is another one each time it is read",
-                                      "an id stays what it is until the final response", "do not override request_id")
+            raise InvalidRequestError(f"request {request_id}: its request_id changes between two reads",
+                                      "the id must not change", "do not override request_id")
         if admitted.arrival_time is not None:
             self._check_arrival(request_id, admitted.arrival_time)
         tokens, bounds = admitted.request.prompt_len, self._bounds
         if not has_room and len(self._queue) >= bounds.max_queued_requests:
-            raise QueueFullError(f"request {request_id}: {len(self._queue)} requests wait already",
-                                 f"at most {bounds.max_queued_requests} may",
-                                 "hand over no more than get was asked for, or raise max_queued_requests")
+            raise QueueFullError(f"request {request_id}: {len(self._queue)} requests are queued already",
+                                 f"max_queued_requests is {bounds.max_queued_requests}",
+                                 "return no more than max_num_requests from get, or raise max_queued_requests")
         if not has_room and self._queued_tokens + tokens > bounds.max_queued_tokens:
-            raise QueueFullError(f"request {request_id}: its {tokens:,} prompt tokens would make "
-                                 f"{self._queued_tokens + tokens:,} waiting ones",
-                                 f"at most {bounds.max_queued_tokens:,} may wait",
+            raise QueueFullError(f"request {request_id}: with its {tokens:,} prompt tokens "
+                                 f"{self._queued_tokens + tokens:,} would be queued",
+                                 f"max_queued_tokens is {bounds.max_queued_tokens:,}",
                                  "try again later, or raise max_queued_tokens")
         if self._bytes_in_flight + admitted.num_bytes > bounds.max_bytes_in_flight:
             raise QueueFullError(f"request {request_id}: it needs {admitted.num_bytes:,} bytes for its tensors and the "
                                  f"logits it asks for, and {self._bytes_in_flight:,} are in use",
-                                 f"at most {bounds.max_bytes_in_flight:,} may be",
+                                 f"max_bytes_in_flight is {bounds.max_bytes_in_flight:,}",
                                  "ask for fewer logits, try again later, or raise max_bytes_in_flight")
         return admitted
 
     def _check_arrival(self, request_id: int, arrival_time: float) -> None:
         ahead = arrival_time - self._clock.monotonic()
-        if ahead > MOST_SECONDS_IN_THE_FUTURE:
+        if ahead > MAX_ARRIVAL_AHEAD_S:
             raise InvalidRequestError(f"request {request_id}: arrival_time is {arrival_time:g}, {ahead:.6g} seconds in "
-                                      "the future", "it is in the past, in seconds of the engine's clock",
+                                      "the future", "it must be in the past, in seconds of the engine's clock",
                                       "take it from time.monotonic(), not from time.time()")
 
     def _note_accepted(self, admitted: Admitted) -> None:
@@ -246,12 +246,12 @@ class Intake:
         return admitted
 
     def take_arrived(self) -> tuple[int, ...]:
-        """Ids accepted since the last call of this."""
+        """Return the ids accepted since the last call of this method."""
         arrived, self.arrived = tuple(self.arrived), []
         return arrived
 
     def withdraw(self, request_ids: Set[int]) -> list[Admitted]:
-        """Take these out of the queue; ids that are not in it are ignored."""
+        """Remove these requests from the queue and return them. Ids that are not queued are ignored."""
         wanted = request_ids & self._queued_ids
         if not wanted:
             return []
@@ -275,8 +275,7 @@ class Intake:
         self.timings.clear()
 
     def expired(self) -> dict[int, str]:
-        """The ids whose deadline has passed, each with the error text for a request without a token. An id is returned
-        once."""
+        """Return, once, each id whose deadline has passed, with the error text for a request without a token."""
         self.came_late = False
         if not self._deadlines:
             return {}
@@ -286,11 +285,11 @@ class Intake:
         for request_id in late:
             del self._deadlines[request_id]
         return {request_id: f"deadline_s is {deadline_s:g} and it passed before the first token; it counts from "
-                            "the arrival and must last for waiting, the prompt and one token; give the request more "
-                            "time, or the engine less work" for request_id, deadline_s in late.items()}
+                            "the arrival and includes queueing, the prompt and one token; raise deadline_s, or lower "
+                            "the load" for request_id, deadline_s in late.items()}
 
     def forget(self, request_id: int) -> None:
-        """The request has ended; its bytes and its deadline no longer count."""
+        """Drop the bytes, the deadline and the times of an ended request."""
         self._bytes_in_flight -= self._bytes_of.pop(request_id, 0)
         self._deadlines.pop(request_id, None)
         self.timings.forget(request_id)

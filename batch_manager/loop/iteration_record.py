@@ -1,4 +1,4 @@
-"""What one iteration did: filled while it runs, then handed to the reporter."""
+"""The record of an iteration, filled while it runs and read by the reporter."""
 
 from dataclasses import dataclass, field
 
@@ -11,22 +11,21 @@ NO_PLAN = SchedulerOutput()
 
 @dataclass(slots=True)
 class IterationRecord:
-    """One iteration. It describes the step at its launch: which requests were active, which ran, which blocks were in
-    use.
+    """One iteration. It describes the step at its launch.
 
-    number             rises by one with every record that is reported
-    micro_batch_id     which of the micro-batches in flight it launches
-    started_at         seconds, of the engine's clock
-    active_requests    when the step was planned
-    plan               what was carried out; empty where nothing was launched
+    number             rises by one with every reported record
+    micro_batch_id     the micro-batch that the iteration launches
+    started_at         start of the iteration, in seconds of the engine's clock
+    active_requests    active requests when the step was planned
+    plan               the executed plan; empty if nothing was launched
     chunks             (request id, first position, tokens) of each context chunk
-    kv_cache           None until the step was launched
-    static_batch       where batches are static, the one that ran, empty where none did; None: batching in flight
-    generated_tokens   appended to requests
-    had_refusals       items were refused
-    figures            name of a statistic -> value, of what requests hold besides KV cache blocks
-    arrived, finished  ids of the requests that were accepted, and of those that ended after they ran
-    waiting            reason -> ids of the active requests that are in no step, where traces are wanted
+    kv_cache           use of the KV cache after the claim; None before it
+    static_batch       with static batching, the batch that ran, empty if none did; None: in-flight batching
+    generated_tokens   tokens appended to requests
+    had_refusals       whether items were refused
+    figures            name of a statistic -> value, of resources besides KV cache blocks
+    arrived, finished  ids of the requests that were accepted, and of those that ran and ended
+    waiting            reason -> ids of the active requests in no step; filled for traces only
     """
 
     number: int
@@ -51,10 +50,10 @@ class Totals:
 
     recomputed_tokens   computed tokens that pauses discarded
     discarded_tokens    tokens of requests that had ended when their step was read
-    steps_in_flight     launched and not read
-    queued_requests, queued_tokens   accepted, waiting to become active
-    accepted, refused   items
-    prompt_tokens       of accepted requests
+    steps_in_flight     steps that were launched and not read
+    queued_requests, queued_tokens   accepted requests that wait to become active, and their prompt tokens
+    accepted, refused   items that were accepted and refused
+    prompt_tokens       prompt tokens of accepted requests
     """
 
     recomputed_tokens: int = 0

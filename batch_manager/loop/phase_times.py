@@ -1,4 +1,4 @@
-"""How long each phase of an iteration took: for traces."""
+"""Measures the phases of an iteration, for traces."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -6,23 +6,23 @@ from typing import Any
 
 from ..seams import Clock
 
-# Methods of the loop that are timed, and what a trace calls them.
+# Timed methods of the loop -> names of the phases in a trace.
 PHASES = {"_fetch": "fetch", "_schedule": "schedule", "_claim": "claim", "_start": "start", "_finish": "read",
           "_advance": "advance", "_respond": "respond", "_poll_stops": "poll"}
 
 
 class PhaseTimes:
-    """Times the phases of a loop's iterations. Where nothing is traced there is no such object and no cost."""
+    """Times the phases of a loop's iterations. Created only with tracing, so it costs nothing without."""
 
     def __init__(self, loop: object, clock: Clock) -> None:
-        """Mutates `loop`: its methods that are phases are wrapped."""
+        """Mutates `loop`: wraps the methods of its phases."""
         self._now = clock.monotonic
         self._microseconds: dict[str, int] = {}
         for method, phase in PHASES.items():
             setattr(loop, method, self._timed(getattr(loop, method), phase))
 
     def take(self) -> dict[str, int]:
-        """Phase -> microseconds, of the phases that ended since the last call."""
+        """Return phase -> microseconds, of the phases that ended since the last call."""
         taken, self._microseconds = self._microseconds, {}
         return taken
 

@@ -1,4 +1,4 @@
-"""Reports an iteration: statistics for the callback, a trace for pictures."""
+"""Reports an iteration: statistics to the callback, a trace to the hook."""
 
 from collections.abc import Callable, Mapping
 from operator import index
@@ -13,9 +13,9 @@ from .timings import Timings
 
 
 class Reporter:
-    """Makes a record of an iteration, and a trace where one is wanted.
+    """Sends the statistics and the trace of an iteration.
 
-    wants_trace   there is a callable that takes traces
+    wants_trace   whether there is a trace hook
     """
 
     def __init__(self, *, callbacks: GuardedCallbacks, backend: ModelBackend, clock: Clock, max_requests: int,
@@ -24,7 +24,7 @@ class Reporter:
         self._backend = backend
         self._clock = clock
         self._timings = timings
-        self._accepted = self._refused = 0    # of the records so far
+        self._accepted = self._refused = 0    # in the records so far
         self._max_requests = max_requests
         self._trace = trace
         self.wants_trace = trace is not None
@@ -33,7 +33,7 @@ class Reporter:
             callbacks.guard.containing, ("trace", "memory_usage", "figures"))
 
     def trace(self, record: IterationRecord, phases_us: Mapping[str, int], queued_requests: int) -> None:
-        """Only where `wants_trace`."""
+        """Call the trace hook. Requires `wants_trace`."""
         plan = record.plan
         kv_cache = record.kv_cache
         assert kv_cache is not None
@@ -48,6 +48,7 @@ class Reporter:
             hook(trace)
 
     def report(self, record: IterationRecord, totals: Totals) -> None:
+        """Call the statistics callback, if there is one."""
         callbacks, plan = self._callbacks, record.plan
         if not callbacks.wants_stats:
             return
@@ -103,7 +104,7 @@ class Reporter:
         callbacks.return_stats(to_json(stats))
 
     def _figures_now(self) -> dict[str, int]:
-        """The backend's own figures; none where it raises."""
+        """The backend's own figures; none if it raises."""
         figures = self._figures_of_backend
         if figures is not None:
             with self._in_figures:
@@ -111,11 +112,11 @@ class Reporter:
         return {}
 
     def _memory_now(self) -> MemoryUsage:
-        """The backend's memory; zeros where it raises, because a statistic must cost no request."""
+        """The backend's memory; zeros if it raises, because a statistic must not fail requests."""
         with self._in_memory_usage:
             memory = self._backend.memory_usage()
             gpu, cpu, pinned = map(index, (memory.gpu, memory.cpu, memory.pinned))
             if not 0 <= min(gpu, cpu, pinned) <= max(gpu, cpu, pinned) < 2**63:
-                raise ValueError("no number of bytes")
+                raise ValueError("not a number of bytes")
             return MemoryUsage(gpu, cpu, pinned)
         return MemoryUsage()

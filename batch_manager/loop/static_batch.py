@@ -1,6 +1,6 @@
-"""Static batching (TrtGptModelType.V1) in the loop: the batch that runs, and finals that wait for its last member.
+"""Static batching (TrtGptModelType.V1) in the loop: the running batch, and finals held back until its last member ends.
 
-The scheduler of static batches is scheduling/static_batch.py, their padded layout runtime/layouts.py.
+scheduling/lockstep.py schedules static batches; runtime/layouts.py has their padded layout.
 """
 
 from dataclasses import replace
@@ -15,9 +15,9 @@ from .finals import Finals
 
 
 class StaticBatch:
-    """The batch that was formed last, in numbers.
+    """The batch that was formed last.
 
-    stats   of the batch when it was formed; they do not change with its members
+    stats   statistics of the batch when it was formed
     """
 
     def __init__(self, max_seq_len: int) -> None:
@@ -25,18 +25,18 @@ class StaticBatch:
         self.stats = StaticBatchStats()
 
     def padded(self, batch: ScheduledBatch, plan: SchedulerOutput) -> ScheduledBatch:
-        """The batch with a generation row for each member, finished members included. Contexts form a new batch."""
+        """Return the batch with a padded row for each member, finished ones included. Contexts form a new batch."""
         if plan.context_requests:
             self.stats = StaticBatchStats.of(plan.context_requests, self._max_seq_len)
         return replace(batch, num_places=self.stats.members)
 
 
 class HeldFinals(Finals):
-    """Finals that wait for the last member of the batch.
+    """Finals that are held back until the last member of the batch ends.
 
-    A request that has ended naturally stays active, keeps its blocks, and does not run any more. Its final is sent when
-    the last running member has ended, for whatever reason. A request that is stopped, fails or times out gets its final
-    at once, and the batch goes on; if it had ended naturally before, the final says so.
+    A completed request stays active, keeps its blocks and no longer runs. Its final is sent when the last running
+    member has ended, for any reason. A request that is stopped, fails or times out gets its final at once, and the
+    batch goes on. If such a request was complete before, its final has the reason of the completion.
     """
 
     def end(self, request: LlmRequest, reason: FinishReason) -> None:

@@ -1,4 +1,4 @@
-"""When requests arrived, started and got their tokens: for statistics, and for requests that ask."""
+"""Times of requests: arrival, start and tokens, for statistics and for `return_perf_metrics`."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
@@ -14,12 +14,12 @@ from ..steps.resources import Resources
 
 
 class Timings:
-    """Arrivals of the requests that have not started, and the metrics of those that asked for them.
+    """Arrival times of requests that have not started, and the metrics of requests that asked for them.
 
-    asking           request id -> its metrics so far. Where it is empty, no metrics are computed
-    waiting          request id -> seconds of the clock when it arrived, of accepted requests that never were in a step
-    lookup_tokens, hit_tokens   of prompts at their first start, where blocks are reused: all, and those found
-    started          requests that were in a step for the first time since `take_started` was called
+    asking           request id -> metrics so far, of requests with `return_perf_metrics`
+    waiting          request id -> arrival in seconds of the clock, of accepted requests that were in no step yet
+    lookup_tokens, hit_tokens   with block reuse, the prompt tokens at the first start of requests, and the cached ones
+    started          requests in a step for the first time, since the last call of `take_started`
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -36,11 +36,11 @@ class Timings:
             self.asking[request_id] = PerfMetrics(arrival_time_ns=_ns(arrived_at))
 
     def note_starts(self, batch: ScheduledBatch, contexts: Sequence[LlmRequest], kv: KvCacheManager) -> None:
-        """These contexts are in a step that is about to be launched."""
+        """Note that these contexts are in a step that is about to be launched."""
         waiting = self.waiting
         now = None
         for work, request in zip(batch.context, contexts):
-            if work.setup is None or request.request_id not in waiting:    # a later chunk, or resumed after a pause
+            if work.setup is None or request.request_id not in waiting:    # a later chunk, or a start after a pause
                 continue
             request_id, now = request.request_id, self._clock.monotonic() if now is None else now
             queue_s = max(now - waiting.pop(request_id), 0.0)
@@ -55,30 +55,33 @@ class Timings:
                                                   cached_tokens=kv.reused_tokens(request))
 
     def take_started(self) -> tuple[int, float, float]:
-        """Of the requests that started since the last call: how many, the sum and the largest of their queue times, in
-        seconds."""
+        """Return, for the requests that started since the last call, their number, and the sum and the maximum of their
+        queue times in seconds."""
         taken = self.started, self._queue_s, self._longest_queue_s
         self.started, self._queue_s, self._longest_queue_s = 0, 0.0, 0.0
         return taken
 
     def oldest_wait_s(self, now: float) -> float:
-        """How long the first waiting request, in order of admission, has waited; 0.0: none waits."""
+        """Seconds that the first waiting request, in order of admission, has waited; 0.0 if none waits."""
         for arrived_at in self.waiting.values():
             return max(now - arrived_at, 0.0)
         return 0.0
 
-    def note_tokens(self, requests: Iterable[LlmRequest], passed_over: Collection[LlmRequest]) -> None:
-        """A step of these active requests was read. Call it only if a request is `asking`."""
+    def note_tokens(self, requests: Iterable[LlmRequest], void: Collection[LlmRequest]) -> None:
+        """Note that a step of these active requests was read. Call it only if a request is `asking`.
+
+        void   requests with void rows, which got no token
+        """
         now = _ns(self._clock.monotonic())
         for request in requests:
             metrics = self.asking.get(request.request_id)
             # A request whose whole context is computed got a token.
-            if metrics is not None and request.context_read == request.prompt_len and request not in passed_over:
+            if metrics is not None and request.context_read == request.prompt_len and request not in void:
                 self.asking[request.request_id] = replace(
                     metrics, first_token_time_ns=metrics.first_token_time_ns or now, last_token_time_ns=now)
 
     def note_pauses(self, paused: Sequence[LlmRequest], kv: KvCacheManager) -> None:
-        """These are about to release what they hold. Call it only if a request is `asking`."""
+        """Note a pause, before the requests release their blocks. Call it only if a request is `asking`."""
         for request in paused:
             metrics = self.asking.get(request.request_id)
             if metrics is not None:
@@ -88,12 +91,12 @@ class Timings:
                                                           recomputed_tokens=metrics.recomputed_tokens + computed)
 
     def take(self, request: LlmRequest, resources: Resources) -> PerfMetrics | None:
-        """The metrics of a request that is about to release what it holds for the last time; None: it did not ask."""
+        """Return the metrics of a request at its end, before it releases its blocks; None if it did not ask."""
         metrics = self.asking.pop(request.request_id, None) if self.asking else None
         return None if metrics is None else _with_blocks(metrics, *resources.blocks_since_start(request))
 
     def forget(self, request_id: int) -> None:
-        """The request has ended."""
+        """Drop an ended request."""
         self.waiting.pop(request_id, None)
         self.asking.pop(request_id, None)
 

@@ -1,19 +1,19 @@
-"""The items that still need a final response: exact whatever is raised, wherever.
+"""The items that still need a final response. This state stays exact through any exception.
 
-Another thread may raise an exception in the worker at any moment (`PyThreadState_SetAsyncExc`); a signal handler does
-the same to a loop on the main thread. CPython looks for such an exception where a Python function begins or goes on
-after a yield, when a call returns, and where a loop jumps back. The code that moves an item from one state to the next
-is written so that none of these places lies in between:
+Another thread may raise an exception in the worker at any moment (`PyThreadState_SetAsyncExc`); a signal handler can do
+the same to a loop on the main thread. CPython checks for such an exception where a Python function starts or resumes
+after a yield, after a call returns, and at the backward jump of a loop. The code that moves an item from one state to
+the next contains no such point:
 
--  Assignments and `del`s of plain attributes, lists, deques, and dicts whose keys are hashed in C are carried out all
-   or not at all when nothing is called between them. So is a call that follows them, as far as its beginning:
+-  Consecutive assignments and `del`s of plain attributes, lists, deques, and dicts whose keys are hashed in C take
+   effect together if there is no call between them. So does the start of a call that follows them:
    `del alive[request_id]`, then `send(...)`.
--  The value a call returns would be lost between the return and the assignment. `kept.extend(map(call, [argument]))`
-   and `kept.extend(islice(iterator, 1))` are one call of C: the value is kept before anything can be raised. So a place
-   for one value is a list of none or one.
+-  The return value of a call could be lost between the return and the assignment. `kept.extend(map(call, [argument]))`
+   and `kept.extend(islice(iterator, 1))` are each one C call, which stores the value before an exception can be raised.
+   So a single value is stored in a list with at most one element.
 
-All other state of the loop may be inconsistent after an exception. A failed engine uses this state only
-(`Finals.fail_everything`), so every item gets its final response, and none gets a second.
+Any other state of the loop may be inconsistent after an exception. A failed engine uses this state only
+(`Finals.fail_everything`), so every item gets exactly one final response.
 """
 
 from collections import deque
@@ -33,17 +33,17 @@ class Refusal:
 
 
 class UnansweredItems:
-    """From the moment an item was fetched until its final callback begins.
+    """Lists each item from its fetch to the start of its final callback.
 
-    An item is `undecided` until it is accepted, refused or counted as unaddressable, in one piece. An accepted or
-    refused item stays listed until its final callback begins.
+    An item is `undecided` until it is accepted, refused or counted as unaddressable. An accepted or refused item stays
+    listed until its final callback starts.
 
-    undecided    the item that is being decided, if there is one
+    undecided    [the item that is being decided], or empty
     refusals     refused items, in order
     alive        ids of the accepted requests, in order
     num_accepted, num_refused, num_unaddressable   items decided
-    num_sent     final callbacks that began
-    errors       error code -> final callbacks with it that began
+    num_sent     final callbacks started
+    errors       error code -> final callbacks started with it
     """
 
     __slots__ = ("undecided", "refusals", "alive", "num_accepted", "num_refused", "num_unaddressable", "num_sent",
@@ -59,7 +59,7 @@ class UnansweredItems:
         self.num_sent = 0
         self.errors: dict[ErrorCode, int] = {}
 
-    # Decisions on the undecided item. Nothing is called before the last line of each: see above.
+    # Decisions on the undecided item. They make no calls: see the docstring of the module.
 
     def accept(self, request_id: int) -> None:
         self.num_accepted += 1
@@ -72,10 +72,10 @@ class UnansweredItems:
         del self.undecided[0]
 
     def note_unaddressable(self) -> None:
-        """The item has no usable id, so no response can be sent."""
+        """Drop the item, which has no usable id, so that no response can be sent."""
         self.num_unaddressable += 1
         del self.undecided[0]
 
-    def pass_over(self) -> None:
-        """The item was no request."""
+    def drop(self) -> None:
+        """Drop the item, which only ends the worker."""
         del self.undecided[0]

@@ -1,8 +1,8 @@
-"""Turns an item that the get callback returned into a request that can run, or into an error with the reason.
+"""Turns an item of the get callback into a request that can run, or into an error with the reason.
 
-Every reason for refusing a single request is here. The order of checks is: type, rank and element count, before
-anything is copied; bytes; the copy; the values of the copy. The copy is what runs, so changing a tensor after it was
-handed over has no effect.
+Every reason for refusing a single request is here. The order of checks is: type, rank and element count, then bytes,
+all before anything is copied; then the values of the copy. The engine uses the copy, so later changes of a tensor have
+no effect.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -39,12 +39,23 @@ from .inference_request import (
 )
 from .llm_request import LlmRequest
 from .prompt_table import PromptTable
-from .reading import MAX_WORD_LIST_SIZE, Bound, Given, few, floats, ids, integers, look, scalar, words
 from .response_options import ResponseOptions
 from .retention import KvCacheRetentionConfig, copied_retention
+from .tensor_values import (
+    MAX_WORD_LIST_SIZE,
+    Bound,
+    GivenTensor,
+    few,
+    floats,
+    ids,
+    integers,
+    read_tensor,
+    scalar,
+    words,
+)
 
-# Tensors that are documented and checked but do not run yet, and their features. A value other than the neutral one is
-# refused by name, and only `draft_input_ids` has one: no tokens. A feature that is built loses its rows here.
+# Tensors that are documented and checked but not supported yet, and their features. Any value is refused, except empty
+# `draft_input_ids`. When a feature is built, its rows are removed.
 NOT_BUILT: dict[str, str] = {
     "lora_task_id": "a LoRA adapter",
     "lora_weights": "a LoRA adapter",
@@ -53,15 +64,14 @@ NOT_BUILT: dict[str, str] = {
     "draft_logits": "speculative decoding",
 }
 
-# Refused by name where batches are static, built or not: TensorRT-LLM's padded batch does not have them.
+# Refused with static batching, as in TensorRT-LLM's padded batch.
 NOT_IN_STATIC_BATCHES: dict[str, str] = {
     "embedding_bias": "a bias on the logits",
     "draft_input_ids": "speculative decoding",
     "draft_logits": "speculative decoding",
 }
 
-# Refused by name with several beams, built or not: a draft continues one sequence, and a search ranks by
-# log-probabilities of its own.
+# Refused with several beams: a draft continues one sequence, and a beam search ranks by its own log-probabilities.
 NOT_WITH_BEAMS: dict[str, str] = {
     "return_top_log_probs": "the likeliest tokens",
     "raw_log_probs": "log-probabilities of the model's own logits",
@@ -69,11 +79,11 @@ NOT_WITH_BEAMS: dict[str, str] = {
     "draft_logits": "speculative decoding",
 }
 
-# Members of a static batch must set the same ones of these; each to a value of its own.
+# Members of a static batch must set the same subset of these; their values may differ.
 SAMPLING_OPTIONS = frozenset(parameter.tensor for parameter in PARAMETERS.values()) - {"beam_width"}
 
 MAX_CACHE_SALT = 1024
-MAX_TOP_LOG_PROBS = 20     # as many as OpenAI's API has
+MAX_TOP_LOG_PROBS = 20     # as in OpenAI's API
 LATEST_S = 1e9             # thirty years; as nanoseconds it is an int64
 BATCHED = "batched"        # the name of TensorRT-LLM's batched post-processor
 
@@ -94,15 +104,15 @@ _EXTRA_ID = Range(0, 2**63 - 1, whole=True)
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that was accepted.
+    """An accepted request.
 
     request      the running request
-    setup        what the device must know about it
-    response     what its responses hold
-    num_bytes    its tensors and the logits it will get back
+    setup        its options for the device
+    response     its options for responses
+    num_bytes    bytes of its tensors and of the logits that it asks for
     warnings     changes that made it fit, one sentence each
-    prompt_table   embeddings of its prompt-tuning tokens; None: its prompt has none
-    arrival_time   seconds of the engine's clock, as the request has it; None: it has none
+    prompt_table   embeddings of its prompt-tuning tokens; None without any
+    arrival_time   seconds of the engine's clock; None if the request does not set it
     """
 
     request: LlmRequest
@@ -115,12 +125,12 @@ class Admitted:
 
 
 @dataclass(slots=True)
-class _Looked:
+class _RawRequest:
     """A request after the first checks: plain scalars, and tensors of an allowed type and size."""
 
     scalars: dict[str, Any] = field(default_factory=dict)
     few: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    tensors: dict[str, Given] = field(default_factory=dict)
+    tensors: dict[str, GivenTensor] = field(default_factory=dict)
     num_bytes: int = 0
     is_streaming: bool = False
     priority: float = 0.5
@@ -132,16 +142,17 @@ class _Looked:
 
 
 class Admission:
-    """Decides about one item at a time, independently of earlier ones.
+    """Accepts or refuses one item at a time, independently of earlier ones.
 
     max_request_bytes         bytes of one request's tensors
-    gather_context_logits, gather_generation_logits   whether requests may ask for them
+    gather_context_logits, gather_generation_logits   whether requests may ask for these logits
     exclude_input_in_output   responses that are not streamed leave the prompt out
-    logits_post_processor_batched   the one that requests name "batched"; None: there is none
-    static_batching           requests run in static batches: streaming has no effect except that the one response
-                              holds the new tokens only, and each request has a batch_key
-    blocks_of                 KV cache blocks a request may hold at a time; None: one for each of its tokens, rounded up
-    guard                     of the engine: values of a request may be objects of the user's classes
+    logits_post_processor_batched   the post-processor that requests call "batched", or None
+    static_batching           requests run in static batches: each gets a batch_key, and streaming only means that the
+                              single response holds the new tokens without the prompt
+    blocks_of                 function of a request that returns the most KV cache blocks that it holds at a time; None:
+                              room for all its tokens
+    guard                     the engine's guard, for values of the user's classes
     """
 
     def __init__(self, limits: Limits, *, max_request_bytes: int = 64 * 1024 * 1024, gather_context_logits: bool = True,
@@ -160,9 +171,9 @@ class Admission:
         self._own_salts = count()
 
         vocab, longest = limits.vocab_size, limits.max_seq_len - 1
-        prompt = (longest, f"the maximum input length is max_seq_len - 1 = {longest:,}, for one token more must fit")
-        word_list = (MAX_WORD_LIST_SIZE, f"a word list may have {MAX_WORD_LIST_SIZE:,}")
-        table = (max_request_bytes, f"a request may have max_request_bytes = {max_request_bytes:,}")
+        prompt = (longest, f"the maximum input length is max_seq_len - 1 = {longest:,}, as one more token must fit")
+        word_list = (MAX_WORD_LIST_SIZE, f"the maximum size of a word list is {MAX_WORD_LIST_SIZE:,}")
+        table = (max_request_bytes, f"max_request_bytes is {max_request_bytes:,}")
         self._max_sizes: dict[str, tuple[int, str]] = {
             "input_ids": prompt,
             "input_token_extra_ids": prompt,
@@ -180,13 +191,13 @@ class Admission:
         self._top_k = Range(0, min(MAX_TOP_K, vocab), whole=True)
 
     def admit(self, item: object) -> Admitted:
-        """The request, ready to run.
+        """Check and copy an item. Returns a request that is ready to run.
 
-        Raises InvalidRequestError, or RequestTooLargeError if the whole KV cache could not hold it, and nothing else,
-        whatever `item` is and does.
+        Raises InvalidRequestError, or RequestTooLargeError for a request larger than the KV cache, and nothing else,
+        whatever the item is or does.
         """
         request_id = usable_id(item)
-        found = self._look_guarded(item)
+        found = self._read_guarded(item)
         error: RequestError
         if isinstance(found, InvalidRequestError):
             error = found
@@ -201,11 +212,11 @@ class Admission:
         where = "" if request_id is None else f"request {request_id}: "
         raise type(error)(where + error.fact, error.expectation, error.fix)
 
-    def _look_guarded(self, item: object) -> "_Looked | InvalidRequestError":
-        """All code that touches objects of the user's classes, which may raise or return anything, runs in here."""
+    def _read_guarded(self, item: object) -> "_RawRequest | InvalidRequestError":
+        """Read an item in a guarded block. Only this method runs code of the user's classes."""
         try:
             with self._in_request:
-                return self._look(item)
+                return self._read(item)
         except ForeignCodeError as failure:
             if type(failure.error) is InvalidRequestError:
                 return failure.error
@@ -213,12 +224,12 @@ class Admission:
                                    "its values must be torch CPU tensors, numpy arrays, numbers or lists",
                                    "convert them with numpy.array(...)")
 
-    def _look(self, item: object) -> _Looked:
-        """Type, rank, element count and bytes of everything; reads scalars, copies no array."""
+    def _read(self, item: object) -> _RawRequest:
+        """Check type, rank, element count and bytes of all values. Reads scalars, copies no array."""
         if not isinstance(item, InferenceRequest):
             raise InvalidRequestError(f"the get callback returned an object of type {type_name(item)}",
-                                      "it must return InferenceRequest objects", "build one for each prompt")
-        looked = _Looked()
+                                      "it must return InferenceRequest objects", "make one for each prompt")
+        raw = _RawRequest()
         for name, value in dict(item.input_tensors).items():
             spec = TENSORS.get(name)
             if spec is None:
@@ -226,33 +237,33 @@ class Admission:
             if name == "input_lengths":
                 continue
             if spec.shape is Shape.SCALAR:
-                looked.scalars[name] = scalar(spec, value)
-                looked.num_bytes += 8
+                raw.scalars[name] = scalar(spec, value)
+                raw.num_bytes += 8
                 continue
             if spec.shape is Shape.FEW:
-                looked.few[name] = few(spec, value)
-                looked.num_bytes += 8 * len(looked.few[name])
+                raw.few[name] = few(spec, value)
+                raw.num_bytes += 8 * len(raw.few[name])
                 continue
-            given = look(spec, value, Bound(*self._max_sizes[name], self.max_request_bytes - looked.num_bytes))
-            looked.tensors[name] = given
-            looked.num_bytes += given.num_bytes
-        if looked.num_bytes > self.max_request_bytes:              # by tensors that came after its largest one
-            raise InvalidRequestError(f"the request's tensors have {looked.num_bytes:,} bytes",
-                                      f"together they may have max_request_bytes = {self.max_request_bytes:,}",
+            given = read_tensor(spec, value, Bound(*self._max_sizes[name], self.max_request_bytes - raw.num_bytes))
+            raw.tensors[name] = given
+            raw.num_bytes += given.num_bytes
+        if raw.num_bytes > self.max_request_bytes:              # `read_tensor` does not count later scalars
+            raise InvalidRequestError(f"the request's tensors have {raw.num_bytes:,} bytes",
+                                      f"max_request_bytes is {self.max_request_bytes:,}",
                                       "send less, or raise max_request_bytes")
 
-        looked.is_streaming = bool(scalar(_IS_STREAMING, item.is_streaming) or looked.scalars.get("streaming", False))
-        looked.priority = scalar(_PRIORITY, item.priority)
-        looked.deadline_s = None if item.deadline_s is None else scalar(_DEADLINE, item.deadline_s)
-        looked.arrival_time = None if item.arrival_time is None else scalar(_ARRIVAL, item.arrival_time)
-        looked.cache_salt = item.cache_salt
-        if type(looked.cache_salt) not in (str, bytes, type(None)) or len(looked.cache_salt or "") > MAX_CACHE_SALT:
-            raise InvalidRequestError("cache_salt is not usable",
+        raw.is_streaming = bool(scalar(_IS_STREAMING, item.is_streaming) or raw.scalars.get("streaming", False))
+        raw.priority = scalar(_PRIORITY, item.priority)
+        raw.deadline_s = None if item.deadline_s is None else scalar(_DEADLINE, item.deadline_s)
+        raw.arrival_time = None if item.arrival_time is None else scalar(_ARRIVAL, item.arrival_time)
+        raw.cache_salt = item.cache_salt
+        if type(raw.cache_salt) not in (str, bytes, type(None)) or len(raw.cache_salt or "") > MAX_CACHE_SALT:
+            raise InvalidRequestError("cache_salt is of another type or too long",
                                       f"it must be None, or a str or bytes of at most {MAX_CACHE_SALT:,}",
-                                      "pass a digest of what you have")
-        looked.retention = copied_retention(item.kv_cache_retention_config)
-        looked.logits_post_processor = self._post_processor_of(item)
-        return looked
+                                      "pass a digest of a longer salt")
+        raw.retention = copied_retention(item.kv_cache_retention_config)
+        raw.logits_post_processor = self._post_processor_of(item)
+        return raw
 
     def _post_processor_of(self, item: InferenceRequest) -> Callable[..., Any] | str | None:
         given = item.logits_post_processor
@@ -261,10 +272,10 @@ class Admission:
         if type(given) is str:
             if given != BATCHED:
                 raise InvalidRequestError(f"logits_post_processor is {given[:64]!r}",
-                                          f"the only one that has a name is {BATCHED!r}", "pass a callable")
+                                          f"the only valid name is {BATCHED!r}", "pass a callable")
             if self.logits_post_processor_batched is None:
                 raise InvalidRequestError(f"logits_post_processor is {BATCHED!r} and there is no batched one",
-                                          "it is given to the GptManager when that is constructed",
+                                          "the GptManager must be constructed with one",
                                           "set Parts(logits_post_processor_batched=...), or pass a callable")
             return given
         if not callable(given):
@@ -278,45 +289,45 @@ class Admission:
         except TypeError:
             raise InvalidRequestError("logits_post_processor cannot be called with three arguments",
                                       "it is called with (request_id, logits, token_ids)",
-                                      "on a GPU the current stream is the engine's; none is passed") from None
+                                      "drop a stream parameter: on a GPU the engine's stream is current") from None
         return given
 
-    def _decide(self, request_id: int, looked: _Looked) -> Admitted:
-        """Copies and checks values. All values here are plain numbers and arrays."""
+    def _decide(self, request_id: int, raw: _RawRequest) -> Admitted:
+        """Copy and check the values, which are plain numbers and arrays here."""
         for name in ("input_ids", "request_output_len"):
-            if name not in looked.scalars and name not in looked.tensors:
+            if name not in raw.scalars and name not in raw.tensors:
                 raise InvalidRequestError(f"{name} is missing", "every request needs input_ids and request_output_len",
                                           f"set {name}")
-        sampling = self._sampling(looked)
-        values = self._values(looked)
-        shapes = {name: given.shape for name, given in looked.tensors.items()}
-        end_ids = self._end_ids(looked)
-        check_dependent_tensors(looked.scalars, shapes, values, end_ids, self.limits)
-        self._check_options(looked, values)
-        self._refuse_what_is_not_built(looked, values, sampling.beam_width)
+        sampling = self._sampling(raw)
+        values = self._values(raw)
+        shapes = {name: given.shape for name, given in raw.tensors.items()}
+        end_ids = self._end_ids(raw)
+        check_dependent_tensors(raw.scalars, shapes, values, end_ids, self.limits)
+        self._check_options(raw, values)
+        self._refuse_unsupported(raw, values, sampling.beam_width)
 
-        prompt, scalars = values["input_ids"], looked.scalars
+        prompt, scalars = values["input_ids"], raw.scalars
         max_new_tokens, warnings = self._fit(len(prompt), scalars["request_output_len"])
         return_context_logits = scalars.get("return_context_logits", False)
         return_generation_logits = scalars.get("return_generation_logits", False)
         return_log_probs = scalars.get("return_log_probs", False)
         top_log_probs = scalars.get("return_top_log_probs", 0)
-        num_bytes, prompt_table = looked.num_bytes + 8 * top_log_probs * max_new_tokens, None
+        num_bytes, prompt_table = raw.num_bytes + 8 * top_log_probs * max_new_tokens, None
         if "prompt_embedding_table" in values:
             prompt_table = PromptTable(self.limits.vocab_size, values["prompt_embedding_table"])
-            num_bytes += prompt_table.rows.nbytes - looked.tensors["prompt_embedding_table"].num_bytes
+            num_bytes += prompt_table.rows.nbytes - raw.tensors["prompt_embedding_table"].num_bytes
         returned_rows = (return_context_logits * len(prompt)
                          + return_generation_logits * max_new_tokens * sampling.beam_width)
         request = LlmRequest(
             request_id, prompt, max_new_tokens, beam_width=sampling.beam_width,
             draft_len=len(values.get("draft_input_ids", ())), lora_task_id=scalars.get("lora_task_id"),
-            priority=float(looked.priority), in_lockstep=looked.logits_post_processor is not None,
+            priority=float(raw.priority), in_lockstep=raw.logits_post_processor is not None,
             token_extra_ids=values.get("input_token_extra_ids"),
-            retention=looked.retention,
-            batch_key=_batch_key(looked, end_ids, sampling) if self.static_batching else None,
-            # Logits exist only for computed tokens, so no part of the prompt may be found in the KV cache: it gets a
-            # salt that no other request has. No other salt is an integer.
-            cache_salt=next(self._own_salts) if return_context_logits else _cache_salt(looked, prompt_table))
+            retention=raw.retention,
+            batch_key=_batch_key(raw, end_ids, sampling) if self.static_batching else None,
+            # Logits exist for computed tokens only, so no part of the prompt may come from the KV cache. A unique salt
+            # ensures that; integers are used for no other salt.
+            cache_salt=next(self._own_salts) if return_context_logits else _cache_salt(raw, prompt_table))
         self._check_blocks(request)
         return Admitted(
             request=request,
@@ -333,64 +344,64 @@ class Admission:
                 raw_log_probs=scalars.get("raw_log_probs", False),
                 return_context_logits=return_context_logits,
                 return_generation_logits=return_generation_logits,
-                logits_post_processor=self._post_processor_for(request, looked),
+                logits_post_processor=self._post_processor_for(request, raw),
                 prompt_length=len(prompt),
                 max_new_tokens=max_new_tokens,
             ),
             response=ResponseOptions(
-                is_streaming=looked.is_streaming and not self.static_batching,
-                exclude_input=self.exclude_input_in_output or (self.static_batching and looked.is_streaming),
+                is_streaming=raw.is_streaming and not self.static_batching,
+                exclude_input=self.exclude_input_in_output or (self.static_batching and raw.is_streaming),
                 return_log_probs=return_log_probs,
                 top_log_probs=top_log_probs,
                 return_context_logits=return_context_logits,
                 return_generation_logits=return_generation_logits,
                 return_perf_metrics=scalars.get("return_perf_metrics", False),
-                deadline_s=None if looked.deadline_s is None else float(looked.deadline_s),
+                deadline_s=None if raw.deadline_s is None else float(raw.deadline_s),
                 pad_id=_pad_id(scalars, end_ids) if sampling.beam_width > 1 else 0,
             ),
             num_bytes=num_bytes + 4 * returned_rows * self.limits.vocab_size,
             warnings=warnings,
             prompt_table=prompt_table,
-            arrival_time=None if looked.arrival_time is None else float(looked.arrival_time),
+            arrival_time=None if raw.arrival_time is None else float(raw.arrival_time),
         )
 
-    def _post_processor_for(self, request: LlmRequest, looked: _Looked) -> LogitsPostProcessor | None:
-        given = looked.logits_post_processor
+    def _post_processor_for(self, request: LlmRequest, raw: _RawRequest) -> LogitsPostProcessor | None:
+        given = raw.logits_post_processor
         if given is None:
             return None
         is_batched = isinstance(given, str)
         function = self.logits_post_processor_batched if isinstance(given, str) else given
-        assert function is not None    # `_post_processor_of` has seen to it
+        assert function is not None    # `_post_processor_of` ensures it
         return LogitsPostProcessor(request.request_id, function,
                                    lambda: [list(tokens) for tokens in request.tokens], is_batched)
 
-    def _sampling(self, looked: _Looked) -> SamplingConfig:
-        given = {name: looked.scalars[parameter.tensor] for name, parameter in PARAMETERS.items()
-                 if parameter.tensor in looked.scalars}
+    def _sampling(self, raw: _RawRequest) -> SamplingConfig:
+        given = {name: raw.scalars[parameter.tensor] for name, parameter in PARAMETERS.items()
+                 if parameter.tensor in raw.scalars}
         if "random_seed" in given:
             _SEED.check("random_seed", given["random_seed"])
-            given["random_seed"] %= 2**64       # clients that keep an unsigned seed in an int64 tensor
+            given["random_seed"] %= 2**64       # a client may store an unsigned seed in an int64 tensor
         sampling = SamplingConfig(**given)
-        if looked.is_streaming and sampling.beam_width > 1:
+        if raw.is_streaming and sampling.beam_width > 1:
             raise InvalidRequestError(f"the request is streaming and beam_width is {sampling.beam_width}",
                                       "Streaming mode is only supported with beam width of 1",
-                                      "turn streaming off, or ask for one beam")
+                                      "turn streaming off, or set beam_width to 1")
         if sampling.beam_width > self.limits.max_beam_width:
             raise InvalidRequestError(f"beam_width is {sampling.beam_width}",
                                       f"max_beam_width is {self.limits.max_beam_width}",
-                                      "lower it, or construct the GptManager with a larger max_beam_width")
+                                      "lower beam_width, or construct the GptManager with a larger max_beam_width")
         if sampling.beam_width > self.limits.max_num_tokens:
             raise InvalidRequestError(f"beam_width is {sampling.beam_width} and one step runs max_num_tokens = "
                                       f"{self.limits.max_num_tokens:,}",
-                                      "a step runs one token of each beam, so it would wait for ever",
+                                      "a step runs one token of each beam, so the request could never run",
                                       "lower beam_width, or raise max_num_tokens")
         self._top_k.check("runtime_top_k", sampling.top_k)
         self._id_or_none.check("runtime_top_p_reset_ids", sampling.top_p_reset_ids)
         return sampling
 
-    def _values(self, looked: _Looked) -> dict[str, Any]:
-        """Checked copies of the tensors, by name."""
-        scalars, tensors = looked.scalars, looked.tensors
+    def _values(self, raw: _RawRequest) -> dict[str, Any]:
+        """Return checked copies of the tensors, by name."""
+        scalars, tensors = raw.scalars, raw.tensors
         _POSITIVE.check("request_output_len", scalars["request_output_len"])
         self._id_or_none.check("pad_id", scalars.get("pad_id", -1))
         _TOP_LOG_PROBS.check("return_top_log_probs", scalars.get("return_top_log_probs", 0))
@@ -400,11 +411,11 @@ class Admission:
             _TASK_ID.check("lora_task_id", scalars["lora_task_id"])
 
         vocab = self.limits.vocab_size
-        virtual = scalars.get("prompt_vocab_size", 0)
-        values: dict[str, Any] = {"input_ids": ids(tensors["input_ids"], vocab, virtual)}
+        num_tuning_ids = scalars.get("prompt_vocab_size", 0)
+        values: dict[str, Any] = {"input_ids": ids(tensors["input_ids"], vocab, num_tuning_ids)}
         if not values["input_ids"]:
             raise InvalidRequestError("input_ids is empty", "a prompt has at least one token",
-                                      "send at least the token that starts a text")
+                                      "send at least the begin token of the model")
         for name, given in tensors.items():
             if name == "draft_input_ids":
                 values[name] = ids(given, vocab)
@@ -418,60 +429,60 @@ class Admission:
                 values[name] = floats(given)
         return values
 
-    def _end_ids(self, looked: _Looked) -> tuple[int, ...]:
-        """The tokens that end a sequence, each once, in the order in which they were given."""
-        given = looked.few.get("end_id", (-1,))
+    def _end_ids(self, raw: _RawRequest) -> tuple[int, ...]:
+        """The end ids, without duplicates, in the given order."""
+        given = raw.few.get("end_id", (-1,))
         allowed = self._id_or_none if len(given) == 1 else self._id
         for end_id in given:
             allowed.check("end_id", end_id)
         return tuple(dict.fromkeys(given)) if given != (-1,) else ()
 
-    def _check_options(self, looked: _Looked, values: Mapping[str, Any]) -> None:
-        scalars = looked.scalars
-        SHARE.check("priority", looked.priority)
-        if looked.deadline_s is not None:
-            _DEADLINE_RANGE.check("deadline_s", looked.deadline_s)
-        if looked.arrival_time is not None:
-            _ARRIVAL_RANGE.check("arrival_time", looked.arrival_time)
+    def _check_options(self, raw: _RawRequest, values: Mapping[str, Any]) -> None:
+        scalars = raw.scalars
+        SHARE.check("priority", raw.priority)
+        if raw.deadline_s is not None:
+            _DEADLINE_RANGE.check("deadline_s", raw.deadline_s)
+        if raw.arrival_time is not None:
+            _ARRIVAL_RANGE.check("arrival_time", raw.arrival_time)
         for name, gathered in (("context", self.gather_context_logits), ("generation", self.gather_generation_logits)):
             if scalars.get(f"return_{name}_logits") and not gathered:
                 raise InvalidRequestError(f"return_{name}_logits is set and gather_{name}_logits is off",
                                           f"gather_{name}_logits must be enabled to return them",
                                           f"enable gather_{name}_logits in TrtGptModelOptionalParams")
 
-    def _refuse_what_is_not_built(self, looked: _Looked, values: Mapping[str, Any], beam_width: int) -> None:
-        asked = [name for name, value in looked.scalars.items() if value != TENSORS[name].default]
-        # An adapter of zeros, or of no rows, is still an adapter; only a bias of zeros is the same as none.
+    def _refuse_unsupported(self, raw: _RawRequest, values: Mapping[str, Any], beam_width: int) -> None:
+        asked = [name for name, value in raw.scalars.items() if value != TENSORS[name].default]
+        # A bias of zeros is the same as none; an adapter of zeros, or without rows, is still an adapter.
         asked += [name for name, value in values.items()
                   if (value.any() if name == "embedding_bias" else isinstance(value, np.ndarray) or value)]
         for name in asked:
             if self.static_batching and name in NOT_IN_STATIC_BATCHES:
                 raise InvalidRequestError(f"{name} asks for {NOT_IN_STATIC_BATCHES[name]}",
-                                          "static batching (TrtGptModelType.V1) does not do that",
+                                          "static batching (TrtGptModelType.V1) does not support that",
                                           f"leave {name} out, or use InflightFusedBatching")
             if beam_width > 1 and name in NOT_WITH_BEAMS:
                 raise InvalidRequestError(f"{name} asks for {NOT_WITH_BEAMS[name]} and beam_width is {beam_width}",
-                                          "this version can do that with one beam only, if at all",
-                                          f"leave {name} out, or ask for one beam")
+                                          "this is not supported with several beams",
+                                          f"leave {name} out, or set beam_width to 1")
             if name in NOT_BUILT:
                 raise InvalidRequestError(f"{name} asks for {NOT_BUILT[name]}", "this version cannot do that yet",
                                           f"leave {name} out")
 
     def _fit(self, prompt_len: int, asked: int) -> tuple[int, tuple[str, ...]]:
-        """The number of tokens that may be generated, and warnings about it.
+        """Return the number of tokens to generate, at most, and warnings if that is less than asked.
 
-        Raises for a request that would wait for ever.
+        Raises InvalidRequestError for a prompt that can never run.
         """
         limits = self.limits
         max_new_tokens = min(asked, limits.max_seq_len - prompt_len)
         warnings = () if max_new_tokens == asked else (
-            f"request_output_len was cut from {asked:,} to {max_new_tokens:,}: the prompt has {prompt_len:,} tokens, "
-            f"and together they may have max_seq_len = {limits.max_seq_len:,}",)
+            f"request_output_len was cut from {asked:,} to {max_new_tokens:,}: the prompt has {prompt_len:,} tokens "
+            f"and max_seq_len is {limits.max_seq_len:,}",)
 
         if not limits.enable_chunked_context and prompt_len > limits.max_num_tokens:
             raise InvalidRequestError(
                 f"input_ids has {prompt_len:,} tokens and one step runs max_num_tokens = {limits.max_num_tokens:,}",
-                "without chunked context a prompt must fit one step, so it would wait for ever",
+                "without chunked context a prompt must fit one step",
                 f"set enable_chunked_context, or raise max_num_tokens to {prompt_len:,}")
 
         return max_new_tokens, warnings
@@ -483,7 +494,7 @@ class Admission:
             raise RequestTooLargeError(
                 f"input_ids has {request.prompt_len:,} tokens and request_output_len is {request.max_new_tokens:,}",
                 f"together they may need {blocks:,} blocks of {limits.tokens_per_block} tokens{beams}, and the pool "
-                f"has {limits.num_blocks:,}: it would wait for ever",
+                f"has {limits.num_blocks:,}",
                 f"raise KvCacheConfig.max_tokens to {blocks * limits.tokens_per_block:,}, or shorten the request")
 
 
@@ -491,30 +502,30 @@ def _pad_id(scalars: Mapping[str, Any], end_ids: Sequence[int]) -> int:
     return scalars["pad_id"] if scalars.get("pad_id", -1) >= 0 else end_ids[0] if end_ids else 0
 
 
-def _batch_key(looked: _Looked, end_ids: Sequence[int], sampling: SamplingConfig) -> Hashable:
-    """What the members of a static batch have in common: the end ids, pad_id, the beams, and which options are set."""
+def _batch_key(raw: _RawRequest, end_ids: Sequence[int], sampling: SamplingConfig) -> Hashable:
+    """The properties that members of a static batch share: end ids, pad_id, beam options, and the set of other options.
+    """
     beams: Hashable = sampling.beam_width
     if sampling.beam_width > 1:
         beams = (sampling.beam_width, sampling.len_penalty, sampling.early_stopping,
                  sampling.beam_search_diversity_rate)
-    scalars = looked.scalars
+    scalars = raw.scalars
     return frozenset(end_ids), scalars.get("pad_id", -1), beams, SAMPLING_OPTIONS & scalars.keys()
 
 
-def _cache_salt(looked: _Looked, prompt_table: PromptTable | None) -> Hashable:
-    """Only prompts with the same salt share blocks. Prompt-tuning ids have other embeddings in every table, so the
-    table's digest is part of the salt."""
-    return looked.cache_salt if prompt_table is None else (looked.cache_salt, prompt_table.digest)
+def _cache_salt(raw: _RawRequest, prompt_table: PromptTable | None) -> Hashable:
+    """The salt of the request's blocks: only prompts with the same salt share blocks. It includes the digest of the
+    prompt table, because prompt-tuning ids have other embeddings in every table."""
+    return raw.cache_salt if prompt_table is None else (raw.cache_salt, prompt_table.digest)
 
 
 def usable_id(item: Any) -> int | None:
-    """The id under which a refusal of `item` can be sent; None if it has none. Never raises.
+    """Return the id under which a refusal of `item` can be sent, or None. Never raises.
 
-    Any object with an attribute `request_id` that is a valid id has one, so that a client that waits for it is
-    answered.
+    Any object with a valid id in its attribute `request_id` has one, so that a client that waits for it gets an answer.
     """
     try:
-        request_id = item.request_id    # only code of the user runs in here, and none of it runs below
+        request_id = item.request_id    # the only line that runs user code
     except BaseException:  # noqa: B036  not even SystemExit of a hostile object may end the worker
         return None
     try:

@@ -1,4 +1,4 @@
-"""Tensors of a request that have a meaning only together, or must agree in size."""
+"""Checks tensors of a request that must come together or agree in size."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,17 +7,18 @@ from ..config import Limits
 from ..errors import InvalidRequestError
 from ..handover import num_beam_candidates
 
-# Continuations that a step of one request's beam search examines. Each step sorts so many, which delays all requests.
+# Limit on the continuations that a step of one beam search considers. A step sorts them, which delays all requests.
 MAX_BEAM_CANDIDATES = 16_384
 
 
 def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]],
                             values: Mapping[str, Any], end_ids: Sequence[int], limits: Limits) -> None:
-    """Raises InvalidRequestError if one of them is missing, or two do not agree.
+    """Raise InvalidRequestError if a dependent tensor is missing, or the sizes of two tensors do not agree.
 
-    scalars   the request's numbers and flags, by name
-    shapes    of its other tensors, by name; values are the checked copies of these
-    end_ids   tokens that end a sequence of it, each once
+    scalars   numbers and flags of the request, by name
+    shapes    shapes of its other tensors, by name
+    values    checked copies of these tensors, by name
+    end_ids   end ids of the request, without duplicates
     """
     vocab = limits.vocab_size
     if "embedding_bias" in shapes and shapes["embedding_bias"] != (vocab,):
@@ -34,8 +35,8 @@ def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tup
         _require_equal("rows of prompt_embedding_table", rows, "prompt_vocab_size",
                        scalars["prompt_vocab_size"])
         if not limits.hidden_size:
-            raise InvalidRequestError("prompt_embedding_table is given and the backend takes no embeddings",
-                                      "prompt tuning needs a backend that says its hidden_size",
+            raise InvalidRequestError("prompt_embedding_table is set and the backend takes no embeddings",
+                                      "prompt tuning needs a backend whose BackendInfo has hidden_size",
                                       "leave prompt_embedding_table out")
         _require_equal("columns of prompt_embedding_table", columns, "hidden_size of the model",
                        limits.hidden_size)
@@ -52,8 +53,8 @@ def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tup
         raise InvalidRequestError(
             f"stop_words_list ends in {len({word[-1] for word in stop_words}):,} different tokens and beam_width is "
             f"{width:,}, with {len(end_ids)} end ids",
-            f"a step of the search then looks at {candidates:,} continuations; it may look at {MAX_BEAM_CANDIDATES:,}",
-            "send fewer stop words or end ids, or ask for fewer beams")
+            f"a step of the search would consider {candidates:,} continuations; the limit is {MAX_BEAM_CANDIDATES:,}",
+            "send fewer stop words or end ids, or lower beam_width")
 
     num_drafts = len(values.get("draft_input_ids", ()))
     if "draft_logits" in shapes:
@@ -66,17 +67,17 @@ def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tup
     if num_drafts + len(values["input_ids"]) > limits.max_seq_len - 1:
         raise InvalidRequestError(
             f"input_ids has {len(values['input_ids']):,} tokens and draft_input_ids {num_drafts:,}",
-            f"together they may have max_seq_len - 1 = {limits.max_seq_len - 1:,}", "shorten one of them")
+            f"the limit for both together is max_seq_len - 1 = {limits.max_seq_len - 1:,}", "shorten one of them")
 
 
 def _require_both(first: str, second: str, given: set[str]) -> None:
     if (first in given) != (second in given):
-        there, missing = (first, second) if first in given else (second, first)
-        raise InvalidRequestError(f"{there} is given without {missing}", "they are given together or not at all",
-                                  f"set {missing}, or leave {there} out")
+        present, missing = (first, second) if first in given else (second, first)
+        raise InvalidRequestError(f"{present} is set without {missing}", "either both or neither must be set",
+                                  f"set {missing}, or leave {present} out")
 
 
 def _require_equal(what: str, count: int, whose: str, expected: int) -> None:
     if count != expected:
         raise InvalidRequestError(f"there are {count:,} {what}", f"there must be {expected:,}: {whose}",
-                                  "send tensors that belong together")
+                                  "send tensors of matching sizes")

@@ -1,4 +1,4 @@
-"""`InferenceRequest`, and the table of the tensors that it may have."""
+"""`InferenceRequest`, and the table of its tensors."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from .tensor_attributes import TensorAttributes
 
 
 class Shape(Enum):
-    """How the values of a tensor are arranged."""
+    """The shape of a tensor's values."""
 
     SCALAR = "one value: 0-d, [1] or [1, 1]"
     FEW = "1 to 8 values: 0-d, [n] or [1, n]"
@@ -27,7 +27,7 @@ class Shape(Enum):
 
 
 class Content(Enum):
-    """The kind of a tensor's values. A bool is no number; an integer is one."""
+    """The kind of a tensor's values. NUMBER includes integers, but not bools."""
 
     FLAG = "a bool, or an integer 0 or 1"
     INTEGER = "integers of any width"
@@ -38,11 +38,11 @@ class Content(Enum):
 class TensorSpec:
     """One documented tensor of a request.
 
-    name       on the wire
+    name       the wire name
     content    the kind of its values
-    shape      how they are arranged
-    default    the value of a missing tensor; None: it has none
-    parameter  the field of SamplingConfig that it sets; None: it sets none
+    shape      the shape of its values
+    default    its value if it is missing; None: no default
+    parameter  the field of SamplingConfig that it sets, or None
     aliases    further names in Python
     """
 
@@ -61,7 +61,7 @@ def _sampling_specs() -> list[TensorSpec]:
             for name, parameter in PARAMETERS.items()]
 
 
-# wire name -> specification. The properties of InferenceRequest are made from this table, and admission uses it.
+# Wire name -> specification. Defines the properties of InferenceRequest and the checks of admission.
 TENSORS: dict[str, TensorSpec] = {spec.name: spec for spec in [
     TensorSpec("input_ids", Content.INTEGER, Shape.ROW),
     TensorSpec("input_token_extra_ids", Content.INTEGER, Shape.ROW),
@@ -95,27 +95,27 @@ _WIRE_NAMES: dict[str, str] = {name: spec.name for spec in TENSORS.values() for 
 class InferenceRequest(TensorAttributes):
     """One request: an id, named tensors, and a few options that are not tensors.
 
-    Each documented tensor is a property under its wire name (and its aliases, such as `max_new_tokens` for
-    `request_output_len`): reading gives the value as it was set, or None; setting None removes it. Values are torch
-    CPU tensors, numpy arrays, or plain ints, floats, bools and lists of them.
+    Each documented tensor is a property under its wire name and its aliases, such as `max_new_tokens` for
+    `request_output_len`. Reading returns the value that was set, or None; setting None removes it. Values are torch CPU
+    tensors, numpy arrays, or plain ints, floats, bools and lists of them.
 
-    request_id              0 <= id < 2^64; it may be used again when its final response has been sent
-    is_streaming            a response for each new token; the tensor `streaming` says the same
+    request_id              0 <= id < 2^64; it can be used again after its final response
+    is_streaming            send a response for each new token; same as the tensor `streaming`
     logits_post_processor   (request_id, logits [1, beams, vocab], token_ids of each beam) -> logits: called on the
-                            worker thread before each token is sampled, once per token, and again if a step that failed
-                            runs again. Or "batched": the one of Parts(logits_post_processor_batched=...), which is
-                            called once for all requests that name it. See decoding/logits_post_processors.py
-    priority                0..1; a request of larger priority goes first
+                            worker thread once before each token is sampled, and again if a failed step is rerun. Or
+                            "batched": use Parts(logits_post_processor_batched=...), which is called once for all
+                            requests that name it. See decoding/logits_post_processors.py
+    priority                0..1; requests of larger priority go first
     deadline_s              seconds from arrival until the request is ended as timed out; None: never
-    arrival_time            when the server received it: seconds of `time.monotonic()`, or of the clock in Parts. Its
-                            queue time and deadline_s count from then; None: from admission
+    arrival_time            when the server received it, in seconds of `time.monotonic()`, or of the clock in Parts; its
+                            queue time and deadline_s count from then. None: its admission
     cache_salt              only requests with the same salt reuse each other's cached prefixes
-    kv_cache_retention_config   how long the request's cached blocks should be kept; None: as long as others
+    kv_cache_retention_config   how long to keep the request's cached blocks; None: as long as others
 
-    Only the id and the names are checked here. The values belong to the user until the request is handed over; they
-    are copied and checked then. A subclass may add attributes of its own if it declares them in its class body.
+    The constructor checks the id and the names only. The engine checks and copies the values when the get callback
+    returns the request. A subclass can add attributes if it declares them in its class body.
 
-    Raises InvalidRequestError for an unusable id and for an unknown name, with the nearest known one.
+    Raises InvalidRequestError for an invalid id, and for an unknown name, with the nearest known one.
     """
 
     __slots__ = ("_request_id", "_tensors", "is_streaming", "logits_post_processor", "priority", "deadline_s",
@@ -140,12 +140,12 @@ class InferenceRequest(TensorAttributes):
         @property
         def request_id(self) -> int: ...
     else:
-        # Read in C: an exception of another thread cannot be mistaken for one of reading the id.
+        # Read in C, so that an asynchronous exception cannot be taken for an error in reading the id.
         request_id = property(attrgetter("_request_id"))
 
     @property
     def input_tensors(self) -> dict[str, Any]:
-        """The tensors that were set, by wire name: a new dictionary with the values as given."""
+        """A new dictionary of the tensors that are set, by wire name."""
         return dict(self._tensors)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -177,30 +177,29 @@ for _name, _wire_name in _WIRE_NAMES.items():
 
 
 def checked_request_id(request_id: Any) -> int:
-    """The id as a plain int. Raises InvalidRequestError unless it is an integer in 0..2^64-1; a bool is none."""
-    # By the types' own methods, so that no code of the object's class is run.
+    """Return the id as a plain int. Raises InvalidRequestError for a bool, or anything but an integer in 0..2^64-1."""
+    # Uses the methods of the base types, so that no code of the object's class runs.
     if issubclass(type(request_id), np.integer):
         request_id = np.integer.item(request_id)
     if not issubclass(type(request_id), int) or type(request_id) is bool:
         raise InvalidRequestError(f"request_id is of type {type_name(request_id)}", "it must be an integer",
-                                  "number the requests, and keep names of your own in a dictionary")
+                                  "number the requests, and map your own names to the numbers")
     plain: int = int.__int__(request_id)
     if not 0 <= plain <= UINT64_MAX:
-        raise InvalidRequestError(f"request_id is {shown(plain)}", "it must be in 0..2^64-1",
-                                  "number the requests from 0")
+        raise InvalidRequestError(f"request_id is {shown(plain)}", "it must be in 0..2^64-1")
     return plain
 
 
-# Names in other engines that are not similar to the name here.
+# Names of other engines that are not similar to the name here.
 _WORDS_OF_OTHER_ENGINES = {
     "stop": "stop_words_list takes the tokens of each stop word, [1, 2, n]",
     "stop_sequences": "stop_words_list takes the tokens of each stop word, [1, 2, n]",
-    "stop_token_ids": "end_id takes up to 8 tokens that end a text",
+    "stop_token_ids": "end_id takes up to 8 end ids",
     "eos_token_id": "the tensor is called end_id",
-    "prompt": "input_ids takes tokens: a tokenizer makes them of a text",
-    "messages": "input_ids takes tokens: a tokenizer makes them of messages, with its chat template",
-    "n": "send one request for each text, with seeds of their own",
-    "best_of": "send one request for each text, with seeds of their own",
+    "prompt": "input_ids takes the tokens of the prompt",
+    "messages": "input_ids takes the tokens of the messages, formatted with the tokenizer's chat template",
+    "n": "send one request for each output, with different seeds",
+    "best_of": "send one request for each output, with different seeds",
     "seed": "the tensor is called random_seed",
     "stream": "is_streaming=True, or the tensor streaming",
     "logprobs": "return_log_probs=True returns the log-probability of each token, and "
@@ -209,13 +208,13 @@ _WORDS_OF_OTHER_ENGINES = {
     "logit_bias": "embedding_bias takes a number for each token of the vocabulary",
     "ignore_eos": "leave end_id out",
     "min_tokens": "the tensor is called min_length",
-    "user": "a request has an id and no user: keep yours in a dictionary by id",
-    "priority": "it is an option of InferenceRequest and no tensor: priority=0.5",
+    "user": "a request has an id and no user: map ids to users yourself",
+    "priority": "it is not a tensor but an option of InferenceRequest: priority=0.5",
 }
 
 
 def unknown_name(name: object) -> InvalidRequestError:
-    """The error for a tensor name that is not in the table; suggests the nearest one."""
+    """Make the error for an unknown tensor name. Suggests the nearest known name."""
     if not isinstance(name, str):
         return InvalidRequestError(f"a tensor name is of type {type_name(name)}", "names are strings",
                                    f"the names are {', '.join(TENSORS)}")
@@ -241,7 +240,7 @@ def _named(tensors: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if wire_name in named:
-            raise InvalidRequestError(f"{wire_name} is given twice", f"{name!r} is another name of it",
+            raise InvalidRequestError(f"{wire_name} is given twice", f"{name!r} is an alias of it",
                                       "give one of the two")
         named[wire_name] = value
     return named

@@ -2,10 +2,10 @@
 
     CONTEXT_INIT --last chunk done--> GENERATION_IN_PROGRESS --one token left--> GENERATION_TO_COMPLETE
          ^                                     |                                        |
-         +------------- paused ----------------+            stop, length, word, error   v
+         +------------- paused ----------------+         end id, length, stop, error    v
                                                +--------------------------------> GENERATION_COMPLETE
 
-Blocks, sampling state, timings and deliveries are kept elsewhere, by request id or by slot.
+Other objects keep its blocks, sampling state, timings and deliveries, by request id or by slot.
 """
 
 from collections.abc import Hashable, Sequence
@@ -23,26 +23,26 @@ class LlmRequest:
     request_id          the user's id
     tokens              for each beam, the prompt and the output
     orig_prompt_len     tokens of the user's prompt
-    prompt_len          tokens to compute in the context phase: the prompt, and after a pause the output so far
-    max_new_tokens      tokens still allowed after prompt_len
-    final_length        tokens at which its output is complete; a pause does not change it
-    beam_width, lora_task_id, priority   as asked; a larger priority goes first
-    draft_len           draft tokens that its next step is to verify
-    draft_tokens        these tokens
-    batch_key           equal for all members of a static batch; None where batches are not static
-    cache_salt          only requests with the same one share cached blocks
-    token_extra_ids     one per prompt token, for content that token ids do not tell apart; None: there is none
-    retention           how long its part of the KV cache should be kept; None: as long as others'
-    in_lockstep         its next step can be launched only when its last one has been read: it has beams, or a function
-                        of the user reads its tokens
-    state               see the table above; a launched last chunk already counts as done
-    context_position    computed tokens of the context, those of launched steps included
-    context_read        those of them whose step has been read
+    prompt_len          tokens of the context phase: the prompt, and after a pause the output so far
+    max_new_tokens      most tokens to generate after prompt_len
+    final_length        length of prompt and complete output; a pause does not change it
+    beam_width, lora_task_id, priority   options of the request; larger priorities go first
+    draft_len           number of draft tokens that its next step verifies
+    draft_tokens        the draft tokens
+    batch_key           equal for all members of a static batch; None without static batching
+    cache_salt          only requests with the same salt share cached blocks
+    token_extra_ids     one id per prompt token, for content that token ids do not distinguish; None: none
+    retention           how long to keep its KV cache blocks; None: as long as others
+    in_lockstep         its last step must be read before the next launch, because it has beams or a user's function
+                        reads its tokens
+    state               see the diagram above; a launched last chunk counts as done
+    context_position    computed context tokens, those of launched steps included
+    context_read        computed context tokens whose step was read
     seq_slot            row of the per-sequence state, NO_SLOT before activation
-    num_pauses          how often it was paused
+    num_pauses          number of pauses
 
-    Steps may be launched before the last one has been read. `tokens` are those that have been read; the KV cache
-    manager knows the launched length.
+    A step may be launched before the last one is read. `tokens` holds tokens that were read; the KV cache manager knows
+    the launched length.
     """
 
     __slots__ = ("request_id", "tokens", "orig_prompt_len", "prompt_len", "max_new_tokens", "final_length",
@@ -110,7 +110,7 @@ class LlmRequest:
 
     @property
     def is_started(self) -> bool:
-        """It has computed tokens that a pause would discard."""
+        """Whether it has computed tokens that a pause would discard."""
         return self.state in _GENERATING or (self.state is LlmRequestState.CONTEXT_INIT and self.context_position > 0)
 
     @property
@@ -118,13 +118,12 @@ class LlmRequest:
         return self.state is LlmRequestState.GENERATION_COMPLETE
 
     def skip_context(self, length: int) -> None:
-        """Record that the first tokens of the context need not be computed; the last one always is."""
+        """Record that the first `length` tokens of the context are cached. The last token is always computed."""
         assert self.is_context and self.is_first_context_chunk and 0 <= length < self.prompt_len
         self.context_position = self.context_read = length
 
     def advance_context(self, chunk_length: int) -> None:
-        """Record that a step was launched which computes the next tokens of the context. The last chunk moves the
-        request to generation."""
+        """Record the launch of a chunk. The last chunk moves the request to the generation phase."""
         assert self.is_context and 0 < chunk_length <= self.remaining_context
         self.context_position += chunk_length
         if self.context_position == self.prompt_len:
@@ -132,23 +131,23 @@ class LlmRequest:
                           else LlmRequestState.GENERATION_TO_COMPLETE)
 
     def unlaunch_context(self, start: int) -> None:
-        """Take back the launched part of the context from a position on."""
+        """Undo the launch of the context from a position on."""
         assert not self.is_finished and self.context_read <= start <= self.context_position
         self.state = LlmRequestState.CONTEXT_INIT
         self.context_position = start
 
     def read_context(self, end: int) -> None:
-        """Record that the step which computed the context up to a position has been read."""
+        """Record that the step that computed the context up to a position was read."""
         assert self.context_read < end <= self.context_position
         self.context_read = end
 
     def add_token(self, token: int) -> bool:
-        """Append a generated token (beam width 1). True if the output is complete."""
+        """Append a generated token (beam width 1). Returns whether the output is complete."""
         self.tokens[0].append(token)
         return self.note_length()
 
     def note_length(self) -> bool:
-        """Set the state by the number of tokens (beam width 1). True if the output is complete."""
+        """Update the state from the number of tokens (beam width 1). Returns whether the output is complete."""
         left = self.final_length - len(self.tokens[0])
         if left > 1:
             return False
@@ -157,24 +156,24 @@ class LlmRequest:
         return not left
 
     def add_tokens(self, tokens: Sequence[int]) -> bool:
-        """Append generated tokens, no more than were asked for (beam width 1). True if the output is complete."""
+        """Append generated tokens, up to final_length (beam width 1). Returns whether the output is complete."""
         self.tokens[0].extend(tokens)
         return self.note_length()
 
     def propose(self, draft_tokens: Sequence[int]) -> None:
-        """Let the next generation step verify these drafts (beam width 1); none: it is a plain step.
+        """Set the draft tokens that the next generation step verifies (beam width 1); may be empty.
 
-        There may be at most one less than the tokens still to generate, so that each could be accepted.
+        There must be fewer than the tokens that are left to generate, so that all can be accepted.
         """
         assert self.beam_width == 1 and len(draft_tokens) < max(self.final_length - self.num_tokens, 1)
         self.draft_tokens, self.draft_len = draft_tokens, len(draft_tokens)
 
     def add_to_beams(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Make each beam the sequence of its parent plus one token, which is not the last one asked for."""
+        """Replace each beam by the sequence of its parent plus a token, which must not be the last one."""
         before, taken = self.tokens, set()
         self.tokens = []
         for parent, token in zip(parents, tokens, strict=True):
-            sequence = before[parent] if parent not in taken else before[parent][:-1]    # the first child has added one
+            sequence = before[parent] if parent not in taken else before[parent][:-1]    # the first child appended one
             taken.add(parent)
             self.tokens.append(sequence)
             sequence.append(token)
@@ -184,7 +183,7 @@ class LlmRequest:
             self.state = LlmRequestState.GENERATION_TO_COMPLETE
 
     def set_beams(self, generated: Sequence[Sequence[int]]) -> None:
-        """Replace the output by the final outputs, best first; beams without one are left empty."""
+        """Replace the output by the results of the search, best first; beams without a result become empty."""
         prompt = self.tokens[0][:self.prompt_len]
         self.tokens = [prompt + list(output) for output in generated]
         self.tokens += [list(prompt) for _ in range(self.beam_width - len(generated))]
@@ -193,9 +192,9 @@ class LlmRequest:
         self.state = LlmRequestState.GENERATION_COMPLETE
 
     def pause(self, max_input_len: int) -> None:
-        """Return to the context phase; the output becomes part of the prompt.
+        """Return to the context phase. The output becomes part of the prompt.
 
-        With beams all generated tokens are dropped, and so are tokens beyond max_input_len.
+        Drops tokens beyond max_input_len, and with beams all generated tokens.
         Source: TensorRT-LLM's LlmRequest::pause.
         """
         if self.beam_width > 1:
@@ -215,9 +214,9 @@ class LlmRequest:
 
 
 def add_a_token_to_each(requests: Sequence[LlmRequest], tokens: Sequence[int]) -> list[LlmRequest]:
-    """`add_token` for each of these requests. Returns those whose output is complete.
+    """Call `add_token` for each request. Returns the requests whose output is complete.
 
-    One loop without calls: it takes two thirds of the time.
+    Inlined, which takes two thirds of the time.
     """
     nearly: list[LlmRequest] = []
     for request, token in zip(requests, tokens, strict=True):

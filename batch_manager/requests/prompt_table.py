@@ -1,4 +1,4 @@
-"""Embeddings that a request brings for the prompt-tuning tokens of its prompt."""
+"""The embeddings of a request's prompt-tuning tokens."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +11,7 @@ import numpy as np
 class PromptTable:
     """The table of one request.
 
-    first_id   the id of its first row: the size of the model's vocabulary
+    first_id   token id of the first row: the size of the model's vocabulary
     rows       [rows, hidden size] float32
     """
 
@@ -20,11 +20,11 @@ class PromptTable:
 
     def embeddings(self, token_ids: np.ndarray) -> np.ndarray | None:
         """Rows of the prompt-tuning tokens among `token_ids`, in order; None if there are none."""
-        virtual = token_ids[token_ids >= self.first_id]
-        return self.rows[virtual - self.first_id] if len(virtual) else None
+        tuning_ids = token_ids[token_ids >= self.first_id]
+        return self.rows[tuning_ids - self.first_id] if len(tuning_ids) else None
 
     @cached_property
     def digest(self) -> bytes:
-        """Differs between tables that differ: the ids of prompt-tuning tokens have no meaning without it."""
+        """A digest of the table, which identifies the meaning of prompt-tuning ids in the prefix cache."""
         return blake2b(np.ascontiguousarray(self.rows).data, digest_size=32,
                        person=b"prompt table").digest() + str(self.rows.shape).encode()

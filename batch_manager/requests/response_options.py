@@ -1,18 +1,19 @@
-"""Which responses and tensors a request asks for."""
+"""The response options of a request."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
-    """The responses and tensors of a request, and its deadline.
+    """The response options of a request, and its deadline.
 
-    is_streaming     a response for each new token
-    exclude_input    output_ids of a response that is not streamed leaves the prompt out
+    is_streaming     send a response for each new token
+    exclude_input    leave the prompt out of output_ids in a response that is not streamed
+    return_log_probs, return_context_logits, return_generation_logits   return these tensors
+    top_log_probs    number of likeliest tokens to return with each token; 0: none
+    return_perf_metrics   add the metrics to the final response
     deadline_s       seconds from arrival; None: no deadline
-    top_log_probs    how many of the likeliest tokens are returned with each token; 0: none
-    return_perf_metrics   the final response has the metrics
-    pad_id           fills the rows of output_ids after shorter beams
+    pad_id           pads the rows of output_ids after shorter beams
     """
 
     is_streaming: bool = False
@@ -27,6 +28,6 @@ class ResponseOptions:
 
     @property
     def asks_for_more(self) -> bool:
-        """Whether a response holds more than tokens and metrics."""
+        """Whether responses hold more than tokens and metrics."""
         return (self.return_log_probs or self.return_context_logits or self.return_generation_logits
                 or self.top_log_probs > 0)

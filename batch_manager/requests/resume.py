@@ -1,4 +1,4 @@
-"""Makes a request that continues an interrupted one elsewhere."""
+"""Makes a request that continues an interrupted one, on this or another engine."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,40 +6,36 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidRequestError, type_name
-from ..sampling_config import shown, top_p_behind
+from ..sampling_config import shown, top_p_after
 from .inference_request import TENSORS, InferenceRequest
-from .reading import Bound, look, scalar, words
+from .tensor_values import Bound, read_tensor, scalar, words
 
-_ANY_SIZE = Bound(2**63, "", 2**63)     # the engine refuses what is too large
+_ANY_SIZE = Bound(2**63, "", 2**63)     # the engine checks sizes
 
 
 def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> InferenceRequest:
-    """The request that generates what `request` would have generated after `tokens`.
+    """Return a request that generates what `request` would have generated after `tokens`.
 
         requests.put(resume(request, tokens))         # the queue of another manager, in this process or another
 
-    The output of a request depends on the request, the weights and the seed only. So the prompt and the tokens so far,
-    with the same options, continue identically on any engine with the same checkpoint: bit by bit with
-    `deterministic=True`, otherwise within the rounding of the dtype. `request_output_len` and `min_length` count the
-    tokens that are left, `prompt_ignore_length` does not include the tokens, and a decaying top-p begins at the value
-    that it had reached.
+    The output of a request depends on the request, the weights and the seed only. So prompt and tokens continue
+    identically on any engine with the same checkpoint: bitwise with `deterministic=True`, otherwise within the rounding
+    of the dtype. In the new request, `request_output_len` and `min_length` count the tokens that are left,
+    `prompt_ignore_length` excludes `tokens`, and a decaying top-p starts at the value that it had reached.
 
-    request   as it was handed over; it is not changed
-    tokens    that it has generated, without an end id: those of all its responses; none: a copy of the request
+    request   the original request; not changed
+    tokens    all tokens of its responses, without an end id. If empty, the result is a copy of the request
 
-    The new request has the same id. Its responses hold the tokens after `tokens`; a response that is not streamed holds
-    the prompt with `tokens` before them, unless the engine has `exclude_input_in_output`. Log-probabilities,
-    `cum_log_probs` and generation logits are of the tokens after `tokens`. `deadline_s` counts from the arrival of the
-    new request. A logits post-processor gets `tokens` as a part of the prompt; the caller restores any state of its
-    own.
+    The new request has the same id. Its streamed responses hold the tokens after `tokens`. A response that is not
+    streamed starts with the prompt and `tokens`, unless the engine has `exclude_input_in_output`. Log-probabilities,
+    `cum_log_probs` and generation logits cover the tokens after `tokens`. `deadline_s` counts from the arrival of the
+    new request. A logits post-processor gets `tokens` as a part of the prompt; the caller restores its state.
 
-    Raises InvalidRequestError for what cannot be resumed: beams, a request that has all its tokens or ended with a stop
-    word, context logits (they were of the first prompt), draft tokens, a decaying top-p with a reset id, and tokens
-    that are no integers.
+    Raises InvalidRequestError for a request that is complete or ended with a stop word, for beams, context logits,
+    draft tokens, or a decaying top-p with a reset id, and for tokens that are not integers.
     """
     if not isinstance(request, InferenceRequest):
-        raise InvalidRequestError(f"request is of type {type_name(request)}", "an InferenceRequest",
-                                  "pass the request as it was handed over")
+        raise InvalidRequestError(f"request is of type {type_name(request)}", "an InferenceRequest")
     tensors = request.input_tensors
     tokens = _integers("tokens", tokens)
     if tokens:
@@ -51,7 +47,7 @@ def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> Inf
 
 
 def _resume(tensors: dict[str, Any], tokens: list[int]) -> None:
-    """Change the tensors of a request to those of the request that resumes it."""
+    """Change the tensors of a request in place to those of the new request."""
     for name, refused in (("beam_width", lambda value: value != 1), ("return_context_logits", bool)):
         if name in tensors and refused(value := _scalar(tensors, name)):
             raise _cannot(f"{name} is {shown(value)}")
@@ -64,9 +60,10 @@ def _resume(tensors: dict[str, Any], tokens: list[int]) -> None:
     prompt, num_tokens = _integers("input_ids", tensors["input_ids"]), len(tokens)
     num_left = _scalar(tensors, "request_output_len") - num_tokens
     if num_left < 1:
-        raise _cannot(f"request_output_len is {num_left + num_tokens} and the request has {num_tokens} tokens")
+        raise _cannot(f"request_output_len is {num_left + num_tokens} and {num_tokens} tokens are generated already")
     if "stop_words_list" in tensors and _ends_with_one_of(
-            words(look(TENSORS["stop_words_list"], tensors["stop_words_list"], _ANY_SIZE), 2**31), prompt + tokens):
+            words(read_tensor(TENSORS["stop_words_list"], tensors["stop_words_list"], _ANY_SIZE), 2**31),
+            prompt + tokens):
         raise _cannot(f"the {num_tokens} tokens end with a stop word")
     tensors.update(input_ids=prompt + tokens, request_output_len=num_left)
     tensors.pop("input_lengths", None)
@@ -82,7 +79,7 @@ def _resume(tensors: dict[str, Any], tokens: list[int]) -> None:
     if top_p > 0 and (decay != 1 or floor > top_p):
         if reset_id >= 0:
             raise _cannot(f"runtime_top_p_decay is {shown(decay)} and runtime_top_p_reset_ids is {shown(reset_id)}")
-        tensors["runtime_top_p"] = float(top_p_behind(np.array(tokens), top_p, decay, floor, reset_id))
+        tensors["runtime_top_p"] = float(top_p_after(np.array(tokens), top_p, decay, floor, reset_id))
 
 
 def _ends_with_one_of(found: tuple[tuple[int, ...], ...], tokens: list[int]) -> bool:
@@ -98,13 +95,13 @@ def _integers(name: str, values: Any) -> list[int]:
     try:
         array = np.asarray(values)
     except ValueError:                         # lists of different lengths
-        raise InvalidRequestError(f"{name} is no row of integers", "token ids are integers",
+        raise InvalidRequestError(f"{name} is not a row of integers", "token ids must be integers",
                                   "pass the tokens of the responses") from None
     if array.size and array.dtype.kind not in "iu":
-        raise InvalidRequestError(f"{name} holds {array.dtype}", "token ids are integers",
+        raise InvalidRequestError(f"{name} holds {array.dtype}", "token ids must be integers",
                                   "pass the tokens of the responses")
     return array.reshape(-1).tolist()
 
 
 def _cannot(fact: str) -> InvalidRequestError:
-    return InvalidRequestError(fact, "such a request cannot be resumed from its tokens", "send it anew")
+    return InvalidRequestError(fact, "such a request cannot be resumed", "send the original request again")

@@ -1,4 +1,4 @@
-"""How long a request wants its part of the KV cache kept, in TensorRT-LLM's terms."""
+"""TensorRT-LLM's configuration of how long to keep a request's KV cache blocks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,16 +20,15 @@ _MILLISECONDS = Range(0, 2**53, whole=True)
 
 @dataclass(frozen=True, slots=True)
 class TokenRangeRetentionConfig:
-    """How long the KV cache blocks of a part of the prompt should be kept. A block belongs to the range that contains
-    its first token.
+    """How long to keep the KV cache blocks of a part of the prompt. A block belongs to the range that contains its
+    first token.
 
-    token_start   0 or more
-    token_end     exclusive, above token_start; None: to the end of the prompt
-    priority      0..100; blocks of a lower priority are overwritten first. Blocks without a configuration have 35
-    duration_ms   whole milliseconds after the last use of a block during which the priority holds; then it is 35 again;
-                  None: for ever
+    token_start   first token, 0 or more
+    token_end     end of the range, exclusive; None: the end of the prompt
+    priority      0..100; blocks of lower priority are evicted first. The default of other blocks is 35
+    duration_ms   whole milliseconds after the last use of a block after which its priority returns to 35; None: never
 
-    Raises InvalidRequestError.
+    Raises InvalidRequestError for a value of another type or out of range, and for an empty range.
     """
 
     token_start: int
@@ -49,15 +48,15 @@ class TokenRangeRetentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class KvCacheRetentionConfig:
-    """How long a request's blocks in the KV cache should be kept. It changes only the order in which cached blocks are
-    overwritten; without KvCacheConfig.enable_block_reuse it has no effect.
+    """How long to keep a request's KV cache blocks. Affects the order of eviction only; without
+    KvCacheConfig.enable_block_reuse it has no effect.
 
-    token_range_retention_configs   parts of the prompt, which do not overlap, at most 1,024; other parts have
-                                    priority 35, or the priority that they had when they were found in the cache
-    decode_retention_priority       of the blocks whose first token is generated, 0..100
-    decode_duration_ms              as TokenRangeRetentionConfig.duration_ms
+    token_range_retention_configs   at most 1,024 ranges of the prompt, which must not overlap. Other blocks of the
+                                    prompt have priority 35; reused ones keep their priority
+    decode_retention_priority       priority of blocks whose first token is generated, 0..100
+    decode_duration_ms              duration of that priority, as in TokenRangeRetentionConfig.duration_ms
 
-    Raises InvalidRequestError.
+    Raises InvalidRequestError for a value of another type or out of range, and for overlapping ranges.
     """
 
     token_range_retention_configs: Sequence[TokenRangeRetentionConfig] = ()
@@ -74,29 +73,27 @@ class KvCacheRetentionConfig:
         ranges = tuple(islice(ranges, MAX_TOKEN_RANGES + 1))
         if len(ranges) > MAX_TOKEN_RANGES:
             raise InvalidRequestError(f"there are more than {MAX_TOKEN_RANGES:,} token_range_retention_configs",
-                                      f"a request may have {MAX_TOKEN_RANGES:,}", "join ranges of one priority")
+                                      f"the limit is {MAX_TOKEN_RANGES:,}", "join adjacent ranges of equal priority")
         for part in ranges:
             if type(part) is not TokenRangeRetentionConfig:
                 raise InvalidRequestError(f"token_range_retention_configs holds an object of type {type_name(part)}",
-                                          "it holds TokenRangeRetentionConfig objects, none of a subclass",
-                                          "build one for each range of tokens")
+                                          "it must hold TokenRangeRetentionConfig objects, not of a subclass")
         ranges = tuple(sorted(ranges, key=lambda part: part.token_start))
         for part, following in zip(ranges, ranges[1:], strict=False):
             if part.token_end is None or following.token_start < part.token_end:
                 raise InvalidRequestError(
                     f"the retention range from token {following.token_start} overlaps the one before it",
-                    "only the last range may be open, and none may overlap", "cut one of the two")
+                    "ranges must not overlap, and only the last may be open", "shorten one of the two")
         object.__setattr__(self, "token_range_retention_configs", ranges)
 
 
 def copied_retention(given: object) -> KvCacheRetentionConfig | None:
-    """A checked copy of a request's configuration. Raises InvalidRequestError."""
+    """Return a checked copy of a request's configuration. Raises InvalidRequestError."""
     if given is None:
         return None
     if type(given) is not KvCacheRetentionConfig:
         raise InvalidRequestError(f"kv_cache_retention_config is of type {type_name(given)}",
-                                  "it must be a KvCacheRetentionConfig, not of a subclass, or None",
-                                  "build one with batch_manager.KvCacheRetentionConfig")
+                                  "it must be a batch_manager.KvCacheRetentionConfig, not of a subclass, or None")
     ranges = given.token_range_retention_configs
     if type(ranges) is tuple:
         ranges = tuple(TokenRangeRetentionConfig(part.token_start, part.token_end, part.priority, part.duration_ms)

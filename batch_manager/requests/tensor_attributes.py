@@ -1,7 +1,7 @@
-"""The tensors of a request as attributes, for type checkers and editors.
+"""Declares the tensors of a request as attributes, for type checkers and editors.
 
-`InferenceRequest` makes a property of each row of its table TENSORS; here are their names once more, with which a type
-checker tells a mistyped one.
+`InferenceRequest` makes a property from each row of its table TENSORS at run time. These declarations let a type
+checker report mistyped names.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""What each request has still to be sent, and the response tensors.
+"""The response tensors, and the values of each request that are not sent yet.
 
 Owns     the documented response tensors, their shapes and dtypes; the values of each token until they are sent
-Not      when a response is sent, and that a final is sent once (loop/finals.py, loop/callbacks.py)
+Not      the time of a response; the guarantee of one final (loop/finals.py, loop/callbacks.py)
 Yours    a new response tensor is built in tensors.py from values that Deliveries keeps in deliveries.py
 """

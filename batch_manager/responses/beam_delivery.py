@@ -1,4 +1,4 @@
-"""What will be sent about the beams of a request, besides their tokens."""
+"""Collects the response values of a request's beams, besides their tokens."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ NO_OUTPUT = -np.inf
 
 
 class BeamDelivery:
-    """The log-probabilities of the beams of a request: of the live ones until its search is over, then of the results.
+    """The log-probabilities of a request's beams: of the live beams during the search, then of its results.
 
-    They are in the order of `LlmRequest.tokens`. Log-probs of tokens, and the rows of logits that they were sampled
-    from, are kept if the request asked for them. A request that starts again after a pause starts here again, too.
+    They are in the order of `LlmRequest.tokens`. Log-probabilities of single tokens, and their rows of logits, are kept
+    if the request asked for them. A request that starts over after a pause starts over here, too.
     """
 
     def __init__(self, beam_width: int, *, keeps_log_probs: bool, keeps_logits: bool) -> None:
@@ -33,11 +33,11 @@ class BeamDelivery:
 
     def follow(self, parents: Sequence[int], log_probs: np.ndarray, logits: np.ndarray | None, *,
                is_first: bool) -> None:
-        """Every beam now continues its parent's output by one token.
+        """Let every beam continue its parent's output by one token.
 
         parents     [beams] the beam that each continues
-        log_probs   [beams] float32, of the tokens; -inf where there is none
-        logits      [beams before the step, vocab], when asked for
+        log_probs   [beams] float32, of the tokens; -inf for a beam without a continuation
+        logits      [beams before the step, vocab], if requested
         """
         if is_first:
             self._start()
@@ -46,12 +46,12 @@ class BeamDelivery:
             self._log_probs = [[*self._log_probs[parent], log_prob]
                                for parent, log_prob in zip(parents, log_probs.tolist())]
         if self._keeps_logits:
-            assert logits is not None    # steps/output_check.py has seen to it
+            assert logits is not None    # steps/output_check.py ensures it
             self._rows = [[*self._rows[parent], parent] for parent in parents]
             self._logits.append(logits)
 
     def end(self, hypotheses: Sequence[Hypothesis], logits: np.ndarray | None, *, is_first: bool) -> None:
-        """The search is over. Beams without a result come last."""
+        """Replace the live beams by the results of the search. Beams without a result come last."""
         if is_first:
             self._start()
         missing = self._width - len(hypotheses)
@@ -66,10 +66,10 @@ class BeamDelivery:
     def outputs(self, request: LlmRequest, reason: FinishReason) -> list[BeamOutput]:
         """The output of each beam, best first.
 
-        reason   why the request ended; the beams of a search that is over have reasons of their own
+        reason   why the request ended; results of a finished search have their own reasons
         """
         generated = [tokens[request.orig_prompt_len:] for tokens in request.tokens]
-        if not generated[0] and self._finishes is None:    # it was paused, or has not begun
+        if not generated[0] and self._finishes is None:    # paused, or not started
             self._start()
         best_first = sorted(range(self._width), key=lambda beam: -self._cum_log_probs[beam])
         return [self._output(beam, generated[beam], reason)

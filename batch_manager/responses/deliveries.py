@@ -1,4 +1,4 @@
-"""What each live request has still to be sent."""
+"""The values of each live request that are not sent yet."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,17 +18,17 @@ from .tensors import build_beam_response, build_response, streamed_token_builder
 
 @dataclass(slots=True)
 class Delivery:
-    """One live request as its receiver sees it.
+    """The response values of one live request. Optional values are kept only if the request asked for them.
 
+    is_plain            the request asked for tokens only
     num_sent            generated tokens already sent (streaming)
-    log_probs           of every generated token not sent yet, when asked
-    cum_log_prob        of every generated token, when asked
-    generation_logits   [vocab] rows of every generated token not sent yet, when asked
-    top_log_probs       of every generated token not sent yet, step by step, when asked
-    context_logits      [prompt, vocab], filled chunk by chunk, when asked; None once it was sent
-    context_rows        rows of it that are filled, from the first; all of them are needed before it is sent
-    is_plain            only tokens were asked for
-    beams               for several beams: it keeps the values of their tokens, instead of the fields above
+    log_probs           of each generated token not sent yet
+    cum_log_prob        sum over all generated tokens
+    generation_logits   [vocab] row of each generated token not sent yet
+    top_log_probs       of the generated tokens not sent yet, one entry per step
+    context_logits      [prompt, vocab], filled chunk by chunk; None once it is sent
+    context_rows        filled rows of context_logits, from the first; it is sent when all are filled
+    beams               with several beams, holds the values of their tokens instead of the fields above
     """
 
     options: ResponseOptions
@@ -44,13 +44,12 @@ class Delivery:
 
 
 class Deliveries:
-    """Keeps the values that each live request has still to be sent, and builds its responses. It sends nothing.
+    """Keeps the values of each live request that are not sent yet, and builds responses. It sends nothing.
 
-    vocab_size   columns of the logits that are returned
-    to_tensor    makes the outgoing tensor of a NumPy array
-    listeners    deliveries of the requests that need a value of every token: those that stream, or asked for more than
-                 tokens
-    asking       ids of those that asked for more than tokens
+    vocab_size   columns of the returned logits
+    to_tensor    converts a NumPy array to the tensor of a response
+    listeners    request id -> delivery, of requests that stream or asked for more than tokens
+    asking       ids of requests that asked for more than tokens
     """
 
     def __init__(self, to_tensor: Callable[[np.ndarray], object], vocab_size: int) -> None:
@@ -77,8 +76,8 @@ class Deliveries:
             self.listeners[request_id] = delivery
 
     def note_context_logits(self, request: LlmRequest, start: int, logits: np.ndarray) -> None:
-        """Keep the new rows of the user's prompt: after a pause the prompt is computed again, and generated tokens are
-        computed as context."""
+        """Keep the rows of the user's prompt that are new. After a pause, a context repeats rows and includes generated
+        tokens."""
         delivery = self._deliveries[request.request_id]
         first, end = delivery.context_rows, min(start + len(logits), request.orig_prompt_len)
         if first >= end:
@@ -90,19 +89,19 @@ class Deliveries:
         delivery.context_rows = end
 
     def note_tokens(self, request: LlmRequest, output: StepOutput, start: int, stop: int) -> bool:
-        """Keep the values of the tokens start..stop of the output, which were just added to a listener. True if they
-        are to be streamed."""
+        """Keep the values of tokens start..stop of the output, which were just added to a listener. Returns whether
+        they are to be streamed."""
         delivery = self.listeners[request.request_id]
         options = delivery.options
         if not delivery.is_plain:
             if options.return_log_probs:
-                assert output.log_probs is not None    # steps/output_check.py has seen to it
+                assert output.log_probs is not None    # steps/output_check.py ensures it
                 log_probs = output.log_probs[start:stop].tolist()
                 delivery.log_probs += log_probs
                 for log_prob in log_probs:
                     delivery.cum_log_prob += log_prob
             if options.return_generation_logits:
-                # A copy: the rows are part of an array of all requests, which should not live as long as this one.
+                # Copied, because the rows are a view that would keep the array of all requests alive.
                 delivery.generation_logits.extend(output.generation_logits[request.seq_slot][:stop - start].copy())
             if options.top_log_probs:
                 top = output.top_log_probs[request.seq_slot]
@@ -118,14 +117,13 @@ class Deliveries:
         beams.follow(parents, log_probs, logits, is_first=request.num_generated_tokens == 1)
 
     def note_hypotheses(self, request: LlmRequest, hypotheses: Sequence[Hypothesis], logits: np.ndarray | None) -> None:
-        """Keep the values of the final outputs of a request. The request still has the live ones."""
+        """Keep the values of the results of a search. Call it before the request replaces its live beams."""
         beams = self._deliveries[request.request_id].beams
         assert beams is not None
         beams.end(hypotheses, logits, is_first=request.num_generated_tokens == 0)
 
     def new_tokens(self, requests: Sequence[LlmRequest]) -> list[tuple[int, list[NamedTensor]]]:
-        """(id, tensors) of the streamed response of each request: the tokens that no response has had yet. They now
-        count as sent.
+        """Build a streamed response with the unsent tokens of each request, as (id, tensors). The tokens count as sent.
         """
         responses, listeners, build = [], self.listeners, streamed_token_builder(self._to_tensor)
         for request in requests:
@@ -141,11 +139,11 @@ class Deliveries:
         return responses
 
     def tensors_of(self, metrics: PerfMetrics) -> list[NamedTensor]:
-        """The tensors that follow the others in the final response of a request that asked for metrics."""
+        """The metrics as tensors, which follow the others in a final response."""
         return metrics.tensors(self._to_tensor)
 
     def forget(self, request_id: int) -> Delivery | None:
-        """The request has ended. Returns its delivery, for the final."""
+        """Drop an ended request. Returns its delivery, for the final."""
         self.asking.discard(request_id)
         self.listeners.pop(request_id, None)
         return self._deliveries.pop(request_id, None)
@@ -157,7 +155,7 @@ class Deliveries:
         self.asking.clear()
 
     def response(self, request: LlmRequest, delivery: Delivery, reason: FinishReason) -> list[NamedTensor]:
-        """The tensors of a response with all values that the request has still to be sent."""
+        """Build the tensors of a response with all unsent values of the request."""
         options, tokens, prompt_len = delivery.options, request.tokens[0], request.orig_prompt_len
         if delivery.is_plain:
             if options.is_streaming:
@@ -167,7 +165,7 @@ class Deliveries:
                 return build_response(options, tokens[:prompt_len], tokens[prompt_len:], reason,
                                       to_tensor=self._to_tensor)
 
-        # A response takes the kept values with it: none is held twice, none is sent twice.
+        # The response takes the kept values, so that none is held or sent twice.
         first = delivery.num_sent if options.is_streaming else 0
         context_logits = delivery.context_logits if delivery.context_rows == prompt_len else None
         if delivery.beams is not None:

@@ -1,4 +1,4 @@
-"""Tensors of a response, made when they are read."""
+"""Tensors of a response, created on first access."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ INT32 = np.dtype(np.int32)
 
 
 class UniformArray:
-    """An array of one value, made when it is read."""
+    """Shape, type and value of an array with equal elements, which is created on demand."""
 
     __slots__ = ("shape", "_dtype", "_value")
 
@@ -18,7 +18,7 @@ class UniformArray:
         self.shape, self._dtype, self._value = shape, dtype, value
 
     def make(self) -> np.ndarray:
-        """A new array with each call."""
+        """Return a new array at each call."""
         array = empty(self.shape, self._dtype)    # np.full takes four times as long
         array.fill(self._value)
         return array
@@ -27,10 +27,13 @@ class UniformArray:
 class NamedTensor:
     """A tensor of a response and its name.
 
-    A response has seven of them, and most receivers read one or two. So an array whose values are known without it
-    (UniformArray) is made when it is first read, and the tensor is made from the array when it is first read
-    (`to_tensor`; None: the given object is the tensor, or the array is). Array and tensor share their memory, whichever
-    threads read them first: the first thread puts its object into the dictionary in one step, and all threads use it.
+    A response has seven tensors, of which most receivers read one or two. So a UniformArray becomes an array on first
+    access, and the array becomes a tensor on first access (by `to_tensor`; None: `tensor` is the given object, or its
+    array). Array and tensor share memory. Both are thread-safe: all threads get the object of the first one.
+
+    name     name of the tensor, such as "output_ids"
+    array    the NumPy array
+    tensor   the tensor
     """
 
     __slots__ = ("name", "_given", "_to_tensor", "__dict__")
@@ -42,7 +45,7 @@ class NamedTensor:
 
     @property
     def array(self) -> np.ndarray:
-        """The NumPy array, for receivers that need no tensor."""
+        """The values as a NumPy array. Does not import torch."""
         given = self._given
         if type(given) is np.ndarray:
             return given
@@ -63,7 +66,7 @@ class NamedTensor:
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy makes its own tensor of its own array, so that the two share their memory again.
+        # A copy makes its tensor from its own array, so that both share memory again.
         return type(self), (self.name, self.__dict__.get("array", self._given), self._to_tensor)
 
     def __repr__(self) -> str:
@@ -72,8 +75,8 @@ class NamedTensor:
 
 
 class PreparedTensor(NamedTensor):
-    """A tensor whose name, value and `to_tensor` are attributes of its class: creating one makes one object and runs no
-    Python code. `prepared` makes the classes. A copy is a NamedTensor.
+    """A tensor whose name, value and `to_tensor` are class attributes, so that creating one runs no Python code.
+    `prepared` makes the classes. A copy is a NamedTensor.
     """
 
     __slots__ = ()
@@ -84,7 +87,7 @@ class PreparedTensor(NamedTensor):
 
 
 class OneTokenTensor(PreparedTensor):
-    """The ids of one token [1, 1, 1]. The caller sets `token`."""
+    """output_ids with one token, [1, 1, 1]. The caller sets `token`."""
 
     __slots__ = ("token",)
     token: int
@@ -104,16 +107,16 @@ class OneTokenTensor(PreparedTensor):
 
 
 def prepared(name: str, value: UniformArray, to_tensor: Callable[[Any], Any] | None) -> type[PreparedTensor]:
-    """The class of the tensors with this name and value. Each has an array of its own."""
+    """Return a class of tensors with this name and value. Each instance has its own array."""
     return _prepared(PreparedTensor, name, to_tensor, _given=value)
 
 
 def prepared_token(name: str, to_tensor: Callable[[Any], Any] | None) -> type[OneTokenTensor]:
-    """The class of the tensors with this name and one token each."""
+    """Return a class of tensors with this name and one token each."""
     return _prepared(OneTokenTensor, name, to_tensor)
 
 
 def _prepared(base: type, name: str, to_tensor: Callable[[Any], Any] | None, **attributes: Any) -> type:
     if to_tensor is not None:
-        to_tensor = staticmethod(to_tensor)    # no method of the tensor
+        to_tensor = staticmethod(to_tensor)    # otherwise it becomes a method
     return type(base.__name__, (base,), {"__slots__": (), "name": name, "_to_tensor": to_tensor, **attributes})

@@ -1,4 +1,4 @@
-"""Timings of a request and its use of the KV cache: the tensors after the seven of a final response."""
+"""Times of a request and its use of the KV cache, as further tensors of its final response."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -16,18 +16,17 @@ NANOSECONDS = 1e9
 class PerfMetrics:
     """The metrics in the final response of a request with `return_perf_metrics`; each field is a tensor int64 [1].
 
-    Times are nanoseconds of the engine's clock, which is `time.monotonic` unless Parts has another one. 0 stands for a
-    moment that never came.
+    Times are nanoseconds of the engine's clock: `time.monotonic`, unless Parts has another one. 0 means never.
 
-    arrival_time_ns             `arrival_time` of the request; without one, its admission
-    first_scheduled_time_ns     its first chunk was put into a step
-    first_token_time_ns         the step with its first token was read
-    last_token_time_ns          the last step that sampled a token for it was read; an end id is one
-    kv_cache_alloc_new_blocks   blocks that were taken from the pool for it, those after a pause included
-    kv_cache_reused_blocks      blocks found in the cache instead, likewise
-    cached_tokens               tokens of its prompt that were cached when it started for the first time
-    num_pauses                  how often it was paused
-    recomputed_tokens           computed tokens that these pauses discarded
+    arrival_time_ns             `arrival_time` of the request, or its admission if it has none
+    first_scheduled_time_ns     when its first chunk was put into a step
+    first_token_time_ns         when the step with its first token was read
+    last_token_time_ns          when the last step that sampled a token for it, or its end id, was read
+    kv_cache_alloc_new_blocks   blocks taken from the pool, also after pauses
+    kv_cache_reused_blocks      blocks found in the cache, also after pauses
+    cached_tokens               prompt tokens that were cached at its first start
+    num_pauses                  number of pauses
+    recomputed_tokens           computed tokens that the pauses discarded
     """
 
     arrival_time_ns: int = 0
@@ -42,7 +41,7 @@ class PerfMetrics:
 
     @classmethod
     def of(cls, tensors: Iterable[NamedTensor]) -> Self | None:
-        """The metrics in a response; None where it has none."""
+        """Read the metrics from the tensors of a response; None if it has none."""
         found = {tensor.name: int(tensor.array[0]) for tensor in tensors if tensor.name in PERF_TENSORS}
         return cls(**found) if found else None
 
@@ -52,23 +51,23 @@ class PerfMetrics:
 
     @property
     def queue_s(self) -> float | None:
-        """Seconds from arrival to the first step; None: it was in none."""
+        """Seconds from arrival to the first step; None if it was in no step."""
         return self._seconds(self.first_scheduled_time_ns)
 
     @property
     def time_to_first_token_s(self) -> float | None:
-        """Seconds from arrival to the first token; None: there was none."""
+        """Seconds from arrival to the first token; None if it has no token."""
         return self._seconds(self.first_token_time_ns)
 
     @property
     def end_to_end_s(self) -> float | None:
-        """Seconds from arrival to the last token; None: there was none."""
+        """Seconds from arrival to the last token; None if it has no token."""
         return self._seconds(self.last_token_time_ns)
 
     def time_per_output_token_s(self, num_tokens: int) -> float | None:
-        """Mean seconds between two tokens. None: there are fewer than two.
+        """Mean seconds between two tokens; None if there are fewer than two.
 
-        num_tokens   generated, without the prompt
+        num_tokens   number of generated tokens
         """
         if num_tokens < 2 or not self.first_token_time_ns:
             return None

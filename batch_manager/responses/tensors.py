@@ -1,4 +1,4 @@
-"""The tensors of a response: a list of `NamedTensor` in the documented order, shapes and dtypes.
+"""Builds the tensors of a response, a list of `NamedTensor`:
 
     output_ids          int32    [1, beam, n]                       streaming: the new tokens only
     sequence_length     int32    [1, beam]                          valid entries of each row of output_ids
@@ -8,28 +8,28 @@
     cum_log_probs       float32  [1, beam]                          zeros unless asked for
     finish_reason       int32    [1, beam]
 
-and after them, only for requests with `return_top_log_probs` = k:
+Requests with `return_top_log_probs` = k also get:
 
-    top_log_prob_ids    int32    [1, 1, generated, k]               likeliest first; of equals the lowest id first
-    top_log_probs       float32  [1, 1, generated, k]               -inf, and id 0, where fewer than k are possible
+    top_log_prob_ids    int32    [1, 1, generated, k]               likeliest first, lower ids first among equals
+    top_log_probs       float32  [1, 1, generated, k]               -inf, and id 0, if fewer than k are possible
 
-Logits are the model's own: row i of context_logits follows token i of the prompt; token i was sampled from row i of
-generation_logits, which is the row before penalties, temperature and all other changes. Log-probs are of the
-distribution after these, before top-k and top-p (triton_kernels/sample_token.py); with `raw_log_probs`, of the
-distribution of the model's own logits.
+Logits are the model's unchanged logits. Row i of context_logits follows token i of the prompt. Row i of
+generation_logits is the row for token i, before penalties, temperature and all other changes. Log-probabilities are
+taken after these changes and before top-k and top-p (triton_kernels/sample_token.py), or from the unchanged logits with
+`raw_log_probs`.
 
-With beams, biases, penalties and bans change the log-probs after the temperature, so these need not sum to one over the
-vocabulary (decoding/stages.py). Beams come best first: they are ranked by cum_log_probs after len_penalty. The end id
-counts in cum_log_probs, although it is not in the other tensors. A beam for which the model allows no output has
+With beams, biases, penalties and bans change the log-probabilities after the temperature, so their exponentials need
+not sum to one over the vocabulary (decoding/stages.py). Beams come best first, ranked by cum_log_probs after
+len_penalty. cum_log_probs includes the end id, which is in no other tensor. A beam without a possible output has
 finish_reason 0, no tokens and cum_log_probs -inf.
 
-In a streamed response *generated* is the number of its new tokens, except in cum_log_probs, which sums from the start
-of the request; so the concatenated pieces of a tensor are the tensor of a response that is not streamed. Context logits
-are in the first streamed response; later ones have the dummy, and so has a request that ends before its prompt is
-computed.
+In a streamed response *generated* is the number of its new tokens. Concatenating a tensor over all streamed responses
+gives the tensor of a response that is not streamed, except for cum_log_probs, which always sums from the start of the
+request. The first streamed response has the context logits. Later ones have the dummy, as does a request that ends
+before its prompt is computed.
 
-A response shares no memory with the engine's buffers or with another response, and its tensors share none with each
-other. A callback may keep or change them.
+The tensors share no memory with the engine's buffers, other responses or each other. A callback may keep or change
+them.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ from .named_tensor import INT32, NamedTensor, UniformArray, prepared, prepared_t
 
 FLOAT32 = np.dtype(np.float32)
 
-# The values of most responses; the arrays are made when they are read.
+# The values of most responses.
 ZERO, NO_GENERATION_LOGITS = UniformArray((1, 1, 1), FLOAT32), UniformArray((1, 1, 1, 1), FLOAT32)
 ONE, ZERO_ROW = UniformArray((1, 1), INT32, 1), UniformArray((1, 1), FLOAT32)
 FINISH_REASONS = {int(reason): UniformArray((1, 1), INT32, int(reason)) for reason in FinishReason}
@@ -63,7 +63,7 @@ class BeamOutput:
 
     generated           [n] tokens, without the end id
     finish_reason       FinishReason
-    cum_log_prob        of the whole output, with the end id if that ended it
+    cum_log_prob        of the whole output, including an end id
     log_probs           [n]; None if the request did not ask for them
     generation_logits   [n, vocab]; None if the request did not ask for them, or n = 0
     """
@@ -88,24 +88,24 @@ def build_response(
     top_log_probs: Sequence[TopLogProbs] = (),
     to_tensor: Callable[[np.ndarray], Any] | None = None,
 ) -> list[NamedTensor]:
-    """The tensors of one response of a request of beam width 1.
+    """Build the tensors of a response of a request with beam width 1.
 
     prompt              the user's prompt; ignored when streaming
-    generated           not streaming: all generated tokens; streaming: this response's new ones. May be empty
-    finish_reason       FinishReason; NOT_FINISHED for a streamed response that is not the last
-    log_probs           [n] one for each of `generated`; needed when options ask for them and n > 0
+    generated           all generated tokens; when streaming, the new tokens of this response. May be empty
+    finish_reason       FinishReason; NOT_FINISHED for a streamed response that is not final
+    log_probs           [n] of the tokens in `generated`; required if the options ask for them and n > 0
     cum_log_prob        since the start of the request; None: the sum of `log_probs`
     context_logits      [prompt, vocab], or its chunks in order, or None for the dummy
-    generation_logits   [n, vocab] or n rows, one for each of `generated`; None for the dummy
-    top_log_probs       of `generated`, in pieces
-    to_tensor           makes the outgoing tensor from a fresh NumPy array, such as torch.from_numpy; None: leave it
+    generation_logits   [n, vocab] or n rows, of the tokens in `generated`; None for the dummy
+    top_log_probs       of the tokens in `generated`, in pieces
+    to_tensor           converts a new NumPy array to a tensor, such as torch.from_numpy; None: keep the array
 
-    Values that the options do not ask for are not sent, even if they are given. All values that are sent are copies.
+    Values that the options do not ask for are ignored. All values are copied.
     """
     num_new = len(generated)
     length = num_new if options.is_streaming or options.exclude_input else len(prompt) + num_new
     output_ids = empty((1, 1, length), INT32)
-    if length == 1 == num_new:    # much faster than an assignment from a list; the case of each streamed token
+    if length == 1 == num_new:    # a streamed token; much faster than assigning from a list
         output_ids.fill(generated[0])
     elif length:
         output_ids[0, 0, :length - num_new] = prompt if length > num_new else ()
@@ -151,8 +151,9 @@ def build_response(
 
 @lru_cache(maxsize=8)
 def streamed_token_builder(to_tensor: Callable[[np.ndarray], Any] | None) -> Callable[[int], list[NamedTensor]]:
-    """A function of a token that returns the same as `build_response` for one streamed token, if only tokens were asked
-    for and more will follow. It takes a third of the time; most responses of a server are of this kind.
+    """Return a function that builds the response with one streamed token, without further values and not final.
+
+    Its result equals that of `build_response`, in a third of the time. Most responses of a server are of this kind.
 
     to_tensor   as in `build_response`
     """
@@ -178,7 +179,7 @@ def build_beam_response(
     context_logits: np.ndarray | None = None,
     to_tensor: Callable[[np.ndarray], Any] | None = None,
 ) -> list[NamedTensor]:
-    """The tensors of the response of a request with beams.
+    """Build the tensors of the response of a request with beams.
 
     prompt              the user's prompt
     outputs             [beam], best first
@@ -186,8 +187,8 @@ def build_beam_response(
     context_logits      [prompt, vocab], or None for the dummy
     to_tensor           as in `build_response`
 
-    Every row is as long as the longest output: after shorter ones, output_ids has pad_id and the others have zeros.
-    Values that the options do not ask for are not sent, even if they are given. All values that are sent are copies.
+    Every row is as long as the longest output. Shorter ones are padded with pad_id in output_ids, elsewhere with zeros.
+    Values that the options do not ask for are ignored. All values are copied.
     """
     num_beams, longest = len(outputs), max(len(output.generated) for output in outputs)
     start = 0 if options.exclude_input else len(prompt)

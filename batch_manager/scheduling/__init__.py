@@ -1,9 +1,9 @@
-"""Who runs this iteration.
+"""Scheduling: chooses the requests of the next step.
 
-Owns     the policies: which requests get blocks, which of them get into the step, how a prompt is cut into chunks
-Not      blocks and requests themselves: a scheduler reads them, spends from a ledger and returns lists
-Yours    a policy of your own is a CapacityScheduler in capacity.py's style; one that decides everything itself is a
-         RequestScheduler; policies.py maps names to objects
+Owns     the policies: which requests get blocks, which of them are in the step, how prompts are cut into chunks
+Not      blocks and requests: a scheduler reads them, spends from a ledger, returns lists and changes nothing
+Yours    a policy is a CapacityScheduler as in capacity.py; a RequestScheduler decides everything itself; policies.py
+         maps names to objects
 
-MaxRequestsScheduler and force_chunk serve conformance records and users' own schedulers; no option selects them.
+MaxRequestsScheduler and force_chunk serve conformance records and custom schedulers; no option selects them.
 """

@@ -1,7 +1,7 @@
-"""Who gets blocks: the four policies of TensorRT-LLM.
+"""Capacity schedulers, which decide who gets blocks: the four policies of TensorRT-LLM.
 
-Each takes the active requests in the order in which they are to be served, and returns (fitting, paused). It spends
-from a ledger and changes neither requests nor blocks.
+Each takes the active requests in service order and returns (fitting, paused). It spends from a ledger and changes
+neither requests nor blocks.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from .interfaces import GENERATING, CapacityScheduler, RequestList, schedulable
 
 
 class MaxRequestsScheduler(CapacityScheduler):
-    """The first requests up to a number. For models without a KV cache. Never pauses."""
+    """Takes the first requests up to a limit. For models without a KV cache. Never pauses."""
 
     def __init__(self, max_num_requests: int) -> None:
         self.max_num_requests = max_num_requests
@@ -25,18 +25,18 @@ class MaxRequestsScheduler(CapacityScheduler):
 
 
 class GuaranteedNoEvictScheduler(CapacityScheduler):
-    """Start a request only when it can run to its last token without evicting another.
+    """Starts a request only when it can run to its last token without evicting another.
 
-    The blocks that all requests with blocks may still need are set aside before a new context is considered, whatever
-    their order. Contexts are then admitted in order. A context between chunks is always admitted. The first new context
-    that does not fit closes the admission gate, so that small requests after a large one do not overtake it for ever. A
-    context is skipped if its adapter does not fit, or if another request is computing its next block.
+    First, the blocks that started requests may still need are reserved, whatever their order. Then contexts are
+    admitted in order. A context between chunks is always admitted. The first new context that does not fit closes the
+    admission gate, so that later, smaller requests cannot overtake it for ever. A context is skipped if its adapter
+    does not fit, or if another request is computing its next block.
 
     Never pauses.
 
-    in_line   TensorRT-LLM's order: only generating requests go first. Contexts between chunks take their turn among the
-              other contexts, so a new one before them may get the blocks that they wait for, and a closed gate stops
-              them too. With priorities, requests may then wait for one another.
+    in_line   use TensorRT-LLM's order: only generating requests go first. Contexts between chunks take their turn among
+              the other contexts, so a new one before them may get the blocks that they wait for, and a closed gate
+              stops them too. With priorities, requests may then deadlock
     """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,
@@ -58,9 +58,9 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
 
 
 class StaticBatchScheduler(CapacityScheduler):
-    """A batch starts together, and no request joins it before its last member is done.
+    """Starts a batch at once; no request joins it until its last member is done.
 
-    Once one request generates, only generating requests run: a context between chunks waits for the next batch.
+    Once a request generates, only generating requests run: a context between chunks waits for the next batch.
 
     Never pauses. Source: TensorRT-LLM's STATIC_BATCH, which serves the V1 batching scheme.
 
@@ -84,14 +84,14 @@ class StaticBatchScheduler(CapacityScheduler):
 
 
 class MaxUtilizationScheduler(CapacityScheduler):
-    """Run each request that has room for one more step; when room runs out, pause the last started ones.
+    """Runs each request whose next step fits; when blocks run out, pauses the last started ones.
 
-    For a request that does not fit, the scheduler looks for a victim: the last request in the line that has computed
-    something, this one included unless it is the first. The victim's blocks count as free, the line now ends before the
-    victim, and the request is tried again. Requests before it are never paused, so the first in line always advances. A
-    context is skipped if another request is computing its next block, unless it is the first in line.
+    For a request that does not fit, the scheduler picks a victim: the last started request in the line, this one
+    included unless it is the first. It counts the victim's blocks as free, ends the line before the victim, and tries
+    the request again. It never pauses requests before that one, so the first in line always advances. A context is
+    skipped if another request is computing its next block, unless it is the first in line.
 
-    two_step_lookahead   plan for two steps of each generating request, as two micro-batches in flight need
+    two_step_lookahead   plan two steps of each generating request, as two micro-batches in flight need
     """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,
@@ -124,7 +124,7 @@ class MaxUtilizationScheduler(CapacityScheduler):
                     taken += 1
                     continue
 
-            # While a step is in flight, the first in line waits for the blocks that its requests hold.
+            # While a step is in flight, the first in line waits for the blocks of that step's requests.
             first = max(taken, 1) if self.kv_cache_manager.inflight_request_ids else taken
             victim = next((index for index in reversed(range(first, len(line)))
                            if line[index].is_started and ledger.is_refundable(line[index])), None)
@@ -136,10 +136,9 @@ class MaxUtilizationScheduler(CapacityScheduler):
         return line[:taken], paused
 
     def _front_that_fits_at_once(self, line: RequestList, ledger: KvLedger, pages: PageLedger | None) -> int:
-        """How many generating requests at the front of the line fit together; 0 if a pause will be necessary.
+        """The number of generating requests at the front of the line if all of them fit, else 0.
 
-        The result is that of the loop in `schedule_request`, in one sum: most of the time all generating requests go
-        on.
+        A shortcut with the same result as the loop in `schedule_request`: usually all generating requests go on.
         """
         generating = len([request for request in line if request.state in GENERATING])
         if generating < len(line):
@@ -157,8 +156,9 @@ class MaxUtilizationScheduler(CapacityScheduler):
 class _AdmissionGate:
     """Admits contexts that can run to their last token within the budgets.
 
-    promised   requests; those of them that hold blocks keep their adapters and the blocks that they still need
-    in_line    `promised` all hold blocks, and only they need not fit
+    promised   requests whose reservations come first: those that hold blocks keep their adapters and the blocks that
+               they still need
+    in_line    as in GuaranteedNoEvictScheduler; all of `promised` hold blocks
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, peft_cache_manager: PeftCacheManager | None,
@@ -174,7 +174,7 @@ class _AdmissionGate:
             self._pages.spend(*filter(self._owns, promised))
 
     def admitted(self, contexts: Iterable[LlmRequest], max_num_requests: int) -> RequestList:
-        """The contexts that are admitted, in order."""
+        """Return the admitted contexts, in order."""
         fitting: RequestList = []
         is_open = True
         for request in contexts:
@@ -195,10 +195,10 @@ class _AdmissionGate:
 
 
 def _generating_first(active_requests: RequestList, max_num_requests: int) -> tuple[RequestList, RequestList]:
-    """The first generating requests up to a number, and the contexts before the last of them."""
+    """Return the first generating requests up to a limit, and the contexts before the last of them."""
     generating = [request for request in active_requests if request.state in GENERATING]
     if len(generating) == len(active_requests) <= max_num_requests:
-        return generating, []    # the common case, in a third of the time
+        return generating, []    # the common case; takes a third of the time
     generating = []
     contexts: RequestList = []
     for request in active_requests:

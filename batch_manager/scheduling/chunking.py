@@ -1,7 +1,7 @@
-"""How a token budget too small for all prompts is divided among them: functions on lengths.
+"""Divides a token budget that is too small for all prompts. Pure functions of lengths, with these parameters:
 
-    remaining            [n] context tokens still to compute of each request, in order
-    unit                 tokens per block; a chunk that is not the last of its prompt is a multiple of it
+    remaining            [n] context tokens of each request that are left to compute, in order
+    unit                 tokens per block; every chunk but the last of a prompt is a multiple of it
     capacity             tokens for all chunks together; None: no bound
     max_context_length   longest chunk; None: no bound
     credits              [n] tokens at the front of each context that the KV cache is expected to have; None: none
@@ -18,11 +18,10 @@ from ..names import ContextChunkingPolicy
 
 def first_come_first_served(remaining: Sequence[int], unit: int, capacity: int | None,
                             max_context_length: int | None, credits: Sequence[int] | None = None) -> list[int]:
-    """Each request in turn takes all the tokens that it needs of those left; a prompt that must be cut is cut to whole
-    blocks.
+    """Serve requests in order: each takes all remaining tokens of its prompt, or as many whole blocks as fit.
 
-    A later, shorter prompt that fits whole may use a remainder that is too small for an earlier one. A chunk that is
-    cut begins after the cached tokens.
+    A later, shorter prompt may use a remainder that is too small for a block of an earlier one. A cut chunk begins
+    after the cached tokens.
     """
     left = inf if capacity is None else capacity
     longest = inf if max_context_length is None else max_context_length
@@ -38,12 +37,11 @@ def first_come_first_served(remaining: Sequence[int], unit: int, capacity: int |
 
 def equal_progress(remaining: Sequence[int], unit: int, capacity: int | None,
                    max_context_length: int | None, credits: Sequence[int] | None = None) -> list[int]:
-    """In each round every request gets one more block, until none can take another.
+    """Give each request one more block per round, until no request can take another.
 
-    A request that cannot is skipped: a later, shorter one may still take its last few tokens. A chunk begins at the
-    front, and its cached tokens cost nothing. If the rounds end before the first request has reached a token that it
-    must compute, they start again after the cached tokens of each request, which then do not count against the longest
-    chunk.
+    Requests that cannot are skipped: a later, shorter one may still take its last few tokens. A chunk begins at the
+    front of the context, and its cached tokens cost nothing. If the first request gets cached tokens only, the rounds
+    start over after the cached tokens of each request, which then do not count towards max_context_length.
     """
     credits = _none(remaining) if credits is None else credits
     chunks = _rounds([0] * len(remaining), remaining, unit, capacity, [max_context_length] * len(remaining), credits)
@@ -76,7 +74,7 @@ def _rounds(chunks: list[int], remaining: Sequence[int], unit: int, capacity: in
 
 def force_chunk(remaining: Sequence[int], unit: int, capacity: int | None, max_context_length: int | None,
                 credits: Sequence[int] | None = None) -> list[int]:
-    """One block for each request, even when all prompts would fit whole. It begins after the cached tokens."""
+    """Give each request one block after its cached tokens, even if all prompts fit."""
     assert max_context_length is None or max_context_length >= unit
     left = inf if capacity is None else capacity
     chunks = []
@@ -91,18 +89,18 @@ def force_chunk(remaining: Sequence[int], unit: int, capacity: int | None, max_c
 
 
 def cost_after_credit(chunk: int, remaining: int, credit: int) -> int:
-    """Tokens that a chunk computes which begins after the cached tokens."""
+    """Tokens computed by a chunk that begins after the cached tokens."""
     return min(chunk, max(remaining - credit, 0))
 
 
 def cost_with_credit(chunk: int, remaining: int, credit: int) -> int:
-    """Tokens that a chunk computes which begins at the front."""
+    """Tokens computed by a chunk that begins at the front of the context."""
     return max(chunk - credit, 0)
 
 
 def chunk_after_reuse(planned: int, reused: int, prompt_len: int, unit: int) -> int:
-    """Tokens of a first chunk once the number of cached ones is known: it begins after them, and ends with a block
-    unless it is the last chunk.
+    """Length of a first chunk once the number of reused tokens is known. The chunk begins after them and ends at a
+    block boundary, unless it is the last one.
     """
     end = min(reused + planned, prompt_len)
     return (end if end == prompt_len else end // unit * unit) - reused
@@ -110,9 +108,9 @@ def chunk_after_reuse(planned: int, reused: int, prompt_len: int, unit: int) -> 
 
 def drafts_kept(chunks: Sequence[int], remaining: Sequence[int], drafts: Sequence[int], unit: int,
                 capacity: int | None, max_context_length: int | None, used: int | None = None) -> list[int]:
-    """Draft tokens that still fit after each last chunk: to the end of its block and within the bounds.
+    """Draft tokens that fit after each last chunk, within its last block and the bounds.
 
-    used   tokens of the capacity that the chunks cost; None: the sum of their lengths
+    used   cost of the chunks in tokens; None: the sum of their lengths
     """
     left = (inf if capacity is None else capacity) - (sum(chunks) if used is None else used)
     kept = []
@@ -135,9 +133,9 @@ DIVISIONS: dict[ContextChunkingPolicy, Callable[..., list[int]]] = {
 
 @dataclass(frozen=True, slots=True)
 class ContextChunking:
-    """How contexts are cut.
+    """How to cut contexts into chunks.
 
-    divide               one of the policies above, or a function like them
+    divide               one of the policies above, or a function with the same parameters
     unit                 tokens per block
     max_context_length   longest chunk; None: no bound
     """
@@ -147,7 +145,7 @@ class ContextChunking:
     max_context_length: int | None = None
 
     def cost(self, chunk: int, remaining: int, credit: int) -> int:
-        """Tokens of the budget that a chunk of the policy uses."""
+        """Tokens of the budget that a chunk uses under the policy."""
         return (cost_with_credit if self.divide is equal_progress else cost_after_credit)(chunk, remaining, credit)
 
 

@@ -1,4 +1,4 @@
-"""The rules a plan keeps, checked before anything of it is carried out."""
+"""Checks a plan against the rules of the scheduler contract before it runs."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -16,13 +16,13 @@ Thing = TypeVar("Thing")
 
 
 def plain_plan(plan: SchedulerOutput, num_active: int) -> SchedulerOutput:
-    """The plan with lists in place of all containers. Each container is iterated over once.
+    """Return the plan with all containers converted to lists.
 
-    So the plan that is checked is the plan that is carried out, even if a user's container returns other items the next
-    time. Of an endless one, no more is read than it takes to see that it breaks a rule. An object that is no plan is
-    returned unchanged; `check_plan` reports it. Raises what reading raises.
+    Each container is iterated over once, so the checked plan is the executed plan even if a user's container returns
+    other items the next time. Of an endless container, only enough is read to break a rule. An object of another type
+    is returned unchanged; `check_plan` reports it. Raises whatever reading raises.
 
-    num_active   requests a plan can name
+    num_active   number of active requests
     """
     if not isinstance(plan, SchedulerOutput):
         return plan
@@ -33,22 +33,22 @@ def plain_plan(plan: SchedulerOutput, num_active: int) -> SchedulerOutput:
         return plan                                             # the usual case
     contexts, generation, paused = (plain_list(named, num_active) for named in (contexts, generation, paused))
     if chunk_sizes is not None:
-        # Narrow integers of numpy would overflow in sums.
+        # Sums of narrow numpy integers would overflow.
         chunk_sizes = [int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size
                        for size in plain_list(chunk_sizes, len(contexts))]
     return SchedulerOutput(contexts, generation, paused, chunk_sizes, plan.draft_lengths)
 
 
 def plain_list(things: Iterable[Thing], most: int) -> list[Thing]:
-    """The things in a list, or `most` + 1 of them where there are more. A list is returned as it is."""
+    """Return a list of the things, cut after `most` + 1 of them. A list is returned unchanged."""
     return things if type(things) is list else list(islice(things, most + 1))
 
 
 def check_plan(scheduler: object, plan: SchedulerOutput, active_requests: RequestList,
                inflight_request_ids: Collection[int], kv_cache_manager: KvCacheManager, limits: Limits) -> None:
-    """Raises SchedulerContractError when the plan breaks a rule.
+    """Raise SchedulerContractError if the plan breaks a rule.
 
-    Whether anything runs at all is checked by the loop, which knows whether a step is in flight.
+    The loop checks that something runs at all, as it knows whether a step is in flight.
     """
     rule = broken_rule(plan, active_requests, inflight_request_ids, kv_cache_manager, limits)
     if rule is not None:
@@ -57,7 +57,7 @@ def check_plan(scheduler: object, plan: SchedulerOutput, active_requests: Reques
 
 def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_request_ids: Collection[int],
                 kv_cache_manager: KvCacheManager, limits: Limits) -> str | None:
-    """The first rule the plan breaks, in words; None when it keeps them all."""
+    """Describe the first rule that the plan breaks; None if it keeps all rules."""
     if not isinstance(plan, SchedulerOutput):
         return f"schedule_request returned a {type_name(plan)}, not a SchedulerOutput"
     contexts, generation, paused = plan.context_requests, plan.generation_requests, plan.paused_requests
@@ -71,7 +71,7 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
                 stranger = next(request for request in named if request not in active_requests)
                 return f"{_of_a_plan(stranger)} is not active"
     except TypeError:
-        return "the plan names something that is no request"
+        return "the plan contains an object that is not a request"
     if inflight_request_ids:
         for request in chain(contexts, generation):
             if request.request_id in inflight_request_ids:
@@ -79,22 +79,22 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
 
     for request in contexts:
         if not request.is_context:
-            return f"{request} is a context request of the plan and not in its context phase"
+            return f"{request} is in context_requests, but not in its context phase"
     generation_tokens = [request.beam_width + request.draft_len for request in generation
                          if request.state in GENERATING]
     if len(generation_tokens) != len(generation):
         request = next(request for request in generation if request.state not in GENERATING)
-        return f"{request} is a generation request of the plan and is not generating"
+        return f"{request} is in generation_requests, but is not generating"
     if limits.max_beam_width > 1:
         widths = sorted({request.beam_width for request in generation})
         if len(widths) > 1:
-            return f"generation requests of beam widths {', '.join(map(str, widths))} are to run in one step"
+            return f"one step has generation requests of beam widths {', '.join(map(str, widths))}"
     for request in paused:
         if request.is_finished:
-            return f"{request} is to be paused and has finished"
+            return f"{request} is in paused_requests, but has finished"
 
     if len(contexts) + len(generation) > limits.max_batch_size:
-        return f"{len(contexts) + len(generation)} requests are to run and max_batch_size is {limits.max_batch_size}"
+        return f"the step has {len(contexts) + len(generation)} requests and max_batch_size is {limits.max_batch_size}"
     tokens = sum(generation_tokens)
     if contexts or plan.chunk_sizes is not None:
         broken = _broken_chunk_rule(plan, limits)
@@ -102,11 +102,11 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
             return broken
         tokens += sum(_computed_tokens(plan, kv_cache_manager))
     if tokens > limits.max_num_tokens:
-        return f"{tokens} tokens are to run and max_num_tokens is {limits.max_num_tokens}"
+        return f"the step has {tokens} tokens and max_num_tokens is {limits.max_num_tokens}"
 
     kv = kv_cache_manager
     if not contexts and tokens <= kv.free_blocks:
-        return None                                             # a step needs no more than a block for each token
+        return None                                             # a step needs at most one block per token
     first_chunks = [request for request in contexts if not kv.owns(request)]
     free = kv.free_blocks + kv.blocks_freed_by(paused)
     num_drafts = [request.draft_len for request in generation]
@@ -120,15 +120,15 @@ def _repetition(plan: SchedulerOutput) -> str:
     running = [*plan.context_requests, *plan.generation_requests]
     both = next((request for request in plan.paused_requests if request in running), None)
     if both is not None:
-        return f"{_of_a_plan(both)} is to be paused and to run"
+        return f"{_of_a_plan(both)} is both paused and scheduled"
     counts = Counter(chain(running, plan.paused_requests))
     twice = next(request for request, count in counts.items() if count > 1)
-    return f"{_of_a_plan(twice)} is named twice"
+    return f"{_of_a_plan(twice)} is in the plan twice"
 
 
 def _of_a_plan(thing: object) -> str:
-    """An item of a plan, in words. Only a request is shown: anything else might hold tokens."""
-    return repr(thing) if isinstance(thing, LlmRequest) else f"something of type {type_name(thing)}"
+    """Describe an item of a plan. Shows the type only if it is not a request, as it may contain tokens."""
+    return repr(thing) if isinstance(thing, LlmRequest) else f"an object of type {type_name(thing)}"
 
 
 def _chunk_sizes(plan: SchedulerOutput) -> list[int]:
@@ -138,7 +138,7 @@ def _chunk_sizes(plan: SchedulerOutput) -> list[int]:
 
 
 def _computed_tokens(plan: SchedulerOutput, kv: KvCacheManager) -> list[int]:
-    """Tokens of each chunk that are not cached."""
+    """The number of tokens of each chunk that are not cached."""
     sizes = _chunk_sizes(plan)
     if not kv.enable_block_reuse:
         return sizes
@@ -152,7 +152,7 @@ def _broken_chunk_rule(plan: SchedulerOutput, limits: Limits) -> str | None:
     for request, chunk in zip(plan.context_requests, _chunk_sizes(plan), strict=True):
         if isinstance(chunk, bool) or not isinstance(chunk, Integral) or not 0 < chunk <= request.remaining_context:
             size = int(chunk) if isinstance(chunk, Integral) else f"({type_name(chunk)})"
-            return f"a chunk of {size} tokens for {request}, which has {request.remaining_context} left"
+            return f"a chunk of {size} tokens for {request}, which has {request.remaining_context} context tokens left"
         if chunk < request.remaining_context and chunk % limits.tokens_per_block:
             return (f"a chunk of {chunk} tokens for {request}: it is not the last, so it must be a multiple of "
                     f"tokens_per_block ({limits.tokens_per_block})")

@@ -1,4 +1,4 @@
-"""Contexts that wait one step because another request is computing a block that they could share."""
+"""Delays contexts while another request computes a block that they can share."""
 
 from ..kv.kv_cache_manager import KvCacheManager
 from ..requests.llm_request import LlmRequest
@@ -6,11 +6,13 @@ from .interfaces import RequestList
 
 
 class DuplicateDelay:
-    """For one scheduling pass. The key of a context is its prompt up to the first full block that is not cached. A
-    second context with the same key is held back until that block is cached, which is when its step has been read. No
-    context waits for a block that its computation does not make reusable.
+    """Finds contexts to delay in one scheduling pass.
 
-    requests   those that may be computing, whether they can run in this pass or not
+    The key of a context is its prompt up to and including the first full block that is not cached. A second context
+    with the same key is held back until the step that computes the block is read and the block is cached. No context
+    waits for a block that will not become reusable.
+
+    requests   all requests that may be computing, also those that cannot run in this pass
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, requests: RequestList) -> None:
@@ -23,7 +25,7 @@ class DuplicateDelay:
                     self._is_computed_by_another(request)
 
     def holds_back(self, request: LlmRequest) -> bool:
-        """Whether another context is computing this one's next block. If none is, this one counts as computing it."""
+        """Whether another context computes the next block of this one. If not, this one is recorded as computing it."""
         return (self._cache is not None and request.is_context and self._is_computed_by_another(request)
                 and not self._owns(request))
 

@@ -1,8 +1,8 @@
-"""The interfaces of schedulers. Names and signatures are those of TensorRT-LLM.
+"""The interfaces of schedulers, with TensorRT-LLM's names and signatures.
 
-Subclassing is optional: any object with the method will do. A `schedule_request` with two arguments makes an object a
-RequestScheduler, with one a CapacityScheduler. A scheduler changes neither requests nor blocks; the same arguments give
-the same result.
+Subclassing is optional: any object with the method works. An object whose `schedule_request` has two parameters is a
+RequestScheduler; with one parameter it is a CapacityScheduler. A scheduler changes neither requests nor blocks, and
+returns the same result for the same arguments.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ SCHEDULABLE = (*GENERATING, LlmRequestState.CONTEXT_INIT)
 
 
 def schedulable(requests: RequestList) -> RequestList:
-    """The requests that can run: from CONTEXT_INIT on, before GENERATION_COMPLETE."""
+    """Return the requests that can run: in CONTEXT_INIT or a generation state."""
     return [request for request in requests if request.state in SCHEDULABLE]
 
 
@@ -27,11 +27,11 @@ def schedulable(requests: RequestList) -> RequestList:
 class SchedulerOutput:
     """The plan of one iteration.
 
-    context_requests      run a chunk of their context
-    generation_requests   generate one token
-    paused_requests       release their blocks and start over later
-    chunk_sizes           tokens of each context request's chunk; None: all remaining ones of each
-    draft_lengths         draft tokens that each context request keeps; None: all of them
+    context_requests      requests that compute a chunk of their context
+    generation_requests   requests that generate
+    paused_requests       requests that release their blocks and start over later
+    chunk_sizes           tokens of each context request's chunk; None: all remaining tokens
+    draft_lengths         draft tokens that each context request keeps; None: all
     """
 
     context_requests: RequestList = field(default_factory=list)
@@ -42,26 +42,26 @@ class SchedulerOutput:
 
 
 class RequestScheduler(ABC):
-    """Decides everything about one iteration."""
+    """Makes the complete plan of an iteration."""
 
     @abstractmethod
     def schedule_request(self, active_requests: RequestList, inflight_request_ids: Collection[int]) -> SchedulerOutput:
-        """The plan of the next iteration.
+        """Return the plan of the next iteration.
 
-        active_requests        all unfinished requests, in the order in which they are to be served
-        inflight_request_ids   those that a launched step is working on; they cannot run in this one. A plan that pauses
-                               one is dropped; the scheduler is called again when that step has been read
+        active_requests        all active requests, in service order
+        inflight_request_ids   ids of requests in a step in flight that cannot run in this iteration. A plan that pauses
+                               a request in flight is dropped; the scheduler is called again once that step is read
         """
 
 
 class CapacityScheduler(ABC):
-    """Decides who gets blocks."""
+    """Decides which requests get KV cache blocks."""
 
     @abstractmethod
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
-        """(fitting requests, paused requests).
+        """Return (fitting requests, paused requests).
 
-        Three lists are accepted as well, as newer versions of TensorRT-LLM return them; the second must be empty.
+        Three lists are accepted too, as newer versions of TensorRT-LLM return them; the second must be empty.
         """
 
 
@@ -70,8 +70,8 @@ MicroBatch = (tuple[RequestList, RequestList] | tuple[RequestList, RequestList, 
 
 
 class MicroBatchScheduler(ABC):
-    """Decides which of the requests that have blocks get into the step."""
+    """Decides which of the fitting requests are in the step."""
 
     @abstractmethod
     def schedule(self, fitting_requests: RequestList, inflight_request_ids: Collection[int]) -> MicroBatch:
-        """(context requests, generation requests[, chunk sizes[, draft lengths]]), as in SchedulerOutput."""
+        """Return (context requests, generation requests[, chunk sizes[, draft lengths]]), as in SchedulerOutput."""

@@ -1,4 +1,4 @@
-"""Who gets into the step, of those that have blocks."""
+"""Micro-batch schedulers, which fill the step with fitting requests."""
 
 from collections.abc import Callable, Collection
 from math import inf
@@ -9,21 +9,22 @@ from .interfaces import GENERATING, MicroBatch, MicroBatchScheduler, RequestList
 
 
 class TokenBudgetScheduler(MicroBatchScheduler):
-    """Fill the step in order until its sequences or its tokens are used up.
+    """Fills the step in order, up to its limits of sequences and tokens.
 
-    A generating request costs one token per beam plus its drafts, a context its whole prompt. The first request that
-    does not fit ends the step: later ones do not overtake it. With chunking, each context only takes its row of the
-    batch at first; then all contexts divide the tokens that generation has left. Cached tokens of a first chunk cost
+    A generating request costs one token per beam plus its drafts, a context costs its whole prompt. The first request
+    that does not fit ends the step, so that later ones do not overtake it. With chunking, each context first takes only
+    a row of the batch; then all contexts divide the tokens that generation leaves. Cached tokens of a first chunk cost
     nothing.
 
-    Requests are ordered by adapter, those without one first.
+    The result is ordered by adapter, requests without one first.
 
     max_batch_size     sequences in a step
     max_num_tokens     tokens in a step; None: no bound
-    chunking           how contexts are cut; None: they are not, with one exception: a pause can make a context longer
-                       than any step, and it is then computed in whole blocks, because it could never go on otherwise
-    tokens_per_block   of the KV cache; used in that one case only
-    credit_of          tokens of a first chunk that are certain to be cached; None: none
+    chunking           how to cut contexts; None: not at all, except that a context longer than any step, as a pause can
+                       make it, is computed in whole blocks
+    tokens_per_block   of the KV cache; used in that exception only
+    credit_of          function of a request that returns how many tokens of its first chunk are certain to be cached;
+                       None: 0
     """
 
     def __init__(self, max_batch_size: int, max_num_tokens: int | None = None,
@@ -83,8 +84,7 @@ class TokenBudgetScheduler(MicroBatchScheduler):
 
     @staticmethod
     def _is_plain_generation(requests: RequestList) -> bool:
-        """Whether each request takes exactly one token in this step and none has an adapter. This is the usual case,
-        and needs no loop over the requests.
+        """Whether each request takes exactly one token and none has an adapter: the common case, which has a shortcut.
         """
         tokens = [request.beam_width + request.draft_len for request in requests
                   if request.state in GENERATING and request.lora_task_id is None]
@@ -96,9 +96,9 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         return min(self.credit_of(request), request.prompt_len)
 
     def _uncut(self, request: LlmRequest, left: int | float) -> tuple[int, int]:
-        """Tokens of the request's chunk when contexts are not cut (all of them, or 0), and their cost.
+        """Return the chunk size without chunking (the whole context, or 0), and its cost.
 
-        The whole prompt is charged, even when some of it has been computed.
+        The cost is the whole prompt, even if a part of it is computed already.
         """
         whole, drafts, credit = request.remaining_context, request.draft_len, self._credit(request)
         if (request.num_pauses and self.max_num_tokens is not None
@@ -107,13 +107,13 @@ class TokenBudgetScheduler(MicroBatchScheduler):
             if cost <= left:
                 return whole, cost
             chunk = min(int(left), whole - 1) // self.tokens_per_block * self.tokens_per_block
-            return chunk, chunk    # it begins after the cached tokens, so all of it is computed
+            return chunk, chunk    # the chunk begins after the cached tokens
         cost = max(request.prompt_len + drafts - credit, 1)
         return (whole if cost <= left else 0), cost
 
     def _cut(self, chunking: ContextChunking, contexts: RequestList, generation: RequestList,
              capacity: int | None) -> MicroBatch:
-        """Give each context its chunk; those that get none wait."""
+        """Return the step with a chunk for each context. Contexts without a chunk wait."""
         remaining = [request.remaining_context for request in contexts]
         drafts = [request.draft_len for request in contexts]
         credits = [self._credit(request) for request in contexts]
@@ -130,7 +130,7 @@ class TokenBudgetScheduler(MicroBatchScheduler):
             chunks = chunking.divide(remaining, chunking.unit, *bounds)
         costs = [chunking.cost(*row) for row in zip(chunks, remaining, credits, strict=True)]
         kept = drafts_kept(chunks, remaining, drafts, chunking.unit, *bounds, used=sum(costs))
-        # A chunk begins after the cached tokens: one that is not the last is as long as what it computes.
+        # A chunk begins after the cached tokens, so every chunk but the last is as long as its cost.
         sizes = [left if chunk == left else cost for chunk, left, cost in zip(chunks, remaining, costs, strict=True)]
         rows = [row for row in zip(contexts, sizes, kept, strict=True) if row[1] > 0]
         rows.sort(key=lambda row: (row[1] == row[0].remaining_context, _adapter(row[0])))    # stable
@@ -138,9 +138,9 @@ class TokenBudgetScheduler(MicroBatchScheduler):
 
 
 class EvenMicroBatches(MicroBatchScheduler):
-    """Give each of several micro-batches in flight an even share of the requests.
+    """Divides the requests evenly among several micro-batches in flight.
 
-    Without it, requests that start together would stay together and leave the other micro-batches empty.
+    Otherwise requests that start together would stay together and leave the other micro-batches empty.
 
     num_micro_batches   steps in flight at a time
     """
@@ -160,7 +160,7 @@ def _adapter(request: LlmRequest) -> int:
 
 
 def _by_adapter(requests: RequestList) -> RequestList:
-    """In order, but with requests of one adapter together; most of the time no request has one."""
+    """Sort by adapter (stable). Usually no request has one."""
     if not [request for request in requests if request.lora_task_id is not None]:
         return requests
     return sorted(requests, key=_adapter)

@@ -1,4 +1,4 @@
-"""From the names of a policy to the objects that follow it."""
+"""Makes the scheduler of a policy."""
 
 from ..config import Limits
 from ..kv.kv_cache_manager import KvCacheManager
@@ -18,13 +18,13 @@ CAPACITY_SCHEDULERS = {
 
 def make_scheduler(limits: Limits, kv_cache_manager: KvCacheManager,
                    peft_cache_manager: PeftCacheManager | None = None) -> SimpleScheduler:
-    """The scheduler that `limits` describes."""
+    """Make the scheduler that `limits` describes."""
     capacity = CAPACITY_SCHEDULERS[limits.scheduler_policy](
         limits.max_num_requests, kv_cache_manager, peft_cache_manager=peft_cache_manager)
     chunking = None
     if limits.enable_chunked_context:
         chunking = ContextChunking(DIVISIONS[limits.context_chunking_policy], limits.tokens_per_block)
-    # What the cache has of a prompt is not computed, and a claim is certain to find it.
+    # These cached tokens are certain to be found at the claim, so they cost nothing.
     credit_of = kv_cache_manager.reusable_tokens if kv_cache_manager.enable_block_reuse else None
     micro_batch: MicroBatchScheduler = TokenBudgetScheduler(limits.max_batch_size, limits.max_num_tokens, chunking,
                                                             limits.tokens_per_block, credit_of)

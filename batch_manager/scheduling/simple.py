@@ -1,4 +1,4 @@
-"""A scheduler of two parts: one decides who gets blocks, the other who gets into the step."""
+"""A scheduler made of a capacity scheduler and a micro-batch scheduler."""
 
 from collections.abc import Collection
 
@@ -8,7 +8,7 @@ from .interfaces import CapacityScheduler, MicroBatchScheduler, RequestList, Req
 
 
 class SimpleScheduler(RequestScheduler):
-    """A capacity scheduler and a micro-batch scheduler, one after the other."""
+    """Runs a capacity scheduler, then a micro-batch scheduler on its fitting requests."""
 
     def __init__(self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler) -> None:
         self.capacity_scheduler = capacity_scheduler
@@ -22,7 +22,7 @@ class SimpleScheduler(RequestScheduler):
         elsewhere: list[RequestList]
         fitting, *elsewhere, paused = self.capacity_scheduler.schedule_request(active_requests)
         if any(elsewhere):
-            raise SchedulerContractError(self.capacity_scheduler, "its second list of three must be empty")
+            raise SchedulerContractError(self.capacity_scheduler, "the second of three returned lists must be empty")
         fitting = plain_list(fitting, len(active_requests))
         context, generation, *sizes = self.micro_batch_scheduler.schedule(fitting, inflight_request_ids)
         return SchedulerOutput(context, generation, paused, *sizes)

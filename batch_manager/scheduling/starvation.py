@@ -1,4 +1,4 @@
-"""Detects starved requests: started ones that no plan schedules any more, so that their blocks would never be free."""
+"""Detects starved requests: started requests that no plan schedules any more, so that their blocks are never freed."""
 
 from collections.abc import Collection
 
@@ -8,18 +8,17 @@ from ..kv.kv_cache_manager import KvCacheManager
 from ..requests.llm_request import LlmRequest
 from .interfaces import RequestList, SchedulerOutput
 
-LOOK_EVERY = 50
-LOOKS = 200
+CHECK_EVERY = 50
+MAX_CHECKS = 200
 
 
 class StarvationCheck:
-    """Notices a scheduler that starves a started request.
+    """Detects a scheduler that starves a started request.
 
-    A plan passes a request over when the request holds blocks, is not blocked by a step in flight, and is neither
-    scheduled nor paused, although a request after it in the line is scheduled and the step had room for it too: a
-    sequence, tokens, blocks, and beams as wide as the others'. A single such plan is legal: micro-batches and
-    preferences work that way. LOOK_EVERY * LOOKS of them without progress of the request are not. One plan in
-    LOOK_EVERY is examined and counts for all.
+    A plan passes over a request that holds blocks and is not blocked by a step in flight if it neither schedules nor
+    pauses the request, schedules a later one, and the step has room for it: a sequence, tokens, blocks, and an equal
+    beam width. A single such plan is legal, as micro-batches and preferences produce them. CHECK_EVERY * MAX_CHECKS of
+    them without progress of the request are not. One plan in CHECK_EVERY is examined and counts for all.
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, limits: Limits) -> None:
@@ -28,15 +27,14 @@ class StarvationCheck:
         self._plans = 0
         self._passed_over: dict[LlmRequest, tuple[int, int]] = {}    # (progress, times passed over at that progress)
 
-    def look(self, scheduler: object, plan: SchedulerOutput, active_requests: RequestList,
-             inflight_request_ids: Collection[int]) -> None:
-        """Count a plan that keeps all other rules.
+    def check(self, scheduler: object, plan: SchedulerOutput, active_requests: RequestList,
+              inflight_request_ids: Collection[int]) -> None:
+        """Count a plan that keeps all other rules. Raises SchedulerContractError if it starves a request.
 
-        active_requests   in the order in which they are to be served
-        Raises SchedulerContractError.
+        active_requests   in service order
         """
         self._plans += 1
-        if self._plans % LOOK_EVERY:
+        if self._plans % CHECK_EVERY:
             return
         passed_over = self._passed_over_by(plan, active_requests, inflight_request_ids)
         counts = {}
@@ -44,10 +42,10 @@ class StarvationCheck:
             progress = request.context_position + request.num_tokens
             before, count = self._passed_over.get(request, (progress, 0))
             count = (count if progress == before else 0) + (request in passed_over)
-            if count == LOOKS:
+            if count == MAX_CHECKS:
                 raise SchedulerContractError(scheduler, f"{request} holds {self._kv.held_blocks(request)} KV cache "
-                                             f"blocks, and {LOOK_EVERY * LOOKS} plans passed it over that had room for "
-                                             "it; schedule it or pause it")
+                                             f"blocks, and {CHECK_EVERY * MAX_CHECKS} plans passed over it although "
+                                             "there was room; schedule it or pause it")
             if count and self._kv.owns(request):
                 counts[request] = progress, count
         self._passed_over = counts

@@ -1,7 +1,7 @@
-"""Why an active request is not in a step: for traces.
+"""Determines why an active request is not in a step, for traces.
 
-A scheduler gives no reasons, and may be one of the user's. The reason stated here is the first obstacle that keeps the
-request out of a plan that was made without it.
+A scheduler returns no reasons and may be custom. So the reason is inferred: the first obstacle to adding the request to
+the plan.
 """
 
 from collections.abc import Collection
@@ -13,25 +13,25 @@ from ..requests.llm_request import LlmRequest
 from .duplicates import DuplicateDelay
 from .interfaces import GENERATING, RequestList, SchedulerOutput
 
-IN_FLIGHT = "step in flight"             # an earlier step of the request has not been read yet
-BATCH_SIZE = "max_batch_size"            # the step has as many sequences as it may have
-BATCH_RUNS = "static batch"              # the batch that runs has not ended (TrtGptModelType.V1)
+IN_FLIGHT = "step in flight"             # an earlier step of the request is not read yet
+BATCH_SIZE = "max_batch_size"            # the step has max_batch_size sequences
+BATCH_RUNS = "static batch"              # the running static batch has not ended (TrtGptModelType.V1)
 PREFIX = "prefix being computed"         # another request computes a block that this one will share
-BLOCKS = "KV cache blocks"               # too few are free, or set aside for requests that have started
+BLOCKS = "KV cache blocks"               # too few are free and not reserved for started requests
 TOKENS = "max_num_tokens"                # too few tokens of the step are left
-BEAM_WIDTH = "beam width"                # the step's generating requests have another one
-ORDER = "order"                          # none of these: it stands after a waiting request, or the scheduler chose so
+BEAM_WIDTH = "beam width"                # the generating requests of the step have another one
+ORDER = "order"                          # none of these: after a waiting request, or the scheduler's choice
 REASONS = (IN_FLIGHT, BATCH_SIZE, BATCH_RUNS, PREFIX, BLOCKS, TOKENS, BEAM_WIDTH, ORDER)
 
-MOST_EXAMINED = 16    # requests an iteration; the others wait for them to go first
+MOST_EXAMINED = 16    # requests per iteration; the reason of the others is their order
 
 
 def waiting_reasons(plan: SchedulerOutput, active_requests: RequestList, in_flight_ids: Collection[int],
                     kv_cache_manager: KvCacheManager, limits: Limits, *,
                     is_static: bool = False) -> dict[str, tuple[int, ...]]:
-    """Reason -> ids of the active requests that wait for it, in order, without the plan's paused requests.
+    """Return reason -> ids of the active requests that wait for it, in order, without the plan's paused requests.
 
-    plan        before anything of it is carried out
+    plan        the plan, before its claim
     is_static   requests run in static batches
     """
     running = {*plan.context_requests, *plan.generation_requests}
@@ -53,7 +53,7 @@ def waiting_reasons(plan: SchedulerOutput, active_requests: RequestList, in_flig
 
 
 class _Obstacles:
-    """The room that a plan leaves to requests that it does not name."""
+    """Finds what keeps requests out of a plan."""
 
     def __init__(self, plan: SchedulerOutput, active_requests: RequestList, kv_cache_manager: KvCacheManager,
                  limits: Limits, *, is_static: bool) -> None:
@@ -61,7 +61,7 @@ class _Obstacles:
         self._limits, self._kv, self._is_static = limits, kv_cache_manager, is_static
         self._delay = DuplicateDelay(kv_cache_manager, active_requests)
         for request in contexts:
-            self._delay.holds_back(request)             # records what the step will compute
+            self._delay.holds_back(request)             # records the block that the step computes
         self._is_full = len(contexts) + len(generation) >= limits.max_batch_size
         self._generates = bool(generation)
         self._beam_width = generation[0].beam_width if generation else None
@@ -86,6 +86,7 @@ class _Obstacles:
                 ledger.spend(ledger.blocks_for_next_step(request), request)
 
     def first(self, request: LlmRequest) -> str:
+        """The first obstacle of a request."""
         if self._is_static and self._generates and request.is_context:
             return BATCH_RUNS
         if self._is_full:
@@ -106,7 +107,7 @@ class _Obstacles:
         return 0 if self._kv.owns(request) else self._ledger.blocks_to_completion(request)
 
     def _least_tokens(self, request: LlmRequest) -> int:
-        """Tokens that a step must have left for the request."""
+        """Least number of tokens of the step that the request needs."""
         if request.state in GENERATING:
             return request.beam_width + request.draft_len
         remaining = max(request.remaining_context - self._kv.reusable_tokens(request), 1)

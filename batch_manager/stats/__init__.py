@@ -1,7 +1,7 @@
-"""What happened: one record per iteration, its JSON, and a trace for pictures.
+"""Statistics: one record per iteration, its JSON form, and a trace for pictures.
 
-Owns     the names of the statistics and how they are counted
-Not      decisions: nothing reads a statistic to decide anything
-Yours    a new figure is a field of IterationStats and a line in stats_json.py; what a Resource counts, it names itself
-         (steps/resources.py)
+Owns     the names of the statistics and their meaning
+Not      decisions: no decision depends on a statistic
+Yours    a new statistic is a field of IterationStats, a line in stats_json.py and a row of statistics_table.py; a
+         Resource names its own statistics (steps/resources.py)
 """

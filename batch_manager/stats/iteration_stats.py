@@ -1,4 +1,4 @@
-"""One iteration in numbers."""
+"""The statistics of one iteration."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,13 +11,12 @@ from ..seams import MemoryUsage
 
 @dataclass(frozen=True, slots=True)
 class StaticBatchStats:
-    """A static batch as it was formed; the same in every iteration until its last member is done.
+    """A static batch when it was formed; constant until its last member is done.
 
-    members                   requests that run in lockstep
-    context_tokens            sum of their prompts, without padding
-    total_generation_tokens   that they may generate, all together; an upper bound, not what came of it
-    empty_generation_slots    places of the padded batch that none of those tokens takes: every member has as many as
-                              the one that may generate most
+    members                   requests in the batch
+    context_tokens            sum of their prompt lengths, without padding
+    total_generation_tokens   upper bound of the tokens that all members together generate
+    empty_generation_slots    padding: every member has as many token slots as the one with the largest limit
     """
 
     members: int = 0
@@ -37,34 +36,34 @@ class StaticBatchStats:
             empty_generation_slots=len(members) * max_new_tokens - total)
 
 
-@dataclass(slots=True)    # frozen it would take several microseconds to make
+@dataclass(slots=True)    # a frozen dataclass takes several microseconds longer to construct
 class IterationStats:
-    """One iteration that had an active request. Counts describe the step as it was launched.
+    """The statistics of an iteration. They describe the step at its launch.
 
     iteration               rises by one with every record
-    active_requests         when the step was planned, before its results were harvested
-    scheduled, context, generation, paused   requests of this iteration's plan
+    active_requests         active requests when the step was planned
+    scheduled_requests, context_requests, generation_requests, paused_requests   requests of the iteration's plan
     context_tokens          prompt tokens computed
-    generated_tokens        tokens that were appended to a request
-    recomputed_tokens       tokens of paused requests that will have to be computed again, since construction
-    discarded_tokens        tokens computed for requests that had ended before they were read, since construction
-    steps_in_flight         steps that were launched and not read when the iteration ended
-    queued_requests, queued_tokens   accepted, waiting for a place among the active ones
-    monotonic_seconds       of the engine's clock
+    generated_tokens        tokens appended to requests
+    recomputed_tokens       computed tokens that pauses discarded, since construction
+    discarded_tokens        tokens computed for requests that had ended when their step was read, since construction
+    steps_in_flight         steps in flight at the end of the iteration
+    queued_requests, queued_tokens   accepted requests that wait to become active, and their prompt tokens
+    monotonic_seconds       time of the engine's clock
     new_requests, refused_requests   accepted and refused since the last record
-    prompt_tokens           of accepted requests, since construction
+    prompt_tokens           prompt tokens of accepted requests, since construction
     lookup_tokens, hit_tokens   prompt tokens looked up in the cache and found there, since construction
-    oldest_wait_seconds     of the first request that was accepted and never was in a step
-    started_requests, queue_seconds, longest_queue_seconds   since the last record: requests that were in a step for the
-                            first time, the sum of their times from arrival to that step, and the longest
-    reasons                 finals without an error by reason, since construction
-    callback_seconds        inside the user's callbacks since the last record
-    iteration_seconds       from the start of get to the end of poll
+    oldest_wait_seconds     time since the arrival of the first accepted request that was never in a step
+    started_requests, queue_seconds, longest_queue_seconds   since the last record: requests in a step for the first
+                            time, the sum of their times from arrival to that step, and the longest of these
+    reasons                 name of a statistic -> finals without an error, since construction
+    callback_seconds        time inside the user's callbacks since the last record
+    iteration_seconds       time from the end of get to the record
     finals                  final responses since construction
-    errors                  error finals by code, since construction
-    callback_failures       callback name -> calls that raised, since construction
-    figures                 name in the record -> value, of what requests hold besides KV cache blocks
-    static_batch            where batches are static, the one that ran, empty when none did; None: batching in flight
+    errors                  error code -> finals with it, since construction
+    callback_failures       callback -> calls that raised, since construction
+    figures                 name in the record -> value, of resources besides KV cache blocks and of the backend
+    static_batch            with static batching, the batch that ran, empty if none did; None: in-flight batching
     """
 
     timestamp: str

@@ -1,8 +1,8 @@
-"""A record as the flat JSON object that readers of TensorRT-LLM's statistics know.
+"""Converts a record to the flat JSON object of TensorRT-LLM's statistics.
 
-The first blocks of names are theirs, letter by letter; the last is this project's. All numbers are integers, times are
-in microseconds, keys are sorted; STATISTICS has the meaning of each. A static batch is reported as it was formed, in
-every iteration it runs.
+The first groups of keys are TensorRT-LLM's, spelled identically; the last group is this project's. All numbers are
+integers, times are in microseconds, keys are sorted. STATISTICS describes each key. A static batch is reported as it
+was formed, in every iteration that runs it.
 """
 
 import orjson
@@ -42,7 +42,7 @@ def to_json(stats: IterationStats) -> str:
         "Runtime CPU Memory Usage": stats.memory.cpu,
         "Runtime Pinned Memory Usage": stats.memory.pinned,
         "Max KV cache blocks": kv.max_blocks,
-        # A cached block can be taken at any time: to an old reader it is free.
+        # TensorRT-LLM has no cached blocks in this sense; they can be evicted at any time, so they count as free.
         "Free KV cache blocks": kv.free_blocks + kv.cached_blocks,
         "Used KV cache blocks": kv.live_blocks,
         "Tokens per KV cache block": kv.tokens_per_block,

@@ -1,4 +1,4 @@
-"""What every iteration did to whom: for pictures, simulations and bug reports. Ids and counts, no tokens."""
+"""Traces of iterations, for pictures, simulations and bug reports. They hold ids and counts, no tokens."""
 
 import os
 import time
@@ -18,18 +18,17 @@ class IterationTrace:
     """One iteration.
 
     context      (request id, first position, tokens) of each chunk
-    generation   request ids
-    paused, finished   request ids
-    arrived      request ids accepted at the start of the iteration, whether they ran in it or wait
-    started_at_s   when the iteration began, in seconds of the engine's clock
-    phases_us    phase -> microseconds. `fetch`: admit requests; `schedule`: make and check the plan; `claim`: take its
-                 blocks; `start`: launch the step; `read`: wait for the oldest step in flight; `advance`: append its
-                 tokens; `respond`: send responses; `poll`: poll stop signals. A phase that did not run is not there
-    waiting      reason -> ids of the active requests that were in no step; the reasons are those of
-                 batch_manager/scheduling/waiting.py
-    queued_requests   accepted requests that wait for a place among the active ones
-    live_blocks, cached_blocks, free_blocks   of the KV cache, after the step was launched: held by sequences, held by
-                 none but reusable, and empty
+    generation   ids of requests that generated
+    paused, finished   ids of requests that were paused, and of those that ended
+    arrived      ids of requests accepted at the start of the iteration, whether they ran or wait
+    started_at_s   start of the iteration, in seconds of the engine's clock
+    phases_us    phase -> microseconds, for phases that ran. `fetch`: admit requests; `schedule`: make and check the
+                 plan; `claim`: claim its blocks; `start`: launch the step; `read`: wait for the oldest step in flight;
+                 `advance`: append its tokens; `respond`: send responses; `poll`: poll stop signals
+    waiting      reason -> ids of the active requests in no step; see batch_manager/scheduling/waiting.py for reasons
+    queued_requests   accepted requests that wait to become active
+    live_blocks, cached_blocks, free_blocks   KV cache blocks after the launch: held by sequences; held by none, but
+                 reusable; empty
     """
 
     iteration: int
@@ -49,7 +48,7 @@ class IterationTrace:
 
 @dataclass(slots=True)
 class Trace:
-    """An append-only list of iterations; give its `append` to `Parts(trace=...)`."""
+    """A list of iterations. Pass its `append` as `Parts(trace=...)`."""
 
     iterations: list[IterationTrace] = field(default_factory=list)
 
@@ -58,8 +57,8 @@ class Trace:
 
 
 class TraceWriter:
-    """Writes the header of a trace to a file that is open for bytes, and each iteration that it is called with. The
-    file stays the caller's to flush and to close."""
+    """Writes a trace to an open binary file: first the header, then each iteration that it is called with. The caller
+    flushes and closes the file."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -72,11 +71,11 @@ class TraceWriter:
 class TraceFile:
     """Writes a trace to a file while the engine runs: `Parts(trace=TraceFile("trace.jsonl"))`.
 
-    path                    of the file, which is written anew: one line of JSON for the format and its version, then
-                            one an iteration
-    seconds_between_flushes   after a crash of the process, the iterations since the last flush are missing
+    path                    file to overwrite: one line of JSON with the format and its version, then one line per
+                            iteration
+    seconds_between_flushes   a crash of the process loses the iterations since the last flush
 
-    One thread at a time calls it. Raises OSError where the file cannot be written.
+    Call it from one thread at a time. Raises OSError if the file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, seconds_between_flushes: float = 1.0) -> None:
@@ -93,7 +92,7 @@ class TraceFile:
             self._file.flush()
 
     def close(self) -> None:
-        """Write the rest and close the file. Does nothing the second time."""
+        """Write buffered iterations and close the file. Idempotent."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -104,16 +103,16 @@ class TraceFile:
 
 
 def write_trace(iterations: Iterable[IterationTrace], file: IO[bytes]) -> None:
-    """Write what a TraceFile would."""
+    """Write iterations in the format of TraceFile."""
     write = TraceWriter(file)
     for iteration in iterations:
         write(iteration)
 
 
 def read_trace(file: IO[bytes]) -> Iterator[IterationTrace]:
-    """The iterations of a trace. The last line may be cut off, as a crash leaves it: it is left out.
+    """Yield the iterations of a trace. Skips an incomplete last line, which a crash can leave.
 
-    Raises ValueError, which names the line, for anything else.
+    Raises ValueError, naming the line, for any other fault.
     """
     _check_header(file.readline())
     for number, line in enumerate(file, 2):
@@ -124,7 +123,7 @@ def read_trace(file: IO[bytes]) -> Iterator[IterationTrace]:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if not line.endswith(b"\n") and isinstance(error, orjson.JSONDecodeError):
                 return
-            raise ValueError(f"line {number} is no iteration of a trace; expected one JSON object with "
+            raise ValueError(f"line {number} is not an iteration of a trace; expected one JSON object with "
                              f"{', '.join(f.name for f in fields(IterationTrace))}") from error
 
 
@@ -135,10 +134,10 @@ def _check_header(line: bytes) -> None:
     except (TypeError, KeyError, ValueError):
         is_trace, version = False, None
     if not is_trace:
-        raise ValueError(f"line 1 is not the header of a trace; expected {_HEADER.decode().strip()}; a TraceFile "
-                         "writes one")
+        raise ValueError(f"line 1 is not the header of a trace; expected {_HEADER.decode().strip()}; pass a file that "
+                         "a TraceFile wrote")
     if version != VERSION:
-        raise ValueError(f"line 1: the trace is of version {version!r}; expected {VERSION}; read it with the "
+        raise ValueError(f"line 1: the trace has version {version!r}; expected {VERSION}; read it with the "
                          "batch_manager that wrote it")
 
 

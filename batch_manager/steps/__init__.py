@@ -1,7 +1,7 @@
-"""A step from the plan to its checked output: claim, describe, launch, read, and run again what failed.
+"""A step from plan to checked output: claim resources, describe the step, launch it, read it, and rerun it if it fails.
 
-Owns     what a running request holds, what the device must do before a step, the steps in flight, the check of outputs
-Not      who runs (scheduling), what a request makes of its tokens and who is told of them (loop), blocks (kv)
-Yours    something else that a request must hold to run is a Resource (resources.py); an operation that the device does
-         before a step is added to device_work.py
+Owns     the resources of running requests, device operations before a step, steps in flight, the check of outputs
+Not      scheduling, appending tokens to requests and sending them (loop), blocks (kv)
+Yours    a new kind of resource that a request needs to run is a Resource (resources.py); a new device operation before
+         a step goes to device_work.py
 """

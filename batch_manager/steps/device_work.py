@@ -1,4 +1,4 @@
-"""What the device must do before its next step: block tables, copies, clears, adapter loads."""
+"""Device work before the next step: block table updates, copies, clears, adapter loads."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -12,14 +12,14 @@ MOST_PENDING_OPERATIONS = 1 << 20
 
 
 class DeviceWork:
-    """Collects what has to be done, and repeats it until it certainly was.
+    """Collects device work and repeats it until it is certain to have run.
 
-    A launch that raises may have done all of it, a part, or nothing. Block table updates may be applied twice; they are
-    repeated until a launch has succeeded. An asynchronous device may fail in an operation after later steps were
-    launched. So operations are repeated in every batch until a step that had them was read. They are numbered, and a
-    device does each of them once (`ScheduledBatch.new_operations`).
+    A launch that raises may have done all of it, a part, or nothing. Block table updates can be applied twice, so they
+    are repeated until a launch succeeds. An asynchronous device may fail in an operation after later steps are
+    launched, so operations are repeated in every batch until a step with them is read. They are numbered, and the
+    device runs each once (`ScheduledBatch.new_operations`).
 
-    has_pending   there is something to repeat
+    has_pending   whether there is work to repeat
     """
 
     def __init__(self) -> None:
@@ -29,21 +29,22 @@ class DeviceWork:
         self._first_operation = 0
 
     def add(self, operations: Iterable[DeviceOperation]) -> None:
-        """To be done in order, after what was added before.
+        """Append operations.
 
-        Raises InternalError when a device has not been launched for so long that the list has no bound.
+        Raises InternalError when too many are pending, because no launch succeeds.
         """
         self._operations += operations
         self.has_pending = self.has_pending or bool(self._operations)
         if len(self._operations) > MOST_PENDING_OPERATIONS:
-            raise InternalError(f"{len(self._operations):,} operations on KV cache blocks wait for a step that can be "
-                                "launched", "a launch now and then that does not raise",
+            raise InternalError(f"{len(self._operations):,} operations on KV cache blocks are pending",
+                                f"a launch that succeeds before there are {MOST_PENDING_OPERATIONS:,}",
                                 "shut the manager down, make a new one, and report the log")
 
     def update_tables(self, updates: BlockTableUpdates, started_rows: Sequence[int]) -> None:
-        """Entries that changed.
+        """Add changed table entries.
 
-        started_rows   rows of the tables in which a sequence starts: what is still pending for them was of another one
+        started_rows   table rows in which a sequence starts: pending entries of these rows belong to earlier sequences
+                       and are dropped
         """
         pending = self._updates
         if len(pending.slots):
@@ -54,10 +55,9 @@ class DeviceWork:
         self.has_pending = True
 
     def attached_to(self, batch: ScheduledBatch) -> ScheduledBatch:
-        """The batch as it is to be launched now: for the first time, or again, whole or in part.
+        """Return a batch, or a part of one, with all pending work attached, for a first or a repeated launch.
 
-        All that is pending is to be done before it. A device takes the first chunk of a sequence for that of a new one,
-        of which it knows nothing, so the tables of these are in it each time.
+        A first chunk resets its sequence on the device, so each launch of it repeats the block table of the sequence.
         """
         if (batch.block_table_updates is self._updates and batch.first_operation == self._first_operation
                 and len(batch.operations) == len(self._operations)):
@@ -65,18 +65,18 @@ class DeviceWork:
         updates, width = self._updates, batch.max_beam_width
         started_slots = [work.slot for work in batch.context if work.setup is not None]
         if started_slots:
-            told = batch.block_table_updates
-            updates = told.where(np.isin(told.slots // width, started_slots)).then(updates)
+            attached = batch.block_table_updates
+            updates = attached.where(np.isin(attached.slots // width, started_slots)).then(updates)
         return replace(batch, block_table_updates=updates, operations=tuple(self._operations),
                        first_operation=self._first_operation)
 
     def launched(self) -> None:
-        """A batch with all that was pending was launched."""
+        """Note that a batch with all pending work was launched."""
         self._updates = NO_UPDATES
         self.has_pending = bool(self._operations)
 
     def done(self, batch: ScheduledBatch) -> None:
-        """A step with this batch, which has operations, was read."""
+        """Note that the step of this batch, which has operations, was read."""
         end = batch.first_operation + len(batch.operations)
         if end > self._first_operation:
             del self._operations[:end - self._first_operation]

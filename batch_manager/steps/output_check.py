@@ -1,4 +1,4 @@
-"""Validates what a backend returned before it is used."""
+"""Validates the output of a backend before it is used."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,20 +25,20 @@ Value = TypeVar("Value")
 INT32, UINT8 = np.dtype(np.int32), np.dtype(np.uint8)
 NOTHING: dict[int, Any] = {}
 
-NO_LOG_PROB = ("the log-probability of its token is not a number, so its logits were not finite; the request ends "
-               "here, the others go on; check the model")
+NO_LOG_PROB = ("the log-probability of its token is NaN, so its logits were not finite; the request ends here, the "
+               "others go on; check the model")
 
 
 class WrongOutputError(Exception):
-    """What a backend returned is no output of its batch. The text says what of it, and holds no token."""
+    """The output of a backend does not match its batch. The text contains no tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a sequence wants of its steps besides a token.
+class RequestedValues:
+    """Values that a sequence requests of its steps besides tokens.
 
-    top_log_probs   how many of the likeliest tokens
-    prompt_length   tokens of the user's prompt; what follows was generated
+    top_log_probs   number of likeliest tokens
+    prompt_length   tokens of the user's prompt; all later ones were generated
     """
 
     log_probs: bool
@@ -51,42 +51,43 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of an output: whose they are, where their tokens begin, and what their sequences asked for.
+    """The rows of an output.
 
     row_of   slot -> row, in order
-    starts   [r + 1]
-    asked    slot -> what it asked for, where that is more than tokens and the row did not fail
+    starts   [r + 1] index of the first token of each row
+    requested    slot -> requested values, of sequences that request any and whose row did not fail
     """
 
     row_of: dict[int, int]
     starts: np.ndarray
-    asked: dict[int, Asked]
+    requested: dict[int, RequestedValues]
 
     def of(self, slot: int) -> slice:
-        """The tokens of its row."""
+        """The tokens of the row of a slot."""
         row = self.row_of[slot]
         return slice(int(self.starts[row]), int(self.starts[row + 1]))
 
     def with_beams(self) -> list[int]:
-        """The slots whose sequences have several beams."""
-        return [slot for slot in self.row_of if slot in self.asked and self.asked[slot].beam_width > 1]
+        """The slots of sequences with beams."""
+        return [slot for slot in self.row_of if slot in self.requested and self.requested[slot].beam_width > 1]
 
 
 class StepOutputCheck:
     """Validates a backend's output against `handover.StepOutput`.
 
-    Kept here of each slot is what the sequence in it asked for, where that is more than tokens.
+    Keeps, by slot, the values that each sequence requests besides tokens.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._asked: dict[int, Asked] = {}
+        self._requested: dict[int, RequestedValues] = {}
         self._invalid_token = RowFailure(
             ErrorCode.INVALID_TOKEN, f"the model step chose a token outside 0..{vocab_size - 1}; the request ends "
             "here; please report it")
 
-    def asked_by(self, batch: ScheduledBatch) -> dict[int, Asked]:
-        """What the sequences of a batch that is being launched ask for besides tokens, by slot."""
+    def requested_by(self, batch: ScheduledBatch) -> dict[int, RequestedValues]:
+        """Return slot -> requested values of the sequences of a batch that is being launched. Slots without any are
+        left out."""
         for work in batch.context:
             setup = work.setup
             if setup is None:
@@ -94,38 +95,39 @@ class StepOutputCheck:
             width = setup.sampling.beam_width
             if (setup.return_log_probs or setup.return_context_logits or setup.return_generation_logits
                     or setup.top_log_probs or width > 1):
-                self._asked[work.slot] = Asked(setup.return_log_probs, setup.return_context_logits,
+                self._requested[work.slot] = RequestedValues(setup.return_log_probs, setup.return_context_logits,
                                                setup.return_generation_logits, setup.top_log_probs, width,
                                                setup.prompt_length)
             else:
-                self._asked.pop(work.slot, None)
-        if not self._asked:
+                self._requested.pop(work.slot, None)
+        if not self._requested:
             return {}
-        return {slot: self._asked[slot] for slot in batch.slots() if slot in self._asked}
+        return {slot: self._requested[slot] for slot in batch.slots() if slot in self._requested}
 
-    def checked(self, batch: ScheduledBatch, output: StepOutput, asked: Mapping[int, Asked]) -> StepOutput:
-        """The output, with everything in it of the types that handover.StepOutput gives.
+    def checked(self, batch: ScheduledBatch, output: StepOutput,
+                requested: Mapping[int, RequestedValues]) -> StepOutput:
+        """Validate an output and return it with the types of handover.StepOutput.
 
-        Integers and floating-point numbers of other widths, and lists of them, are converted. A row fails whose
-        log-probability is not a number: only logits that are not finite have such, and what the step wrote to the KV
-        cache must then neither be found by others nor be left there. So does a row with a token outside the vocabulary.
+        Converts numbers of other widths, and lists of numbers. Marks two kinds of rows as failed: those with a token
+        outside the vocabulary, and those with a NaN log-probability. NaN means that the logits were not finite, so the
+        KV cache blocks of such a sequence must be neither reused nor kept.
 
-        asked   as `asked_by` gave it for the batch, or for one that this one is a part of
-        Raises WrongOutputError, or whatever reading the output raises: a row is missing, or there is one too many;
-        something has another shape or type; a finish code is none that a device decides on; a sequence did not get what
-        it asked for.
+        requested   result of `requested_by` for the batch, or for the batch of which this is a part
+        Raises WrongOutputError for missing or extra rows, wrong shapes or types, finish codes that a device cannot
+        decide, and missing requested values. Also raises whatever reading the output raises.
         """
         expected = _slots_of_rows(batch)
-        if not self._is_plain(batch, output, expected, asked):
-            output = self._converted(batch, output, expected, asked)
+        if not self._is_plain(batch, output, expected, requested):
+            output = self._converted(batch, output, expected, requested)
         return self._without_invalid_tokens(output)
 
     def _is_plain(self, batch: ScheduledBatch, output: StepOutput, expected: np.ndarray,
-                  asked: Mapping[int, Asked]) -> bool:
-        """Whether the output has tokens and finish codes for the right rows and nothing else, and no request asked for
-        more. That is the common case; bytes are compared because that takes a tenth of the time for a few rows.
+                  requested: Mapping[int, RequestedValues]) -> bool:
+        """Whether the output is of the right types, has tokens and finish codes for the right rows and nothing else,
+        and no sequence requests more. This is the common case. Comparing bytes takes a tenth of the time of a
+        comparison of arrays for a few rows.
         """
-        if type(output) is not StepOutput or asked:
+        if type(output) is not StepOutput or requested:
             return False
         slots, tokens, finish = output.slots, output.tokens, output.finish
         return (type(slots) is type(tokens) is type(finish) is np.ndarray
@@ -154,63 +156,63 @@ class StepOutputCheck:
         return replace(output, failures=dict.fromkeys(slots, self._invalid_token) | output.failures)
 
     def _invalid(self, tokens: np.ndarray) -> np.ndarray:
-        """Where tokens are that are outside the vocabulary."""
-        unsigned = tokens.view(np.uint32)    # a negative one is larger than any other
+        """Indices of tokens outside the vocabulary."""
+        unsigned = tokens.view(np.uint32)    # makes negative numbers large
         if not len(tokens) or unsigned.max() < self._vocab_size:
             return tokens[:0]
         return np.flatnonzero(unsigned >= self._vocab_size)
 
     def _converted(self, batch: ScheduledBatch, output: StepOutput, expected: np.ndarray,
-                   asked: Mapping[int, Asked]) -> StepOutput:
+                   requested: Mapping[int, RequestedValues]) -> StepOutput:
         if not isinstance(output, StepOutput):
-            raise WrongOutputError(f"a {type_name(output)} is no StepOutput")
+            raise WrongOutputError(f"the output is a {type_name(output)}, not a StepOutput")
         slots = _integers("slots", output.slots, INT32, expected.shape)
         if not np.array_equal(slots, expected):
-            raise WrongOutputError("the slots are not those of the batch in its order")
+            raise WrongOutputError("`slots` differs from the slots of the batch in batch order")
         failures = {_slot(slot): _failure(failure) for slot, failure in _mapping("failures", output.failures).items()}
-        asked = {slot: wants for slot in batch.slots() if slot not in failures and (wants := asked.get(slot))}
-        hypotheses = _hypotheses(batch, output, asked)
-        starts = _row_starts(batch, output, slots, asked, hypotheses, failures)
-        rows = _Rows({slot: row for row, slot in enumerate(slots.tolist())}, starts, asked)
+        requested = {slot: wants for slot in batch.slots() if slot not in failures and (wants := requested.get(slot))}
+        hypotheses = _hypotheses(batch, output, requested)
+        starts = _row_starts(batch, output, slots, requested, hypotheses, failures)
+        rows = _Rows({slot: row for row, slot in enumerate(slots.tolist())}, starts, requested)
         num_tokens = int(starts[-1])
         tokens = _integers("tokens", output.tokens, INT32, (num_tokens,))
         finish = _integers("finish", output.finish, UINT8, slots.shape)
         judged = [row for slot, row in rows.row_of.items() if slot not in failures and slot not in hypotheses]
         if (finish[judged] > STOP_WORDS).any():
-            raise WrongOutputError("a finish code is neither NOT_FINISHED nor END_ID nor STOP_WORDS")
+            raise WrongOutputError("a finish code is not NOT_FINISHED, END_ID or STOP_WORDS")
 
         log_probs = output.log_probs
         if log_probs is not None:
             log_probs = _numbers("log_probs", log_probs, (num_tokens,))
         parents = _parents(batch, output, rows, num_tokens)
-        wanting = [slot for slot in rows.row_of if slot in asked and slot not in hypotheses
-                   and (asked[slot].log_probs or asked[slot].beam_width > 1)]
-        if wanting:
+        with_log_probs = [slot for slot in rows.row_of if slot in requested and slot not in hypotheses
+                          and (requested[slot].log_probs or requested[slot].beam_width > 1)]
+        if with_log_probs:
             if log_probs is None:
-                raise WrongOutputError("log_probs is None and was asked for")
+                raise WrongOutputError("log_probs is None, but a sequence of the batch needs them")
             if np.isnan(log_probs).any():
-                failures |= {slot: RowFailure(ErrorCode.NON_FINITE_LOGITS, NO_LOG_PROB) for slot in wanting
+                failures |= {slot: RowFailure(ErrorCode.NON_FINITE_LOGITS, NO_LOG_PROB) for slot in with_log_probs
                              if np.isnan(log_probs[rows.of(slot)]).any()}
         return StepOutput(batch.micro_batch_id, slots, tokens, finish,
                           row_starts=None if num_tokens == len(slots) and output.row_starts is None else starts,
                           log_probs=log_probs, parents=parents, hypotheses=hypotheses,
-                          context_logits=self._context_logits(batch, output, asked),
+                          context_logits=self._context_logits(batch, output, requested),
                           generation_logits=self._generation_logits(batch, output, rows),
                           top_log_probs=self._top_log_probs(output, rows, failures), failures=failures)
 
     def _context_logits(self, batch: ScheduledBatch, output: StepOutput,
-                        asked: Mapping[int, Asked]) -> dict[int, np.ndarray]:
+                        requested: Mapping[int, RequestedValues]) -> dict[int, np.ndarray]:
         given = _mapping("context_logits", output.context_logits)
         return {work.slot: _numbers("context_logits", _of(given, "context_logits", work.slot),
                                     (len(work.token_ids), self._vocab_size))
-                for work in batch.context if work.slot in asked and asked[work.slot].context_logits}
+                for work in batch.context if work.slot in requested and requested[work.slot].context_logits}
 
     def _generation_logits(self, batch: ScheduledBatch, output: StepOutput, rows: _Rows) -> dict[int, np.ndarray]:
         given = _mapping("generation_logits", output.generation_logits)
         first_tokens = {work.slot for work in batch.context}
         logits = {}
         for slot in rows.row_of:
-            wants = rows.asked.get(slot)
+            wants = rows.requested.get(slot)
             if wants is not None and wants.generation_logits:
                 tokens = rows.of(slot)
                 count = tokens.stop - tokens.start
@@ -222,15 +224,15 @@ class StepOutputCheck:
 
     def _top_log_probs(self, output: StepOutput, rows: _Rows,
                        failures: dict[int, RowFailure]) -> dict[int, TopLogProbs]:
-        """Rows whose numbers are none, or whose ids are no tokens, are added to `failures`."""
+        """Validate top_log_probs. Adds rows with NaN, or with ids outside the vocabulary, to `failures`."""
         given, checked = _mapping("top_log_probs", output.top_log_probs), {}
         for slot in rows.row_of:
-            wants = rows.asked.get(slot)
+            wants = rows.requested.get(slot)
             if wants is None or not wants.top_log_probs:
                 continue
             top = _of(given, "top_log_probs", slot)
             if not isinstance(top, TopLogProbs):
-                raise WrongOutputError(f"the top_log_probs of a slot are a {type_name(top)}")
+                raise WrongOutputError(f"the top_log_probs of a slot are a {type_name(top)}, not TopLogProbs")
             tokens = rows.of(slot)
             shape = (tokens.stop - tokens.start, wants.top_log_probs)
             top = checked[slot] = TopLogProbs(_integers("ids of top_log_probs", top.ids, INT32, shape),
@@ -243,7 +245,7 @@ class StepOutputCheck:
 
 
 def _slots_of_rows(batch: ScheduledBatch) -> np.ndarray:
-    """[r]: one for each context that ends in this step, then one for each generating sequence, in batch order."""
+    """[r] int32, slots of the expected rows: contexts whose last chunk runs, then generating sequences."""
     last_chunks = [work.slot for work in batch.context if work.is_last_chunk] if batch.context else ()
     if not last_chunks:
         return batch.generation.slots
@@ -251,7 +253,7 @@ def _slots_of_rows(batch: ScheduledBatch) -> np.ndarray:
 
 
 def _drafts(batch: ScheduledBatch) -> np.ndarray:
-    """[r]: draft tokens of each row."""
+    """[r] int32, draft tokens of each row."""
     drafts = batch.generation.num_drafts
     if drafts is None:
         drafts = np.zeros(len(batch.generation), np.int32)
@@ -259,16 +261,16 @@ def _drafts(batch: ScheduledBatch) -> np.ndarray:
     return np.concatenate([contexts, drafts])
 
 
-def _row_starts(batch: ScheduledBatch, output: StepOutput, slots: np.ndarray, asked: Mapping[int, Asked],
+def _row_starts(batch: ScheduledBatch, output: StepOutput, slots: np.ndarray, requested: Mapping[int, RequestedValues],
                 hypotheses: Mapping[int, Any], failures: Mapping[int, Any]) -> np.ndarray:
-    """[r + 1] int32, for rows that have as many tokens as they may."""
+    """[r + 1] int32, validated: each row has an allowed number of tokens."""
     if output.row_starts is None:
         lengths = np.ones(len(slots), np.int32)
     else:
         starts = _integers("row_starts", output.row_starts, INT32, (len(slots) + 1,))
         lengths = np.diff(starts)
         if starts[0] != 0 or (lengths < 0).any():
-            raise WrongOutputError("row_starts do not rise from 0")
+            raise WrongOutputError("row_starts do not ascend from 0")
     longest = 1 + _drafts(batch)
     shortest = np.ones(len(slots), np.int32)
     for row, slot in enumerate(slots.tolist()):
@@ -276,10 +278,10 @@ def _row_starts(batch: ScheduledBatch, output: StepOutput, slots: np.ndarray, as
             shortest[row], longest[row] = 0, lengths[row]
         elif slot in hypotheses:
             shortest[row] = longest[row] = 0
-        elif slot in asked and asked[slot].beam_width > 1:
-            shortest[row] = longest[row] = asked[slot].beam_width
+        elif slot in requested and requested[slot].beam_width > 1:
+            shortest[row] = longest[row] = requested[slot].beam_width
     if ((lengths < shortest) | (lengths > longest)).any():
-        raise WrongOutputError("a row has too few tokens, or too many")
+        raise WrongOutputError("a row has too few or too many tokens")
     return np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
 
 
@@ -287,18 +289,18 @@ def _parents(batch: ScheduledBatch, output: StepOutput, rows: _Rows, num_tokens:
     searching = rows.with_beams()
     if output.parents is None:
         if any(rows.of(slot).stop > rows.of(slot).start for slot in searching):
-            raise WrongOutputError("parents is None and sequences have beams")
+            raise WrongOutputError("parents is None, but the batch has sequences with beams")
         return None
     parents = _integers("parents", output.parents, INT32, (num_tokens,))
     first_tokens = {work.slot for work in batch.context}
     for slot in searching:
-        _below(1 if slot in first_tokens else rows.asked[slot].beam_width, parents[rows.of(slot)])
+        _check_beams(1 if slot in first_tokens else rows.requested[slot].beam_width, parents[rows.of(slot)])
     return parents
 
 
 def _hypotheses(batch: ScheduledBatch, output: StepOutput,
-                asked: Mapping[int, Asked]) -> dict[int, tuple[Hypothesis, ...]]:
-    """The results of searches that are over, of those that did not fail."""
+                requested: Mapping[int, RequestedValues]) -> dict[int, tuple[Hypothesis, ...]]:
+    """The validated results of finished searches, except failed ones."""
     given = _mapping("hypotheses", output.hypotheses)
     if not given:
         return {}
@@ -307,63 +309,64 @@ def _hypotheses(batch: ScheduledBatch, output: StepOutput,
                                                             batch.generation.kv_lengths.tolist())}
     checked = {}
     for slot, results in given.items():
-        wants = asked.get(_slot(slot))
+        wants = requested.get(_slot(slot))
         if wants is None or wants.beam_width == 1 or slot not in num_tokens:
             if slot in output.failures:
                 continue
-            raise WrongOutputError("hypotheses of a sequence that has no beams, or no row")
+            raise WrongOutputError("hypotheses has a sequence without beams, or without a row")
         width, longest = wants.beam_width, num_tokens[slot] + 1 - wants.prompt_length
         if type(results) not in (tuple, list) or not 1 <= len(results) <= width:
-            raise WrongOutputError(f"the results of a search with {width} beams are a {type_name(results)}, or too few "
-                                   "or too many")
+            raise WrongOutputError(f"the results of a search are not a list or tuple of 1..{width} hypotheses")
         checked[int(slot)] = tuple(_hypothesis(result, width, longest) for result in results)
     return checked
 
 
 def _hypothesis(given: Hypothesis, width: int, longest: int) -> Hypothesis:
-    """longest   tokens an output can have by now"""
+    """Validate one result of a search. longest: most tokens that an output can have after this step"""
     if not isinstance(given, Hypothesis):
-        raise WrongOutputError(f"a {type_name(given)} is no Hypothesis")
+        raise WrongOutputError(f"a result of a search is a {type_name(given)}, not a Hypothesis")
     shape = np.shape(given.tokens)
     if len(shape) != 1 or shape[0] > longest:
-        raise WrongOutputError(f"tokens of a hypothesis have shape {shape}, and there are at most {longest} by now")
-    rows = _below(width, _integers("rows of a hypothesis", given.rows, INT32, shape))
-    _below(1, rows[:1])
+        raise WrongOutputError(f"tokens of a hypothesis have shape {shape}, at most ({longest},) is expected")
+    rows = _integers("rows of a hypothesis", given.rows, INT32, shape)
+    _check_beams(width, rows)
+    _check_beams(1, rows[:1])
     if not isinstance(given.finish, Integral) or given.finish not in (END_ID, STOP_WORDS, LENGTH):
-        raise WrongOutputError("the finish code of a hypothesis is neither END_ID nor STOP_WORDS nor LENGTH")
+        raise WrongOutputError("the finish code of a hypothesis is not END_ID, STOP_WORDS or LENGTH")
     if not isinstance(given.cum_log_prob, Real) or given.cum_log_prob != given.cum_log_prob:
-        raise WrongOutputError("the cum_log_prob of a hypothesis is not a number")
+        raise WrongOutputError("the cum_log_prob of a hypothesis is NaN or of a wrong type")
     return Hypothesis(_integers("tokens of a hypothesis", given.tokens, INT32, shape), float(given.cum_log_prob),
                       _numbers("log_probs of a hypothesis", given.log_probs, shape), rows, int(given.finish))
 
 
 def _mapping(name: str, given: Mapping[int, Value]) -> Mapping[int, Value]:
     if not isinstance(given, Mapping):
-        raise WrongOutputError(f"{name} is a {type_name(given)}")
+        raise WrongOutputError(f"{name} is a {type_name(given)}, a mapping is expected")
     return given
 
 
 def _of(given: Mapping[int, Any], name: str, slot: int) -> Any:
     if slot not in given:
-        raise WrongOutputError(f"{name} were asked for and are missing")
+        raise WrongOutputError(f"{name} of a slot that requests them are missing")
     return given[slot]
 
 
 def _slot(slot: int) -> int:
     if not isinstance(slot, Integral):
-        raise WrongOutputError(f"a slot of failures is a {type_name(slot)}")
+        raise WrongOutputError(f"a slot is a {type_name(slot)}, an integer is expected")
     return int(slot)
 
 
 def _failure(failure: RowFailure) -> RowFailure:
     if (not isinstance(failure, RowFailure) or not isinstance(failure.code, ErrorCode)
             or not isinstance(failure.message, str)):
-        raise WrongOutputError(f"a {type_name(failure)} is no RowFailure, or has no ErrorCode, or no text")
+        raise WrongOutputError(f"failures holds a {type_name(failure)}, not a RowFailure with a code and a text")
     return failure
 
 
 def _integers(name: str, values: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """The values in this type. What it cannot hold becomes what nothing is: -1, or the largest where there is none."""
+    """Convert the values to a type. Out-of-range values become an invalid marker: -1, or the largest value of an
+    unsigned type."""
     values = np.asarray(values)
     if values.shape != shape:
         raise WrongOutputError(f"{name} have shape {values.shape}, {shape} is expected")
@@ -385,7 +388,6 @@ def _numbers(name: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
     return values.astype(np.float32, copy=False)
 
 
-def _below(bound: int, rows: np.ndarray) -> np.ndarray:
-    if ((rows < 0) | (rows >= bound)).any():
-        raise WrongOutputError(f"a beam continues one that is not among 0..{bound - 1}")
-    return rows
+def _check_beams(bound: int, beams: np.ndarray) -> None:
+    if ((beams < 0) | (beams >= bound)).any():
+        raise WrongOutputError(f"the parent of a beam is outside 0..{bound - 1}")

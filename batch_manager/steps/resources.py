@@ -1,4 +1,4 @@
-"""What a request must hold to run: KV cache blocks, and what the device knows of its slot."""
+"""The resources that a request needs to run: KV cache blocks, and the setup of its slot on the device."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,32 +30,32 @@ DRAFT_LEN = attrgetter("draft_len")
 
 
 class Resource(Protocol):
-    """Something besides KV cache blocks that a request holds from its first step to its last, or to a pause.
+    """A resource besides KV cache blocks that a request holds from its first step to its end or a pause.
 
-    kv.PeftCacheManager is one. What of it a plan may count on is for the scheduler to know.
+    kv.PeftCacheManager is one. The scheduler must plan within its limits.
     """
 
     def claim(self, requests: Sequence[LlmRequest]) -> Sequence[DeviceOperation]:
-        """Hold what these requests need, none of which holds anything. All or nothing.
+        """Claim what these requests need, or nothing. None of them holds anything yet.
 
-        Returns what the device must do before their step. Raises OutOfResourceError, with nothing changed.
+        Returns the device operations before their step. Raises OutOfResourceError, with nothing changed.
         """
         ...
 
     def release(self, request: LlmRequest) -> None:
-        """Give back what the request holds."""
+        """Release what the request holds."""
         ...
 
     def figures(self) -> Mapping[str, int]:
-        """What statistics say of it now, by the names they are to have. The same names each time."""
+        """Return the current statistics of the resource: name in the record -> value. The names never change."""
         ...
 
 
 class Resources:
-    """Claims for a plan, gives back on pause and at the end. One owner per block; release is idempotent.
+    """Claims resources for a plan, and releases them on a pause and at the end of a request. Release is idempotent.
 
-    others        what requests hold besides blocks: claimed in this order, before blocks, and released in reverse
-    device_work   what all of this makes the device do before its next step
+    others        resources besides blocks: claimed in this order, before blocks, and released in reverse
+    device_work   the resulting device operations before the next step
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, max_seq_len: int, others: Sequence[Resource] = ()) -> None:
@@ -68,32 +68,31 @@ class Resources:
         self._prompt_tables: dict[int, PromptTable] = {}
 
     def admit(self, admitted: Admitted) -> None:
-        """Remember what the device must be told when the request starts."""
+        """Keep the setup that the device needs when the request starts."""
         request_id = admitted.request.request_id
         self._setups[request_id] = admitted.setup
         if admitted.prompt_table is not None:
             self._prompt_tables[request_id] = admitted.prompt_table
 
     def pause(self, paused: list[LlmRequest]) -> int:
-        """Take the blocks back from these requests, of which no step is in flight. What was published of their prompts
-        can still be found.
+        """Release the blocks of these requests, which are in no step in flight. Published blocks stay reusable.
 
-        Returns the tokens that will have to be computed again, if nothing is found.
+        Returns the number of tokens to recompute if no block is reused.
         """
         recomputed = 0
         for request in paused:
             recomputed += self._kv.kv_length(request) if request.is_generating else request.context_position
-            self._give_back(request, computed_tokens=0)
+            self._release_all(request, computed_tokens=0)
             request.pause(self._max_seq_len)
         return recomputed
 
     def claim(self, plan: SchedulerOutput, iteration: int, micro_batch_id: int) -> ScheduledBatch:
-        """Take what the plan needs, all or nothing, and describe the step to the device. From here on its contexts
-        count as computed.
+        """Claim what the plan needs, or nothing, and return the batch for the device.
 
-        A first chunk begins after what the KV cache has of its prompt: the request has skipped that when this returns.
+        Mutates the context requests of the plan: their chunks count as computed from here on, and a first chunk skips
+        the cached tokens of its prompt.
 
-        Raises OutOfResourceError, with nothing changed, when there is not enough for the plan.
+        Raises OutOfResourceError, with nothing changed, when the plan needs more than is free.
         """
         contexts = plan.context_requests
         first_chunks = [request for request in contexts if request.is_first_context_chunk] if contexts else contexts
@@ -119,7 +118,7 @@ class Resources:
                               max_beam_width=self._kv.sequences.max_beam_width)
 
     def figures(self) -> dict[str, int]:
-        """What statistics say of all that requests hold besides blocks."""
+        """The current statistics of all resources besides blocks."""
         figures: dict[str, int] = {}
         for resource in self.others:
             figures.update(resource.figures())
@@ -130,15 +129,15 @@ class Resources:
         return self._kv.blocks_since_start(request)
 
     def reject_drafts(self, requests: Sequence[LlmRequest], num_rejected: Sequence[int]) -> None:
-        """Give back what was claimed for drafts that were not accepted. num_rejected: of each request"""
+        """Release the blocks of rejected drafts. num_rejected: rejected drafts of each request"""
         self._kv.rewind(requests, num_rejected)
 
     def unclaim(self, batch: ScheduledBatch, requests: Sequence[LlmRequest], void: Sequence[LlmRequest]) -> None:
-        """Take back what a step claimed for requests whose rows of it are void: they stand where they stood before it.
-        What it writes for them is cleared.
+        """Undo the claims of a step for requests with void rows: they return to their state before the step. What the
+        step writes for them is cleared.
 
-        requests   of the batch, in its order
-        void       those of them; none of them starts in this step
+        requests   requests of the batch, in its order
+        void       the requests with void rows; none of them starts in this step
         """
         if not void:
             return
@@ -150,16 +149,16 @@ class Resources:
                 self._clear_span(request, start, request.context_position)
                 request.unlaunch_context(start)
         for request in generation:
-            end = self._kv.kv_length(request)    # a request with drafts is in no step after another that is in flight
+            end = self._kv.kv_length(request)    # one token: a request with drafts never runs ahead
             self._clear_span(request, end - 1, end)
         self._kv.rewind(generation, 1)
 
     def leaving_window(self, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
-        """Those of the requests, which all hold blocks, that give some back with the next token they make room for."""
+        """Those of these started requests that free blocks, out of their attention window, with their next claim."""
         return self._kv.leaving_window(requests)
 
     def follow(self, request: LlmRequest, parents: Sequence[int]) -> None:
-        """Make each beam of the request hold what its parent does; after the context that is the first one for all."""
+        """Give each beam the blocks of its parent. After the context, all beams get those of the first."""
         if request.num_generated_tokens:
             self.device_work.add(self._kv.reorder(request, parents))
         else:
@@ -179,7 +178,7 @@ class Resources:
                 for request in first_chunks:
                     resource.release(request)
             raise
-        if blocks.table_updates is not NO_UPDATES:    # a first chunk has some
+        if blocks.table_updates is not NO_UPDATES:    # first chunks always have some
             width = self._kv.sequences.max_beam_width
             self.device_work.update_tables(blocks.table_updates, [
                 request.seq_slot * width + beam for request in first_chunks for beam in range(width)])
@@ -212,33 +211,32 @@ class Resources:
         )
 
     def publish(self, contexts: Sequence[LlmRequest]) -> None:
-        """Let other prompts use what was read as computed of these."""
+        """Make the computed and read blocks of these contexts reusable."""
         if self._kv.enable_block_reuse:
             for request in contexts:
                 self._kv.publish_context(request, request.context_read)
 
     def release(self, request: LlmRequest, *, keep_computed: bool = False, clear_blocks: bool = False,
                 is_in_flight: bool = False) -> None:
-        """Give everything back. A request that holds nothing is fine.
+        """Release everything that the request holds, if anything.
 
-        keep_computed   what was computed of it and read is right: prompts that begin with the same tokens may find it
-        clear_blocks    a step may have left anything in its blocks: they are cleared before they are read, and
-                        nothing is kept
-        is_in_flight    a launched step still writes to its blocks, in order before those of the next owner. What it
-                        writes is not read, and is cleared
+        keep_computed   keep its computed blocks for reuse by prompts that begin with the same tokens
+        clear_blocks    a step may have left anything in its blocks: clear them before the next read and keep nothing
+        is_in_flight    a launched step still writes to its blocks, before any step of their next owner. Clear what it
+                        writes
         """
         if clear_blocks:
-            # Those that others hold or can find were written before.
+            # Shared and published blocks were written by earlier steps.
             self.device_work.add([BlockClear(block_id) for block_id in self._kv.own_blocks(request)])
         elif is_in_flight:
             self._clear_unread(request)
         computed_tokens = self._computed_tokens(request) if keep_computed and not clear_blocks else 0
-        self._give_back(request, computed_tokens, is_worthless=clear_blocks)
+        self._release_all(request, computed_tokens, is_garbage=clear_blocks)
         self._setups.pop(request.request_id, None)
         self._prompt_tables.pop(request.request_id, None)
 
     def _clear_unread(self, request: LlmRequest) -> None:
-        """Clear what steps in flight write for a request that has ended: it may not be finite."""
+        """Clear what steps in flight write for an ended request, as it may not be finite."""
         in_context = request.context_read < request.prompt_len
         start = request.context_read if in_context else request.num_tokens - 1
         end = request.context_position
@@ -247,18 +245,18 @@ class Resources:
         self._clear_span(request, start, end)
 
     def _clear_span(self, request: LlmRequest, start: int, end: int) -> None:
-        """Clear these positions of a request before the next step."""
+        """Clear positions start..end of a request before the next step."""
         self.device_work.add([BlockClear(block_id, first_token)
                               for block_id, first_token in self._kv.blocks_of_span(request, start, end)])
 
-    def _give_back(self, request: LlmRequest, computed_tokens: int, is_worthless: bool = False) -> None:
-        if self._kv.owns(request):    # a request that holds blocks holds all the rest, and one that does not, nothing
+    def _release_all(self, request: LlmRequest, computed_tokens: int, is_garbage: bool = False) -> None:
+        if self._kv.owns(request):    # a request holds either blocks and all other resources, or none
             for resource in reversed(self.others):
                 resource.release(request)
-        self._kv.release(request, computed_tokens, is_worthless)
+        self._kv.release(request, computed_tokens, is_garbage)
 
     def _computed_tokens(self, request: LlmRequest) -> int:
-        """Leading tokens of which all is in the cache, 0 when steps have added none to what was found there."""
+        """Number of leading tokens that are computed and read; 0 if no step added to the reused ones."""
         if request.context_read == request.prompt_len:
             return request.num_tokens
         return request.context_read if request.context_read > self._kv.reused_tokens(request) else 0

@@ -1,4 +1,4 @@
-"""Runs a step, and narrows a failing one down to the sequences that cannot run even alone."""
+"""Runs a step, and bisects a failed one to find the sequences that fail alone."""
 
 from dataclasses import dataclass, replace
 
@@ -16,35 +16,34 @@ from ..handover import RowFailure, ScheduledBatch, StepOutput
 from ..names import ErrorCode
 from ..seams import ModelBackend, PendingStep
 from .device_work import DeviceWork
-from .output_check import Asked, StepOutputCheck, WrongOutputError
+from .output_check import RequestedValues, StepOutputCheck, WrongOutputError
 
 
 @dataclass(slots=True)
 class RunningStep:
-    """A batch that was launched, or failed to be.
+    """A batch whose launch succeeded or failed.
 
-    pending   None where the launch raised
-    error     what the launch or the step raised; None so far
-    asked     slot -> what its sequence asked for when the batch was launched: the slot may have another owner by the
-              time it is read
+    pending   None if the launch raised
+    error     exception of the launch or the step, or None
+    requested     slot -> requested values at launch; when the step is read, the slot may have another owner
     """
 
     batch: ScheduledBatch
     pending: PendingStep | None
     error: BaseException | None
-    asked: dict[int, Asked]
+    requested: dict[int, RequestedValues]
 
 
 class StepRunner:
-    """Launches batches on a backend; what comes back has one row, or one failure, for every sequence.
+    """Launches batches on a backend, and returns a row or a failure for every sequence.
 
-    An invalid StepOutput counts as a step that raised.
+    An invalid StepOutput counts as a failed step.
 
-    A batch that raises is run again in halves, and these in halves, so that only sequences that fail alone are lost.
-    That is sound because a step that raised left nothing a second run would notice (seams.ModelBackend).
+    A failed batch is bisected, so that only sequences that fail alone are lost. This is possible because a failed step
+    does not affect a second run (seams.ModelBackend).
 
-    device_work        what is pending for the device goes with every launch until it certainly was done
-    num_failed_steps   launches that raised
+    device_work        pending device work, attached to every launch
+    num_failed_steps   steps that failed
     """
 
     def __init__(self, backend: ModelBackend, device_work: DeviceWork, vocab_size: int, guard: Guard) -> None:
@@ -56,10 +55,10 @@ class StepRunner:
         self.num_failed_steps = 0
 
     def start(self, batch: ScheduledBatch) -> RunningStep:
-        """Launch a batch. One that cannot be launched fails when it is read. Raises DeviceLostError."""
+        """Launch a batch. If the launch fails, reading the step fails. Raises DeviceLostError."""
         if self._device_work.has_pending:
             batch = self._device_work.attached_to(batch)
-        step = RunningStep(batch, None, None, self._check.asked_by(batch))
+        step = RunningStep(batch, None, None, self._check.requested_by(batch))
         try:
             with self._in_step:
                 step.pending = self._launch(batch)
@@ -73,47 +72,48 @@ class StepRunner:
             self._device_work.launched()
         return pending
 
-    def _finished(self, batch: ScheduledBatch, pending: PendingStep, asked: dict[int, Asked]) -> StepOutput:
+    def _finished(self, batch: ScheduledBatch, pending: PendingStep,
+                  requested: dict[int, RequestedValues]) -> StepOutput:
         output = pending.finish()
         if batch.operations:
             self._device_work.done(batch)
-        return self._check.checked(batch, output, asked)
+        return self._check.checked(batch, output, requested)
 
     def read(self, step: RunningStep) -> StepOutput | None:
-        """Wait for a step; None when it failed, and `step.error` is why. Raises DeviceLostError.
+        """Wait for a step and return its output. Call it once for each step.
 
-        Called once.
+        Returns None when the step failed; `step.error` is the exception. Raises DeviceLostError.
         """
         if step.error is None:
             assert step.pending is not None
             try:
                 with self._in_step:
-                    return self._finished(step.batch, step.pending, step.asked)
+                    return self._finished(step.batch, step.pending, step.requested)
             except ForeignCodeError as failure:
                 step.error = failure.error
         self.num_failed_steps += 1
         return None
 
-    def run_again(self, batch: ScheduledBatch, asked: dict[int, Asked]) -> StepOutput:
-        """Run a batch, and by halves what of it raises. Raises DeviceLostError."""
+    def run_again(self, batch: ScheduledBatch, requested: dict[int, RequestedValues]) -> StepOutput:
+        """Run a batch, and bisect it if it fails. Raises DeviceLostError."""
         batch = self._device_work.attached_to(batch)
         try:
             with self._in_step:
-                return self._finished(batch, self._launch(batch), asked)
+                return self._finished(batch, self._launch(batch), requested)
         except ForeignCodeError as failure:
             self.num_failed_steps += 1
-            return self.narrow_down(batch, asked, failure.error)
+            return self.bisect(batch, requested, failure.error)
 
-    def narrow_down(self, batch: ScheduledBatch, asked: dict[int, Asked], error: BaseException) -> StepOutput:
-        """Run a batch that raised this error again, in halves. Raises DeviceLostError."""
+    def bisect(self, batch: ScheduledBatch, requested: dict[int, RequestedValues], error: BaseException) -> StepOutput:
+        """Run the halves of a batch that failed with this error. Raises DeviceLostError."""
         count = batch.num_sequences
         if count > 1:
             middle = count // 2
-            halves = [self.run_again(batch.take(range(middle)), asked),
-                      self.run_again(batch.take(range(middle, count)), asked)]
+            halves = [self.run_again(batch.take(range(middle)), requested),
+                      self.run_again(batch.take(range(middle, count)), requested)]
             return StepOutput.merge(halves, batch.micro_batch_id)
 
-        fact = f": {error}" if type(error) is WrongOutputError else ""    # what others say may quote a prompt
+        fact = f": {error}" if type(error) is WrongOutputError else ""    # other texts may quote a prompt
         log.error("a step of one sequence raised %s%s\n%s", type_name(error), fact, where_raised(error))
         code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.MODEL_ERROR
         (slot,) = batch.slots()
@@ -123,5 +123,5 @@ class StepRunner:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    # torch's classes by name: this side of the house does not import torch.
+    # torch's classes by name, because the host tower does not import torch.
     return is_a(error, (MemoryError, InsufficientMemoryError)) or "OutOfMemoryError" in names_of_classes(error)

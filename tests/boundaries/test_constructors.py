@@ -207,7 +207,7 @@ def test_arguments_that_the_backend_contradicts(arguments, says, started):
 
 
 def test_two_names_for_one_path(started):
-    assert_refused_without_a_worker({"model_path": "a", "trt_engine_path": "b"}, "are both given", started)
+    assert_refused_without_a_worker({"model_path": "a", "trt_engine_path": "b"}, "are both set", started)
 
 
 @pytest.mark.parametrize("missing", ["model_type", "max_beam_width", "scheduler_policy", "get_inference_requests_cb",

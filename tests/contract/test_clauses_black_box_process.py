@@ -105,7 +105,7 @@ def test_c17_while_the_interpreter_exits_no_manager_can_be_made_that_would_hold_
         atexit.register(late, "atexit")
         """)
     assert result.returncode == 0, result.stderr
-    assert lines(result) == FINALS | {"thread the interpreter is ending", "atexit the interpreter is ending"}
+    assert lines(result) == FINALS | {"thread the interpreter is exiting", "atexit the interpreter is exiting"}
 
 
 @pytest.mark.parametrize("waiting", ["manager.shutdown(timeout=float('inf'))", "manager.wait_until_terminate()",

@@ -234,7 +234,7 @@ def launched(runner):
     batch = ScheduledBatch(1, generation=GenerationWork(both, both + 5))
     step = runner.start(batch)
     output = runner.read(step)
-    return runner.narrow_down(step.batch, step.asked, step.error) if output is None else output
+    return runner.bisect(step.batch, step.requested, step.error) if output is None else output
 
 
 def test_c21_the_next_launch_says_what_those_that_raised_had_to_say():

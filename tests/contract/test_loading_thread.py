@@ -7,7 +7,7 @@ import pytest
 
 from batch_manager import GptManager, Parts, SchedulerPolicy, TrtGptModelType, interpreter_exit, loading_thread
 from batch_manager.errors import ManagerClosedError
-from batch_manager.loading_thread import Loading, check_interruption, in_a_thread_of_its_own
+from batch_manager.loading_thread import Loading, check_interruption, load_in_own_thread
 from batch_manager.testing.scripted_backend import ScriptedBackend
 
 
@@ -36,14 +36,14 @@ def endless():
 def test_c17_an_interrupt_reaches_what_loads_and_passes_when_that_has_ended(interrupted, times):
     interrupted[0] = times
     with pytest.raises(KeyboardInterrupt, match="of the caller"):
-        in_a_thread_of_its_own(endless, undo=lambda loaded: pytest.fail("nothing was loaded"))
+        load_in_own_thread(endless, undo=lambda loaded: pytest.fail("nothing was loaded"))
     assert not [thread for thread in threading.enumerate() if thread.name == "batch_manager loading"]
 
 
 def test_c17_what_was_loaded_all_the_same_is_undone(interrupted):
     interrupted[0], undone = 1, []
     with pytest.raises(KeyboardInterrupt, match="of the caller"):
-        in_a_thread_of_its_own(lambda: time.sleep(0.05) or "a model", undone.append)
+        load_in_own_thread(lambda: time.sleep(0.05) or "a model", undone.append)
     assert undone == ["a model"]
 
 
@@ -66,24 +66,24 @@ def test_c17_the_end_of_the_interpreter_interrupts_what_loads(monkeypatch):
     monkeypatch.setattr(interpreter_exit, "_is_exiting", False)
     ending = threading.Timer(0.05, interpreter_exit._abort_all_workers)
     ending.start()
-    with pytest.raises(ManagerClosedError, match="the interpreter is ending"):
-        in_a_thread_of_its_own(endless, undo=lambda loaded: None)
+    with pytest.raises(ManagerClosedError, match="the interpreter is exiting"):
+        load_in_own_thread(endless, undo=lambda loaded: None)
     with pytest.raises(ManagerClosedError):                      # it has begun already
-        in_a_thread_of_its_own(endless, undo=lambda loaded: None)
+        load_in_own_thread(endless, undo=lambda loaded: None)
     ending.join()
     assert not interpreter_exit._controls
 
 
 def test_what_is_loaded_and_what_is_raised_are_handed_on():
-    assert in_a_thread_of_its_own(lambda: threading.current_thread().name, undo=None) == "batch_manager loading"
+    assert load_in_own_thread(lambda: threading.current_thread().name, undo=None) == "batch_manager loading"
     with pytest.raises(ZeroDivisionError):
-        in_a_thread_of_its_own(lambda: 1 / 0, undo=None)
+        load_in_own_thread(lambda: 1 / 0, undo=None)
     check_interruption()                                          # nobody interrupts this thread
 
 
 def test_a_load_may_take_longer_than_one_look_at_it(monkeypatch):
     monkeypatch.setattr(loading_thread, "SECONDS_BETWEEN_LOOKS", 0.01)
-    assert in_a_thread_of_its_own(lambda: time.sleep(0.1) or 5, undo=None) == 5
+    assert load_in_own_thread(lambda: time.sleep(0.1) or 5, undo=None) == 5
 
 
 def test_c17_a_thread_that_cannot_be_started_leaves_nothing_behind(monkeypatch):
@@ -92,5 +92,5 @@ def test_c17_a_thread_that_cannot_be_started_leaves_nothing_behind(monkeypatch):
 
     monkeypatch.setattr(Loading, "start", start)
     with pytest.raises(RuntimeError, match="can't start"):
-        in_a_thread_of_its_own(lambda: 5, undo=lambda loaded: pytest.fail("nothing was loaded"))
+        load_in_own_thread(lambda: 5, undo=lambda loaded: pytest.fail("nothing was loaded"))
     assert not [control for control in interpreter_exit._controls if isinstance(control, Loading)]

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from batch_manager import CapacityScheduler, MicroBatchScheduler, Parts, RequestScheduler, SchedulerOutput
+from batch_manager.custom_parts import checked_attention
 from batch_manager.errors import ConfigError
-from batch_manager.parts import checked_attention
 from batch_manager.testing.scripted_backend import ScriptedBackend
 
 PROMPTS = {1: [5, 6, 7], 2: [8, 9], 3: [4]}

@@ -5,7 +5,7 @@ import torch
 from batch_manager.decoding.history import TokenHistory
 from batch_manager.decoding.logits_rows import LogitsRows
 from batch_manager.decoding.slots import SlotState
-from batch_manager.decoding.top_p_decay import TopPDecay, top_p_behind
+from batch_manager.decoding.top_p_decay import TopPDecay, top_p_after
 from batch_manager.handover import SlotSetup
 from batch_manager.sampling_config import SamplingConfig
 
@@ -61,13 +61,13 @@ def test_top_p_is_what_the_generated_tokens_make_of_it(rows_of, options):
 
 def test_a_reset_id_in_the_prompt_resets_nothing():
     generated = np.array([1, 1], np.int32)
-    assert top_p_behind(generated, 0.8, 0.5, 0.1, 1) == np.float32(0.8)
-    assert top_p_behind(generated, 0.8, 0.5, 0.1, 7) == np.float32(0.2)
-    assert top_p_behind(generated[:0], 0.8, 0.5, 0.1, 1) == np.float32(0.8)
+    assert top_p_after(generated, 0.8, 0.5, 0.1, 1) == np.float32(0.8)
+    assert top_p_after(generated, 0.8, 0.5, 0.1, 7) == np.float32(0.2)
+    assert top_p_after(generated[:0], 0.8, 0.5, 0.1, 1) == np.float32(0.8)
 
 
 def test_a_million_tokens_cost_no_more_than_it_takes_to_reach_the_floor():
-    assert top_p_behind(np.ones(10**6, np.int32), 0.9, 0.99, 0.1, 5) == np.float32(0.1)
+    assert top_p_after(np.ones(10**6, np.int32), 0.9, 0.99, 0.1, 5) == np.float32(0.1)
 
 
 def test_which_sequences_have_a_top_p_that_changes():

@@ -34,8 +34,8 @@ class Forgetful(RequestScheduler):
 @pytest.fixture
 def soon(monkeypatch):
     """Every plan is looked at and a few are enough."""
-    monkeypatch.setattr(starvation, "LOOK_EVERY", 1)
-    monkeypatch.setattr(starvation, "LOOKS", 20)
+    monkeypatch.setattr(starvation, "CHECK_EVERY", 1)
+    monkeypatch.setattr(starvation, "MAX_CHECKS", 20)
 
 
 def crowd(new_request, draw, first=0, count=40, longest=30):
@@ -71,7 +71,7 @@ def test_the_bound_is_ten_thousand_plans(make_world, new_request):
     while not world.client.finals(1):
         world.loop.step(accept_new=True)                           # no audit: it would take longer than all else
         plans += 1
-    assert 10_000 <= plans <= 10_000 + 2 * starvation.LOOK_EVERY
+    assert 10_000 <= plans <= 10_000 + 2 * starvation.CHECK_EVERY
     assert "10000 plans passed it over" in world.client.final(1).error
 
 
@@ -101,8 +101,8 @@ def test_one_who_holds_nothing_is_waiting_and_not_forgotten(make_world, new_requ
 def test_our_own_policies_pass_nobody_over(make_world, new_request, monkeypatch, policy, overlap, chunked, seed):
     """Tiny budgets, priorities, long chunk queues, pauses: whoever has to wait finds no room, or nobody overtakes. Not
     even once, but where two micro-batches are kept even."""
-    monkeypatch.setattr(starvation, "LOOK_EVERY", 1)
-    monkeypatch.setattr(starvation, "LOOKS", 3 if overlap else 1)
+    monkeypatch.setattr(starvation, "CHECK_EVERY", 1)
+    monkeypatch.setattr(starvation, "MAX_CHECKS", 3 if overlap else 1)
     draw = random.Random(seed)
     world = make_world(policy=policy, backend={"tokens_per_block": 4, "num_blocks": 14 + seed * 4},
                        enable_chunked_context=chunked, enable_trt_overlap=overlap, max_num_sequences=16,

@@ -129,7 +129,7 @@ def test_every_tensor_refuses_values_of_a_wrong_type_rank_or_range_by_name(name,
     for value in wrong_values(name):
         text = refusal(**(COMPANIONS.get(name, {}) | {name: value}))
         assert text.startswith("[INVALID_REQUEST] request 7: ") and name in text and "cannot do that yet" not in text
-        assert text.count("; ") >= 2 and len(text) < 600, text
+        assert text.count("; ") >= 1 and len(text) < 600, text
 
 
 # The range of every scalar, as documented, and values just outside.
@@ -169,7 +169,7 @@ def test_a_scalar_out_of_range_is_refused_with_its_name_its_value_and_the_range(
         for given in (value, [value], [[value]], *([np.array(value)] if abs(value) < 2**63 else [])):
             text = refusal(**(COMPANIONS.get(name, {}) | {name: given}))
             shown = "an integer of 65 bits" if value == 2**64 else str(value)
-            assert f"{name} is {shown}" in text and f"it must be {expected}; " in text, text
+            assert f"{name} is {shown}" in text and f"it must be {expected}" in text, text
 
 
 def test_every_scalar_with_a_range_is_in_that_table():
@@ -551,13 +551,13 @@ def test_the_example_in_the_message_about_packed_words_is_read_as_it_says(refusa
 
 
 def test_packed_words_and_lists_of_words_are_the_same():
-    from batch_manager.requests.reading import Bound, look, words
+    from batch_manager.requests.tensor_values import Bound, read_tensor, words
     spec, bound = TENSORS["bad_words_list"], Bound(100, "", 10_000)
     packed = [[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]
     for value in ([[5, 7, 3], [9, 2]], ((5, 7, 3), [9, 2]), [packed], np.array(packed), np.array([packed], np.int16)):
-        assert words(look(spec, value, bound), 10) == ((5, 7, 3), (9, 2))
+        assert words(read_tensor(spec, value, bound), 10) == ((5, 7, 3), (9, 2))
     # Padding after the last word may be anything: clients pad a batch of lists with zeros or the pad id.
-    assert words(look(spec, np.array([[5, 7, 3, 999], [2, -1, -1, -1]]), bound), 10) == ((5, 7),)
+    assert words(read_tensor(spec, np.array([[5, 7, 3, 999], [2, -1, -1, -1]]), bound), 10) == ((5, 7),)
 
 
 # Order of checks, bytes, copies.
@@ -596,14 +596,14 @@ def test_the_values_that_are_checked_are_those_of_the_copy(admission_with, monke
     prompt = np.array([1, 2, 3])
     request = InferenceRequest(7, {"input_ids": prompt, "request_output_len": 5})
     admission = admission_with()
-    look = admission._look
+    read = admission._read
 
-    def change_after_looking(item):
-        looked = look(item)
+    def change_after_reading(item):
+        raw = read(item)
         prompt[:] = -5
-        return looked
+        return raw
 
-    monkeypatch.setattr(admission, "_look", change_after_looking)
+    monkeypatch.setattr(admission, "_read", change_after_reading)
     with pytest.raises(InvalidRequestError, match="position 0"):
         admission.admit(request)
 

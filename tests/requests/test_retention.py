@@ -91,4 +91,4 @@ class Endless:
 ], ids=a_name)
 def test_admission_refuses_what_is_wrong_whoever_made_it(refusal, given, message):
     text = refusal(InferenceRequest(7, {"input_ids": [1], "request_output_len": 1}, kv_cache_retention_config=given))
-    assert message in text and text.startswith("[INVALID_REQUEST] request 7: ") and text.count("; ") == 2
+    assert message in text and text.startswith("[INVALID_REQUEST] request 7: ") and text.count("; ") in (1, 2)

@@ -306,14 +306,14 @@ def a_stop_on_the_last_token_ends_it_twice(patch) -> None:
 
 
 def only_the_first_of_a_batch_is_told(patch) -> None:
-    narrow_down = StepRunner.narrow_down
+    bisect = StepRunner.bisect
 
     def first_only(self, batch, asked, error):
-        output = narrow_down(self, batch, asked, error)
+        output = bisect(self, batch, asked, error)
         for slot in list(output.failures)[1:]:
             del output.failures[slot]
         return output
-    patch.setattr(StepRunner, "narrow_down", first_only)
+    patch.setattr(StepRunner, "bisect", first_only)
 
 
 def blocks_are_given_on_as_they_are(patch) -> None:
@@ -455,12 +455,12 @@ def what_a_step_in_flight_writes_is_not_cleared(patch) -> None:
 
 def a_step_is_run_again_with_who_has_ended(patch) -> None:
     def run_again(self, flight):
-        return self._runner.narrow_down(flight.batch, flight.step.asked, flight.step.error)
+        return self._runner.bisect(flight.batch, flight.step.requested, flight.step.error)
     patch.setattr(StepWindow, "_run_again", run_again)
 
 
 def what_ran_on_a_failed_step_stands(patch) -> None:
-    patch.setattr(StepWindow, "_take_back", lambda self, failed: None)
+    patch.setattr(StepWindow, "_unclaim_later_steps", lambda self, failed: None)
 
 
 def what_ran_on_a_failed_step_keeps_its_place(patch) -> None:
@@ -509,7 +509,7 @@ def a_window_saves_blocks_for_who_may_be_paused(patch) -> None:
 
 
 def an_abort_keeps_the_blocks(patch) -> None:
-    patch.setattr(GenerationLoop, "_give_everything_back", lambda self: None)
+    patch.setattr(GenerationLoop, "_release_everything", lambda self: None)
 
 
 def nobody_looks_at_what_a_step_returned(patch) -> None:

@@ -215,7 +215,7 @@ def watch(loop, counts: Counter, faults: Faults | None) -> None:
     """Count launches, those with another step in flight, and rows that are taken back; say which rows are of requests
     that have ended."""
     window = loop.window
-    launch, take_back, read = window.launch, window._take_back, window.read
+    launch, take_back, read = window.launch, window._unclaim_later_steps, window.read
 
     def watched_launch(batch, requests) -> None:
         counts["steps"] += 1
@@ -234,4 +234,4 @@ def watch(loop, counts: Counter, faults: Faults | None) -> None:
                                                     if request.is_finished]
         return read()
 
-    window.launch, window._take_back, window.read = watched_launch, watched_take_back, watched_read
+    window.launch, window._unclaim_later_steps, window.read = watched_launch, watched_take_back, watched_read

@@ -4,7 +4,7 @@ import pytest
 
 from batch_manager.kv.kv_cache_manager import KvCacheManager
 from batch_manager.requests.llm_request import LlmRequest
-from batch_manager.scheduling.static_batch import LockstepScheduler
+from batch_manager.scheduling.lockstep import LockstepScheduler
 
 
 @pytest.fixture

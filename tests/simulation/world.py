@@ -526,7 +526,7 @@ class SimulatedWorld:
 
     def _watch_window(self, window) -> None:
         """Which steps were read, and which were taken back: what was to happen in these has not happened."""
-        read, take_back, run_again = window.read, window._take_back, window._run_again
+        read, take_back, run_again = window.read, window._unclaim_later_steps, window._run_again
 
         def watched_read():
             flight = window._steps[0]
@@ -557,7 +557,7 @@ class SimulatedWorld:
                 self.mark("a step is run again without those who ended")
             return run_again(flight)
 
-        window.read, window._take_back, window._run_again = watched_read, watched_take_back, watched_run_again
+        window.read, window._unclaim_later_steps, window._run_again = watched_read, watched_take_back, watched_run_again
 
     def _runner_failures(self) -> int:
         return self.loop._runner.num_failed_steps

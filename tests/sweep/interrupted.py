@@ -24,7 +24,7 @@ from types import CodeType, FrameType
 import batch_manager
 from batch_manager import forked_child
 from batch_manager.responses.named_tensor import NamedTensor, OneTokenTensor, UniformArray
-from batch_manager.worker import LOOPS_AROUND_THE_WORKER
+from batch_manager.worker import NESTED_WORKER_LOOPS
 
 from .scenarios import SCENARIOS, Run
 
@@ -192,7 +192,7 @@ def sweep_rows(name: str, places: int, count: int, seed: int) -> tuple[int, list
     """Two to MOST_IN_A_ROW exceptions, at places that a seed chooses: (exceptions that struck, what is wrong)."""
     rng, struck, failures = random.Random(f"{name} {seed}"), 0, []
     for _ in range(count):
-        place = rng.randint(PLACES_BEFORE_IT_BEGINS + LOOPS_AROUND_THE_WORKER + 1, places)    # inside all its loops
+        place = rng.randint(PLACES_BEFORE_IT_BEGINS + NESTED_WORKER_LOOPS + 1, places)    # inside all its loops
         largest = rng.choice([1, 20, 300])
         gaps = [rng.randint(1, largest) for _ in range(rng.randint(1, MOST_IN_A_ROW - 1))]
         where, wrong = interrupted(name, place, gaps)

@@ -1,4 +1,4 @@
-"""The scheduler of static batches: which requests can run in lockstep."""
+"""The scheduler of static batches (TrtGptModelType.V1)."""
 
 from ..config import Limits
 from ..kv.kv_cache_manager import KvCacheManager
@@ -9,11 +9,11 @@ from .simple import SimpleScheduler
 
 
 class LockstepScheduler(StaticBatchScheduler):
-    """Static batches of requests that are alike.
+    """Forms static batches of requests with the same `batch_key`.
 
-    The first waiting request always forms the next batch, with later ones that have the same `batch_key`. The others
-    keep their order, and the first of them forms the batch after that. The longest prompt and the longest output of a
-    batch fit max_seq_len together, so that no request loses tokens to another one's prompt.
+    The first waiting request forms the next batch, together with later ones of the same key. The others keep their
+    order. The longest prompt plus the longest output of a batch fit max_seq_len, so that no request is cut because of
+    another one's prompt.
 
     Never pauses.
     """
@@ -39,6 +39,6 @@ class LockstepScheduler(StaticBatchScheduler):
 
 
 def make_static_batch_scheduler(limits: Limits, kv_cache_manager: KvCacheManager) -> RequestScheduler:
-    """The scheduler of static batches. A padded step is bounded by its sequences, not by its tokens."""
+    """Make the scheduler of static batches. max_batch_size alone bounds a padded step, not max_num_tokens."""
     return SimpleScheduler(LockstepScheduler(limits.max_num_requests, kv_cache_manager, limits.max_seq_len),
                            TokenBudgetScheduler(limits.max_batch_size))

@@ -1,6 +1,6 @@
-"""What the user hands over as a part of the engine: looked at, and completed, before anything runs with it.
+"""Checks the user's parts of the engine, and completes a scheduler, before they run.
 
-Parts are told by their methods; none has to inherit anything.
+Parts are recognized by their methods; they need not inherit anything.
 """
 
 from collections.abc import Callable
@@ -21,23 +21,23 @@ SCHEDULERS = "a RequestScheduler, a CapacityScheduler, a MicroBatchScheduler"
 
 
 def custom_backend(part: Any, params: TrtGptModelOptionalParams) -> ModelBackend:
-    """The backend of `Parts.backend`, or of the factory there. Raises ConfigError for what is none."""
+    """Return the backend in `Parts.backend`, or call the factory there. Raises ConfigError if it is not a backend."""
     for name in ("deterministic", "cuda_graphs"):
         if getattr(params, name):
-            raise ConfigError(f"{name} was asked for with Parts.backend",
-                              "a backend of your own decides how it computes", "leave one of them out")
+            raise ConfigError(f"{name} and Parts.backend are both set",
+                              "a custom backend decides how it computes", "leave one of them out")
     if isinstance(part, type) or not hasattr(part, "start"):
         part = part()
         if not hasattr(part, "start"):
             raise ConfigError(f"the factory in Parts.backend returned a {type_name(part)}", "a ModelBackend",
                               "return an object with the methods of batch_manager.ModelBackend")
-    _refuse_what_lacks_a_method(part)
+    _check_backend_methods(part)
     backend: ModelBackend = part
     return backend
 
 
-def _refuse_what_lacks_a_method(backend: Any) -> None:
-    """Raise ConfigError, with the backend closed where it can be, for one that would be found out in a step."""
+def _check_backend_methods(backend: Any) -> None:
+    """Raise ConfigError, after closing the backend if possible, if it lacks a method that a step would need."""
     missing = [name for name in ("start", "memory_usage", "close")
                if not callable(getattr(backend, name, None))]
     if not missing:
@@ -49,7 +49,7 @@ def _refuse_what_lacks_a_method(backend: Any) -> None:
 
 
 def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """The factory, with a check of what it returns."""
+    """Wrap the factory in a check of the object that it returns."""
     if factory is None:
         return None
 
@@ -68,7 +68,7 @@ def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] 
 
 
 def checked_stages(part: Any) -> Callable[..., tuple[Any, ...]] | None:
-    """A factory (num_slots, device) of the stages of `Parts.stages`, with a check of each."""
+    """Return a factory (num_slots, device) that makes and checks the stages in `Parts.stages`."""
     if part is None:
         return None
 
@@ -79,7 +79,7 @@ def checked_stages(part: Any) -> Callable[..., tuple[Any, ...]] | None:
                               "a list or tuple of LogitsStages", "return the stages in a list")
         if len(made) > MOST_OWN_STAGES:
             raise ConfigError(f"Parts.stages has {len(made)} stages", f"at most {MOST_OWN_STAGES}",
-                              "do the work of several in one")
+                              "combine several stages into one")
         for stage in made:
             _check_stage(stage)
         return tuple(made)
@@ -94,21 +94,24 @@ def _check_stage(stage: Any) -> None:
     if not isinstance(reads, list | tuple):
         missing.append("reads")
     if isinstance(stage, type):
-        raise ConfigError(f"Parts.stages has the class {stage.__name__}", "LogitsStages: objects, not their classes",
-                          "make an object of the class")
+        raise ConfigError(f"Parts.stages has the class {stage.__name__}", "LogitsStages: objects, not classes",
+                          f"pass {stage.__name__}(...)")
     if missing:
         raise ConfigError(f"Parts.stages has a {type_name(stage)}, which has no {', '.join(missing)}",
                           "LogitsStages: objects with reads, is_active, needs_history, set_up and apply",
-                          "inherit LogitsStage, and hand over an object")
+                          "inherit LogitsStage")
     unknown = [name for name in reads if name not in PARAMETERS and name not in ("end_id", "prompt_length")]
     if unknown:
-        raise ConfigError(f"a {type_name(stage)} in Parts.stages reads {unknown[0]!r}",
-                          f"fields of SamplingConfig, end_id or prompt_length: {', '.join(PARAMETERS)}",
-                          "correct its reads, or look at the setup in set_up")
+        raise ConfigError(f"`reads` of a {type_name(stage)} in Parts.stages holds {unknown[0]!r}",
+                          f"end_id, prompt_length or a field of SamplingConfig: {', '.join(PARAMETERS)}",
+                          "correct `reads`, or use the setup that set_up gets")
 
 
 def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager) -> RequestScheduler:
-    """The scheduler of `Parts.scheduler`, whole; None: the one of the policy. Raises ConfigError for what is none."""
+    """Return the scheduler in `Parts.scheduler`, completed; for None, the policy's.
+
+    Raises ConfigError if the part is neither a scheduler nor a factory of one.
+    """
     default = make_scheduler(limits, kv_cache_manager)
     if part is None:
         return default
@@ -121,9 +124,9 @@ def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager
                           "inherit one of them, or leave it None")
     if isinstance(part, type) and not can_be_called_with(part, 2):
         if not can_be_called_with(part, 0):
-            raise ConfigError(f"the class {part.__name__} in Parts.scheduler takes neither (limits, kv_cache_manager) "
-                              "nor no arguments", "a class that can be constructed so",
-                              "hand over an object, or a factory (limits, kv_cache_manager)")
+            raise ConfigError(f"the class {part.__name__} in Parts.scheduler takes other constructor arguments",
+                              "either (limits, kv_cache_manager) or no arguments",
+                              "pass an object, or a factory (limits, kv_cache_manager)")
         made = part()
     else:
         made = part(limits, kv_cache_manager)
@@ -135,9 +138,9 @@ def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager
 
 
 def _with_defaults(part: Any, default: SimpleScheduler) -> RequestScheduler | None:
-    """The part, with the default for the half that it leaves open; None where it is no scheduler, but a class perhaps.
+    """Complete a scheduler with the default's other half. Returns None for a class or an object without the methods.
 
-    What inherits nothing is told by its methods, and by how many arguments `schedule_request` takes.
+    An object that inherits nothing is recognized by its methods and by the number of arguments of `schedule_request`.
     """
     if isinstance(part, type):
         return None

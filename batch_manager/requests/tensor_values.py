@@ -1,8 +1,8 @@
 """Reads the values of a user's tensors without trusting them.
 
-`look` determines type, shape and size, and copies only the references of a list, whose length it has checked first;
-`ids`, `words`, `floats` and `integers` copy the values and check the copy. Only plain types are read: a subclass could
-return anything for its length or its content.
+`read_tensor` checks type, shape and size and copies no values; of a list it copies the references, after checking the
+length. `ids`, `words`, `floats` and `integers` copy the values and check the copy. Only plain types are accepted, as a
+subclass can return anything for its length or content.
 """
 
 import sys
@@ -16,7 +16,7 @@ from ..errors import InvalidRequestError, type_name
 from ..sampling_config import FLOAT32_MAX, Range, shown
 from .inference_request import Content, Shape, TensorSpec
 
-# Tokens of a bad or stop word list, with padding; more is an attack or a mistake.
+# Tokens of a bad or stop word list, with padding.
 MAX_WORD_LIST_SIZE = 65_536
 MAX_FEW = 8                # values of a tensor of shape FEW
 
@@ -26,8 +26,7 @@ _INTEGERS = frozenset([int, *(np.dtype(letter).type for letter in "bBhHiIlLqQ")]
 _FLOATS = frozenset([float, *(np.dtype(letter).type for letter in "efdg")])
 _NUMPY_SCALARS = (_INTEGERS | _FLOATS | {np.bool_}) - {int, float}
 _KINDS = {Content.FLAG: "biu", Content.INTEGER: "iu", Content.NUMBER: "iuf"}
-# Bytes of an element of a TABLE in the copy; as given it may take more, or less. A row that is a list is copied as a
-# tuple first.
+# Bytes per element of a TABLE in the copy. A row that is a list is first copied to a tuple.
 _BYTES_KEPT = {Content.INTEGER: 8, Content.NUMBER: 4}
 _BYTES_OF_A_ROW = 64
 _KIND_IN_WORDS = {"b": "bools", "i": "integers", "u": "unsigned integers", "f": "floats", "c": "complex numbers",
@@ -35,13 +34,13 @@ _KIND_IN_WORDS = {"b": "bools", "i": "integers", "u": "unsigned integers", "f": 
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A tensor as given: its type, shape and size are allowed, its values are not known.
+class GivenTensor:
+    """A user's tensor with checked type, shape and size, and unchecked values.
 
-    shape       without the leading batch dimension of 1; of a list of words (words, tokens of all)
-    num_bytes   of the tensor as given or of its copy, whichever is more
-    source      a plain array that may still be the user's memory, or plain numbers in a tuple, of tuples if 2-d
-    is_bfloat16   the array holds the bits of such numbers, for which numpy has no type
+    shape       without the leading batch dimension of 1; (words, total tokens) for a list of words
+    num_bytes   bytes of the tensor or of its copy, whichever is larger
+    source      an array that may be the user's memory, or a tuple of plain numbers, or of such tuples if 2-d
+    is_bfloat16   the array holds the bits of bfloat16 numbers, for which numpy has no type
     """
 
     spec: TensorSpec
@@ -53,11 +52,11 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How large a tensor may be.
+    """Size limit of a tensor.
 
-    size        elements
-    reason      the message for more
-    num_bytes   bytes that the request has left
+    size        most elements
+    reason      expectation of the error for more elements
+    num_bytes   most bytes: what the request's other tensors leave
     """
 
     size: int
@@ -70,13 +69,13 @@ class Bound:
         if num_bytes > self.num_bytes:
             raise InvalidRequestError(
                 f"{name} has {num_bytes:,} bytes and the request's other tensors leave {self.num_bytes:,}",
-                "together they may have max_request_bytes", "send less, or raise max_request_bytes")
+                "all together are limited by max_request_bytes", "send less, or raise max_request_bytes")
 
 
-def look(spec: TensorSpec, value: Any, bound: Bound) -> Given:
-    """Type, rank and element count of a ROW, TABLE or WORDS tensor. Raises InvalidRequestError."""
+def read_tensor(spec: TensorSpec, value: Any, bound: Bound) -> GivenTensor:
+    """Check type, rank and size of a ROW, TABLE or WORDS tensor. Raises InvalidRequestError."""
     if type(value) in _LISTS:
-        return _look_at_list(spec, value, bound)
+        return _read_list(spec, value, bound)
     array = _as_array(spec, value)
     shape, rank = array.shape, 1 if spec.shape is Shape.ROW else 2
     if array.ndim == rank + 1 and shape[0] == 1:
@@ -87,11 +86,11 @@ def look(spec: TensorSpec, value: Any, bound: Bound) -> Given:
     if spec.shape is Shape.TABLE:
         num_bytes = max(num_bytes, _BYTES_KEPT[spec.content] * array.size)
     bound.check(spec.name, array.size, num_bytes)
-    return Given(spec, shape, num_bytes, array, _is_torch_tensor(value) and _is_bfloat16(value))
+    return GivenTensor(spec, shape, num_bytes, array, _is_torch_tensor(value) and _is_bfloat16(value))
 
 
 def scalar(spec: TensorSpec, value: Any) -> int | float | bool:
-    """The single number or flag in `value`. Raises InvalidRequestError; does not check its range."""
+    """Return the single number or flag in `value`, without a check of its range. Raises InvalidRequestError."""
     for _ in range(2):
         if type(value) in _LISTS:
             if len(value) != 1:
@@ -110,7 +109,7 @@ def scalar(spec: TensorSpec, value: Any) -> int | float | bool:
     if spec.content is Content.FLAG:
         if type(value) is float or value not in (0, 1):
             raise InvalidRequestError(f"{spec.name} is {shown(value)}", f"it must be {spec.content.value}",
-                                      f"set {spec.name} to True or False")
+                                      "use True or False")
         return bool(value)
     if type(value) is bool or (type(value) is float and spec.content is Content.INTEGER):
         raise _wrong_content(spec, "a bool" if type(value) is bool else "a float")
@@ -119,7 +118,7 @@ def scalar(spec: TensorSpec, value: Any) -> int | float | bool:
 
 
 def few(spec: TensorSpec, value: Any) -> tuple[int, ...]:
-    """The 1 to 8 integers in `value`. Raises InvalidRequestError; does not check their range."""
+    """Return the 1 to 8 integers in `value`, without a check of their range. Raises InvalidRequestError."""
     row = value
     if type(row) in _LISTS and len(row) == 1 and type(row[0]) in _LISTS:
         (row,) = row
@@ -138,26 +137,26 @@ def few(spec: TensorSpec, value: Any) -> tuple[int, ...]:
     return (int(scalar(spec, value)),)
 
 
-def ids(given: Given, vocab_size: int, virtual: int = 0) -> list[int]:
-    """Token ids of the vocabulary, and `virtual` more after it, which are the rows of a prompt table.
+def ids(given: GivenTensor, vocab_size: int, num_tuning_ids: int = 0) -> list[int]:
+    """Return the token ids, which must be in the vocabulary or among the `num_tuning_ids` prompt-tuning ids after it.
 
-    The message has the position of a wrong id, not the id, because that is part of a prompt.
+    The error names the position of a wrong id, not the id, which is part of a prompt.
     """
-    limit = vocab_size + virtual
+    limit = vocab_size + num_tuning_ids
     source = given.source
     if isinstance(source, np.ndarray):
         source = np.array(source)
         outside = np.flatnonzero((source < 0) | (source >= limit))
         if len(outside):
-            raise _outside_vocabulary(given.spec.name, int(outside[0]), vocab_size, virtual)
+            raise _outside_vocabulary(given.spec.name, int(outside[0]), vocab_size, num_tuning_ids)
         tokens: list[int] = source.tolist()
         return tokens
-    _check_ids(given.spec.name, source, vocab_size, virtual)
+    _check_ids(given.spec.name, source, vocab_size, num_tuning_ids)
     return list(source)
 
 
-def words(given: Given, limit: int) -> tuple[tuple[int, ...], ...]:
-    """The words of a word list, each a tuple of token ids 0 <= id < limit."""
+def words(given: GivenTensor, limit: int) -> tuple[tuple[int, ...], ...]:
+    """Return the words of a word list, each a tuple of token ids 0 <= id < limit."""
     name = given.spec.name
     found: Sequence[tuple[int, ...]]
     if isinstance(given.source, np.ndarray):
@@ -166,14 +165,14 @@ def words(given: Given, limit: int) -> tuple[tuple[int, ...], ...]:
         found = given.source
     for number, word in enumerate(found):
         if not word:
-            raise InvalidRequestError(f"word {number} of {name} is empty", "every word has at least one token",
-                                      f"leave the word out of {name}")
+            raise InvalidRequestError(f"word {number} of {name} is empty", "every word must have a token",
+                                      "leave the word out")
         _check_ids(f"word {number} of {name}", word, limit)
     return tuple(found)
 
 
-def floats(given: Given) -> np.ndarray:
-    """A fresh float32 array of finite numbers."""
+def floats(given: GivenTensor) -> np.ndarray:
+    """Return the values as a new float32 array. They must be finite."""
     name = given.spec.name
     try:
         with np.errstate(all="ignore"):
@@ -186,18 +185,17 @@ def floats(given: Given) -> np.ndarray:
     is_finite = np.isfinite(copy)
     if not is_finite.all():
         raise InvalidRequestError(f"{name} is not finite at position {is_finite.argmin()} of the flattened tensor",
-                                  f"every value must be finite as float32 (at most {FLOAT32_MAX:.4g})",
-                                  f"correct {name}")
+                                  f"every value must be finite as float32 (at most {FLOAT32_MAX:.4g})")
     return copy
 
 
 def _widened(bits: np.ndarray) -> np.ndarray:
-    """float32 from the bits of bfloat16 numbers: each is the upper half of one."""
+    """Convert the bits of bfloat16 numbers, the upper half of a float32, to float32."""
     return np.array(bits.astype(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
-def integers(given: Given, allowed: Range) -> np.ndarray:
-    """A fresh int64 array of integers in a range, which int64 can hold."""
+def integers(given: GivenTensor, allowed: Range) -> np.ndarray:
+    """Return the values as a new int64 array. They must be in a range, which must fit int64."""
     source = given.source
     copy = np.array(source) if isinstance(source, np.ndarray) else _int64(given.spec, source)
     if copy.size:
@@ -207,7 +205,7 @@ def integers(given: Given, allowed: Range) -> np.ndarray:
 
 
 def _as_array(spec: TensorSpec, value: Any) -> np.ndarray:
-    """A numpy view of an array, a CPU tensor of torch, or a numpy scalar, of an allowed kind; copies nothing."""
+    """Return a numpy view of an array, a torch CPU tensor or a numpy scalar of an allowed kind. Copies nothing."""
     array: np.ndarray
     if type(value) in _ARRAYS:
         array = value
@@ -220,15 +218,15 @@ def _as_array(spec: TensorSpec, value: Any) -> np.ndarray:
     else:
         raise InvalidRequestError(
             f"{spec.name} is of type {type_name(value)}",
-            "it must be a torch CPU tensor, a numpy array, a number or a list, none of them a subclass",
+            "it must be a torch CPU tensor, a numpy array, a number or a list, not of a subclass",
             "convert it with numpy.array(...)")
     if array.dtype.kind not in _KINDS[spec.content]:
-        raise _wrong_content(spec, _KIND_IN_WORDS.get(array.dtype.kind, "something else"))
+        raise _wrong_content(spec, _KIND_IN_WORDS.get(array.dtype.kind, f"values of dtype {array.dtype}"[:64]))
     return array.view(np.ndarray)
 
 
 def _is_torch_tensor(value: Any) -> bool:
-    # A process that has a tensor has imported torch; this file must not.
+    # This file must not import torch; a process that has a tensor has imported it.
     torch = sys.modules.get("torch")
     return torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter)
 
@@ -238,13 +236,13 @@ def _is_bfloat16(tensor: Any) -> bool:
 
 
 def _torch_as_array(spec: TensorSpec, tensor: Any) -> np.ndarray:
-    """Shares memory with the tensor. One that requires grad is read as it is: only its values matter here."""
+    """Return an array that shares memory with the tensor, which may require grad."""
     if tensor.device.type != "cpu":
         raise InvalidRequestError(f"{spec.name} is a torch tensor on device {tensor.device.type}",
-                                  "tensors of a request live on the CPU", "pass it through .cpu() first")
+                                  "tensors of a request must be on the CPU", "call .cpu() first")
     if str(tensor.layout) != "torch.strided":
         raise InvalidRequestError(f"{spec.name} is a torch tensor of layout {tensor.layout}",
-                                  "tensors of a request are dense", "pass it through .to_dense() first")
+                                  "tensors of a request must be dense", "call .to_dense() first")
     if _is_bfloat16(tensor) and spec.content is Content.NUMBER:
         tensor = tensor.view(sys.modules["torch"].int16)
     try:
@@ -252,18 +250,18 @@ def _torch_as_array(spec: TensorSpec, tensor: Any) -> np.ndarray:
     except (TypeError, RuntimeError):
         way_out = ".float()" if spec.content is Content.NUMBER else ".int()"
         raise InvalidRequestError(f"{spec.name} is a torch tensor of dtype {tensor.dtype}",
-                                  "numpy cannot read it", f"pass it through {way_out} first") from None
+                                  "a dtype that numpy has", f"call {way_out} first") from None
     if type(array) is not np.ndarray:
-        raise _wrong_content(spec, "no array")
+        raise _wrong_content(spec, "a tensor that numpy cannot read")
     return array
 
 
-def _look_at_list(spec: TensorSpec, value: Sequence[Any], bound: Bound) -> Given:
+def _read_list(spec: TensorSpec, value: Sequence[Any], bound: Bound) -> GivenTensor:
     if spec.shape is Shape.ROW:
         if len(value) == 1 and type(value[0]) in _LISTS:
             (value,) = value
         numbers = _numbers(spec, value, bound)
-        return Given(spec, (len(numbers),), 8 * len(numbers), numbers)
+        return GivenTensor(spec, (len(numbers),), 8 * len(numbers), numbers)
 
     levels = _levels(value)
     if levels == 3 and len(value) == 1:
@@ -286,23 +284,22 @@ def _look_at_list(spec: TensorSpec, value: Sequence[Any], bound: Bound) -> Given
         if len(rows) != 2 or ragged:
             raise _wrong_shape(spec, (1, len(rows), "..."))
         packed = _int64(spec, rows)
-        return Given(spec, packed.shape, packed.nbytes, packed)
+        return GivenTensor(spec, packed.shape, packed.nbytes, packed)
     if spec.shape is Shape.TABLE and ragged:
-        raise InvalidRequestError(f"{spec.name} has rows of different lengths", f"it must be {spec.shape.value}",
-                                  f"correct the rows of {spec.name}")
+        raise InvalidRequestError(f"{spec.name} has rows of different lengths", f"it must be {spec.shape.value}")
     columns = len(rows[0]) if rows else 0
     shape = (len(rows), size if spec.shape is Shape.WORDS else columns)
-    return Given(spec, shape, num_bytes, tuple(rows))
+    return GivenTensor(spec, shape, num_bytes, tuple(rows))
 
 
 def _numbers(spec: TensorSpec, values: Sequence[Any], bound: Bound, before: int = 0,
              bytes_before: int = 0) -> tuple[Any, ...]:
-    """The values of a flat list as plain ints and floats, in a table also as numpy's.
+    """Return the values of a flat list as plain ints and floats; in a TABLE, numpy numbers stay as they are.
 
-    before, bytes_before   elements of the tensor that were read already, and what they take
+    before, bytes_before   elements and bytes of the tensor that were read before
     """
     bound.check(spec.name, before + len(values), bytes_before + 8 * len(values))
-    numbers = tuple(values)             # from here on no other code can change the list
+    numbers = tuple(values)             # another thread may change the list, but not the tuple
     bound.check(spec.name, before + len(numbers), bytes_before + 8 * len(numbers))
     types = set(map(type, numbers))
     if types <= {int}:
@@ -313,7 +310,7 @@ def _numbers(spec: TensorSpec, values: Sequence[Any], bound: Bound, before: int 
     if strange:
         names = sorted(str(kind.__name__)[:64] for kind in strange)
         raise _wrong_content(spec, "values of type " + ", ".join(names[:3]))
-    if spec.shape is Shape.TABLE:       # it may be large, and numpy reads its own numbers as they are
+    if spec.shape is Shape.TABLE:       # may be large, and numpy reads its own numbers
         return numbers
     return tuple(int(number) if type(number) in _INTEGERS else float(number) for number in numbers)
 
@@ -331,22 +328,22 @@ def _int64(spec: TensorSpec, rows: Sequence[Any]) -> np.ndarray:
     try:
         return np.array(rows, np.int64)
     except OverflowError:
-        raise InvalidRequestError(f"{spec.name} holds an integer of more than 64 bits", "tokens and offsets are int32",
-                                  f"correct {spec.name}") from None
+        raise InvalidRequestError(f"{spec.name} holds an integer of more than 64 bits",
+                                  "tokens and offsets must fit int32") from None
 
 
 def _unpacked(name: str, rows: list[list[int]]) -> list[tuple[int, ...]]:
-    """The words of a packed list.
+    """Unpack the words of a packed list.
 
-    rows   the tokens of all words, and the running sums of the words' lengths (where each word ends, exclusive),
-           padded with -1. A single sum that is not positive is an empty list, as its users write it
+    rows   the tokens of all words, and the end of each word (running sums of lengths), padded with -1. A single end
+           that is not positive means an empty list
     """
     tokens, ends = rows
     if len(ends) == 1 and ends[0] <= 0:
         return []
     count = ends.index(-1) if -1 in ends else len(ends)
     if any(end != -1 for end in ends[count:]):
-        raise _bad_offsets(name, "an offset stands after the padding")
+        raise _bad_offsets(name, "an offset follows the padding")
     starts = [0, *ends[: count - 1]] if count else []
     if any(start >= end for start, end in zip(starts, ends)):
         raise _bad_offsets(name, "the offsets do not increase")
@@ -355,18 +352,19 @@ def _unpacked(name: str, rows: list[list[int]]) -> list[tuple[int, ...]]:
     return [tuple(tokens[start:end]) for start, end in zip(starts, ends)]
 
 
-def _check_ids(what: str, tokens: Sequence[int], vocab_size: int, virtual: int = 0) -> None:
-    limit = vocab_size + virtual
+def _check_ids(what: str, tokens: Sequence[int], vocab_size: int, num_tuning_ids: int = 0) -> None:
+    limit = vocab_size + num_tuning_ids
     if tokens and (min(tokens) < 0 or max(tokens) >= limit):
         raise _outside_vocabulary(what, next(i for i, token in enumerate(tokens) if not 0 <= token < limit),
-                                  vocab_size, virtual)
+                                  vocab_size, num_tuning_ids)
 
 
-def _outside_vocabulary(what: str, position: int, vocab_size: int, virtual: int) -> InvalidRequestError:
-    rows = f", or of the {virtual:,} rows after it that prompt_vocab_size names" if virtual else ""
-    table = ", and prompt_vocab_size to the prompt table" if virtual else ""
-    return InvalidRequestError(f"{what} holds an id outside 0..{vocab_size + virtual - 1} at position {position}",
-                               f"every id must be one of the model's vocabulary of {vocab_size:,}{rows}",
+def _outside_vocabulary(what: str, position: int, vocab_size: int, num_tuning_ids: int) -> InvalidRequestError:
+    rows = f" or one of the {num_tuning_ids:,} prompt-tuning ids after it" if num_tuning_ids else ""
+    table = ", and prompt_vocab_size to the table" if num_tuning_ids else ""
+    highest = vocab_size + num_tuning_ids - 1
+    return InvalidRequestError(f"{what} holds an id outside 0..{highest} at position {position}",
+                               f"every id must be in the model's vocabulary of {vocab_size:,}{rows}",
                                f"check that the tokenizer belongs to this model{table}")
 
 
@@ -382,7 +380,7 @@ def _wrong_content(spec: TensorSpec, found: str) -> InvalidRequestError:
 
 
 def _bad_offsets(name: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name} is packed wrongly: {what}",
-                               "row 1 holds the tokens of all words, row 2 the running sums of the words' lengths, "
+    return InvalidRequestError(f"{name} is packed incorrectly: {what}",
+                               "row 1 must hold the tokens of all words, row 2 the running sums of the words' lengths, "
                                "padded with -1: [2, 4, -1, -1] for two words of two tokens",
                                "pass a list of lists of tokens instead")
