@@ -256,7 +256,7 @@ def test_what_is_no_timeout_is_refused_and_changes_nothing(engine):
     async def test():
         with pytest.raises(TypeError, match="timeout is a str; seconds, or None"):
             await engine.close(timeout="soon")
-        with pytest.raises(ValueError, match="timeout is NaN; seconds, or None"):
+        with pytest.raises(ValueError, match="timeout is NaN; expected seconds, or None"):
             await engine.close(timeout=float("nan"))
         assert len((await engine.generate(request())).tokens) == 5
 

@@ -117,7 +117,7 @@ def test_max_queued_requests_wait_and_one_more_is_refused(make_world, new_reques
     assert refused == ([count] if beside > 0 else [])
     for i in refused:
         assert world.client.final(i).code == "QUEUE_FULL"
-        assert f"{bound} requests wait already; at most {bound} may" in world.client.final(i).error
+        assert f"{bound} requests are queued already; max_queued_requests is {bound}" in world.client.final(i).error
     world.run()
     assert all(world.client.final(i).error == "" for i in range(1, 1 + count) if i not in refused)
 
@@ -131,7 +131,7 @@ def test_max_queued_tokens_wait_and_one_more_is_refused(make_world, new_request,
     finals = world.client.finals(3)
     assert [final.code for final in finals] == (["QUEUE_FULL"] if beside > 0 else [])
     for final in finals:
-        assert "its 5 prompt tokens would make 11 waiting ones; at most 10 may wait" in final.error
+        assert "with its 5 prompt tokens 11 would be queued; max_queued_tokens is 10" in final.error
 
 
 @AT
@@ -148,7 +148,7 @@ def test_max_request_bytes_and_max_bytes_in_flight(make_world, beside):
     if beside < 0:
         (final,) = finals
         assert final.code == "QUEUE_FULL" and final.tensors == {}
-        assert f"at most {2 * (tensors + logits) - 1:,} may be" in final.error
+        assert f"max_bytes_in_flight is {2 * (tensors + logits) - 1:,}" in final.error
         assert f"it needs {tensors + logits:,} bytes" in final.error
         assert f"{tensors + logits:,} are in use" in final.error
         world.run()

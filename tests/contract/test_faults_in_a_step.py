@@ -297,7 +297,7 @@ def test_operations_are_repeated_until_a_step_that_had_them_was_read():
 
 def test_operations_that_no_launch_takes_are_bounded():
     device_work = DeviceWork()
-    with pytest.raises(InternalError, match="operations on KV cache blocks wait for a step that can be launched"):
+    with pytest.raises(InternalError, match="operations on KV cache blocks are pending"):
         for _ in range(MOST_PENDING_OPERATIONS // 1000 + 1):
             device_work.add([BlockClear(0)] * 1000)
 

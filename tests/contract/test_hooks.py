@@ -179,10 +179,10 @@ def test_the_text_of_an_error_response_is_taken_apart():
         assert ErrorCode.of(f"[{code.value}] a ] b; c") == (code, "a ] b; c")
         assert 400 <= code.http_status < 600
     for text in ("", "[", "INVALID_REQUEST: x", "[NONSENSE] x", "[INVALID_REQUEST]"):
-        with pytest.raises(ValueError, match="is no text of an error response"):
+        with pytest.raises(ValueError, match="is not the text of an error response"):
             ErrorCode.of(text)
     for no_text in (None, 5, b"[SHUTDOWN] x"):
-        with pytest.raises(TypeError, match="the text is of type .*; a str is expected; "):
+        with pytest.raises(TypeError, match="the text is a .*; expected a str; "):
             ErrorCode.of(no_text)
     assert {code for code in ErrorCode if code.is_retryable} == {
         ErrorCode.QUEUE_FULL, ErrorCode.SHUTDOWN, ErrorCode.ENGINE_FAILED}
@@ -207,7 +207,7 @@ def test_c15_a_poll_that_returns_what_holds_no_ids_is_told_so(make_world, new_re
     world.client.pending = [new_request(1, [1], 2)]
     world.run()
     assert world.loop.callbacks.failures["poll"] >= 2 and world.client.final(1).error == ""
-    assert f"the poll callback returned a value of type {named}; a set of request ids is expected" in caplog.text
+    assert f"the poll callback returned a value of type {named}; expected a set of request ids" in caplog.text
 
 
 def test_c15_a_get_that_returns_a_request_is_told_so(make_world, new_request, caplog):
@@ -216,7 +216,7 @@ def test_c15_a_get_that_returns_a_request_is_told_so(make_world, new_request, ca
     before, fetched._get = fetched._get, lambda most: new_request(1, [1], 2)
     world.step(3)
     assert world.loop.callbacks.failures["get"] >= 1
-    assert ("the get callback returned a value of type InferenceRequest; an iterable of InferenceRequests is expected"
+    assert ("the get callback returned a value of type InferenceRequest; expected an iterable of InferenceRequests"
             ) in caplog.text
     assert "Traceback" not in caplog.text and "File " not in caplog.text
     fetched._get, fetched.back_off.seconds = before, 0.0        # the back-off is over
@@ -280,8 +280,8 @@ def test_a_field_of_another_configuration_and_a_name_on_a_hub_are_told_as_such(m
 
 
 @pytest.mark.parametrize("name, said", [
-    ("stop", "stop_words_list"), ("eos_token_id", "called end_id"), ("n", "one request for each text"),
-    ("user", "keep yours in a dictionary"), ("seed", "called random_seed"), ("messages", "a tokenizer")])
+    ("stop", "stop_words_list"), ("eos_token_id", "called end_id"), ("n", "one request for each output"),
+    ("user", "map ids to users yourself"), ("seed", "called random_seed"), ("messages", "a tokenizer")])
 def test_words_of_other_engines_are_answered_with_ours(new_request, name, said):
     with pytest.raises(InvalidRequestError, match=f"Invalid tensor name: '{name}'.*{said}"):
         new_request(1, [1], 2, **{name: 3})

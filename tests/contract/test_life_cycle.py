@@ -403,7 +403,7 @@ def test_health_can_be_asked_from_any_thread_and_says_what_runs(make_manager, ne
     (dict(terminate_req_id=-1), "terminate_req_id"),
     (dict(max_draft_tokens=4), "max_draft_tokens"),
     (dict(model_path=None, parts=None), "model_path"),
-    (dict(trt_engine_path="/x", model_path="/y"), "two names of one thing"),
+    (dict(trt_engine_path="/x", model_path="/y"), "are both set; they are aliases"),
 ])
 def test_wrong_arguments_are_refused_in_the_caller_before_a_thread_exists(arguments, says):
     good = dict(model_path=None, model_type=TrtGptModelType.InflightBatching, max_beam_width=1,
@@ -417,7 +417,7 @@ def test_wrong_arguments_are_refused_in_the_caller_before_a_thread_exists(argume
 
 @pytest.mark.parametrize("option", ["cuda_graphs", "deterministic"])
 def test_what_a_backend_of_your_own_decides_is_refused_by_name(make_world, option):
-    with pytest.raises(ConfigError, match=f"{option} was asked for with Parts.backend"):
+    with pytest.raises(ConfigError, match=f"{option} and Parts.backend are both set"):
         make_world(**{option: True})
 
 

@@ -80,7 +80,7 @@ class TakesFive(InheritsOneAtATime):
 
 
 @pytest.mark.parametrize(("scheduler", "said"), [
-    (TakesFive, "TakesFive in Parts.scheduler takes neither"), (5, "Parts.scheduler is a int"),
+    (TakesFive, "TakesFive in Parts.scheduler takes other constructor arguments"), (5, "Parts.scheduler is a int"),
     (SimpleNamespace(), "Parts.scheduler is a SimpleNamespace"), (lambda limits, kv: None, "returned a NoneType"),
     (lambda limits, kv: Everything, "returned a type"),
     (lambda limits, kv: SimpleNamespace(schedule=1), "returned a SimpleNamespace")])

@@ -620,10 +620,10 @@ class ByLengths(OfOnesOwn):
 def test_run_ahead_beside_what_rules_it_out_is_refused_by_name(make_world):
     with pytest.raises(ConfigError, match="run_ahead and enable_trt_overlap are both set"):
         make_world(backend=Late(), run_ahead=True, enable_trt_overlap=True)
-    with pytest.raises(ConfigError, match="run_ahead was asked for.*V1.*InflightFusedBatching"):
+    with pytest.raises(ConfigError, match="run_ahead is True.*V1.*InflightFusedBatching"):
         make_world(backend=Late(), run_ahead=True, model_type=TrtGptModelType.V1)
     for scheduler in (OfOnesOwn, lambda limits, kv: ByLengths(limits, kv)):
-        with pytest.raises(ConfigError, match="run_ahead was asked for.*scheduler.*plans_by_lengths = True"):
+        with pytest.raises(ConfigError, match="run_ahead is True.*scheduler.*plans_by_lengths = True"):
             make_world(backend=Late(), run_ahead=True, parts={"scheduler": scheduler})
 
 
@@ -734,7 +734,7 @@ def test_a_request_that_a_pool_holds_in_lockstep_is_not_refused_for_running_ahea
                                              "max_seq_len": 128},
                         policy=GUARANTEED, kv_cache_config=KvCacheConfig(tokens_per_block=16, max_attention_window=16))
     assert world.loop.limits.runs_ahead is ahead
-    assert ("may take 3 KV cache blocks, without running ahead 2, and there are 2" in caplog.text) is not ahead
+    assert ("needs up to 3 KV cache blocks when it runs ahead and 2 otherwise" in caplog.text) is not ahead
     world.client.pending = [new_request(1, [1] * 24, 48)]
     world.run()
     assert world.client.final(1).error == ""

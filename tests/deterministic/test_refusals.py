@@ -33,7 +33,7 @@ def test_a_model_of_ones_own_that_does_not_promise_it(differential, monkeypatch)
 
 
 def test_a_backend_of_ones_own(make_world):
-    with pytest.raises(ConfigError, match="deterministic was asked for with Parts.backend"):
+    with pytest.raises(ConfigError, match="deterministic and Parts.backend are both set"):
         make_world(deterministic=True)
 
 

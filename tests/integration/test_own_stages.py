@@ -195,7 +195,7 @@ class ReadsTheUnknown(LogitsStage):
     (OnlyMultiples({}), "Parts.stages is a OnlyMultiples"), ("stages", "Parts.stages is a str"),
     ([OnlyMultiples], "has the class OnlyMultiples"), ([NoApply()], "has a NoApply, which has no apply"),
     ([object()], "which has no is_active, needs_history, set_up, apply, reads"),
-    ([ReadsTheUnknown()], "ReadsTheUnknown in Parts.stages reads 'warmth'"),
+    ([ReadsTheUnknown()], "ReadsTheUnknown in Parts.stages holds 'warmth'"),
     (lambda num_slots, device: None, "the factory in Parts.stages returned a NoneType"),
     ([LogitsStage()] * 17, "Parts.stages has 17 stages; at most 16"),
 ], ids=lambda value: value if isinstance(value, str) else "")
@@ -207,6 +207,6 @@ def test_what_is_no_stage_is_refused_by_name_when_the_manager_is_made(make_manag
 
 
 def test_a_backend_of_ones_own_has_no_stages(make_manager, new_client):
-    with pytest.raises(ConfigError, match="Parts.stages was given with Parts.backend"):
+    with pytest.raises(ConfigError, match="Parts.stages and Parts.backend are both set"):
         make_manager(new_client(), parts={"stages": [LogitsStage()]})
     assert Parts(stages=()).stages == ()

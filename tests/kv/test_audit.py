@@ -54,7 +54,7 @@ def test_the_audit_finds(damage, make_request):
     kv.claim([make_request(0, 9), make_request(1, 4)], [])
     audit(kv)
     damage(kv)
-    with pytest.raises(InternalError, match="the KV cache's accounting does not agree"):
+    with pytest.raises(InternalError, match="the accounting of the KV cache is inconsistent"):
         audit(kv)
 
 
@@ -63,5 +63,5 @@ def test_the_cheap_check_finds_a_block_that_is_gone(make_request):
     kv.claim([make_request(0, 9)], [])
     kv.check_totals()
     a_block_nowhere(kv)
-    with pytest.raises(InternalError, match="6 blocks are free and 3 are held; 10 in all"):
+    with pytest.raises(InternalError, match="6 blocks are free and 3 are held; 10 in total"):
         kv.check_totals()

@@ -117,20 +117,20 @@ def a_node_is_larger_than_a_block(kv):
 
 
 DAMAGES = {
-    dropped_too_early: "dropped 1 blocks that it still looks at",
-    an_entry_is_gone: "its table names others",
+    dropped_too_early: "dropped 1 blocks, some of them inside its attention window",
+    an_entry_is_gone: "but its table has",
     two_write_to_one_block: "is being written and has 2 owners",
-    what_is_written_to_can_be_found: "is being written and can be found",
-    cached_blocks_are_miscounted: "free blocks can be found and",
-    owners_are_miscounted: "owners are beyond the first and",
-    nodes_are_miscounted: "prefix nodes are reachable and",
-    a_block_forgets_its_node: "the prefix tree and its table of blocks differ",
-    a_node_stands_under_another_digest: "is not where its digest says",
-    a_node_has_other_tokens: "is not that of its content",
+    what_is_written_to_can_be_found: "is being written and is published",
+    cached_blocks_are_miscounted: "free blocks can be found, but num_cached is",
+    owners_are_miscounted: "owners beyond the first, but extra_owners is",
+    nodes_are_miscounted: "prefix nodes are reachable, but num_nodes is",
+    a_block_forgets_its_node: "the prefix trees and the table of blocks differ",
+    a_node_stands_under_another_digest: "is not at its digest in its parent",
+    a_node_has_other_tokens: "does not match its content",
     a_node_is_in_both_pools: "and in host block 0",
-    a_host_block_is_lost: "the host's blocks are not each empty or full",
-    a_host_block_stays_pinned: "a host block is pinned, or in order without content",
-    a_host_block_has_somebody_elses_node: "does not know its node",
+    a_host_block_is_lost: "a host block is neither empty nor full, or both",
+    a_host_block_stays_pinned: "a host block is still pinned, or ordered without content",
+    a_host_block_has_somebody_elses_node: "is not registered for its node",
     a_shared_block_is_not_full: "is shared and not full",
     a_node_is_larger_than_a_block: "a node has 5 tokens",
 }
@@ -145,7 +145,7 @@ def test_the_audit_names(damage, kv):
 
 def test_a_host_block_that_belongs_to_a_node_elsewhere_is_named(kv):
     node_in_the_host(kv).host_id = 7
-    assert any("belongs to a node that is in 7" in fault for fault in kv.cache.host.faults())
+    assert any("belongs to a node with host_id 7" in fault for fault in kv.cache.host.faults())
 
 
 def test_what_makes_way_while_it_is_pinned_is_not_put_back(kv):

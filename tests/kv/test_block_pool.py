@@ -26,7 +26,7 @@ def test_blocks_given_back_together_are_handed_out_together_after_all_others():
 def test_more_than_there_is_takes_nothing():
     pool = BlockPool(4)
     pool.take(3)
-    with pytest.raises(OutOfBlocksError, match="2 KV cache blocks were asked for and 1 are free"):
+    with pytest.raises(OutOfBlocksError, match="2 KV cache blocks are needed and 1 are free"):
         pool.take(2)
     assert (len(pool.free), pool.num_live) == (1, 3)
 
@@ -42,7 +42,7 @@ def test_a_second_give_back_is_found_and_changes_nothing(twice):
     pool = BlockPool(4)
     pool.take(2)
     order = pool.free_order()
-    with pytest.raises(InternalError, match="given back twice"):
+    with pytest.raises(InternalError, match="released twice"):
         pool.give_back(twice)
     assert (pool.free_order(), pool.num_live) == (order, 2)
 

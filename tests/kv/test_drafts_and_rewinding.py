@@ -13,7 +13,7 @@ from batch_manager.kv.kv_cache_manager import KvCacheManager
 
 def test_who_holds_no_blocks_is_not_rewound(make_request):
     kv = KvCacheManager(4, 4, 100)
-    with pytest.raises(InternalError, match="holds no blocks; only what was claimed is extended or rewound"):
+    with pytest.raises(InternalError, match="holds no blocks; only started requests are extended or rewound"):
         kv.rewind([make_request(0, 3)], 1)
     assert kv.free_blocks == 4
 
@@ -68,8 +68,8 @@ def test_drafts_are_claimed_together_and_may_fill_several_blocks(make_request, s
 
 @pytest.mark.parametrize(("num_drafts", "complaint"), [
     ([4], "4 drafts after 3 tokens; 0 to 3 drafts"), ([-1], "-1 drafts after 3 tokens"),
-    ([3], "3 drafts after 3 tokens; 0 to 3 drafts that fit into the 3 blocks of all its tokens"),
-    ([1, 1], "drafts were given for 1 requests")])
+    ([3], "3 drafts after 3 tokens; 0 to 3 drafts within the 3 blocks of its final length"),
+    ([1, 1], "for 1 requests")])
 def test_drafts_that_nobody_reckons_with_are_not_claimed(make_request, start, num_drafts, complaint):
     kv = KvCacheManager(20, 2, 100, max_draft_len=3)
     request = start(kv, make_request(0, 3, 3))
@@ -85,7 +85,7 @@ def test_drafts_that_do_not_fit_change_nothing(make_request, start):
     kv = KvCacheManager(4, 2, 100, max_draft_len=3)
     first, second = start(kv, make_request(0, 2)), start(kv, make_request(1, 2))
     before = kv.pool.free_order()
-    with pytest.raises(OutOfBlocksError, match="3 KV cache blocks were asked for and 2 are free"):
+    with pytest.raises(OutOfBlocksError, match="3 KV cache blocks are needed and 2 are free"):
         kv.claim([], [first, second], [3, 0])
     assert (kv.pool.free_order(), kv.kv_length(first), kv.kv_length(second)) == (before, 2, 2)
     audit(kv)
@@ -116,7 +116,7 @@ def test_when_one_of_many_cannot_be_rewound_none_is(make_request, start):
                              ([1, 1, -1], "cannot be rewound by -1 tokens")):
         with pytest.raises(InternalError, match=complaint):
             kv.rewind(requests, wrong)
-    with pytest.raises(InternalError, match="is to be rewound twice at once"):
+    with pytest.raises(InternalError, match="a rewind has the same request twice"):
         kv.rewind([requests[0], requests[0]], 1)
     assert [kv.kv_length(request) for request in requests] == [4, 4, 4]
     audit(kv)

@@ -18,7 +18,7 @@ def test_an_adapter_is_loaded_once_and_stays_until_others_need_its_room(peft, ma
     assert load.task_id == 2 and tuple(peft.pages(first)) == tuple(peft.pages(second)) == load.page_ids
     peft.release(first)
     assert peft.free_pages == 4
-    with pytest.raises(OutOfResourceError, match="5 adapter pages were asked for and 4 are free"):
+    with pytest.raises(OutOfResourceError, match="5 adapter pages are needed and 4 are free"):
         peft.claim([third])
     assert peft.pages(third) == [] and tuple(peft.pages(second)) == load.page_ids
     peft.release(second)
@@ -49,7 +49,7 @@ def an_adapter_is_idle_and_in_use(peft, request):
 
 
 @pytest.mark.parametrize(("damage", "words"), [
-    (a_page_is_lost, "not each free or with one adapter"), (a_user_is_miscounted, "users of the adapters"),
+    (a_page_is_lost, "neither free nor taken"), (a_user_is_miscounted, "user counts of the adapters"),
     (an_adapter_is_idle_and_in_use, "neither in use nor idle, or both")])
 def test_books_that_are_wrong_are_named(peft, make_request, damage, words):
     request = make_request(0, 4, lora_task_id=3)

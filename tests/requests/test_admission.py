@@ -322,8 +322,8 @@ def test_a_prompt_must_leave_room_for_one_token(admit, refusal):
 def test_a_longer_output_than_there_is_room_for_is_cut_with_a_warning(admit):
     admitted = admit(input_ids=[1] * 60, request_output_len=10)
     assert admitted.request.max_new_tokens == 4
-    assert admitted.warnings == ("request_output_len was cut from 10 to 4: the prompt has 60 tokens, and together they "
-                                 "may have max_seq_len = 64",)
+    assert admitted.warnings == ("request_output_len was cut from 10 to 4: the prompt has 60 tokens and "
+                                 "max_seq_len is 64",)
     assert admit(input_ids=[1] * 60, request_output_len=4).warnings == ()
 
 
@@ -356,7 +356,7 @@ def test_more_ways_to_end_than_a_search_can_look_at_are_refused_with_the_numbers
 def test_what_is_of_one_text_is_refused_by_name_with_several(name, refusal):
     for value in VALID[name]:
         text = refusal(beam_width=2, **({name: value} | COMPANIONS.get(name, {})))
-        assert "beam_width is 2" in text and (name in text or name in COMPANIONS) and "one beam" in text
+        assert "beam_width is 2" in text and (name in text or name in COMPANIONS) and "set beam_width to 1" in text
 
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size",
@@ -390,8 +390,8 @@ def test_streaming_needs_one_beam(refusal):
 
 def test_a_prompt_table_and_its_size_come_together_and_agree(refusal):
     table = np.ones((2, 8), np.float16)
-    assert "prompt_embedding_table is given without prompt_vocab_size" in refusal(prompt_embedding_table=table)
-    assert "prompt_vocab_size is given without prompt_embedding_table" in refusal(prompt_vocab_size=2)
+    assert "prompt_embedding_table is set without prompt_vocab_size" in refusal(prompt_embedding_table=table)
+    assert "prompt_vocab_size is set without prompt_embedding_table" in refusal(prompt_vocab_size=2)
     assert "2 rows of prompt_embedding_table" in refusal(prompt_embedding_table=table, prompt_vocab_size=3)
 
 
@@ -418,7 +418,7 @@ def test_a_prompt_table_that_does_not_fit_is_refused_with_what_is_wrong(table, r
 
 def test_a_prompt_table_is_refused_where_the_backend_takes_no_embeddings(refusal):
     text = refusal(prompt_embedding_table=np.ones((2, 8)), prompt_vocab_size=2, limits={"hidden_size": 0})
-    assert "prompt_embedding_table is given and the backend takes no embeddings" in text
+    assert "prompt_embedding_table is set and the backend takes no embeddings" in text
 
 
 def test_virtual_tokens_are_part_of_the_vocabulary_of_a_request_with_a_prompt_table(refusal, admit):
@@ -463,13 +463,13 @@ def test_draft_logits_need_draft_tokens_and_agree_with_them(refusal):
 
 
 def test_a_prompt_with_its_draft_tokens_must_fit(refusal):
-    assert "together they may have max_seq_len - 1 = 63" in refusal(input_ids=[1] * 60, draft_input_ids=[1] * 4)
+    assert "the limit for both together is max_seq_len - 1 = 63" in refusal(input_ids=[1] * 60, draft_input_ids=[1] * 4)
 
 
 def test_lora_weights_and_their_configuration_come_together_and_agree(refusal):
     weights, config = np.ones((2, 6), np.float32), [[0, 0, 4], [4, 1, 4]]
-    assert "lora_weights is given without lora_config" in refusal(lora_weights=weights)
-    assert "lora_config is given without lora_weights" in refusal(lora_config=config)
+    assert "lora_weights is set without lora_config" in refusal(lora_weights=weights)
+    assert "lora_config is set without lora_weights" in refusal(lora_config=config)
     assert "2 rows of lora_weights" in refusal(lora_weights=weights, lora_config=config[:1])
     assert "columns of lora_config" in refusal(lora_weights=weights, lora_config=[[0, 0], [0, 0]])
     assert "lora_config is -1" in refusal(lora_weights=weights, lora_config=[[0, 0, 4], [4, -1, 4]])
@@ -488,7 +488,7 @@ def test_a_request_larger_than_the_whole_pool_is_refused_with_the_numbers(admit)
         admit(limits={"num_blocks": 1}, request_output_len=6)
     assert caught.value.response_text() == (
         "[TOO_LARGE_FOR_KV_CACHE] request 7: input_ids has 3 tokens and request_output_len is 6; together they may "
-        "need 2 blocks of 8 tokens, and the pool has 1: it would wait for ever; raise KvCacheConfig.max_tokens to 16, "
+        "need 2 blocks of 8 tokens, and the pool has 1; raise KvCacheConfig.max_tokens to 16, "
         "or shorten the request")
 
 
@@ -531,7 +531,7 @@ def test_an_invalid_value_is_reported_before_a_feature_that_is_missing(refusal):
     ([[[5, 7, 3, 9, 2], [3, 3, -1, -1, -1]]], "the offsets do not increase"),
     ([[[5, 7, 3, 9, 2], [0, 5, -1, -1, -1]]], "the offsets do not increase"),
     ([[[5, 7, 3, 9, 2], [3, 6, -1, -1, -1]]], "beyond the 5 tokens"),
-    ([[[5, 7, 3, 9, 2], [3, -1, 5, -1, -1]]], "after the padding"),
+    ([[[5, 7, 3, 9, 2], [3, -1, 5, -1, -1]]], "follows the padding"),
     ([[[5, 7, 3, 9, 2], [3, -2, -1, -1, -1]]], "the offsets do not increase"),
     ([[[5, 7, 100], [2, 3, -1]]], "word 1 of stop_words_list holds an id outside 0..99 at position 0"),
     ([[5], [7, -1]], "word 1 of stop_words_list holds an id outside 0..99 at position 1"),
@@ -581,7 +581,7 @@ def test_bytes_are_those_of_all_tensors_together(admit, refusal):
     tensors = {"input_ids": [1] * 20, "embedding_bias": [0.0] * VOCAB}
     enough = 8 * (1 + 20 + VOCAB)
     assert admit(limits={"max_request_bytes": enough}, **tensors).num_bytes == enough
-    assert "together they may have max_request_bytes" in refusal(limits={"max_request_bytes": enough - 1}, **tensors)
+    assert "limited by max_request_bytes" in refusal(limits={"max_request_bytes": enough - 1}, **tensors)
 
 
 def test_what_runs_is_a_copy(admit):
@@ -629,7 +629,7 @@ def test_texts_hold_no_tokens(refusal):
 
 def test_the_text_of_a_wrong_token_says_where_it_stands(refusal):
     assert refusal(input_ids=[1, 2, VOCAB]) == (
-        "[INVALID_REQUEST] request 7: input_ids holds an id outside 0..99 at position 2; every id must be one of the "
+        "[INVALID_REQUEST] request 7: input_ids holds an id outside 0..99 at position 2; every id must be in the "
         "model's vocabulary of 100; check that the tokenizer belongs to this model")
 
 
@@ -637,9 +637,9 @@ def test_the_text_of_a_virtual_token_without_a_row_tells_the_vocabulary_from_the
     table = {"prompt_embedding_table": np.zeros((1, 5, 8), np.float32), "prompt_vocab_size": 5}
     for prompt in ([1, VOCAB + 4, VOCAB + 5], np.array([1, VOCAB + 4, VOCAB + 5])):
         assert refusal(input_ids=prompt, **table) == (
-            "[INVALID_REQUEST] request 7: input_ids holds an id outside 0..104 at position 2; every id must be one of "
-            "the model's vocabulary of 100, or of the 5 rows after it that prompt_vocab_size names; check that the "
-            "tokenizer belongs to this model, and prompt_vocab_size to the prompt table")
+            "[INVALID_REQUEST] request 7: input_ids holds an id outside 0..104 at position 2; every id must be in "
+            "the model's vocabulary of 100 or one of the 5 prompt-tuning ids after it; check that the "
+            "tokenizer belongs to this model, and prompt_vocab_size to the table")
 
 
 # Items that are no requests.

@@ -60,7 +60,7 @@ def test_top_p_begins_where_it_had_got_to():
     ({"return_context_logits": True}, [1], "return_context_logits is True"),
     ({"draft_input_ids": [1]}, [1], "draft_input_ids is set"),
     ({"runtime_top_p": 0.9, "runtime_top_p_decay": 0.9, "runtime_top_p_reset_ids": 4}, [1], "top_p_reset_ids is 4"),
-    ({}, [1] * 5, "request_output_len is 5 and the request has 5 tokens"),
+    ({}, [1] * 5, "request_output_len is 5 and 5 tokens are generated already"),
     ({"stop_words_list": [[7], [8, 9]]}, [3, 8, 9], "the 3 tokens end with a stop word"),
     ({"stop_words_list": np.array([[2, 8, 9, 5], [2, 4, -1, -1]])}, [8], "the 1 tokens end with a stop word"),
     ({"request_output_len": None}, [1], "request_output_len is missing"),

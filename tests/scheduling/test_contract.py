@@ -48,7 +48,7 @@ def test_an_answer_that_is_no_plan(world, plan):
 
 @pytest.mark.parametrize("named", [[{}], None, [[]]])
 def test_a_plan_that_names_no_requests(world, named):
-    assert "no request" in broken(world, SchedulerOutput(named, [], []))
+    assert "not a request" in broken(world, SchedulerOutput(named, [], []))
 
 
 def test_a_request_that_is_not_active(world, make_line):
@@ -58,13 +58,13 @@ def test_a_request_that_is_not_active(world, make_line):
 
 
 def test_a_request_named_twice(world):
-    assert "named twice" in broken(world, SchedulerOutput([world.new, world.new]))
-    assert "named twice" in broken(world, SchedulerOutput([], [world.running, world.running]))
-    assert "named twice" in broken(world, SchedulerOutput([world.running], [world.running]))
+    assert "in the plan twice" in broken(world, SchedulerOutput([world.new, world.new]))
+    assert "in the plan twice" in broken(world, SchedulerOutput([], [world.running, world.running]))
+    assert "in the plan twice" in broken(world, SchedulerOutput([world.running], [world.running]))
 
 
 def test_a_request_that_is_paused_and_runs(world):
-    assert "to be paused and to run" in broken(world, SchedulerOutput([], [world.running], [world.running]))
+    assert "both paused and scheduled" in broken(world, SchedulerOutput([], [world.running], [world.running]))
 
 
 def test_a_request_in_flight(world):
@@ -99,11 +99,11 @@ def test_as_many_chunk_sizes_as_contexts(world):
 def test_too_many_sequences(world):
     world.waiting()
     plan = SchedulerOutput([world.new, world.halfway, world.requests[-1]], [world.running], [], [4, 4, 4])
-    assert "4 requests are to run and max_batch_size is 3" in broken(world, plan)
+    assert "the step has 4 requests and max_batch_size is 3" in broken(world, plan)
 
 
 def test_too_many_tokens(world):
-    assert "14 tokens are to run and max_num_tokens is 12" in broken(
+    assert "the step has 14 tokens and max_num_tokens is 12" in broken(
         world, SchedulerOutput([world.new, world.halfway], [world.running]))
 
 

@@ -167,7 +167,7 @@ def test_a_line_that_is_no_iteration_is_named(line):
     write_trace([record(0)], file)
     file.write(line)
     file.seek(0)
-    with pytest.raises(ValueError, match="line 3 is no iteration"):
+    with pytest.raises(ValueError, match="line 3 is not an iteration"):
         list(read_trace(file))
 
 
