@@ -96,10 +96,9 @@ class ModelBackend(Protocol):
         ran for an earlier batch (`ScheduledBatch.new_operations`). Once `start` has returned, both must take effect
         even if the step fails: table updates are not repeated. If `start` raises, they are.
 
-        Raises any exception, of which out-of-memory errors of torch and MemoryError are reported as such, and
-        DeviceLostError when nothing can run any more. The same holds for `finish`. After an exception, running the
-        batch or a part of it again must give the result of a first run, even if the one step launched after it has run
-        in between.
+        May raise any exception: MemoryError and torch's out-of-memory errors are reported as such, and DeviceLostError
+        means that nothing can run any more. The same holds for `finish`. After an exception, running the batch or a
+        part of it again must give the result of a first run, even if the one step launched after it has run in between.
         """
         ...
 

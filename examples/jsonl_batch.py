@@ -57,9 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"jsonl_batch: {error}", file=sys.stderr)
             return 2
         with llm:
-            num_written, num_owed = run(llm, options.input, output, answered, options.in_flight, must_end)
-    print(f"{len(answered)} lines were answered before, {num_written} now; {num_owed} are left", file=sys.stderr)
-    return 1 if num_owed else 0
+            num_written, num_unanswered = run(llm, options.input, output, answered, options.in_flight, must_end)
+    print(f"{len(answered)} lines were answered before, {num_written} now; {num_unanswered} are left", file=sys.stderr)
+    return 1 if num_unanswered else 0
 
 
 def opened_output(input_path: str, output_path: str) -> BinaryIO:

@@ -156,7 +156,7 @@ class KvCacheManager:
                 and (self.cache is None or self.cache.index.of_block(block_id) is None)]
 
     def leaving_window(self, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
-        """Those of these started requests that release blocks with the claim of their next token."""
+        """The started requests that release blocks with the claim of their next token."""
         if not self._slides or not requests:
             return []
         slots = self.sequences.slots_of(requests)

@@ -59,7 +59,7 @@ def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tup
     num_drafts = len(values.get("draft_input_ids", ()))
     if "draft_logits" in shapes:
         if not num_drafts:
-            raise InvalidRequestError("draft_logits is given without draft_input_ids",
+            raise InvalidRequestError("draft_logits is set without draft_input_ids",
                                       "Draft tokens must be specified when draft logits are given",
                                       "set draft_input_ids, or leave draft_logits out")
         _require_equal("rows of draft_logits", shapes["draft_logits"][0], "draft tokens", num_drafts)

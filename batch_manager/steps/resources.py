@@ -154,7 +154,7 @@ class Resources:
         self._kv.rewind(generation, 1)
 
     def leaving_window(self, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
-        """Those of these started requests that free blocks, out of their attention window, with their next claim."""
+        """The started requests that free blocks with their next claim, because the blocks leave the window."""
         return self._kv.leaving_window(requests)
 
     def follow(self, request: LlmRequest, parents: Sequence[int]) -> None:

@@ -20,8 +20,10 @@ RETIRED = {
     r"overlooked": "starved",
     r"books": "accounting",
     r"door": "admission gate",
-    r"run in halves": "bisect",
+    r"(?:run|runs|running|ran) (?:it )?(?:again )?in halves|narrow_down": "bisect",
     r"fed|fed_tokens|having|is_wanted": "input tokens, active",
+    r"(?:a|the|its|another) doubles?": "duplicate",
+    r"unread_texts|min_p_reach|top_p_behind|num_owed|is_worthless": "sequences, min_p_margin, top_p_after, unanswered",
     r"HandedOver|companions": "the tensors, requests or items that are meant",
 }
 WORDS = [(re.compile(rf"(?<![\w-])(?:{pattern})(?![\w-])", re.I), instead) for pattern, instead in RETIRED.items()]
@@ -62,7 +64,7 @@ def test_no_retired_word_is_used():
 
 @pytest.mark.parametrize("text", [
     "Nobody waits.", "a block of\nsomebody else", "the tokens behind it", "VIRTUAL TOKENS", "rows.having(STAGES)",
-    "heat = 1"])
+    "heat = 1", "a double of it", "unread_texts()"])
 def test_they_are_found(text):
     assert retired_words(text)
 
