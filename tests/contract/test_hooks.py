@@ -281,7 +281,7 @@ def test_a_field_of_another_configuration_and_a_name_on_a_hub_are_told_as_such(m
 
 @pytest.mark.parametrize("name, said", [
     ("stop", "stop_words_list"), ("eos_token_id", "called end_id"), ("n", "one request for each output"),
-    ("user", "map ids to users yourself"), ("seed", "called random_seed"), ("messages", "a tokenizer")])
+    ("user", "map ids to users yourself"), ("seed", "called random_seed"), ("messages", "chat template")])
 def test_words_of_other_engines_are_answered_with_ours(new_request, name, said):
     with pytest.raises(InvalidRequestError, match=f"Invalid tensor name: '{name}'.*{said}"):
         new_request(1, [1], 2, **{name: 3})

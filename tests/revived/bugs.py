@@ -246,8 +246,9 @@ def nothing_guards_a_callback(patch) -> None:
 
 
 def only_an_exception_is_contained(patch) -> None:
-    takes = ContainingBlock._takes
-    patch.setattr(ContainingBlock, "_takes", lambda self, error: isinstance(error, Exception) and takes(self, error))
+    suppresses = ContainingBlock._suppresses
+    patch.setattr(ContainingBlock, "_suppresses",
+                  lambda self, error: isinstance(error, Exception) and suppresses(self, error))
 
 
 def a_final_is_sent_again_after_the_callback_raised(patch) -> None:
