@@ -180,7 +180,7 @@ def test_a_line_that_a_crash_cut_off_is_left_out():
 
 @pytest.mark.parametrize("header, told", [
     (b"", "line 1 is not the header"), (b"{}\n", "line 1 is not the header"), (b"[1]\n", "line 1 is not the header"),
-    (b'{"format":"batch_manager trace","version":2}\n', "of version 2; expected 1")])
+    (b'{"format":"batch_manager trace","version":2}\n', "version 2; expected 1")])
 def test_what_is_no_trace_of_this_version_is_told_so(header, told):
     with pytest.raises(ValueError, match=told):
         list(read_trace(BytesIO(header)))
