@@ -1,8 +1,8 @@
 """The configuration of a GGUF file, under the field names of Hugging Face's config.json.
 
-The model class of the family reads and checks the values, as it does those of a config.json. This module refuses a file
-with a metadata key of the architecture that it does not read. For what GGUF files never state, such as the activation,
-the family's default in transformers applies.
+The family's model class reads and checks the values, as for a config.json. This module refuses a file with an unread
+metadata key of the architecture. Values that GGUF files never state, such as the activation, are the family's defaults
+in transformers.
 """
 
 from collections.abc import Callable, Mapping

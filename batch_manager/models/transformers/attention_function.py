@@ -114,7 +114,7 @@ class RunningStep:
         width = value.shape[3]
         if width < key.shape[3]:                 # DeepSeek and relatives; heads of the KV cache have one width
             value = functional.pad(value, (0, key.shape[3] - width))
-        # One tensor of which all three are views, tokens first: attention takes these without another copy.
+        # Make all three views of one tensor, tokens first: attention takes these without another copy.
         rows = torch.cat([query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)], dim=1)
         query, key, value = rows.split_with_sizes([query.shape[1], key.shape[1], value.shape[1]], 1)
         sinks = keywords.get(SINK_LOGITS)

@@ -85,7 +85,7 @@ class _Discovery:
 
 
 class _WithoutValues(TorchFunctionMode):
-    """Lets code that reads tensor values run on the meta device, where there are none: nothing is selected, and no
+    """Lets code that reads tensor values run on the meta device, which has no values: nothing is selected, and no
     condition holds.
 
     Experts then get no tokens and compute nothing, and position-dependent tables stay unchanged. The comparison at
