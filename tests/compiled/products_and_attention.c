@@ -1,0 +1,94 @@
+/* Products with packed matrices and attention over pages, beside sums in float64. Prints the lanes of a vector, how many
+   numbers were compared, and how many of them are wrong. */
+#include "step.c"
+#include <stdio.h>
+
+enum { BLOCK_TOKENS = 16, NUM_BLOCKS = 8, KEYS = BLOCK_TOKENS * NUM_BLOCKS };
+static uint32_t seed = 1;
+static int64_t num_compared, num_wrong;
+
+static void fill(void *row, int64_t count, int type) {
+    for (int64_t i = 0; i < count; i++) {
+        seed = seed * 1664525 + 1013904223;
+        store_one(row, i, (float)(seed >> 8) / (1 << 23) - 1, type);
+    }
+}
+
+static void compare(double expected, double found, double tolerance) {
+    num_compared++;
+    num_wrong += !(fabs(expected - found) < tolerance);
+}
+
+static void compare_product(int64_t inputs, int64_t outputs, int64_t rows, int type) {
+    int64_t padded = (inputs + INPUTS_ALIGNED - 1) / INPUTS_ALIGNED * INPUTS_ALIGNED;
+    Matrix m = {padded, outputs, 0, 0, type};
+    m.panels = aligned_alloc(64, (size_t)(num_panels(&m) * panel_bytes(&m)));
+    char *weight = malloc((size_t)(outputs * inputs * 4)), *x = calloc((size_t)(rows * padded), 4);
+    float *y = malloc((size_t)(rows * outputs) * sizeof(float));
+    fill(weight, outputs * inputs, type);
+    for (int64_t row = 0; row < rows; row++) fill(x + row * padded * bytes_of(type), inputs, type);
+    pack_matrix(&m, weight, inputs, inputs);
+    Target target = {y, outputs, FLOAT32, 0};
+    for (int64_t panel = 0; panel < num_panels(&m); panel += MAX_PANELS_PER_PIECE) {
+        int64_t end = panel + MAX_PANELS_PER_PIECE;
+        multiply(&m, x, padded, rows, &target, panel, end < num_panels(&m) ? end : num_panels(&m));
+    }
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t output = 0; output < outputs; output++) {
+            double sum = 0;
+            for (int64_t i = 0; i < inputs; i++)
+                sum += (double)load_one(x, row * padded + i, type) * load_one(weight, output * inputs + i, type);
+            compare(sum, y[row * outputs + output], 1e-6 * (double)inputs + 1e-5 * fabs(sum));
+        }
+    free((void *)m.panels);
+    free(weight);
+    free(x);
+    free(y);
+}
+
+static void compare_attention(int64_t size, int rows, int type) {
+    static char pool[NUM_BLOCKS * 2 * BLOCK_TOKENS * MAX_HEAD_SIZE * 4] __attribute__((aligned(64)));
+    static char queries[MAX_QUERY_ROWS * MAX_HEAD_SIZE * 4] __attribute__((aligned(64)));
+    static Partial found;
+    static const int32_t blocks[NUM_BLOCKS] = {3, 1, 0, 2, 5, 4, 7, 6};
+    int query_type = type_of_queries(type);
+    int64_t position[MAX_QUERY_ROWS];
+    Cache c = {pool, 1, 1, BLOCK_TOKENS, size, rows, type};
+    Scores how = {.scale = 0.3f};
+    Task task = {0, 0, blocks, queries, position, 0, rows, 0, INT64_MAX, pool};
+    fill(pool, NUM_BLOCKS * 2 * BLOCK_TOKENS * size, type);
+    fill(queries, rows * size, query_type);
+    for (int row = 0; row < rows; row++) position[row] = KEYS - 40 + row;
+    if (type == FLOAT32) attend(&c, &how, &task, &found, FLOAT32);
+    else attend(&c, &how, &task, &found, BFLOAT16);
+    for (int row = 0; row < rows; row++) {
+        double weight[KEYS], total = 0;
+        for (int64_t key = 0; key <= position[row]; key++) {
+            const char *page = page_of(&c, blocks[key / BLOCK_TOKENS], 0, 0, 0);
+            double score = 0;
+            for (int64_t i = 0; i < size; i++)
+                score += (double)load_one(queries, row * size + i, query_type)
+                         * load_one(page, key % BLOCK_TOKENS * size + i, type);
+            total += weight[key] = exp(score * 0.3);
+        }
+        for (int64_t i = 0; i < size; i++) {
+            double sum = 0;
+            for (int64_t key = 0; key <= position[row]; key++)
+                sum += weight[key] * load_one(page_of(&c, blocks[key / BLOCK_TOKENS], 0, 1, 0),
+                                              key % BLOCK_TOKENS * size + i, type);
+            compare(sum / total, found.sums[row][i] / found.total[row], 1e-4);
+        }
+    }
+}
+
+int main(void) {
+    static const int64_t shapes[][2] = {{32, 16}, {64, 48}, {576, 100}, {1100, 40}, {33, 17}};
+    for (int type = FLOAT32; type <= BFLOAT16; type++) {
+        for (int shape = 0; shape < 5; shape++)
+            for (int64_t rows = 1; rows < 20; rows++) compare_product(shapes[shape][0], shapes[shape][1], rows, type);
+        for (int64_t size = 16; size <= 80; size += 16)
+            for (int rows = 1; rows <= MAX_QUERY_ROWS; rows += 3) compare_attention(size, rows, type);
+    }
+    printf("%d lanes, %lld numbers, %lld wrong\n", LANES, (long long)num_compared, (long long)num_wrong);
+    return num_wrong != 0;
+}
