@@ -1,11 +1,11 @@
-"""A conversation in the terminal, with the model's own chat template.
+"""Chat with a model in the terminal, with its chat template.
 
     python examples/get_smollm2.py && python examples/chat.py          # SmolLM2-135M-Instruct
     python examples/chat.py FOLDER                                     # any chat model: a folder, or a .gguf file
-    git diff | python examples/chat.py --prompt - --system "Summarise this."      # one answer, and nothing else
+    git diff | python examples/chat.py --prompt - --system "Summarise this."      # one answer only
 
-Each turn sends the whole conversation again; what of it the KV cache still has is not computed again, and the line
-after each answer says how much that was. Ctrl-C stops an answer. Needs: pip install -e ".[text,gguf]"
+Each turn sends the whole conversation. Tokens that are still in the KV cache are not computed again; the line after
+each answer shows their number. Ctrl-C stops an answer. Needs: pip install -e ".[text,gguf]"
 """
 
 import argparse
@@ -24,14 +24,14 @@ from batch_manager.extras.text import chat_prompt
 from batch_manager.extras.tokenizer import encode
 
 HELP = """/regenerate   answer the last question again, with another seed
-/reset        begin a new conversation
-/stats        the engine's statistics of its last iteration
-/help         this list
-Ctrl-C stops an answer; at the prompt it leaves, and so does Ctrl-D"""
+/reset        start a new conversation
+/stats        show the engine's statistics of the last iteration
+/help         show this list
+Ctrl-C stops an answer; at the prompt, Ctrl-C and Ctrl-D exit"""
 
 
 class Conversation:
-    """Messages so far. A question that gets no answer, because the engine refused it, is none of them."""
+    """The messages so far, without questions that the engine refused."""
 
     def __init__(self, llm: LLM, model: str | Path, system: str | None, sampling: dict) -> None:
         self.llm, self.model, self.sampling = llm, model, sampling
@@ -39,13 +39,13 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        self.messages, self.said = self.beginning, []
+        self.messages, self.turns = self.beginning, []
 
     def ask(self, text: str) -> Completion:
         return self._answer([*self.messages, {"role": "user", "content": text}])
 
     def ask_again(self) -> Completion | None:
-        """Another answer to the last question; None: nothing was asked yet."""
+        """Answer the last question again. Returns None if there is no question yet."""
         if self.messages == self.beginning:
             return None
         if self.sampling["seed"] is not None:
@@ -53,7 +53,7 @@ class Conversation:
         return self._answer(self.messages[:-1])
 
     def _answer(self, messages: list[dict]) -> Completion:
-        """Print the answer as it comes. Ctrl-C ends it, and what was said so far stays said."""
+        """Print the answer as it arrives. Ctrl-C stops it; the partial answer stays in the conversation."""
         text, ids = self._prompt(messages)
         pieces = self.llm.stream(ids, **self.sampling)
         try:
@@ -65,19 +65,19 @@ class Conversation:
         print()
         done = pieces.completion
         self.messages = [*messages, {"role": "assistant", "content": done.text}]
-        self.said.append((text + done.text, ids + done.tokens))
+        self.turns.append((text + done.text, ids + done.tokens))
         return done
 
     def _prompt(self, messages: list[dict]) -> tuple[str, list[int]]:
-        """The text of a prompt and its tokens. What was said before keeps the tokens that it was said in: others may
-        make the same text, and would not be found in the cache."""
+        """Return the prompt as text and tokens. Earlier turns keep their original tokens: encoding the text again may
+        give other tokens, which the cache does not have."""
         text = chat_prompt(self.model, messages)
-        said, ids = next(((said, ids) for said, ids in reversed(self.said) if text.startswith(said)), ("", []))
-        return text, ids + encode(self.llm.tokenizer, text[len(said):], add_special_tokens=False)
+        known, ids = next(((known, ids) for known, ids in reversed(self.turns) if text.startswith(known)), ("", []))
+        return text, ids + encode(self.llm.tokenizer, text[len(known):], add_special_tokens=False)
 
 
 def figures(done: Completion) -> str:
-    """What an answer took, in one line."""
+    """Return timings and token counts of an answer, in one line."""
     timings, num_tokens = done.timings, len(done.tokens)
     parts = [f"{num_tokens} tokens"]
     if timings.first_token_s is not None:
@@ -93,7 +93,7 @@ def figures(done: Completion) -> str:
 
 def statistics(records: deque) -> str:
     if not records:
-        return "nothing ran yet"
+        return "no iteration has run yet"
     record = json.loads(records[-1])
     return "\n".join(f"{each.name:32} {record[each.name]:>13,} {each.unit}, {each.time}" for each in STATISTICS
                      if type(record.get(each.name)) is int and record[each.name])
@@ -109,7 +109,7 @@ def talk(conversation: Conversation, records: deque) -> None:
         try:
             if line == "/regenerate":
                 done = conversation.ask_again()
-                print("nothing was asked yet" if done is None else figures(done))
+                print("there is no question yet" if done is None else figures(done))
             elif line == "/reset":
                 conversation.reset()
             elif line == "/stats":
@@ -120,42 +120,43 @@ def talk(conversation: Conversation, records: deque) -> None:
                 print(figures(conversation.ask(line)))
         except BatchManagerError as error:
             print(f"chat: {error}", file=sys.stderr)
-        except KeyboardInterrupt:                  # the answer had ended just before
+        except KeyboardInterrupt:                  # Ctrl-C just after the end of an answer
             print()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="folder or .gguf file; without it, what get_smollm2.py brought")
-    parser.add_argument("--system", metavar="TEXT", help="instructions that the conversation begins with")
-    parser.add_argument("--prompt", metavar="TEXT", help="one question, answered on stdout; -: read it from stdin")
-    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer (512)")
-    parser.add_argument("--temperature", type=float, default=0.5, help="0: always the likeliest token (0.5)")
-    parser.add_argument("--top-p", type=float, default=0.9, help="only the likeliest tokens that make up so much (0.9)")
-    parser.add_argument("--top-k", type=int, default=0, help="only so many of the likeliest tokens; 0: all (0)")
-    parser.add_argument("--seed", type=int, help="the same answers again; without it they differ")
+    parser.add_argument("model", nargs="?", help="folder or .gguf file; default: the download of get_smollm2.py")
+    parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")
+    parser.add_argument("--prompt", metavar="TEXT", help="answer one question and exit; -: read it from stdin")
+    parser.add_argument("--max-tokens", type=int, default=512, help="most tokens of an answer (512)")
+    parser.add_argument("--temperature", type=float, default=0.5, help="0: greedy (0.5)")
+    parser.add_argument("--top-p", type=float, default=0.9,
+                        help="sample from the likeliest tokens with this total probability (0.9)")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from this many likeliest tokens; 0: all (0)")
+    parser.add_argument("--seed", type=int, help="for repeatable answers")
     parser.add_argument("--device", help="such as cpu or cuda:0")
-    parser.add_argument("--dtype", default="auto", help="in which the engine computes: float32, bfloat16, ...")
-    parser.add_argument("--no-block-reuse", action="store_true", help="compute the conversation anew in each turn")
+    parser.add_argument("--dtype", default="auto", help="dtype of weights and activations: float32, bfloat16, ...")
+    parser.add_argument("--no-block-reuse", action="store_true", help="compute the whole conversation in each turn")
     options = parser.parse_args()
     model = options.model or smollm2_path()
     if model is None:
-        print(f"chat: there is no model yet; get one: python {Path(__file__).with_name('get_smollm2.py')}, or name a "
-              "folder or .gguf file", file=sys.stderr)
+        print(f"chat: there is no model; a folder or .gguf file; pass one, or download the default model: "
+              f"python {Path(__file__).with_name('get_smollm2.py')}", file=sys.stderr)
         return 1
-    if sys.stdin is None:                                         # closed, as `<&-` and some services do
+    if sys.stdin is None:                                         # closed by `<&-` or a service manager
         sys.stdin = open(os.devnull)
-    sys.stdin.reconfigure(errors="replace")                       # a diff may have bytes that are no text
+    sys.stdin.reconfigure(errors="replace")                       # a diff may contain bytes that are not text
     question = options.prompt
     if question == "-":
         question = sys.stdin.read().removesuffix("\n").removesuffix("\r")
     if question is not None and not question.strip():
-        print("chat: the prompt is empty; a question is expected; pass it after --prompt, or to stdin with --prompt -",
+        print("chat: the prompt is empty; a question; pass it after --prompt, or on stdin with --prompt -",
               file=sys.stderr)
         return 1
     records: deque = deque(maxlen=1)
     try:
-        chat_prompt(model, [{"role": "user", "content": "Hello"}])    # is there a template? The weights take longer
+        chat_prompt(model, [{"role": "user", "content": "Hello"}])    # fails early if there is no template
         llm = LLM(model, return_stats=records.append, max_batch_size=1, device=options.device, dtype=options.dtype,
                   enable_chunked_context=True, max_num_tokens=512,    # Ctrl-C waits for a step, not for a long prompt
                   kv_cache_config=KvCacheConfig(enable_block_reuse=not options.no_block_reuse))
@@ -185,7 +186,7 @@ if __name__ == "__main__":
     try:
         raise SystemExit(main())
     except OSError as error:
-        if not isinstance(error, BrokenPipeError):                 # that one: the reader of the answer has gone
+        if not isinstance(error, BrokenPipeError):                 # BrokenPipeError: the reader of stdout has gone
             print(f"chat: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None

@@ -1,13 +1,14 @@
-"""Output of a given shape: JSON by a schema, and sentences by a regular expression, on the model that ships.
+"""Constrained output: JSON from a schema, and sentences from a regular expression, with the included model.
 
     pip install -e ".[guided,examples]" && python examples/constrained_output.py
 
-The grammars are those of llguidance; `GuidedDecoding` asks them once a step which tokens may come next and forbids the
-others, for all requests that name "batched" together. What is drawn stays up to the request: these sample.
+llguidance compiles the grammars. In each step, `GuidedDecoding` masks the tokens that the grammars do not allow, for
+all requests with the post-processor "batched" at once. The requests here sample; greedy decoding works too.
 
-What that costs is printed at the end. Measured on 2026-11-21 with the line above, 16 requests in a step, a vocabulary
-of 4,096: 45 to 65 microseconds a token (medians of five runs), on two busy cores of a virtual machine (AMD EPYC, no
-GPU), with llguidance 1.9.1, torch 2.13.0, Python 3.11.7. The first tokens of a grammar cost up to milliseconds more.
+The program prints the cost of the grammars. Measured on 2026-11-21 with the line above, 16 requests in a step, a
+vocabulary of 4,096: 45 to 65 microseconds per token (medians of five runs), on two busy cores of a virtual machine (AMD
+EPYC, no GPU), with llguidance 1.9.1, torch 2.13.0, Python 3.11.7. The first tokens of a grammar take up to milliseconds
+longer.
 """
 
 import json
@@ -30,14 +31,14 @@ SCHEMA = {
         "age": {"type": "integer", "minimum": 16, "maximum": 90},
         "friends": {"type": "array", "items": {"type": "string", "pattern": "^[A-Z][a-z]{2,8}$"}, "maxItems": 3}}}
 SENTENCE = r' "[A-Z][a-z]+( [a-z]{2,9}){3,8}[.!?]" said (Emma|Mr\. Knightley|Miss Bates)\.'
-COPIES, LAST = 8, 1000      # requests of each kind; the request with the id LAST asks the worker to finish and end
+COPIES, LAST = 8, 1000      # requests per kind; a request with the id LAST makes the worker finish and end
 
 model = sys.argv[1] if len(sys.argv) > 1 else "examples/models/austen-4m"
 tokenizer = Tokenizer.from_file(f"{model}/tokenizer.json")
 end_id = tokenizer.token_to_id("</s>")
 guided = GuidedDecoding(f"{model}/tokenizer.json", vocab_size=tokenizer.get_vocab_size(), end_id=end_id)
 
-# Compiled once, for any number of requests. A text is constrained from the first token after its prompt on.
+# A grammar is compiled once, for any number of requests. It constrains the output, not the prompt.
 kinds = [("The lady, in a few words:\n", guided.json_schema(SCHEMA)), ("They walked on.", guided.regex(SENTENCE))]
 requests, texts, calls = queue.Queue(), {}, []
 for request_id in range(2 * COPIES):
@@ -50,7 +51,7 @@ requests.put(InferenceRequest(LAST))
 
 
 def timed(request_ids, logits, token_ids):
-    """The post-processor, and how long it took."""
+    """Call the post-processor and measure its time."""
     start = perf_counter()
     guided(request_ids, logits, token_ids)
     calls.append((len(request_ids), perf_counter() - start))
@@ -80,4 +81,4 @@ for request_id, text in sorted(texts.items()):
         assert re.fullmatch(SENTENCE, text), text
         print(text.strip())
 tokens, cost = sum(count for count, _ in calls), median(spent / count for count, spent in calls)
-print(f"{len(texts)} texts; {tokens} tokens drawn, {1e6 * cost:.0f} microseconds each for the grammars, in the median")
+print(f"{len(texts)} outputs, {tokens} tokens; the grammars took {1e6 * cost:.0f} microseconds per token (median)")

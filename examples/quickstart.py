@@ -2,10 +2,10 @@
 
     python examples/quickstart.py [--policy GUARANTEED_NO_EVICT] [--max-new-tokens 64] [--device cpu] [--model FOLDER]
 
-The prompts arrive one after the other while the first are being continued, and share every step of the model. The KV
-cache is made too small for all of them on purpose, so that some are paused and go on later; at the end each of those
-is run once more, alone, and must say the same. One is stopped from outside. On a terminal the texts grow side by side;
-into a file or a pipe they go as plain lines. Every number printed comes out of the callbacks of the run.
+The prompts arrive while earlier ones are still running, and all active requests share each step of the model. The KV
+cache is deliberately too small, so some requests are paused and resume later. At the end, each paused request is run
+again, alone, and must produce the same text. One request is stopped through the poll callback. On a terminal, the texts
+grow side by side; in a file or pipe, they are plain lines. All printed numbers come from the callbacks.
 """
 
 import argparse
@@ -42,28 +42,28 @@ from batch_manager.tools.draw.text import render_text
 
 MODEL = Path(__file__).resolve().parent / "models" / "austen-4m"
 TOKENS_PER_BLOCK = 16
-SHARE_OF_THE_NEED = 0.5             # of the blocks that all requests together would take at their longest
+SHARE_OF_THE_NEED = 0.5             # of the blocks that all requests need at full length
 STOPPED_REQUEST = 4
 
 GREEDY = {"runtime_top_k": 1}
 
 
-def drawn(seed: int, temperature: float = 0.8) -> dict:
+def sampled(seed: int, temperature: float = 0.8) -> dict:
     return {"runtime_top_k": 40, "temperature": temperature, "random_seed": seed}
 
 
-# (iteration it arrives at, prompt, how its tokens are chosen)
+# (iteration of arrival, prompt, sampling tensors)
 PROMPTS = [
-    (0, "It is a truth universally acknowledged, that a single man", drawn(1)),
+    (0, "It is a truth universally acknowledged, that a single man", sampled(1)),
     (0, "Emma Woodhouse, handsome, clever, and rich,", GREEDY),
-    (0, "Elinor could not be surprised at", drawn(3)),
-    (3, "Mr. Darcy looked at her, and", drawn(4)),
+    (0, "Elinor could not be surprised at", sampled(3)),
+    (3, "Mr. Darcy looked at her, and", sampled(4)),
     (6, "The evening was", GREEDY),
-    (10, '"My dear Mr. Bennet," said his lady to him one day,', drawn(6)),
-    (14, "Captain Wentworth had been", drawn(7)),
-    (18, "Her father was", drawn(8, temperature=0.6)),
-    (24, "The letter was from", drawn(9)),
-    (36, "They walked towards the sea, and Anne", drawn(10)),
+    (10, '"My dear Mr. Bennet," said his lady to him one day,', sampled(6)),
+    (14, "Captain Wentworth had been", sampled(7)),
+    (18, "Her father was", sampled(8, temperature=0.6)),
+    (24, "The letter was from", sampled(9)),
+    (36, "They walked towards the sea, and Anne", sampled(10)),
 ]
 
 
@@ -72,9 +72,10 @@ PROMPTS = [
 
 @dataclass(eq=False)
 class Job:
-    """One prompt on its way. The worker's thread writes it, the main thread shows it.
+    """One prompt and its progress. The worker's thread updates it; the main thread displays it.
 
-    stream    makes text of tokens as they come; text    what it has made so far
+    stream    detokenizes the output incrementally
+    text      text of the output so far
     """
 
     id: int
@@ -113,7 +114,7 @@ class Job:
 
 
 class Client:
-    """The four callbacks and the trace, all called on the worker's thread, one at a time.
+    """The four callbacks and the trace hook. All run on the worker's thread.
 
     events   (what, job) for the display: "arrived", "text", "paused", "over"
     """
@@ -128,7 +129,7 @@ class Client:
         self.started = self.ended = 0.0
 
     def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
-        """The requests that are due in this iteration. A server would empty its queue here."""
+        """Return the requests that are due in this iteration. A server would empty its queue here."""
         due: list[InferenceRequest] = []
         is_idle = all(job.is_over for job in self.jobs.values() if job not in self.to_come)
         while self.to_come and len(due) < max_num_requests:
@@ -194,7 +195,7 @@ def start(client: Client, options: argparse.Namespace, parts: dict, **params) ->
 
 
 def on_one_line(text: str) -> str:
-    """Line breaks become spaces; what a terminal would obey becomes visible."""
+    """Replace line breaks with spaces, and control characters with U+FFFD."""
     return "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -205,7 +206,7 @@ def columns_of(character: str) -> int:
 
 
 def tail(text: str, columns: int) -> str:
-    """The end of a text, as much as fits, with dots where something is left out."""
+    """Return the end of a text that fits into the columns, after dots if it is cut off."""
     if sum(map(columns_of, text)) <= columns:
         return text
     kept, room = "", columns - 3
@@ -217,11 +218,11 @@ def tail(text: str, columns: int) -> str:
     return "..." + kept if columns >= 3 else ""
 
 
-# ---------------------------------------------------------------------- two ways to watch
+# ---------------------------------------------------------------------- two displays
 
 
 class PlainView:
-    """Lines without control characters: for files, pipes and simple terminals."""
+    """Plain lines, for files, pipes and simple terminals."""
 
     LINE = 72
 
@@ -233,7 +234,7 @@ class PlainView:
             print(f"[{job.id}] ({job.choice}) {job.prompt}", flush=True)
         elif what == "paused":
             self._text(job, everything=True)
-            print(f"[{job.id}] (paused: the blocks ran out; it goes on later)", flush=True)
+            print(f"[{job.id}] (paused: no free blocks; it resumes later)", flush=True)
         else:
             self._text(job, everything=job.is_over)
         if what == "over":
@@ -257,7 +258,7 @@ class PlainView:
 
 
 class LiveView:
-    """A table that is drawn over itself: one line a request, the end of its text, and the blocks in use."""
+    """A table that is redrawn in place: one line per request with the end of its text, and the blocks in use."""
 
     SECONDS_BETWEEN_FRAMES = 0.07
     COLOURS = {"to come": "2", "waiting": "2", "reading": "34", "writing": "32", "PAUSED": "1;33", "done": "1",
@@ -269,7 +270,7 @@ class LiveView:
         self.next_frame = 0.0
 
     def frame(self, columns: int) -> list[str]:
-        """The table in lines of less than `columns` characters, colours not counted."""
+        """Return the lines of the table, each shorter than `columns` without colour codes."""
         client, lines = self.client, []
         for job in client.jobs.values():
             head = f"[{job.id}]".rjust(4) + f" {job.state:<11} {len(job.tokens):>3} "
@@ -286,7 +287,7 @@ class LiveView:
 
     def draw(self) -> None:
         lines = self.frame(shutil.get_terminal_size().columns)
-        up = f"\x1b[{self.drawn_lines}A" if self.drawn_lines else "\x1b[?25l"           # the cursor is hidden first
+        up = f"\x1b[{self.drawn_lines}A" if self.drawn_lines else "\x1b[?25l"           # or hide the cursor
         sys.stdout.write(up + "".join(f"\r{line}\x1b[K\n" for line in lines))
         sys.stdout.flush()
         self.drawn_lines = len(lines)
@@ -313,7 +314,7 @@ def choose_view(client: Client) -> PlainView | LiveView:
     return (LiveView if is_live else PlainView)(client)
 
 
-# ---------------------------------------------------------------------- afterwards
+# ---------------------------------------------------------------------- results
 
 
 def print_texts(jobs: list[Job]) -> None:
@@ -353,7 +354,7 @@ def print_summary(client: Client) -> None:
 
 
 def run_alone(jobs: list[Job], options: argparse.Namespace, parts: dict) -> list[tuple[Job, Job]]:
-    """Each job and the same once more, one at a time, with blocks for everything."""
+    """Run the jobs again, one at a time, with enough blocks. Returns pairs (job, repeated job)."""
     again = [Job(job.id, 0, job.prompt, job.prompt_ids, job.knobs, job.max_new_tokens, job.end_id,
                  job.tokenizer) for job in jobs]
     client = Client(again)
@@ -365,7 +366,7 @@ def run_alone(jobs: list[Job], options: argparse.Namespace, parts: dict) -> list
     return list(zip(jobs, again, strict=True))
 
 
-# ---------------------------------------------------------------------- the whole
+# ---------------------------------------------------------------------- main program
 
 
 def make_jobs(tokenizer: Tokenizer, max_new_tokens: int) -> list[Job]:
@@ -376,7 +377,7 @@ def make_jobs(tokenizer: Tokenizer, max_new_tokens: int) -> list[Job]:
 
 
 def watch(client: Client, manager: GptManager, view: PlainView | LiveView) -> None:
-    """Show what happens until every request has had its final response, or the worker has ended without."""
+    """Update the display until every request has its final response or the worker has ended."""
     while True:
         try:
             what, job = client.events.get(timeout=0.1)
@@ -394,8 +395,8 @@ def run(options: argparse.Namespace, parts: dict) -> int:
     needed = sum(job.blocks_at_its_longest for job in jobs)
     blocks = max(round(SHARE_OF_THE_NEED * needed), max(job.blocks_at_its_longest for job in jobs))
     print(f"{len(jobs)} prompts, up to {options.max_new_tokens} new tokens each, {options.policy}.\n"
-          f"At their longest they need {needed} blocks of {TOKENS_PER_BLOCK} tokens; the KV cache has {blocks}.\n"
-          f"Request {STOPPED_REQUEST} will be stopped on the way.\n", flush=True)
+          f"At full length they need {needed} blocks of {TOKENS_PER_BLOCK} tokens; the KV cache has {blocks}.\n"
+          f"Request {STOPPED_REQUEST} will be stopped while it runs.\n", flush=True)
 
     client = Client(jobs, STOPPED_REQUEST, stop_after=max(options.max_new_tokens // 2, 1))
     view = choose_view(client)
@@ -412,11 +413,11 @@ def run(options: argparse.Namespace, parts: dict) -> int:
     print("\nTexts\n")
     print_texts([job for job in jobs if job.state != "to come"])
     if interrupted:
-        print("\ninterrupted: every request that had started was answered, and the worker has ended")
+        print("\ninterrupted: all started requests were answered, and the worker has ended")
         return 130
     print("\nStatistics\n")
     print_summary(client)
-    print("\nSchedule: one row an iteration, one column a request\n")
+    print("\nSchedule: one row per iteration, one column per request\n")
     print(render_text(client.trace.iterations))
 
     failed = [f"[{job.id}] {job.error or 'no final response'}" for job in jobs if job.error or not job.is_over]
@@ -427,9 +428,9 @@ def run(options: argparse.Namespace, parts: dict) -> int:
     for job, alone in run_alone(paused, options, parts) if paused else ():
         is_same = alone.tokens[: len(job.tokens)] == job.tokens and not alone.error
         print(f"[{job.id}] paused {job.pauses}x; run again alone, without a pause: "
-              f"{'the same text' if is_same else 'ANOTHER TEXT'}")
+              f"{'the same text' if is_same else 'A DIFFERENT TEXT'}")
         if not is_same:
-            failed.append(f"[{job.id}] the text after a pause differs from the text without")
+            failed.append(f"[{job.id}] the text with a pause differs from the text without one")
     for problem in failed:
         print(f"quickstart: {problem}", file=sys.stderr)
     return 1 if failed else 0
@@ -443,12 +444,12 @@ def at_least_one(text: str) -> int:
 
 
 def main(argv: list[str] | None = None, parts: dict | None = None) -> int:
-    """`parts` replaces parts of the engine, for tests (see Parts)."""
+    """parts: fields of Parts, for tests."""
     parser = argparse.ArgumentParser(description="Ten prompts, one small model, and what in-flight batching does.")
     parser.add_argument("--model", default=str(MODEL), metavar="FOLDER", help="a checkpoint with a tokenizer.json")
     parser.add_argument("--policy", default="MAX_UTILIZATION", type=str.upper, choices=SchedulerPolicy.__members__)
     parser.add_argument("--max-new-tokens", type=at_least_one, default=64, metavar="N")
-    parser.add_argument("--device", default=None, help="cpu or cuda; default: cuda where there is one")
+    parser.add_argument("--device", default=None, help="cpu or cuda; default: cuda if available")
     options = parser.parse_args(argv)
     if not (Path(options.model) / "tokenizer.json").is_file():
         parser.error(f"there is no tokenizer.json in {options.model}")
@@ -458,7 +459,7 @@ def main(argv: list[str] | None = None, parts: dict | None = None) -> int:
         status = run(options, parts or {})
         sys.stdout.flush()
         return status
-    except BrokenPipeError:                              # the reader, `head` say, has seen enough
+    except BrokenPipeError:                              # the reader, for example `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except BatchManagerError as error:

@@ -1,11 +1,11 @@
-"""Replicas of an engine under Ray Serve. A stream whose replica dies goes on on another one.
+"""Replicas of an engine under Ray Serve. If a replica dies, its streams continue on another one.
 
     serve run examples.ray_app:app [model=FOLDER] [replicas=2] [max_replicas=2] [num_threads=1] [max_batch_size=32]
 
     curl -N localhost:8000 -d '{"input_ids": [5, 6, 7], "request_output_len": 64}'
 
-A request is a JSON object of request tensors. The answer is a line of JSON for each delta: `tokens` and
-`finish_reason`, or `error`.
+A request is a JSON object of request tensors. The answer has one line of JSON per delta: `tokens` and `finish_reason`,
+or `error`.
 """
 
 import asyncio
@@ -34,20 +34,20 @@ from batch_manager.aio import AsyncEngine, RequestFailed
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS_TO_FIND_A_REPLICA = 60.0
-# Every process of Ray's must find this module.
+# Every Ray process must be able to import this module.
 EVERYWHERE = {"runtime_env": {"env_vars": {"PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}}}
 
 
 def continuation(tensors: dict, tokens: list[int]) -> dict:
-    """The tensors of the request that generates what `tensors` would generate after `tokens`, on any replica.
+    """Return the tensors of a request that continues `tensors` after `tokens`, on any replica.
 
-    Raises InvalidRequestError for what cannot be resumed.
+    Raises InvalidRequestError if the request cannot be resumed.
     """
     return resume(InferenceRequest(0, tensors), tokens).input_tensors
 
 
 class Engine:
-    """One replica: an AsyncEngine, and what Ray asks of it."""
+    """One replica: an AsyncEngine with the methods that Ray calls."""
 
     async def __init__(self, model: str, num_threads: int, max_batch_size: int) -> None:
         self._latest: dict = {}
@@ -58,7 +58,7 @@ class Engine:
                 kv_cache_config=KvCacheConfig(enable_block_reuse=True)))
 
     async def stream(self, tensors: dict):
-        """Deltas as dictionaries. A caller that cancels stops the request."""
+        """Yield deltas as dictionaries. Cancelling the call stops the request."""
         try:
             async for delta in self._engine.stream(tensors):
                 yield {"tokens": delta.tokens, "finish_reason": delta.finish_reason.name}
@@ -66,14 +66,14 @@ class Engine:
             yield {"tokens": [], "error": str(error), "is_retryable": error.is_retryable}
 
     async def health(self, tensors: dict) -> dict:
-        """Of the replica that such a request goes to."""
+        """Return the health of the replica that the router chooses for these tensors."""
         return self._engine.health()
 
     def check_health(self) -> None:
-        """Ray replaces a replica where this raises."""
+        """Raise if the engine is not healthy; Ray then replaces the replica."""
         health = self._engine.health()
         if health["state"] != "RUNNING" or health["is_hanging"]:
-            raise RuntimeError(f"the engine is {health['state']}, in {health['activity']}: {health['failure']}")
+            raise RuntimeError(f"the engine is {health['state']}, activity {health['activity']}: {health['failure']}")
 
     def record_routing_stats(self) -> dict[str, float]:
         latest = self._latest
@@ -86,7 +86,7 @@ class Engine:
 
 
 class Front:
-    """Takes requests over HTTP, and keeps the tokens of each, so that another replica can go on with it."""
+    """Serves HTTP and keeps the tokens of each stream, so that another replica can continue it."""
 
     def __init__(self, engines) -> None:
         self._engines = engines
@@ -97,9 +97,9 @@ class Front:
             if not isinstance(tensors["input_ids"], list) or type(tensors["request_output_len"]) is not int:
                 raise TypeError
         except (ValueError, KeyError, TypeError):
-            return JSONResponse({"error": "the body is no JSON object with input_ids, a list, and request_output_len, "
-                                          "a number; both are required"}, 400)
-        tensors.setdefault("random_seed", random.getrandbits(63))      # a seed of its own, the same on every replica
+            return JSONResponse({"error": "the body is not a JSON object with input_ids, a list, and "
+                                          "request_output_len, an integer"}, 400)
+        tensors.setdefault("random_seed", random.getrandbits(63))      # the same seed on every replica
         return StreamingResponse(self._lines(tensors), media_type="application/x-ndjson")
 
     async def _lines(self, tensors: dict):
@@ -125,13 +125,13 @@ class Front:
                 else:
                     reason = "the replica ended the stream early"
             except (RayActorError, DeploymentUnavailableError) as error:
-                reason = f"the replica is gone ({type(error).__name__})"
+                reason = f"the replica died ({type(error).__name__})"
             except InvalidRequestError as error:
                 yield {"tokens": [], "error": str(error)}
                 return
             finally:
                 if deltas is not None:
-                    deltas.cancel()                     # the client may be gone
+                    deltas.cancel()                     # the client may have disconnected
             if len(tokens) >= tensors["request_output_len"]:
                 yield {"tokens": [], "finish_reason": FinishReason.LENGTH.name}
                 return
@@ -143,12 +143,12 @@ class Front:
 
 
 def app(arguments: dict[str, str]) -> serve.Application:
-    """The application; `serve run` calls this with its key=value arguments."""
+    """Build the application. `serve run` calls this with its key=value arguments."""
     known = {"model": str(REPOSITORY / "examples" / "models" / "austen-4m"), "replicas": 2, "max_replicas": 0,
              "num_threads": 1, "max_batch_size": 32}
     unknown = sorted(set(arguments) - set(known))
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is no argument; the arguments are {', '.join(known)}")
+        raise ValueError(f"unknown argument {unknown[0]!r}; the arguments are {', '.join(known)}")
     given = known | {name: type(known[name])(value) for name, value in arguments.items()}
     given["max_replicas"] = max(given["max_replicas"], given["replicas"])
     autoscaling = AutoscalingConfig(

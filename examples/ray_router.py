@@ -1,15 +1,15 @@
-"""Where Ray Serve sends a request, and how many replicas it keeps: examples/ray_app.py uses both."""
+"""Request routing and autoscaling for Ray Serve, used by examples/ray_app.py."""
 
 from hashlib import blake2b
 
 from ray.serve.request_router import FIFOMixin, RequestRouter
 
-PREFIX_TOKENS = 64          # a KV cache block: a shorter prefix is not reused
-LEAST_FREE_SHARE = 0.1      # of its blocks: below it a replica gets only what no other one can take
+PREFIX_TOKENS = 64          # one KV cache block; shorter prefixes are not reused
+LEAST_FREE_SHARE = 0.1      # of KV cache blocks; a replica below it is the last choice
 
 
 class PrefixRouter(FIFOMixin, RequestRouter):
-    """Prompts that begin alike go to one replica, whose cache has them, unless its blocks are running out."""
+    """Sends prompts with the same prefix to the same replica, for its cache, unless it is short of free blocks."""
 
     async def choose_replicas(self, candidate_replicas, pending_request=None):
         body = pending_request.args[0] if pending_request is not None and pending_request.args else {}
@@ -20,19 +20,23 @@ class PrefixRouter(FIFOMixin, RequestRouter):
 
 
 def ranked(statistics: dict[str, dict], input_ids: list[int]) -> list[str]:
-    """The replicas, best first. statistics: what `record_routing_stats` of each said, or nothing yet."""
+    """Return the replica names, best first.
+
+    statistics   name -> result of the replica's `record_routing_stats`, empty before the first
+    """
     prefix = repr(list(input_ids[:PREFIX_TOKENS])).encode()
 
-    def worth(name: str) -> tuple[bool, bytes]:
+    def score(name: str) -> tuple[bool, bytes]:
         free_share = statistics[name].get("free_share", 1.0)
         return free_share >= LEAST_FREE_SHARE, blake2b(prefix, key=name.encode()[:64]).digest()
-    return sorted(statistics, key=worth, reverse=True)
+    return sorted(statistics, key=score, reverse=True)
 
 
 def replicas_for(running: int, least: int, most: int, waiting: float, active: float, max_active: float) -> int:
-    """How many replicas a deployment needs: one more where requests wait, one fewer where the others have room.
+    """Return the number of replicas: one more if requests wait, one fewer if the others have enough room.
 
-    waiting, active   requests of all replicas;   max_active   that one replica runs at a time
+    waiting, active   number of requests on all replicas
+    max_active        most active requests of one replica
     """
     if waiting > 0:
         wanted = running + 1
@@ -44,7 +48,7 @@ def replicas_for(running: int, least: int, most: int, waiting: float, active: fl
 
 
 def autoscale(context):
-    """Ray Serve's autoscaling policy over what `record_autoscaling_stats` of the replicas said."""
+    """Autoscaling policy for Ray Serve, based on the replicas' `record_autoscaling_stats`."""
     values = {name: list(of_replicas.values()) for name, of_replicas in (context.aggregated_metrics or {}).items()}
     waiting, active = (sum(values.get(name, [])) for name in ("waiting", "active"))
     return replicas_for(context.current_num_replicas, context.capacity_adjusted_min_replicas,

@@ -1,10 +1,10 @@
--- What redis_worker.py does in Redis: one command of the worker is one script, which runs whole or not at all.
+-- The Redis side of redis_worker.py. Each command of the worker is one call of this script, which runs atomically.
 --
 --   KEYS[1]   the stream of requests
---   ARGV      the command, the group, the consumer, and what the command takes
+--   ARGV      the command, the group, the consumer, and the arguments of the command
 --
--- An entry belongs to who got it last. Redis counts its deliveries, so a worker that was frozen while another one had
--- the entry is told apart, even where both have one name.
+-- An entry belongs to the worker that it was delivered to last. The delivery count identifies a worker that was frozen
+-- while another one had the entry, even if both have the same name.
 
 local stream, command, group, consumer = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 
@@ -22,13 +22,13 @@ local commands = {}
 
 -- make_group
 function commands.make_group()
-    redis.pcall('XGROUP', 'CREATE', stream, group, '0', 'MKSTREAM')     -- fails where it is there already
+    redis.pcall('XGROUP', 'CREATE', stream, group, '0', 'MKSTREAM')     -- fails if it exists
 end
 
 -- write ENTRY DELIVERIES NUM_BEFORE ANSWER SECONDS_TO_KEEP [TOKEN ...]
--- Adds the tokens, which come after NUM_BEFORE others, and the answer unless it is empty. Returns how many tokens are
--- there now; false: the entry is not the caller's. The id of a piece is 0-(tokens with it), so tokens that come again,
--- because a reply was lost, are left out.
+-- Appends tokens that follow the first NUM_BEFORE tokens, and the answer unless it is empty. Returns the number of
+-- stored tokens; false: the entry does not belong to the caller. The id of an item is 0-(number of tokens up to it), so
+-- tokens that are sent again, because a reply was lost, are skipped.
 function commands.write()
     local entry, deliveries, num_before, answer, seconds_to_keep = unpack(ARGV, 4, 8)
     if not belongs_to_caller(entry, deliveries) then return false end
@@ -52,7 +52,7 @@ function commands.write()
 end
 
 -- set_idle MILLISECONDS [ENTRY DELIVERIES ...]
--- Says for how long nothing was heard of the caller's entries: 0 keeps them, a lease leaves them to others.
+-- Sets the idle time of the caller's entries: 0 renews the lease; the length of the lease releases them to others.
 function commands.set_idle()
     for i = 5, #ARGV, 2 do
         if belongs_to_caller(ARGV[i], ARGV[i + 1]) then
@@ -62,8 +62,8 @@ function commands.set_idle()
 end
 
 -- claim MILLISECONDS CURSOR COUNT
--- Takes entries of which nothing was heard for that long. Returns the next cursor and, of each entry,
--- {id, fields, deliveries, pieces of tokens}.
+-- Claims entries that have been idle for that long. Returns the next cursor and, for each entry,
+-- {id, fields, deliveries, items of its token stream}.
 function commands.claim()
     local reply = redis.call('XAUTOCLAIM', stream, group, consumer, ARGV[4], ARGV[5], 'COUNT', ARGV[6])
     for _, entry in ipairs(reply[2]) do

@@ -1,10 +1,10 @@
-"""A worker whose requests come from a Redis stream. Several of them are replicas.
+"""A worker that takes requests from a Redis stream. Several workers act as replicas.
 
     python examples/redis_worker.py --model examples/models/austen-4m --redis redis://localhost --consumer a
 
-An entry may run twice and is answered once: one script (redis_worker.lua) writes the answer and acknowledges the entry,
-and refuses a worker that the entry was taken from. Where a worker dies, another one goes on after the tokens that were
-streamed. redis_worker.md says what a client sends and reads.
+An entry may run twice, but is answered once: a script (redis_worker.lua) writes the answer and acknowledges the entry
+atomically, and refuses a worker that has lost the entry. When a worker dies, another one continues after the streamed
+tokens. redis_worker.md describes what clients send and read.
 """
 
 import argparse
@@ -44,14 +44,17 @@ from batch_manager import (
 )
 
 log = logging.getLogger("redis_worker")
-GROUP = "workers"                    # of consumers
-SECONDS_TO_KEEP_TOKENS = 3600        # after the answer, for clients that are late
-MOST_DELIVERIES = 10                 # an entry that ends its workers is answered with an error then
+GROUP = "workers"                    # consumer group
+SECONDS_TO_KEEP_TOKENS = 3600        # after the answer, for late clients
+MOST_DELIVERIES = 10                 # then an entry that crashes workers is answered with an error
 
 
 @dataclass
 class Entry:
-    """An entry of the stream that runs here. Redis has `num_written` of its tokens."""
+    """An entry of the stream that runs here.
+
+    num_written   number of its tokens in Redis
+    """
 
     name: str
     deliveries: int
@@ -64,18 +67,19 @@ class Entry:
 
 
 class Worker:
-    """The engine's thread calls the callbacks, the main one talks to Redis; two deques are between them.
+    """Connects Redis and the engine.
 
-    The deques are bounded, because nothing is fetched that the engine has no room for.
+    The engine's thread runs the callbacks; the main thread communicates with Redis. They exchange data through two
+    deques. These are bounded, because the worker fetches no more entries than the engine has room for.
     """
 
     def __init__(self, client: redis.Redis, options: argparse.Namespace) -> None:
         self.redis, self.options = client, options
         self.lease_ms = int(options.lease * 1000)
         self.script = client.register_script(Path(__file__).with_suffix(".lua").read_text())
-        self.entries: dict[int, Entry] = {}                  # by the id that the engine knows
+        self.entries: dict[int, Entry] = {}                  # by request id
         self.numbers, self.cursor, self.next_keep = count(1), "0-0", 0.0
-        self.redis_answers: bool | None = None               # None: it was not asked yet
+        self.redis_answers: bool | None = None               # None: not tried yet
         self.lock, self.inbox, self.room = threading.Lock(), deque(), 0
         self.outbox, self.news = deque(), threading.Event()
         self.stopped: frozenset[int] = frozenset()
@@ -97,21 +101,21 @@ class Worker:
     # ------------------------------------------------------------------ on the main thread
 
     def run(self, manager: GptManager, must_end: threading.Event) -> bool:
-        """Serve until must_end is set. Returns whether the engine is well; where it is not, the worker ends."""
-        while is_well(manager) and not must_end.is_set():
+        """Serve until must_end is set or the engine fails. Returns whether the engine is healthy."""
+        while is_healthy(manager) and not must_end.is_set():
             self.exchange(self.keep, self.fetch, self.look_for_cancels, self.write)
             if self.inbox:
                 manager.notify()
         give_up = time.monotonic() + self.options.drain
-        while is_well(manager) and self.entries and time.monotonic() < give_up:
+        while is_healthy(manager) and self.entries and time.monotonic() < give_up:
             self.exchange(self.keep, self.look_for_cancels, self.write)
-        self.exchange(self.write, lambda: self.set_idle(self.lease_ms))          # others may have the rest at once
+        self.exchange(self.write, lambda: self.set_idle(self.lease_ms))          # release the rest
         log.info("%d entries are left to other workers", len(self.entries))
-        return is_well(manager)
+        return is_healthy(manager)
 
     def exchange(self, *steps: Callable[[], None]) -> None:
-        """Take the steps. An error of Redis may cut them short anywhere: the next time does what is missing."""
-        self.news.wait(0.1 if self.entries else 0)           # where nothing runs, `fetch` waits
+        """Run the steps. A Redis error may interrupt them anywhere; the next call does what is missing."""
+        self.news.wait(0.1 if self.entries else 0)           # if nothing runs, `fetch` waits
         self.news.clear()
         try:
             if not self.redis_answers:
@@ -120,7 +124,7 @@ class Worker:
                 step()
         except redis.RedisError as error:
             if self.redis_answers is not False:
-                log.warning("Redis is tried again until it answers: %s", error)
+                log.warning("Redis does not answer and is retried: %s", error)
             self.redis_answers = False
             time.sleep(0.1)
         else:
@@ -129,11 +133,11 @@ class Worker:
             self.redis_answers = True
 
     def call(self, command: str, *arguments: str | int, client: redis.Redis | None = None) -> Any:
-        """A command of redis_worker.lua."""
+        """Run a command of redis_worker.lua."""
         return self.script([self.options.stream], [command, GROUP, self.options.consumer, *arguments], client)
 
     def keep(self) -> None:
-        """Tell the other workers that the entries here are in good hands."""
+        """Renew the lease of the entries here."""
         if self.entries and time.monotonic() >= self.next_keep:
             self.set_idle(0)
             self.next_keep = time.monotonic() + self.options.lease / 4
@@ -143,7 +147,7 @@ class Worker:
         self.call("set_idle", milliseconds, *chain.from_iterable(owned))
 
     def fetch(self) -> None:
-        """Entries without a worker, then new ones: no more than the engine has room for."""
+        """Fetch entries of dead workers, then new ones, as many as the engine has room for."""
         with self.lock:
             room = self.room - len(self.inbox)
         if room <= 0:
@@ -163,10 +167,10 @@ class Worker:
         entry = self.entries[number] = Entry(name.decode(), deliveries, tokens, len(tokens))
         if deliveries > MOST_DELIVERIES:
             entry.end(error=f"[MODEL_ERROR] {deliveries - 1} workers got the entry and did not answer it; at most "
-                            f"{MOST_DELIVERIES} try; see in their logs why they ended")
+                            f"{MOST_DELIVERIES} try; see their logs")
             return
         try:
-            # The last token of a request comes with its answer, so at least one is left to generate.
+            # The last token is written with the answer, so an unanswered entry has at least one left.
             self.inbox.append(resume(request_of(number, fields, seed=zlib.crc32(name)), tokens))
         except InvalidRequestError as error:
             entry.end(error=error.response_text())
@@ -178,7 +182,7 @@ class Worker:
             self.stopped |= {number for number, value in zip(running, found) if value is not None}
 
     def write(self) -> None:
-        """Write what the engine said since the last time."""
+        """Write the responses since the last call."""
         while self.outbox:
             self.take_response(*self.outbox.popleft())
         news = {number: entry for number, entry in self.entries.items()
@@ -189,7 +193,7 @@ class Worker:
                       *entry.tokens[entry.num_written:], client=pipeline)
         for (number, entry), num_there in zip(news.items(), pipeline.execute()):
             if num_there is None:
-                log.info("entry %s was answered, or is another worker's now: it ends here", entry.name)
+                log.info("entry %s was answered or belongs to another worker now; it ends here", entry.name)
                 self.stopped |= set() if entry.answer else {number}
             else:
                 entry.num_written = num_there
@@ -202,7 +206,7 @@ class Worker:
         if entry := self.entries.get(number):
             entry.tokens += tokens
             if error and ErrorCode.of(error)[0].is_retryable:
-                del self.entries[number]                     # kept no more, it is claimed after the lease
+                del self.entries[number]                     # another worker claims it after the lease
             elif error:
                 entry.end(error=error)
             elif reason:
@@ -210,17 +214,17 @@ class Worker:
 
 
 def request_of(number: int, fields: dict[bytes, bytes], seed: int) -> InferenceRequest:
-    """Raises InvalidRequestError."""
+    """Build the request of an entry. Raises InvalidRequestError."""
     try:
         tensors = json.loads(fields[b"request"])
-        tensors = {"random_seed": seed, **tensors}           # every worker draws the same tokens
+        tensors = {"random_seed": seed, **tensors}           # every worker samples the same tokens
     except (KeyError, TypeError, ValueError, RecursionError):
         raise InvalidRequestError("the entry has no field `request` with a JSON object", "request tensors by name",
                                   """XADD STREAM '*' request '{"input_ids": [5], "request_output_len": 8}'""") from None
     return InferenceRequest(number, tensors, is_streaming=True)
 
 
-def is_well(manager: GptManager) -> bool:
+def is_healthy(manager: GptManager) -> bool:
     health = manager.health()
     return health["state"] == "RUNNING" and not health["is_hanging"]
 
@@ -229,14 +233,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of a checkpoint")
     parser.add_argument("--redis", required=True, help="redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]")
-    parser.add_argument("--consumer", required=True, help="name of this worker, one that no other worker has")
-    parser.add_argument("--stream", default="requests", help="the stream; its name begins those of the other keys")
-    parser.add_argument("--in-flight", type=int, default=16, help="entries that are generated after at a time")
-    parser.add_argument("--lease", type=float, default=10.0, help="seconds after which a silent worker's entries go on")
-    parser.add_argument("--drain", type=float, default=20.0, help="seconds for what runs when SIGTERM comes")
+    parser.add_argument("--consumer", required=True, help="unique name of this worker")
+    parser.add_argument("--stream", default="requests", help="name of the stream, and prefix of the other keys")
+    parser.add_argument("--in-flight", type=int, default=16, help="number of entries that run at the same time")
+    parser.add_argument("--lease", type=float, default=10.0, help="seconds until others claim a dead worker's entries")
+    parser.add_argument("--drain", type=float, default=20.0, help="seconds for running entries after SIGTERM")
     parser.add_argument("--threads", type=int, default=None, help="processor threads of the engine")
-    parser.add_argument("--dtype", default="auto", help="in which the engine computes: float32, bfloat16, ...")
-    parser.add_argument("--deterministic", action="store_true", help="the same tokens, bit by bit, wherever it goes on")
+    parser.add_argument("--dtype", default="auto", help="dtype of weights and activations: float32, bfloat16, ...")
+    parser.add_argument("--deterministic", action="store_true", help="bitwise equal tokens on every worker")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     must_end = threading.Event()
@@ -252,10 +256,10 @@ def main(arguments: list[str] | None = None) -> int:
                         deterministic=options.deterministic),
                     exclude_input_in_output=True, parts=Parts(after_responses=worker.news.set)) as manager:
         log.info("%s serves %s", options.consumer, options.stream)
-        ended_well = worker.run(manager, must_end)
+        ended_healthy = worker.run(manager, must_end)
         if not manager.shutdown(drain=False, timeout=5):
-            os._exit(1)                                      # the engine hangs, and its thread cannot be ended
-    return 0 if ended_well else 1
+            os._exit(1)                                      # the engine hangs; its thread cannot be stopped
+    return 0 if ended_healthy else 1
 
 
 if __name__ == "__main__":

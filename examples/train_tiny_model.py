@@ -4,15 +4,15 @@ Reads Jane Austen's six novels from examples/data/austen.txt.xz, trains a
 byte-level BPE tokenizer on them, trains a four-million-parameter model of the
 Llama architecture in plain PyTorch, and writes a folder in the Hugging Face
 format: config.json, one model.safetensors (bfloat16, tied embeddings) and the
-tokenizer files.  The folder loads with transformers as it is.
+tokenizer files.  transformers can load the folder.
 
     python examples/train_tiny_model.py --output /tmp/my-model --cpu-minutes 40
 
 The model in the repository took one hour, 2178 seconds of it processor time, on
 one thread of a busy machine (two virtual cores of an AMD EPYC, Zen 5): 4846
-steps, 9.9 million tokens, 1.32 bits per byte on text it had never seen.
+steps, 9.9 million tokens, 1.32 bits per byte on held-out text.
 
-To see that everything works, without waiting for a useful model:
+A quick check that everything works:
 
     python examples/train_tiny_model.py --output /tmp/smoke --max-steps 3
 """
@@ -63,7 +63,7 @@ CONFIG = {
 
 
 def read_passages(path, least_characters=900):
-    """Cut the novels into passages of a few paragraphs; the model learns to stop at the end of one.
+    """Split the novels into passages of a few paragraphs. The model learns to stop at the end of a passage.
 
     The file holds one paragraph per line and an empty line after each chapter.
     """
@@ -87,18 +87,18 @@ def split_passages(passages):
 
 
 def train_tokenizer(passages, vocabulary_size):
-    """Train a byte-level BPE tokenizer: no text is ever out of its vocabulary."""
+    """Train a byte-level BPE tokenizer, which can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
-        special_tokens=[BEGIN, END],  # in this order: their numbers stand in CONFIG
+        special_tokens=[BEGIN, END],  # in the order of the ids in CONFIG
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(passages, trainer)
-    # Every prompt starts with <s>, as every passage did in training.
+    # Every prompt starts with <s>, like the passages in training.
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BEGIN} $A",
         pair=f"{BEGIN} $A {BEGIN} $B",
@@ -114,7 +114,7 @@ def encode_passages(tokenizer, passages):
 
 
 class WindowSampler:
-    """Draws random windows of consecutive tokens from the training text."""
+    """Samples random windows of consecutive tokens from the training text."""
 
     def __init__(self, encoded_passages, seed):
         self.stream = torch.cat(encoded_passages)
@@ -126,7 +126,7 @@ class WindowSampler:
         """Return (inputs, targets), each rows x length; the targets are one token ahead."""
         last = len(self.stream) - length - 1
         starts = torch.randint(last, (rows,), generator=self.generator)
-        # Half of the windows begin exactly at a passage, because that is what a prompt looks like.
+        # Half of the windows start at a passage, as prompts do.
         aligned = torch.searchsorted(self.passage_starts, starts[: rows // 2], right=True) - 1
         starts[: rows // 2] = self.passage_starts[aligned]
         windows = self.stream[starts[:, None] + torch.arange(length + 1)]
@@ -134,8 +134,8 @@ class WindowSampler:
 
 
 # --------------------------------------------------------------- the model
-# The attribute names are those of the Hugging Face checkpoint, so that
-# state_dict() can be saved as it is.
+# The attribute names match the Hugging Face checkpoint, so state_dict()
+# can be saved unchanged.
 
 
 def rotate(vectors, cosines, sines):
@@ -190,7 +190,7 @@ class GatedPerceptron(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each with its own normalisation and shortcut."""
+    """Attention and feed-forward, each with its own normalization and residual connection."""
 
     def __init__(self, config, dropout):
         super().__init__()
@@ -220,11 +220,11 @@ class LanguageModel(nn.Module):
         self.dropout = nn.Dropout(dropout)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # Layers that write into the shortcut start smaller, so that the sum keeps its scale.
+                # Layers that add to the residual stream start smaller, to keep its scale.
                 writes = name.endswith(("o_proj.weight", "down_proj.weight"))
                 shrink = (2 * config["num_hidden_layers"]) ** -0.5 if writes else 1.0
                 nn.init.normal_(parameter, std=config["initializer_range"] * shrink)
-        # The tables of the rotary embeddings follow from the config and are not saved.
+        # The rotary embedding tables are computed from the config and not saved.
         exponents = torch.arange(0, config["head_dim"], 2) / config["head_dim"]
         positions = torch.arange(config["max_position_embeddings"])
         angles = positions[:, None] / config["rope_theta"] ** exponents
@@ -245,11 +245,11 @@ class LanguageModel(nn.Module):
 
 @torch.no_grad()
 def held_out_bits_per_byte(model, encoded_passages, byte_count):
-    """Average cost of the passages the model was never trained on, each read from its own start."""
+    """Return bits per byte of the held-out passages, each evaluated from its start."""
     model.eval()
     nats = 0.0
     for passage in encoded_passages:
-        # A passage longer than the position table is measured in pieces.
+        # Passages longer than the position table are evaluated in pieces.
         for piece in passage.unfold(0, 2, 1).split(1024):
             nats += F.cross_entropy(model(piece[None, :, 0])[0].float(), piece[:, 1], reduction="sum").item()
     model.train()
@@ -281,13 +281,13 @@ def save_model(model, tokenizer, folder):
         (folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     tokenizer.save(str(folder / "tokenizer.json"))
     weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
-    # Rename at the end, so that a program that loads the folder meanwhile never sees half a file.
+    # Renamed at the end, so a concurrent reader never sees a partial file.
     save_file(weights, folder / "model.safetensors.new", metadata={"format": "pt"})
     (folder / "model.safetensors.new").replace(folder / "model.safetensors")
 
 
 def make_optimizer(model, weight_decay):
-    """AdamW; matrices are decayed, the scales of the normalisations are not."""
+    """Return AdamW, with weight decay for matrices and none for normalization scales."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     scales = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": scales, "weight_decay": 0.0}]
@@ -308,7 +308,7 @@ def train(arguments):
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
     print(f"{parameter_count:,} parameters, {len(sampler.stream):,} training tokens, {held_out_bytes:,} held-out bytes")
 
-    # The schedule follows the time that is used up, so the run ends when it was told to on any machine.
+    # The schedule follows the elapsed time, so the run ends on time on any machine.
     cpu_start, wall_start = time.process_time(), time.monotonic()
     next_save = 60 * arguments.first_save_minutes
     step = seen_tokens = 0
@@ -328,17 +328,17 @@ def train(arguments):
             save_model(model, tokenizer, arguments.output)
             print(f"saved: held-out bits per byte {bits:.4f}", flush=True)
 
-        # A short warm-up, then half a cosine down to nothing.
+        # A short warm-up, then half a cosine to zero.
         rate = arguments.learning_rate * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * progress))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        # Short windows are the cheapest way to learn the language; longer ones come
-        # last, so that the model has also met the positions of a longer text.
+        # Short windows are the cheapest way to learn the language. Longer ones come
+        # last, to train the later positions.
         length = arguments.final_length if progress > arguments.final_length_from else arguments.length
         inputs, targets = sampler.batch(max(1, arguments.batch_tokens // length), length)
         with torch.autocast("cpu", torch.bfloat16, enabled=arguments.autocast):
             logits = model(inputs)
-        # Row by row: the logits of one window fit into the processor's cache, those of all of them do not.
+        # Row by row: the logits of one window fit into the processor's cache, those of the batch do not.
         loss = torch.stack([F.cross_entropy(row.float(), target) for row, target in zip(logits, targets)]).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -378,8 +378,8 @@ def main():
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--length", type=int, default=256, help="tokens in a training window")
-    parser.add_argument("--final-length", type=int, default=1024, help="tokens in a window of the last stretch")
-    parser.add_argument("--final-length-from", type=float, default=0.85, help="where that stretch begins")
+    parser.add_argument("--final-length", type=int, default=1024, help="tokens in a window of the final phase")
+    parser.add_argument("--final-length-from", type=float, default=0.85, help="progress at which it begins")
     parser.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=True, help="compute in bfloat16")
     parser.add_argument("--first-save-minutes", type=float, default=5)
     parser.add_argument("--save-every-minutes", type=float, default=10)

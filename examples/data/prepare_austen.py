@@ -1,8 +1,8 @@
 """Turn Debian's r-cran-janeaustenr package into examples/data/austen.txt.xz.
 
 The package carries the Project Gutenberg texts of Jane Austen's six novels as
-R data, one string per printed line.  Out comes clean plain text: one paragraph
-per line, and an empty line wherever a chapter ends.  Needs the `rdata` package:
+R data, one string per printed line.  The output is clean plain text: one
+paragraph per line, and an empty line after each chapter.  Needs the `rdata` package:
 
     apt-get download r-cran-janeaustenr
     dpkg -x r-cran-janeaustenr_*.deb unpacked
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import rdata
 
-# Everything that is about the printed edition and not part of the story.
+# Lines about the printed edition, not part of the story.
 CHAPTER_HEADING = re.compile(r"(chapter|volume)\s+([ivxlc]+|\d+)", re.IGNORECASE)
 EDITION_LINE = re.compile(
     r"\s*(\* \* \* \* \*|\*\*\*|finis|the end|\*Vide a letter.*|\[At this point in.*)", re.IGNORECASE
@@ -35,14 +35,14 @@ def read_novels(stem):
     index = rdata.conversion.convert(rdata.parser.parse_data(index_bytes))
     database = Path(stem + ".rdb").read_bytes()
     for name, (offset, length) in index["variables"].items():
-        # Each entry starts with its unpacked size in four bytes, which zlib does not want to see.
+        # Each entry starts with its unpacked size in four bytes, before the zlib stream.
         entry = zlib.decompress(database[offset + 4 : offset + length])
         lines = rdata.conversion.convert(rdata.parser.parse_data(entry))
         yield str(name), [str(line) for line in lines]
 
 
 def join_lines(lines):
-    """Undo the hard wrapping of one paragraph and the typewriter habits of the transcription."""
+    """Undo the hard wrapping of a paragraph and normalize the transcription."""
     text = "\n".join(line.strip() for line in lines)
     text = re.sub(r"-\n|\n(?=--)", lambda match: match[0].strip("\n"), text)  # no space beside a dash
     text = re.sub(r"\s+", " ", text)
@@ -51,7 +51,7 @@ def join_lines(lines):
 
 
 def chapters(lines):
-    """Yield every chapter as a list of paragraphs; title pages and edition notes are left out."""
+    """Yield every chapter as a list of paragraphs, without title pages and edition notes."""
     paragraphs, in_story = [], False
     for is_blank, block in groupby(lines, key=lambda line: not line.strip()):
         block = list(block)

@@ -1,9 +1,9 @@
-"""A model repository for Triton Inference Server, with a GptManager in it.
+"""Write a model repository for Triton Inference Server that runs a GptManager.
 
     python examples/triton_server/make_repository.py FOLDER --model CHECKPOINT [key=value ...] [--run]
 
-FOLDER/gpt gets a config.pbtxt and a Python backend. Keys are parameters of TensorRT-LLM's Triton backend, and fields of
-TrtGptModelOptionalParams and KvCacheConfig. --run becomes the server that the package nvidia-pytriton brings.
+Writes config.pbtxt and a Python backend to FOLDER/gpt. Keys are parameters of TensorRT-LLM's Triton backend, and fields
+of TrtGptModelOptionalParams and KvCacheConfig. --run then starts the server of the package nvidia-pytriton.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import batch_manager  # noqa: E402
 
 HOST_FILES = ("triton_host.py", "triton_metrics.py", "triton_settings.py")
 
-# name, type, dimensions without the batch dimension. Names, types and dimensions are those of the original.
+# (name, type, dimensions without the batch dimension), as in TensorRT-LLM's Triton backend.
 INPUTS = [
     ("input_ids", "INT32", "-1"), ("input_lengths", "INT32", "1"), ("request_output_len", "INT32", "1"),
     ("draft_input_ids", "INT32", "-1"), ("draft_logits", "FP32", "-1, -1"), ("end_id", "INT32", "-1"),
@@ -49,7 +49,7 @@ OUTPUTS = [
 
 
 def config_text(name: str, parameters: dict[str, str]) -> str:
-    """config.pbtxt. A request is a batch of one: the manager does the batching."""
+    """Return config.pbtxt. max_batch_size is 1, because the manager does the batching."""
     def tensor(entry: tuple[str, str, str], more: str = "") -> str:
         return f'  {{ name: "{entry[0]}" data_type: TYPE_{entry[1]} dims: [ {entry[2]} ]{more} }}'
 
@@ -67,8 +67,8 @@ def _escaped(text: str) -> str:
 
 
 def model_text(folders: list[str]) -> str:
-    """model.py. The server's Python knows neither this virtual environment nor PYTHONPATH."""
-    return f'''"""Written by make_repository.py: finds the packages, then the host beside this file."""
+    """Return model.py. The server's Python ignores this virtual environment and PYTHONPATH."""
+    return f'''"""Written by make_repository.py: adds the package folders, then imports the host from this folder."""
 
 import os
 import site
@@ -76,8 +76,8 @@ import sys
 
 before = set(sys.path)
 for folder in {folders!r}:
-    site.addsitedir(folder)                             # and what its .pth files name: editable installs
-sys.path.sort(key=lambda folder: folder in before)      # those first: another NumPy may lie in the others
+    site.addsitedir(folder)                             # also processes .pth files, for editable installs
+sys.path.sort(key=lambda folder: folder in before)      # first, because others may have another NumPy
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from triton_host import TritonPythonModel  # noqa: E402, F401
@@ -85,7 +85,7 @@ from triton_host import TritonPythonModel  # noqa: E402, F401
 
 
 def write_repository(folder: Path, name: str, parameters: dict[str, str]) -> None:
-    """Write FOLDER/NAME. Raises SettingError or ConfigError for parameters that cannot be used, and writes nothing."""
+    """Write FOLDER/NAME. Raises SettingError or ConfigError for invalid parameters, without writing anything."""
     triton_settings.read(parameters)
     packages = [str(Path(batch_manager.__file__).resolve().parents[1])]
     packages += dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib"),
@@ -99,28 +99,28 @@ def write_repository(folder: Path, name: str, parameters: dict[str, str]) -> Non
 
 
 def server_command(folder: Path, http_port: int, grpc_port: int, metrics_port: int) -> tuple[list[str], dict[str, str]]:
-    """The command of nvidia-pytriton's server and its environment; makes FOLDER.backends, where it finds the stub.
+    """Return the command line and environment of nvidia-pytriton's server. Creates FOLDER.backends, with its stub.
 
-    Raises SystemExit with the reason where it cannot run.
+    Raises SystemExit with the reason if it cannot run.
     """
     spec = find_spec("pytriton")
     if spec is None:
         raise SystemExit('--run needs the server of nvidia-pytriton: pip install -e ".[triton-server]"')
     if not _numpy_is_old():
-        raise SystemExit('NumPy is 2 or newer: every output would leave this server empty; pip install "numpy<2"')
+        raise SystemExit('NumPy is 2 or newer; outputs of this server would be empty; pip install "numpy<2"')
     server = Path(spec.origin).parent / "tritonserver"
     python = "{}.{}".format(*sys.version_info)
     backends = folder.with_name(folder.name + ".backends")
     stub = server / "python_backend_stubs" / python / "triton_python_backend_stub"
     if not stub.exists():
-        raise SystemExit(f"nvidia-pytriton has no stub for Python {python}; its stubs are in {stub.parents[1]}")
+        raise SystemExit(f"nvidia-pytriton has no stub for Python {python}; use a version in {stub.parents[1]}")
     (backends / "python").mkdir(parents=True, exist_ok=True)
     for file in (*(server / "backends" / "python").glob("*.*"), stub):
         link = backends / "python" / file.name
         link.unlink(missing_ok=True)
         link.symlink_to(file)
     libraries = [str(path) for path in (server / "external_libs", server / "lib", Path(sys.base_prefix) / "lib")
-                 if path.is_dir()]          # the last has this interpreter's libpython, which the stub needs
+                 if path.is_dir()]          # the last one has this interpreter's libpython, for the stub
     path = os.environ.get("LD_LIBRARY_PATH")
     command = [str(server / "bin" / "tritonserver"), f"--model-repository={folder}", f"--backend-directory={backends}",
                "--disable-auto-complete-config", "--exit-timeout-secs=5",
@@ -139,14 +139,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="the model repository; FOLDER/NAME is written")
     parser.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--name", default="gpt", help="the model's name on the server (gpt)")
-    parser.add_argument("parameters", nargs="*", metavar="key=value", help="such as max_batch_size=64")
-    parser.add_argument("--run", action="store_true", help="become the server, on 127.0.0.1")
+    parser.add_argument("parameters", nargs="*", metavar="key=value", help="parameter, such as max_batch_size=64")
+    parser.add_argument("--run", action="store_true", help="start the server afterwards, on 127.0.0.1")
     for kind, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
         parser.add_argument(f"--{kind}-port", type=int, default=port, help=f"({port})")
     given = parser.parse_intermixed_args(arguments)
     wrong = [text for text in given.parameters if "=" not in text]
     if wrong:
-        parser.error(f"{wrong[0]!r} is no key=value")
+        parser.error(f"{wrong[0]!r} is not key=value")
     parameters = {"gpt_model_path": str(given.model.resolve()),
                   **dict(text.split("=", 1) for text in given.parameters)}
     folder = given.folder.resolve()

@@ -1,7 +1,7 @@
 """A GptManager in Triton Inference Server's Python backend.
 
-get_inference_requests takes what `execute` has queued, send_response goes to the response sender of the request,
-poll_stop_signal looks for clients that are gone and for requests with `stop`, and the statistics become metrics.
+The get callback returns the requests that `execute` has queued. The send callback uses the response sender of the
+request. The poll callback returns requests whose client has disconnected or sent `stop`. Statistics become metrics.
 """
 
 import json
@@ -21,11 +21,11 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 @dataclass(eq=False, slots=True)
 class Live:
-    """A request that has had no final response.
+    """A request without a final response.
 
-    client_id   the id that the client gave, or ""
-    outputs     names of the tensors that the client wants
-    is_left     its client is gone
+    client_id   id set by the client, or ""
+    outputs     names of the requested output tensors
+    is_left     the client has disconnected
     """
 
     client_id: str
@@ -35,20 +35,20 @@ class Live:
 
 
 class TritonPythonModel:
-    """Triton makes one, calls `initialize`, then `execute` for each request, and `finalize` when it unloads the model.
+    """The model class for Triton, which calls `initialize`, `execute` with new requests, and `finalize` at unload.
 
-    The worker is the only thread that uses the response sender of a request which the manager has: `is_cancelled` must
-    not be called after the final response.
+    After `execute` has queued a request, only the worker uses its response sender, because `is_cancelled` must not be
+    called after the final response.
     """
 
     def initialize(self, args: dict) -> None:
         given = json.loads(args["model_config"]).get("parameters", {})
         settings = triton_settings.read({name: value["string_value"] for name, value in given.items()
                                          if name != "FORCE_CPU_ONLY_INPUT_TENSORS"})
-        self._lock = threading.Lock()                            # of the three below: `execute` and the worker use them
+        self._lock = threading.Lock()                            # of the next three; used by `execute` and the worker
         self._live: dict[int, Live] = {}
-        self._ids: dict[str, int] = {}                           # the client's id -> ours
-        self._stops: set[int] = set()                            # ids stay until their final response
+        self._ids: dict[str, int] = {}                           # client's id -> engine's id
+        self._stops: set[int] = set()                            # kept until the final response
         self._queue: deque[InferenceRequest] = deque()
         self._next_id, self._next_look, self._cancel_period_s = 0, 0.0, settings.cancel_period_s
         self._metrics = Metrics(pb_utils, args["model_name"], args["model_version"],
@@ -58,10 +58,10 @@ class TritonPythonModel:
             exclude_input_in_output=settings.exclude_input_in_output)
 
     def execute(self, requests: list) -> None:
-        """Queues the requests. Their responses come later, from the worker."""
+        """Queue requests. The worker sends their responses later."""
         for request in requests:
             sender = request.get_response_sender()
-            # The arrays lie in memory of the server's, which it takes back after this call.
+            # Copies: the server reuses the memory of these arrays after this call.
             tensors = {tensor.name(): tensor.as_numpy().copy() for tensor in request.inputs()}
             try:
                 if _flag(tensors.pop("stop", None)):
@@ -74,7 +74,7 @@ class TritonPythonModel:
         self._manager.notify()
 
     def finalize(self) -> None:
-        """The server waits for streams in flight before it calls this."""
+        """End the engine. The server calls this after all open streams have ended."""
         self._manager.shutdown(drain=False)
         self._metrics = None
 
@@ -82,8 +82,8 @@ class TritonPythonModel:
         client_id, streaming = request.request_id(), _flag(tensors.pop("streaming", None))
         with self._lock:
             if client_id and client_id in self._ids:
-                raise InvalidRequestError(f"a request with id {client_id!r} is active", "ids of active requests differ",
-                                          "send another id, or none")
+                raise InvalidRequestError(f"a request with id {client_id!r} is active", "a unique id",
+                                          "use another id, or none")
             ours, self._next_id = self._next_id, self._next_id + 1
             made = InferenceRequest(ours, tensors, is_streaming=streaming)
             self._live[ours] = Live(client_id, sender, frozenset(request.requested_output_names()))
@@ -95,13 +95,13 @@ class TritonPythonModel:
         with self._lock:
             if client_id not in self._ids:
                 raise InvalidRequestError(f"stop is set for request {client_id!r}, which is not active",
-                                          "the id of an active request", "it may have ended already")
+                                          "the id of an active request", "ignore this if it has ended")
             self._stops.add(self._ids[client_id])
 
     # ------------------------------------------------------------------ callbacks, on the worker's thread
 
     def _get(self, max_num_requests: int) -> list[InferenceRequest]:
-        """All there are: the manager's own queue is bounded, and refuses what is beyond it."""
+        """Return all queued requests. The manager refuses those beyond its own queue's limit."""
         return [self._queue.popleft() for _ in range(len(self._queue))]
 
     def _send(self, request_id: int, tensors: list, final: bool, error: str) -> None:
@@ -112,7 +112,7 @@ class TritonPythonModel:
                 self._ids.pop(live.client_id, None)
                 self._stops.discard(request_id)
         if live.is_left:
-            response = _response(pb_utils.TritonError("the client is gone", pb_utils.TritonError.CANCELLED))
+            response = _response(pb_utils.TritonError("the client has disconnected", pb_utils.TritonError.CANCELLED))
         elif error:
             response = _error(*ErrorCode.of(error))
         else:

@@ -9,15 +9,15 @@ from batch_manager.extras.statistic_families import NV_TRT_LLM
 
 
 class Metrics:
-    """Gauges on the server's /metrics. Called by the worker of one manager.
+    """Gauges on the server's /metrics. For the worker thread of one manager.
 
     pb_utils   the module triton_python_backend_utils
-    is_v1      static batching, which has a family of its own
+    is_v1      static batching, which has its own metric family
     """
 
     def __init__(self, pb_utils: Any, model: str, version: str, is_v1: bool, period_s: float) -> None:
         left_out = f"nv_trt_llm_{'inflight_batcher' if is_v1 else 'v1'}_metrics"
-        self._families, self._gauges = [], []                    # a family ends when its object does
+        self._families, self._gauges = [], []                    # a family exists as long as its object
         for name, (label, categories) in NV_TRT_LLM.items():
             if name != left_out:
                 family = pb_utils.MetricFamily(name=name, description=f"Batch manager: {label} of {model}",
@@ -28,11 +28,11 @@ class Metrics:
         self._period_s, self._next_s, self._latest = period_s, 0.0, None
 
     def keep(self, record: str) -> None:
-        """A record of the statistics: the latest one is published."""
+        """Keep a statistics record until the next `publish`."""
         self._latest = record
 
     def publish(self) -> None:
-        """Set the gauges, once a period, if there is anything new. Each is a message to the server."""
+        """Set the gauges if there is a new record, at most once per period, because each gauge costs a message."""
         now = time.monotonic()
         if self._latest is None or now < self._next_s:
             return

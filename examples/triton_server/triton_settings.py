@@ -1,4 +1,4 @@
-"""Parameters of the model folder, by the names of TensorRT-LLM's Triton backend, as arguments of GptManager."""
+"""Convert the parameters of TensorRT-LLM's Triton backend to arguments of GptManager."""
 
 from dataclasses import fields
 from difflib import get_close_matches
@@ -7,16 +7,16 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
 
-# name of the original -> name here, where it is another one
-OF_THE_KV_CACHE = {"max_tokens_in_paged_kv_cache": "max_tokens", "max_attention_window_size": "max_attention_window",
+# name in TensorRT-LLM's backend -> name of the field here
+KV_CACHE_NAMES = {"max_tokens_in_paged_kv_cache": "max_tokens", "max_attention_window_size": "max_attention_window",
                    "kv_cache_free_gpu_mem_fraction": "free_gpu_memory_fraction",
                    "enable_kv_cache_reuse": "enable_block_reuse"}
-OF_THE_MODEL = {"max_queue_size": "max_queued_requests"}
+MODEL_NAMES = {"max_queue_size": "max_queued_requests"}
 MODEL_TYPES = {"v1": TrtGptModelType.V1, "inflight_batching": TrtGptModelType.InflightBatching,
                "inflight_fused_batching": TrtGptModelType.InflightFusedBatching}
 POLICIES = {"guaranteed_no_evict": SchedulerPolicy.GUARANTEED_NO_EVICT,
             "max_utilization": SchedulerPolicy.MAX_UTILIZATION}
-# name -> (type, value where it is left out)
+# name -> (type, default)
 OWN = {"gpt_model_path": (str, ""), "gpt_model_type": (str, "inflight_fused_batching"),
        "batch_scheduler_policy": (str, "guaranteed_no_evict"), "max_beam_width": (int, 1),
        "exclude_input_in_output": (bool, False), "cancellation_check_period_ms": (int, 100),
@@ -25,16 +25,16 @@ ALIASES = {"batching_strategy": "gpt_model_type", "tensorrt_llm_model_path": "gp
 
 
 class SettingError(ValueError):
-    """A parameter of the model folder that cannot be used: which one, its value, and what is expected."""
+    """An unknown parameter, or one with an invalid value."""
 
 
 class Settings(NamedTuple):
-    """What the parameters say.
+    """Settings of the host.
 
-    positional        the first four arguments of GptManager
-    optional_params, exclude_input_in_output   the arguments of GptManager with these names
-    cancel_period_s   seconds between two looks for requests whose client is gone
-    stats_period_s    seconds between two updates of the metrics
+    positional        first four arguments of GptManager
+    optional_params, exclude_input_in_output   arguments of GptManager
+    cancel_period_s   seconds between checks for disconnected clients
+    stats_period_s    seconds between updates of the metrics
     """
 
     positional: tuple[str, TrtGptModelType, int, SchedulerPolicy]
@@ -45,28 +45,28 @@ class Settings(NamedTuple):
 
 
 def read(parameters: dict[str, str]) -> Settings:
-    """The settings that `parameters` stand for. A value that is empty, or a ${placeholder}, counts as left out.
+    """Parse parameters. An empty value or a ${placeholder} means the default.
 
-    Raises SettingError for an unknown name or value, and ConfigError where the engine refuses one.
+    Raises SettingError for an unknown name or invalid value, and ConfigError if the engine refuses a value.
     """
     kv_types, model_types = _types(KvCacheConfig), _types(TrtGptModelOptionalParams)
     own = {name: default for name, (_, default) in OWN.items()}
     kv_cache: dict[str, Any] = {}
-    model: dict[str, Any] = {"flush_stats_when_idle": True}      # gauges fall to zero when nothing runs
+    model: dict[str, Any] = {"flush_stats_when_idle": True}      # gauges fall to zero when the engine is idle
     for given, text in parameters.items():
         name = ALIASES.get(given, given)
         if not text.strip() or text.startswith("${"):
             continue
         if name in OWN:
             own[name] = _value(given, text, (OWN[name][0],))
-        elif (field := OF_THE_KV_CACHE.get(name, name)) in kv_types:
+        elif (field := KV_CACHE_NAMES.get(name, name)) in kv_types:
             kv_cache[field] = _value(given, text, kv_types[field])
-        elif (field := OF_THE_MODEL.get(name, name)) in model_types:
+        elif (field := MODEL_NAMES.get(name, name)) in model_types:
             model[field] = _value(given, text, model_types[field])
         else:
-            known = [*OWN, *ALIASES, *OF_THE_KV_CACHE, *kv_types, *OF_THE_MODEL, *model_types]
+            known = [*OWN, *ALIASES, *KV_CACHE_NAMES, *kv_types, *MODEL_NAMES, *model_types]
             near = get_close_matches(given, known, n=1)
-            raise SettingError(f"{given!r} is no parameter; " + (f"did you mean {near[0]!r}?" if near else
+            raise SettingError(f"unknown parameter {given!r}; " + (f"did you mean {near[0]!r}?" if near else
                                                                  f"the parameters are {', '.join(sorted(set(known)))}"))
     return Settings(
         (own["gpt_model_path"], _choice("gpt_model_type", own["gpt_model_type"], MODEL_TYPES), own["max_beam_width"],
@@ -76,7 +76,7 @@ def read(parameters: dict[str, str]) -> Settings:
 
 
 def _types(options: type) -> dict[str, tuple[type, ...]]:
-    """The fields of a dataclass that a text can give, with the types of each."""
+    """Return the fields of a dataclass that a string can set, with their types."""
     hints = get_type_hints(options)
     found = {field.name: get_args(hints[field.name]) if isinstance(hints[field.name], UnionType)
              else (hints[field.name],) for field in fields(options)}
@@ -94,10 +94,10 @@ def _value(name: str, text: str, types: tuple[type, ...]) -> Any:
             except ValueError:
                 continue
     expected = " or ".join(kind.__name__ for kind in types if kind is not type(None))
-    raise SettingError(f"{name} is {text!r}; {expected} is expected")
+    raise SettingError(f"{name} is {text!r}; expected {expected}")
 
 
 def _choice(name: str, text: str, choices: dict[str, Any]) -> Any:
     if text.lower() not in choices:
-        raise SettingError(f"{name} is {text!r}; one of {', '.join(choices)} is expected")
+        raise SettingError(f"{name} is {text!r}; expected one of {', '.join(choices)}")
     return choices[text.lower()]

@@ -102,9 +102,9 @@ def test_turns_find_what_was_computed_and_ctrl_c_stops_an_answer_only(terminal, 
     chat = terminal(model, "--max-tokens", "40", "--seed", "3", "--system", "Be brief.")
     chat.until("model, float32 on cpu. /help lists the commands.\n> ")
     chat.type("/regenerate\n")
-    chat.until("nothing was asked yet\n> ")
+    chat.until("there is no question yet\n> ")
     chat.type("/stats\n")
-    chat.until("nothing ran yet\n> ")
+    chat.until("no iteration has run yet\n> ")
     before, answers = 0, []
     for question in ("Who is Emma?", "And Miss Bates?", "Where is Highbury?"):
         chat.type(question + "\n")
@@ -220,7 +220,7 @@ def test_a_library_that_is_missing_is_named_with_its_extra(gguf_file, library, e
 
 
 def test_without_a_model_or_a_template_it_says_what_to_do(tmp_path):
-    for arguments, told in (([], "there is no model yet; get one: python "), ([AUSTEN], "has no chat template"),
+    for arguments, told in (([], "there is no model; a folder or .gguf file; "), ([AUSTEN], "has no chat template"),
                             ([tmp_path / "a.gguf"], "a.gguf")):
         done = subprocess.run([*CHAT, *arguments], env=environment(XDG_CACHE_HOME=str(tmp_path)), capture_output=True,
                               text=True, timeout=60)

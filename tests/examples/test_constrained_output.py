@@ -22,4 +22,4 @@ def test_it_prints_json_and_sentences_of_the_given_shape():
                                                         line)]
     assert len(people) == len(sentences) == 8 and len(lines) == 16
     assert all(list(person) == ["name", "temper", "age", "friends"] for person in people)
-    assert re.fullmatch(r"16 texts; \d+ tokens drawn, \d+ microseconds each for the grammars, in the median", summary)
+    assert re.fullmatch(r"16 outputs, \d+ tokens; the grammars took \d+ microseconds per token \(median\)", summary)

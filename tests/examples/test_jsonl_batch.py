@@ -89,7 +89,7 @@ def test_bad_lines_cost_themselves_only(tmp_path):
     assert {key for key, line in found.items() if line.get("error", {}).get("code") == "INVALID_REQUEST"} == {
         1, 2, "a", "c", "d", 8}
     assert "line 5 has the id of an earlier line" in done.stderr
-    assert found[1]["error"]["message"] == "line 1: it is no JSON"
+    assert found[1]["error"]["message"] == "line 1: it is not JSON"
     assert "did you mean max_tokens?" in found["c"]["error"]["message"]
 
 
@@ -122,7 +122,7 @@ def test_a_file_that_holds_something_else_is_left_as_it_is(tmp_path, text):
     write(tmp_path, ROWS[:1])
     (tmp_path / "out.jsonl").write_bytes(text)
     done = run(tmp_path)
-    assert done.returncode == 2 and "is no line of this program; " in done.stderr
+    assert done.returncode == 2 and "was not written by this program; " in done.stderr
     assert (tmp_path / "out.jsonl").read_bytes() == text
 
 
@@ -131,7 +131,7 @@ def test_the_input_is_no_output_and_what_is_missing_is_named(tmp_path):
     (tmp_path / "in.jsonl").write_text(text)
     (tmp_path / "out.jsonl").symlink_to("in.jsonl")
     done = run(tmp_path)
-    assert done.returncode == 2 and "is the input; " in done.stderr and (tmp_path / "in.jsonl").read_text() == text
+    assert done.returncode == 2 and "is also the input; " in done.stderr and (tmp_path / "in.jsonl").read_text() == text
     (tmp_path / "out.jsonl").unlink()
     (tmp_path / "in.jsonl").unlink()
     done = run(tmp_path)

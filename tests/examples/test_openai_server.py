@@ -185,7 +185,7 @@ def test_errors_have_openais_shape_and_class(client, server):
     for method, path, status in (("GET", "/nothing", 404), ("GET", "/v1/completions", 405)):
         answer = httpx.request(method, server.url + path)
         assert answer.status_code == status
-        assert re.search("is no route; this server has POST /v1/completions, .*GET /metrics",
+        assert re.search("there is no route .*; the routes are POST /v1/completions, .*GET /metrics",
                          answer.json()["error"]["message"])
     answer = httpx.post(f"{server.url}/v1/completions", content=b"{", headers={"X-Request-Id": "mine"})
     assert answer.status_code == 400 and "not JSON" in answer.json()["error"]["message"]

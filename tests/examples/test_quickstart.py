@@ -106,7 +106,7 @@ def test_a_model_that_says_something_else_after_a_pause_is_found_out(quickstart,
 
     assert quickstart.main(["--max-new-tokens", "40"], {"backend": backend}) == 1
     captured = capsys.readouterr()
-    assert "ANOTHER TEXT" in captured.out
+    assert "A DIFFERENT TEXT" in captured.out
     assert "the text after a pause differs" in captured.err
 
 

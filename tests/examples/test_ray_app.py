@@ -78,5 +78,5 @@ def test_what_has_a_state_beside_its_tokens_is_refused():
 
 
 def test_an_unknown_argument_is_refused():
-    with pytest.raises(ValueError, match="'replica' is no argument"):
+    with pytest.raises(ValueError, match="unknown argument 'replica'"):
         module("ray_app").app({"replica": "2"})
