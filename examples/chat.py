@@ -141,7 +141,7 @@ def main() -> int:
     options = parser.parse_args()
     model = options.model or smollm2_path()
     if model is None:
-        print(f"chat: there is no model; a folder or .gguf file; pass one, or download the default model: "
+        print("chat: there is no model; expected a folder or .gguf file; pass one, or download the default model: "
               f"python {Path(__file__).with_name('get_smollm2.py')}", file=sys.stderr)
         return 1
     if sys.stdin is None:                                         # closed by `<&-` or a service manager
@@ -151,7 +151,7 @@ def main() -> int:
     if question == "-":
         question = sys.stdin.read().removesuffix("\n").removesuffix("\r")
     if question is not None and not question.strip():
-        print("chat: the prompt is empty; a question; pass it after --prompt, or on stdin with --prompt -",
+        print("chat: the prompt is empty; expected a question; pass it after --prompt, or on stdin with --prompt -",
               file=sys.stderr)
         return 1
     records: deque = deque(maxlen=1)

@@ -68,7 +68,7 @@ def opened_output(input_path: str, output_path: str) -> BinaryIO:
         pass
     output = open(output_path, "a+b")
     if os.path.samefile(input_path, output_path):
-        raise ValueError(f"{output_path} is also the input; a separate output file; name another one")
+        raise ValueError(f"{output_path} is also the input; expected another file; name one")
     try:
         fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -92,8 +92,8 @@ def answered_ids(output: BinaryIO) -> set[str | int]:
                 raise ValueError
             ids.add(written["id"])
         except ValueError:
-            raise ValueError(f"line {number} of {output.name} was not written by this program; an output of an "
-                             "earlier run, or a new file; name another output") from None
+            raise ValueError(f"line {number} of {output.name} was not written by this program; expected an "
+                             "output of an earlier run, or a new file; name another output") from None
         whole += len(line)
     output.truncate(whole)
     return ids

@@ -219,7 +219,8 @@ def request_of(number: int, fields: dict[bytes, bytes], seed: int) -> InferenceR
         tensors = json.loads(fields[b"request"])
         tensors = {"random_seed": seed, **tensors}           # every worker samples the same tokens
     except (KeyError, TypeError, ValueError, RecursionError):
-        raise InvalidRequestError("the entry has no field `request` with a JSON object", "request tensors by name",
+        raise InvalidRequestError("the entry has no field `request` with a JSON object",
+                                  "expected request tensors by name",
                                   """XADD STREAM '*' request '{"input_ids": [5], "request_output_len": 8}'""") from None
     return InferenceRequest(number, tensors, is_streaming=True)
 

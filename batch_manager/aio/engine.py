@@ -63,7 +63,7 @@ class AsyncEngine:
         """
         for name, value in (("process", process), ("takes_all", takes_all)):
             if not isinstance(value, bool):
-                raise ConfigError(f"{name} is {value!r}", "a bool", f"pass {name}=True or {name}=False")
+                raise ConfigError(f"{name} is {value!r}", "expected a bool", f"pass {name}=True or {name}=False")
         return await asyncio.to_thread(cls._make, model_path, model_type, max_beam_width, scheduler_policy,
                                        return_batch_manager_stats_cb, optional_params, parts, takes_all, process)
 

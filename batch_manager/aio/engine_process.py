@@ -120,13 +120,13 @@ class EngineProcess:
     def __enter__(self) -> "EngineProcess":
         self._check_process()
         if self._link.ended.is_set and self._link.is_closed:    # if it failed instead, its streams raise
-            raise ManagerClosedError("this engine is closed", "a running engine", "start a new one")
+            raise ManagerClosedError("this engine is closed", "a closed engine cannot be reopened", "start a new one")
         return self
 
     def _check_process(self) -> None:
         if os.getpid() != self._process_id:
             raise ManagerClosedError("this process was forked from the one that started the engine",
-                                     "use in the parent process only", "start a new engine after forking")
+                                     "an engine serves its parent process only", "start a new engine after forking")
 
 
 class Link:
@@ -204,7 +204,8 @@ class Link:
                 message = self._next_message()
             except (EOFError, OSError):
                 return NotStarted(ConfigError(f"the engine process {self._how_it_ended()} while it loaded the model",
-                                              "a loaded model", "see its output on stderr"))
+                                              "the model must load without ending the process",
+                                              "see its output on stderr"))
             if isinstance(message, Started | NotStarted):
                 return message
             if message is not None:
@@ -293,7 +294,7 @@ class Link:
         error: BatchManagerError = CLOSED
         if not self._has_ended_message and self._kill_at == float("inf"):
             error = BatchManagerError(f"the engine process {self._how_it_ended()}",
-                                      "a process that runs until the engine is closed",
+                                      "it should run until the engine is closed",
                                       "start a new engine, or send the request to another instance")
             log.error("%s; all open requests end with ENGINE_FAILED", error)
         is_failed = error is not CLOSED
@@ -341,5 +342,5 @@ def _check_sendable(arguments: dict[str, Any]) -> None:
             pickle.dumps(value)
         except Exception as error:             # user objects can raise anything
             raise ConfigError(f"{name} cannot be sent to the engine process: pickling raised {type_name(error)}: "
-                              f"{error}", "picklable values, such as classes and functions of importable modules",
+                              f"{error}", "expected picklable values: classes and functions of importable modules",
                               "pass a class or a factory, or start the engine with process=False") from error

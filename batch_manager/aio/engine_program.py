@@ -54,7 +54,7 @@ def main(descriptor: int) -> None:
     except Exception as error:    # unpickling user objects can raise anything
         wire.send(NotStarted(ConfigError(
             f"the engine process cannot read `parts`: unpickling raised {type_name(error)}: {error}",
-            "classes and functions from modules that it can import, not from __main__",
+            "expected classes and functions from modules that it can import, not from __main__",
             "move them into a module, or start the engine with process=False")))
         return
     exchange = Exchange(wire, start.takes_all)
@@ -202,4 +202,5 @@ def _sendable(error: BaseException) -> Exception:
         if isinstance(error, Exception) and type(pickle.loads(pickle.dumps(error))) is type(error):
             return error
     return ConfigError(f"the engine process could not start: {type_name(error)}: {error}",
-                       "a GptManager that starts", "fix the error, or try process=False to debug it")
+                       "GptManager must start in the engine process",
+                       "fix the error; start the engine with process=False to debug it")

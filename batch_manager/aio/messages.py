@@ -144,7 +144,7 @@ def packed(request: InferenceRequest) -> PackedRequest:
     except Exception as error:    # user objects (tensors, logits post-processor) can raise anything
         raise InvalidRequestError(
             f"the request cannot be sent to the engine process: pickling it raised {type_name(error)}",
-            "arrays, numbers or lists as tensors, and a function of an importable module as logits post-processor",
+            "expected arrays, numbers or lists as tensors, and an importable function as logits post-processor",
             "change the request, or start the engine with process=False") from error
 
 
@@ -156,5 +156,5 @@ def unpacked(request: PackedRequest) -> InferenceRequest:
     except BaseException as error:    # likewise; an escaping exception would lose the requests already fetched
         raise InvalidRequestError(
             f"the request cannot be read in the engine process: unpickling it raised {type_name(error)}",
-            "functions and classes from modules that the engine process can import, not from __main__",
+            "expected functions and classes from modules that the engine process can import, not from __main__",
             "move them into a module, or start the engine with process=False") from error

@@ -16,7 +16,8 @@ from .mailbox import Mailbox
 
 MOST_AT_ONCE = 1024            # most requests that one call of get returns
 FINISH_REASONS = tuple(FinishReason)
-CLOSED = ManagerClosedError("the engine is closed", "a running engine", "send the request to another instance")
+CLOSED = ManagerClosedError("the engine is closed", "a closed engine accepts no requests",
+                            "send the request to another instance")
 
 
 class Switchboard:
@@ -65,7 +66,7 @@ class Switchboard:
         """Raise ManagerClosedError in a forked child, where no response would arrive."""
         if self._process_id != forked_child.current_process_id:
             raise ManagerClosedError("this process was forked from the one that started the engine",
-                                     "use in the parent process only", "start a new engine after forking")
+                                     "an engine serves its parent process only", "start a new engine after forking")
 
     @property
     def has_stops(self) -> bool:

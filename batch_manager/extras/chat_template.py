@@ -50,7 +50,7 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
     sandbox; InvalidRequestError if the template rejects the messages or fails on them.
     """
     if "messages" in variables:    # for example from a client
-        raise InvalidRequestError("a template variable is named messages", "any other name; this one is reserved",
+        raise InvalidRequestError("a template variable is named messages", "the name messages is reserved",
                                   "rename the variable")
     files = _files(Path(folder))
     template = _template(*files, has_tools=tools is not None)
@@ -59,7 +59,7 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
     try:
         plain = {name: _plain(value, name) for name, value in given.items()}
         if not isinstance(plain["messages"], list) or not all(type(each) is dict for each in plain["messages"]):
-            raise InvalidRequestError("messages is not a list of dictionaries", "one dictionary per message",
+            raise InvalidRequestError("messages is not a list of dictionaries", "expected one dictionary per message",
                                       'pass [{"role": "user", "content": "..."}]')
         plain["messages"] = [{key: value for key, value in message.items() if value is not None}
                              for message in plain["messages"]]
@@ -69,16 +69,16 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
     except Exception as error:    # a template can raise anything
         if type(error).__name__ == "SecurityError":
             raise ConfigError(f"the chat template violated the sandbox: {_quoted(error)}",
-                              "a template that only formats messages",
+                              "expected a template that only formats messages",
                               f"review the template in {os.fspath(folder)!r} before you use it") from error
         parts = next((n for n, message in enumerate(plain.get("messages", ())) if type(message.get("content")) is list),
                      None)
         if parts is not None:
             raise InvalidRequestError(f"the content of messages[{parts}] is a list of parts, and the chat template "
-                                      f"fails on it: {_quoted(error)}", "content that is a string",
+                                      f"fails on it: {_quoted(error)}", "expected a string",
                                       'join the parts: {"content": "".join(...)}') from error
         raise InvalidRequestError(f"the chat template cannot be applied: {_quoted(error)}",
-                                  "messages in the order and with the keys that the template expects",
+                                  "expected messages in the order and with the keys that the template expects",
                                   f"see the template in {os.fspath(folder)!r}") from error
 
 
@@ -101,7 +101,7 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(each, f"{where}[{n}]") for n, each in enumerate(value)]
     raise InvalidRequestError(f"{where} is a {type_name(value)}",
-                              "dictionaries, lists, strings, numbers, booleans or None",
+                              "expected dictionaries, lists, strings, numbers, booleans or None",
                               "convert it first; for a Pydantic model: model_dump()")
 
 
@@ -123,8 +123,9 @@ def _files(folder: Path) -> tuple[tuple[str, int, int], ...]:
             return tuple([(str(folder), 0, 0), *found])
     except (OSError, ValueError) as error:
         raise ConfigError(f"the folder {os.fspath(folder)!r} cannot be read: {_quoted(error)}",
-                          "the folder of a tokenizer", "pass the folder that has tokenizer_config.json") from error
-    raise ConfigError(f"there is no folder {os.fspath(folder)!r}", "the folder of a tokenizer",
+                          "expected the folder of a tokenizer",
+                          "pass the folder that has tokenizer_config.json") from error
+    raise ConfigError(f"there is no folder {os.fspath(folder)!r}", "expected the folder of a tokenizer",
                       "pass the folder that has tokenizer_config.json")
 
 
@@ -132,7 +133,7 @@ def _gguf_state(file: Path) -> tuple[str, int, int]:
     try:
         state = file.stat()
     except OSError as error:
-        raise ConfigError(f"the file {os.fspath(file)!r} cannot be read: {_quoted(error)}", "a GGUF file",
+        raise ConfigError(f"the file {os.fspath(file)!r} cannot be read: {_quoted(error)}", "expected a GGUF file",
                           "pass the path of an existing file") from error
     return str(file), state.st_mtime_ns, state.st_size
 
@@ -146,7 +147,7 @@ def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path!r} cannot be read: {_quoted(error)}", "a UTF-8 file",
+        raise ConfigError(f"{path!r} cannot be read: {_quoted(error)}", "expected a UTF-8 file",
                           "download or save it again") from error
 
 
@@ -157,10 +158,10 @@ def _configs(files: tuple[tuple[str, int, int], ...]) -> list[dict[str, Any]]:
             try:
                 config = json.loads(_read(path))
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{path!r} is not JSON: {_quoted(error)}", "a JSON object",
+                raise ConfigError(f"{path!r} is not JSON: {_quoted(error)}", "expected a JSON object",
                                   "download or save it again") from error
             if not isinstance(config, dict):
-                raise ConfigError(f"{path!r} contains a {type_name(config)}", "a JSON object",
+                raise ConfigError(f"{path!r} contains a {type_name(config)}", "expected a JSON object",
                                   "download or save it again")
             configs.append(config)
     return configs
@@ -189,16 +190,17 @@ def _template(*files: tuple[str, int, int], has_tools: bool) -> Any:
         names = printable(", ".join(map(repr, sorted(templates)))[:LONGEST_QUOTE])
         has = f"templates {names} and no default" if templates else "no chat template"
         if is_gguf_file(folder):
-            raise ConfigError(f"the file {folder!r} has {has}", "tokenizer.chat_template in its metadata",
+            raise ConfigError(f"the file {folder!r} has {has}", "expected tokenizer.chat_template in its metadata",
                               "format the prompt yourself")
-        raise ConfigError(f"the folder {folder!r} has {has}", f"{TEMPLATE_FILE}, or chat_template in {CONFIG_FILES[0]}",
+        raise ConfigError(f"the folder {folder!r} has {has}", 
+                          f"expected {TEMPLATE_FILE}, or chat_template in {CONFIG_FILES[0]}",
                           f"write the model's template into {TEMPLATE_FILE}, or format the prompt yourself")
     environment = _environment()
     try:
         return environment.from_string(templates[wanted])
     except Exception as error:    # jinja2 compiles to Python, which can fail in many ways
         raise ConfigError(f"the chat template of {folder!r} cannot be compiled: {_quoted(error)}",
-                          "a jinja2 template, as in transformers",
+                          "expected a jinja2 template, as in transformers",
                           "download it again") from error
 
 
@@ -222,7 +224,8 @@ def _templates(files: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
                 named = {0: None}
             if not all(type(part) is str for pair in named.items() for part in pair):
                 raise ConfigError(f"chat_template in {CONFIG_FILES[0]} is a list with wrong entries",
-                                  "objects with a name and a template, both strings", "download or save it again")
+                                  "expected objects with a name and a template, both strings",
+                                  "download or save it again")
             return named
     return {}
 
@@ -243,7 +246,7 @@ def _environment() -> Any:
                           'pip install "batch-manager[text]"') from error
     if _version(jinja2.__version__) < OLDEST_JINJA2:
         raise ConfigError(f"jinja2 is version {jinja2.__version__}",
-                          f"at least {'.'.join(map(str, OLDEST_JINJA2))}; older versions have sandbox escapes",
+                          f"expected at least {'.'.join(map(str, OLDEST_JINJA2))}; older versions have sandbox escapes",
                           "pip install -U jinja2")
 
     class Generation(jinja2.ext.Extension):

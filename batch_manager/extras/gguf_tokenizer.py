@@ -132,7 +132,7 @@ def load_gguf_tokenizer(path: str | os.PathLike) -> Any:
         raise
     except Exception as error:    # the library raises a plain Exception, for example for a merge of unknown tokens
         raise ConfigError(f"{metadata.where}: tokenizers rejects its vocabulary: {printable(str(error)[:300])}",
-                          "a vocabulary and merges that match", "download the file again") from error
+                          "expected a vocabulary and merges that match", "download the file again") from error
     return tokenizer
 
 
@@ -254,14 +254,14 @@ class _Metadata:
         number = self.values.get("split.no")
         if type(number) is int and number > 0:
             raise ConfigError(f"{self.where} is shard {number + 1} of a model",
-                              "the first shard, which has the metadata",
+                              "expected the first shard, which has the metadata",
                               "pass the file in the same folder whose name contains -00001-of-")
 
     def fault(self, key: str, expected: str, found: str | None = None) -> ConfigError:
         if found is None:
             value = self.values.get(key)
             found = "missing" if value is None else "an array" if isinstance(value, GgufArray) else f"{value!r:.60}"
-        return ConfigError(f"{self.where}: {key} is {printable(found)}", expected,
+        return ConfigError(f"{self.where}: {key} is {printable(found)}", f"expected {expected}",
                            "pass the original tokenizer (LLM(..., tokenizer=FOLDER)), or use token ids as prompts")
 
     def text(self, key: str, *default: str | None) -> str | None:

@@ -71,7 +71,7 @@ class GuidedDecoding:
         except (ValueError, RuntimeError, OSError) as error:
             what = "the tokenizer" if hasattr(tokenizer, "to_str") else repr(os.fspath(tokenizer))
             raise ConfigError(f"llguidance cannot use {what}: {error}",
-                              "the tokenizer.json of the model", "pass the path of that file") from error
+                              "expected the tokenizer.json of the model", "pass the path of that file") from error
         self._make_matcher = llguidance.LLMatcher
         self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
@@ -144,7 +144,7 @@ class GuidedDecoding:
             session = self._sessions.get(request_id)
             if session is None:
                 raise InvalidRequestError(f"request {request_id} has no grammar",
-                                          "a grammar for each request with this post-processor",
+                                          "each request with this post-processor needs a grammar",
                                           "call constrain(request_id, grammar) before you submit the request")
             masks[row] = self._mask(request_id, session, beams)
         forbid(logits.view(len(request_ids), -1), masks)
@@ -181,11 +181,11 @@ def _catch_up(session: _Session, tokens: list[int]) -> None:
         session.num_tokens = len(tokens)
     if session.matcher.is_error():
         raise InvalidRequestError("the tokens do not match the grammar, or it became too complex",
-                                  "tokens that the grammar allows",
+                                  "every token must be allowed by the grammar",
                                   "remove whatever else changes the logits, or simplify the grammar")
 
 
 def _unusable(reason: object) -> InvalidRequestError:
     return InvalidRequestError(f"the grammar does not compile: {str(reason)[:300]!r}",
-                               "a regular expression, a JSON schema or a Lark grammar",
+                               "expected a regular expression, a JSON schema or a Lark grammar",
                                "see llguidance's documentation for the supported syntax")

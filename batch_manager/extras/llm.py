@@ -222,12 +222,12 @@ class LLM:
         if isinstance(prompt, list | tuple) and all(type(token) is int for token in prompt):
             return list(prompt)
         raise InvalidRequestError(f"a prompt is of type {type_name(prompt)}",
-                                  "a string, a list of token ids, or a list of messages",
+                                  "expected a string, a list of token ids, or a list of messages",
                                   "pass several prompts as a list, and a conversation to chat()")
 
     def _check_open(self) -> None:
         if self._switchboard.closed is not None:
-            raise ManagerClosedError("the LLM is closed", "an open LLM", "make a new one")
+            raise ManagerClosedError("the LLM is closed", "a closed LLM generates nothing", "make a new one")
 
 
 class TextPieces:

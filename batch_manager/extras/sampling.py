@@ -101,7 +101,7 @@ class Sampling:
             return ()
         if not isinstance(self.stop_token_ids, Iterable):
             raise InvalidRequestError(f"stop_token_ids is of type {type_name(self.stop_token_ids)}",
-                                      "a list of token ids", "put the id into a list")
+                                      "expected a list of token ids", "put the id into a list")
         return self.stop_token_ids
 
     def _output_length(self, prompt_ids: Sequence[int], info: EngineInfo) -> int:
@@ -114,14 +114,16 @@ class Sampling:
         """Return logit_bias as the tensor `embedding_bias` [vocab]. Raises InvalidRequestError as `tensors` does."""
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidRequestError(f"logit_bias is of type {type_name(self.logit_bias)}",
-                                      "a mapping of token ids to numbers", "pass a dict")
+                                      "expected a mapping of token ids to numbers", "pass a dict")
         bias = np.zeros(vocab_size, np.float32)
         for token, value in self.logit_bias.items():
             if type(token) is not int or not 0 <= token < vocab_size:
                 raise InvalidRequestError("logit_bias has a key that is not a token id of the model",
-                                          f"integers in 0..{vocab_size - 1}", "use ids of the model's tokenizer")
+                                          f"expected integers in 0..{vocab_size - 1}",
+                                          "use ids of the model's tokenizer")
             if type(value) not in (int, float) or not -LARGEST_BIAS <= value <= LARGEST_BIAS:
                 raise InvalidRequestError(f"logit_bias of token {token} is out of range",
-                                          f"numbers from {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}", "clip the value")
+                                          f"expected numbers from {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}",
+                                          "clip the value")
             bias[token] = value
         return bias

@@ -74,7 +74,8 @@ class LatestStatistics:
 
     def __init__(self, model: str) -> None:
         if not isinstance(model, str):
-            raise ConfigError(f"model is of type {type_name(model)}", "a str, for the label", "pass the model's name")
+            raise ConfigError(f"model is of type {type_name(model)}", "expected a str, for the label",
+                              "pass the model's name")
         self.record: dict[str, Any] = {}
         self.received_at_s = 0.0
         self.sums: dict[str, int] = dict.fromkeys(SUMMED, 0)

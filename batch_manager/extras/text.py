@@ -100,7 +100,7 @@ class TextStream:
         if self.stopped_by is not None:
             return ""
         if self._is_finished:
-            raise InvalidRequestError("push was called after finish", "no tokens after the end of a text",
+            raise InvalidRequestError("push was called after finish", "a finished stream accepts no tokens",
                                       "make a new TextStream for every request")
         return self._up_to_a_stop(self._feed(tokens))
 
@@ -200,12 +200,12 @@ _make_stop_strings = lru_cache(maxsize=64)(_StopStrings)
 
 def _stop_strings(stop: str | Iterable[str] | None) -> _StopStrings | None:
     if not isinstance(stop, Iterable | None):
-        raise ConfigError(f"stop is of type {type_name(stop)}", "a string, a list of strings, or None",
+        raise ConfigError(f"stop is of type {type_name(stop)}", "expected a string, a list of strings, or None",
                           "pass a list")
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise ConfigError(f"{string!r:.60} is not a stop string", "strings of at least one character",
+            raise ConfigError(f"{string!r:.60} is not a stop string", "expected strings of at least one character",
                               "remove it")
     return _make_stop_strings(strings) if strings else None
 
@@ -236,7 +236,7 @@ def _new_text(tokenizer: Any, skips: bool) -> Text:
         special = tuple(getattr(tokenizer, "all_special_ids", ()))
         traits = _length(tokenizer), special, _cleans_up(tokenizer)
         return _maker_for_slow(_Identity(tokenizer), skips, *traits)()
-    raise ConfigError(f"the tokenizer is of type {type_name(tokenizer)}", "an object that decodes tokens",
+    raise ConfigError(f"the tokenizer is of type {type_name(tokenizer)}", "expected an object that decodes tokens",
                       "pass a tokenizers.Tokenizer, or a tokenizer of transformers")
 
 
@@ -342,6 +342,6 @@ def _maker(tokenizer: Any, skips: bool, rules: list[Rule], token_of: Callable[[i
         decode([])
     except Exception as error:
         raise ConfigError(f"a {type_name(tokenizer)} cannot decode: {type(error).__name__}",
-                          f"decode(list of tokens, skip_special_tokens={skips}) returns a str",
+                          f"decode(list of tokens, skip_special_tokens={skips}) must return a str",
                           "pass a tokenizers.Tokenizer, or a tokenizer of transformers") from error
     return partial(WholeText, decode)

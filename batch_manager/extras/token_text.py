@@ -280,7 +280,7 @@ class Pieces(dict):
 
 def not_a_token(token_id: object) -> InvalidRequestError:
     return InvalidRequestError(f"the tokenizer has no token {printable(repr(token_id)[:60])}",
-                               "integers, as in the tensor output_ids",
+                               "expected integers, as in the tensor output_ids",
                                "pass a list or a one-dimensional array of token ids")
 
 
@@ -419,7 +419,7 @@ class WholeText:
             return self._decode(list(self._tokens))
         except (TypeError, ValueError, OverflowError, LookupError) as error:
             raise InvalidRequestError(f"the tokenizer cannot decode these tokens: {type(error).__name__}",
-                                      "tokens of its vocabulary",
+                                      "expected tokens of its vocabulary",
                                       "pass the tokenizer of the model") from error
 
 

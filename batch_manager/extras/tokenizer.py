@@ -27,22 +27,22 @@ def load_tokenizer(folder: str | os.PathLike) -> Any:
         raise ConfigError("tokenizers is not installed", "it is required for text",
                           'pip install "batch-manager[text]"') from error
     if not isinstance(folder, str | os.PathLike):
-        raise ConfigError(f"the folder of the tokenizer is of type {type_name(folder)}", "a str or os.PathLike",
-                          "pass the path of a model, or a tokenizer object")
+        raise ConfigError(f"the folder of the tokenizer is of type {type_name(folder)}", 
+                          "expected a str or os.PathLike", "pass the path of a model, or a tokenizer object")
     if is_gguf_file(folder):
         return load_gguf_tokenizer(folder)
     path = Path(folder) / TOKENIZER_FILE
     if not path.parent.is_dir():
-        raise ConfigError(f"there is no folder {os.fspath(folder)!r}", "the folder of a model on this machine",
+        raise ConfigError(f"there is no folder {os.fspath(folder)!r}", "expected the folder of a model on this machine",
                           "pass its path; `hf download NAME` fetches a model from the Hugging Face hub and prints it")
     if not path.is_file():
-        raise ConfigError(f"there is no file {os.fspath(path)!r}", "the folder of a model with its tokenizer",
+        raise ConfigError(f"there is no file {os.fspath(path)!r}", "expected a model folder with its tokenizer",
                           "pass a tokenizer, or a folder with that file")
     try:
         tokenizer = Tokenizer.from_file(os.fspath(path))
     except Exception as error:    # the library raises a plain Exception
         raise ConfigError(f"{os.fspath(path)!r} cannot be read: {printable(str(error)[:LONGEST_QUOTE])}",
-                          "a file that tokenizers wrote", "download or save it again") from error
+                          "expected a file that tokenizers wrote", "download or save it again") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -60,6 +60,6 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> lis
             tokens = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except Exception as error:    # a lone surrogate, or a vocabulary without an unknown token
         raise InvalidRequestError(f"the prompt cannot be encoded: {type_name(error)}",
-                                  "text that the tokenizer can encode",
+                                  "expected text that the tokenizer can encode",
                                   "remove invalid characters, or pass token ids") from None
     return list(getattr(tokens, "ids", tokens))

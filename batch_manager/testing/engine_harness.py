@@ -116,7 +116,7 @@ class EngineHarness:
         """End open requests with SHUTDOWN, and close the backend. Idempotent. Raises RuntimeError in a callback."""
         self._refuse_in_callback("close")
         self._loop.answer_the_rest(ManagerClosedError(
-            "the harness was closed before the request ended", "close() after all requests have ended",
+            "the harness was closed before the request ended", "requests must end before close()",
             "call run() first"))
         self.backend.close()
 

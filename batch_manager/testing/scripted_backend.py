@@ -92,7 +92,7 @@ class ScriptedBackend:
                  step_seconds: float = 0.0) -> None:
         if script is not None and window is not None:
             raise ConfigError("a ScriptedBackend was given a script and a window",
-                              "at most one of them, because a script gets the whole history", "remove one")
+                              "a script gets the whole history, never a window", "remove one")
         self.info = BackendInfo(vocab_size=vocab_size, max_seq_len=max_seq_len, num_blocks=num_blocks,
                                 tokens_per_block=tokens_per_block, num_slots=num_slots, dispatch="scripted",
                                 device="none", dtype="int32", attention_window=window, sink_tokens=sink,

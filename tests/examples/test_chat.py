@@ -220,7 +220,7 @@ def test_a_library_that_is_missing_is_named_with_its_extra(gguf_file, library, e
 
 
 def test_without_a_model_or_a_template_it_says_what_to_do(tmp_path):
-    for arguments, told in (([], "there is no model; a folder or .gguf file; "), ([AUSTEN], "has no chat template"),
+    for arguments, told in (([], "there is no model; expected a folder"), ([AUSTEN], "has no chat template"),
                             ([tmp_path / "a.gguf"], "a.gguf")):
         done = subprocess.run([*CHAT, *arguments], env=environment(XDG_CACHE_HOME=str(tmp_path)), capture_output=True,
                               text=True, timeout=60)

@@ -262,7 +262,7 @@ def test_a_folder_without_a_template_is_named(tmp_path):
     for content in (None, "{}", '{"chat_template": null}', '{"chat_template": 5}'):
         if content:
             (tmp_path / "tokenizer_config.json").write_text(content)
-        with pytest.raises(ConfigError, match=f"{tmp_path.name}' has no chat template; chat_template.jinja, or"):
+        with pytest.raises(ConfigError, match=f"{tmp_path.name}' has no chat template; expected chat_template"):
             chat_prompt(tmp_path, [])
     with pytest.raises(ConfigError, match="there is no folder"):
         chat_prompt(tmp_path / "nowhere", [])
@@ -289,7 +289,7 @@ def test_without_jinja2_or_with_an_old_one_the_error_says_what_to_do(tmp_path, m
     here = folder(tmp_path, chat_template="x")
     chat_template._environment.cache_clear()
     monkeypatch.setattr(jinja2, "__version__", "3.1.5")
-    with pytest.raises(ConfigError, match="jinja2 is version 3.1.5; at least 3.1.6"):
+    with pytest.raises(ConfigError, match="jinja2 is version 3.1.5; expected at least 3.1.6"):
         chat_prompt(here, [])
     monkeypatch.setattr(jinja2, "__version__", "3.2.0.dev1")
     assert chat_prompt(here, []) == "x"

@@ -220,7 +220,7 @@ def test_templates_by_name_and_a_file_that_changes(tmp_path):
     write(path, {**values, "tokenizer.chat_template": "another one"})
     assert chat_prompt(path, [], []) == "another one"
     write(path, values)
-    with pytest.raises(ConfigError, match=r"a\.gguf' has no chat template; tokenizer\.chat_template in its metadata"):
+    with pytest.raises(ConfigError, match=r"a\.gguf' has no chat template; expected tokenizer\.chat_template"):
         chat_prompt(path, [])
     with pytest.raises(ConfigError, match="violated the sandbox"):
         chat_prompt(write(path, {**values, "tokenizer.chat_template": "{{ ''.__class__.__mro__ }}"}), [])
@@ -237,14 +237,14 @@ TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 
 
 @pytest.mark.parametrize(("values", "message"), [
-    ({**BYTES, "tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert'; 'gpt2' or 'llama'"),
+    ({**BYTES, "tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert'; expected 'gpt2' or 'llama'"),
     ({**BYTES, "tokenizer.ggml.model": None}, "tokenizer.ggml.model is missing"),
     ({**BYTES, "tokenizer.ggml.model": 3}, "tokenizer.ggml.model is 3"),
-    ({**BYTES, "tokenizer.ggml.pre": "deepseek-coder"}, "tokenizer.ggml.pre is 'deepseek-coder'; one of gpt-2, phi-2"),
+    ({**BYTES, "tokenizer.ggml.pre": "deepseek-coder"}, "tokenizer.ggml.pre is 'deepseek-coder'; expected one of gpt-2, phi-2"),
     ({**BYTES, "tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre is 'default'"),
     ({**BYTES, "tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is missing"),
-    ({**BYTES, TOKENS: None}, "tokenizer.ggml.tokens is missing; a list of strings"),
-    ({**BYTES, TOKENS: [1, 2]}, "tokenizer.ggml.tokens is an array; a list of strings"),
+    ({**BYTES, TOKENS: None}, "tokenizer.ggml.tokens is missing; expected a list of strings"),
+    ({**BYTES, TOKENS: [1, 2]}, "tokenizer.ggml.tokens is an array; expected a list of strings"),
     ({**BYTES, TOKENS: [*BYTES[TOKENS][:-1], "a"]}, "unique tokens of 1 to 1,024 characters"),
     ({**BYTES, TOKENS: [*BYTES[TOKENS][:-1], ""]}, "unique tokens"),
     ({**BYTES, TOKENS: [*BYTES[TOKENS][:-1], "x" * 1025]}, "unique tokens"),
@@ -252,10 +252,10 @@ TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
     ({**BYTES, KINDS: BYTES[KINDS][:-1]}, "one per token"),
     ({**BYTES, KINDS: [*BYTES[KINDS][:-1], 7]}, "types from 1 to 6"),
     ({**BYTES, "tokenizer.ggml.merges": None}, "merges is missing"),
-    ({**BYTES, "tokenizer.ggml.merges": ["ab"]}, "merges is a list with the entry 'ab'; two tokens with a space"),
+    ({**BYTES, "tokenizer.ggml.merges": ["ab"]}, "merges is a list with the entry 'ab'; expected two tokens"),
     ({**BYTES, "tokenizer.ggml.merges": ["a b c"]}, "two tokens with a space"),
     ({**BYTES, "tokenizer.ggml.merges": ["a zq\u00e9"]}, "tokenizers rejects its vocabulary"),
-    ({**BYTES, "tokenizer.ggml.add_bos_token": 1}, "add_bos_token is 1; true or false"),
+    ({**BYTES, "tokenizer.ggml.add_bos_token": 1}, "add_bos_token is 1; expected true or false"),
     ({**BYTES, "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": None}, "bos_token_id is missing"),
     ({**BYTES, "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 10**6}, "a token id, 0.."),
     ({**SENTENCES, "tokenizer.ggml.scores": None}, "scores is missing"),
@@ -283,7 +283,7 @@ def test_an_architecture_whose_tokenizer_does_more_is_refused(tmp_path, architec
 def test_a_shard_that_is_not_the_first_is_named(tmp_path):
     path = write(tmp_path / "model-00002-of-00004.gguf", {"split.no": 1, "split.count": 4})
     for load in (load_tokenizer, LLM, lambda path: chat_prompt(path, [{"role": "user", "content": "Hello"}])):
-        with pytest.raises(ConfigError, match="00002-of-00004.gguf is shard 2 of a model; the first shard"):
+        with pytest.raises(ConfigError, match="00002-of-00004.gguf is shard 2 of a model; expected the first shard"):
             load(path)
 
 

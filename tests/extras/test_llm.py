@@ -160,16 +160,16 @@ def test_threads_that_wait_for_one_text_end_with_it_and_when_another_one_cancels
 def test_what_is_no_tokenizer_is_refused():
     with pytest.raises(ConfigError, match="the tokenizer is of type int"):
         LLM(MODEL, tokenizer=5)
-    with pytest.raises(ConfigError, match="the folder of the tokenizer is of type NoneType; a str or os.PathLike; "):
+    with pytest.raises(ConfigError, match="the folder of the tokenizer is of type NoneType"):
         LLM(None)
 
 
 def test_options_of_a_wrong_type_are_named():
     with scripted() as llm:
-        for options, told in (({"stop_token_ids": 5}, "stop_token_ids is of type int; a list of token ids; "),
-                              ({"logit_bias": [1]}, "logit_bias is of type list; a mapping of token ids to numbers; ")):
+        for options, told in (({"stop_token_ids": 5}, "stop_token_ids is of type int; expected a list"),
+                              ({"logit_bias": [1]}, "logit_bias is of type list; expected a mapping")):
             assert told in str(llm.generate(["a"], **options)[0].error)
-        with pytest.raises(ConfigError, match="stop is of type int; a string, a list of strings, or None"):
+        with pytest.raises(ConfigError, match="stop is of type int; expected a string, a list of strings, or None"):
             llm.generate(["a"], stop=5)
         assert len(llm.generate([[1]], stop=None, stop_token_ids=None, max_tokens=3, ignore_eos=True)[0].tokens) == 3
 

@@ -212,7 +212,7 @@ for scope in reader.get_metrics_data().resource_metrics[0].scope_metrics:
 
 def test_a_model_that_is_no_text_is_refused_before_anybody_scrapes():
     from batch_manager.extras.prometheus import PrometheusStatistics
-    with pytest.raises(ConfigError, match="model is of type PosixPath; a str, for the label; "):
+    with pytest.raises(ConfigError, match="model is of type PosixPath; expected a str, for the label; "):
         PrometheusStatistics(Path("austen-4m"))
 
 

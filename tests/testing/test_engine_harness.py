@@ -150,5 +150,5 @@ def test_a_class_makes_the_backend():
 
 
 def test_a_script_and_a_window_are_refused_together():
-    with pytest.raises(ConfigError, match="a script and a window; at most one of them"):
+    with pytest.raises(ConfigError, match="a script and a window; a script gets the whole history"):
         ScriptedBackend(script=lambda history: 1, window=8)
