@@ -107,7 +107,7 @@ def test_a_model_that_says_something_else_after_a_pause_is_found_out(quickstart,
     assert quickstart.main(["--max-new-tokens", "40"], {"backend": backend}) == 1
     captured = capsys.readouterr()
     assert "A DIFFERENT TEXT" in captured.out
-    assert "the text after a pause differs" in captured.err
+    assert "the text with a pause differs" in captured.err
 
 
 def test_a_request_that_fails_makes_the_program_fail(quickstart, capsys):
