@@ -210,8 +210,8 @@ class Parts:
                 the attention of each layer, with the windows in force. With sink tokens it also gets `sink=`
     backend     a ModelBackend, or a factory () -> ModelBackend; model_path is then not read
     clock       a Clock; while it raises or returns an invalid time, the system's clock continues from its last reading
-    trace       called with an IterationTrace after each iteration that had an active request, on the worker thread.
-                Its exceptions are logged and dropped, as a callback's
+    trace       called with an IterationTrace on the worker thread, after each iteration that had an active request or
+                refused one. Its exceptions are logged and dropped, as a callback's
     after_responses   () -> None, called on the worker thread once after the last response of an iteration that sent
                 any: new tokens, finals, refusals, finals of stopped requests, SHUTDOWN and ENGINE_FAILED. A host can
                 wake its clients here once, instead of once per token. Its exceptions are logged and dropped

@@ -27,7 +27,9 @@ class Finals:
 
     num_sent       final responses so far, refusals included
     held           request id -> reason, of ended requests whose final is held back; empty in this class
-    ended          ids of requests that ran and ended since the last call of `take_ended`
+    ended          ids of accepted requests that ended since the last call of `take_ended`
+    end_reasons    name of a FinishReason or an ErrorCode -> ids of requests with that final since the last call of
+                   `take_end_reasons`, refused ones included; None: nothing is traced
     errors         error code -> finals with it
     reasons        name of a statistic -> finals without an error that it counts
     """
@@ -43,6 +45,7 @@ class Finals:
         self._deliveries = deliveries
         self._window = window
         self.ended: list[int] = []
+        self.end_reasons: dict[str, list[int]] | None = None
         self.reasons = dict.fromkeys(FINALS_BY_REASON.values(), 0)
         self.held: dict[int, FinishReason] = {}
 
@@ -76,6 +79,7 @@ class Finals:
         """End a queued request without an error and without tokens."""
         metrics = self._timings.take(admitted.request, self._resources)
         self._intake.forget(admitted.request.request_id)
+        self.ended.append(admitted.request.request_id)
         self._deliveries.admit(admitted)
         delivery = self._deliveries.forget(admitted.request.request_id)
         assert delivery is not None
@@ -85,6 +89,7 @@ class Finals:
         """End a queued request with an error."""
         request_id = admitted.request.request_id
         self._intake.forget(request_id)
+        self.ended.append(request_id)
         self._send_error(request_id, code, error_text(code, f"request {request_id}: {message}"))
 
     def answer_refusals(self) -> None:
@@ -93,6 +98,7 @@ class Finals:
         while refusals:
             error, text = refusals[0].error, refusals[0].error.response_text()
             log.info("request %d was refused: %s", refusals[0].request_id, text)
+            self._note_end(error.code.name, refusals[0].request_id)
             self._callbacks.send_refusal(text, error.code)
 
     def fail_everything(self, error: BatchManagerError) -> None:
@@ -111,9 +117,18 @@ class Finals:
             self._send_error(request_id, error.code, text)
 
     def take_ended(self) -> tuple[int, ...]:
-        """Return the ids of requests that ran and ended since the last call of this method."""
+        """Return the ids of accepted requests that ended since the last call of this method."""
         ended, self.ended = tuple(self.ended), []
         return ended
+
+    def take_end_reasons(self) -> dict[str, tuple[int, ...]]:
+        """Return reason -> ids of the requests that got their final since the last call of this method."""
+        reasons, self.end_reasons = self.end_reasons or {}, {}
+        return {reason: tuple(ids) for reason, ids in reasons.items()}
+
+    def _note_end(self, reason: str, request_id: int) -> None:
+        if self.end_reasons is not None:
+            self.end_reasons.setdefault(reason, []).append(request_id)
 
     def _take_out(self, request: LlmRequest, *, keep_computed: bool, clear_blocks: bool = False) -> Delivery | None:
         request.finish()
@@ -130,8 +145,10 @@ class Finals:
         if metrics is not None:
             tensors += self._deliveries.tensors_of(metrics)
         self.reasons[FINALS_BY_REASON[reason]] += 1
+        self._note_end(reason.name, request.request_id)
         self._callbacks.send_final(request.request_id, tensors)
 
     def _send_error(self, request_id: int, code: ErrorCode, text: str) -> None:
         log.info("request %d ended: %s", request_id, text)
+        self._note_end(code.name, request_id)
         self._callbacks.send_final(request_id, [], text, code)

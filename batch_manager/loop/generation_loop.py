@@ -86,6 +86,7 @@ class GenerationLoop:
                                  max_requests=limits.max_num_sequences, trace=trace,
                                  timings=intake.timings)
         self._phase_times = PhaseTimes(self, clock) if self.reporter.wants_trace else None
+        self.finals.end_reasons = {} if self.reporter.wants_trace else None
         self._in_scheduler = callbacks.guard.raising("schedule_request", passing=SchedulerContractError)
 
     def step(self, *, accept_new: bool) -> bool:
@@ -336,7 +337,8 @@ class GenerationLoop:
         if record.active_requests or record.had_refusals and self.failure is None:
             if record.kv_cache is None:    # nothing was launched
                 record.kv_cache = self.kv.usage()
-            if self._phase_times is not None and record.active_requests:
+            if self._phase_times is not None:
+                record.end_reasons = self.finals.take_end_reasons()
                 self.reporter.trace(record, self._phase_times.take(), len(self.intake))
             self._send_record(record)
             if self._flush_stats_when_idle and record.active_requests and self.is_empty:

@@ -24,7 +24,8 @@ class IterationRecord:
     generated_tokens   tokens appended to requests
     had_refusals       whether items were refused
     figures            name of a statistic -> value, of resources besides KV cache blocks
-    arrived, finished  ids of the requests that were accepted, and of those that ran and ended
+    arrived, finished  ids of the requests that were accepted, and of accepted ones that ended
+    end_reasons        reason -> ids of the requests that got their final response; filled for traces only
     waiting            reason -> ids of the active requests in no step; filled for traces only
     """
 
@@ -42,6 +43,7 @@ class IterationRecord:
     arrived: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
     waiting: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    end_reasons: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

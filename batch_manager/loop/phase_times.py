@@ -35,6 +35,6 @@ class PhaseTimes:
             try:
                 return method(*arguments)
             finally:
-                self._microseconds[phase] = round(1e6 * (now() - started_at))
+                self._microseconds[phase] = max(round(1e6 * (now() - started_at)), 0)    # a clock may be set back
 
         return timed

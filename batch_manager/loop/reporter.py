@@ -1,6 +1,7 @@
 """Reports an iteration: statistics to the callback, a trace to the hook."""
 
 from collections.abc import Callable, Mapping
+from math import inf
 from operator import index
 
 from ..seams import Clock, MemoryUsage, ModelBackend
@@ -27,6 +28,7 @@ class Reporter:
         self._accepted = self._refused = 0    # in the records so far
         self._max_requests = max_requests
         self._trace = trace
+        self._last_started_at = -inf
         self.wants_trace = trace is not None
         self._figures_of_backend = getattr(backend, "figures", None)
         self._in_trace, self._in_memory_usage, self._in_figures = map(
@@ -37,11 +39,12 @@ class Reporter:
         plan = record.plan
         kv_cache = record.kv_cache
         assert kv_cache is not None
+        self._last_started_at = max(self._last_started_at, record.started_at)    # a host's clock may be set back
         trace = IterationTrace(
             record.number, tuple(record.chunks), tuple([r.request_id for r in plan.generation_requests]),
             tuple([r.request_id for r in plan.paused_requests]), record.finished, record.arrived,
-            record.started_at, phases_us, record.waiting, queued_requests, kv_cache.live_blocks,
-            kv_cache.cached_blocks, kv_cache.free_blocks)
+            self._last_started_at, phases_us, record.waiting, queued_requests, kv_cache.live_blocks,
+            kv_cache.cached_blocks, kv_cache.free_blocks, record.end_reasons)
         hook = self._trace
         assert hook is not None
         with self._in_trace:

@@ -1,15 +1,24 @@
-"""Traces of iterations, for pictures, simulations and bug reports. They hold ids and counts, no tokens."""
+"""Records of each iteration, for pictures, simulations and bug reports. They have ids and counts, no tokens."""
 
+import fcntl
 import os
+import stat
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from typing import IO, Any, Self
+from math import isfinite
+from typing import IO, Any, NoReturn, Self
 
 import orjson
 
+from ..contained_log import log
+from ..errors import ConfigError
+
 FORMAT, VERSION = "batch_manager trace", 1
 BUFFER_BYTES = 1 << 20
+LARGEST_ID, LARGEST_COUNT = 2**64 - 1, 2**53 - 1        # a browser holds no larger count exactly
 _HEADER = orjson.dumps({"format": FORMAT, "version": VERSION}, option=orjson.OPT_APPEND_NEWLINE)
 
 
@@ -17,18 +26,22 @@ _HEADER = orjson.dumps({"format": FORMAT, "version": VERSION}, option=orjson.OPT
 class IterationTrace:
     """One iteration.
 
-    context      (request id, first position, tokens) of each chunk
-    generation   ids of requests that generated
-    paused, finished   ids of requests that were paused, and of those that ended
-    arrived      ids of requests accepted at the start of the iteration, whether they ran or wait
-    started_at_s   start of the iteration, in seconds of the engine's clock
-    phases_us    phase -> microseconds, for phases that ran. `fetch`: admit requests; `schedule`: make and check the
-                 plan; `claim`: claim its blocks; `start`: launch the step; `read`: wait for the oldest step in flight;
-                 `advance`: append its tokens; `respond`: send responses; `poll`: poll stop signals
-    waiting      reason -> ids of the active requests in no step; see batch_manager/scheduling/waiting.py for reasons
-    queued_requests   accepted requests that wait to become active
-    live_blocks, cached_blocks, free_blocks   KV cache blocks after the launch: held by sequences; held by none, but
-                 reusable; empty
+    iteration    number; rises from one record to the next, with gaps
+    context      (request id, first position, tokens) of each context chunk in the step
+    generation   ids of the generating requests in the step
+    paused, finished   request ids
+    arrived      ids of the requests accepted at the start of the iteration, whether they run in it or wait
+    started_at_s   when the iteration began, in seconds of the engine's clock
+    phases_us    phase -> microseconds. `fetch`: admit requests; `schedule`: make and check the plan; `claim`: take its
+                 blocks; `start`: launch the step; `read`: wait for the oldest step in flight; `advance`: append its
+                 tokens; `respond`: send responses; `poll`: poll stop signals. Phases that did not run are missing
+    waiting      reason -> ids of the active requests that were in no step; batch_manager/scheduling/waiting.py lists
+                 the reasons
+    queued_requests   accepted requests that are not active yet
+    live_blocks, cached_blocks, free_blocks   of the KV cache, after the launch of the step: held by sequences, held by
+                 none but reusable, and empty
+    end_reasons  reason -> ids of the requests that got their final response: a FinishReason or an ErrorCode by name.
+                 Refused requests are listed here only. Empty in traces written before this field existed
     """
 
     iteration: int
@@ -44,6 +57,10 @@ class IterationTrace:
     live_blocks: int = 0
     cached_blocks: int = 0
     free_blocks: int = 0
+    end_reasons: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+REQUIRED = frozenset(f.name for f in fields(IterationTrace)) - {"end_reasons"}
 
 
 @dataclass(slots=True)
@@ -57,8 +74,10 @@ class Trace:
 
 
 class TraceWriter:
-    """Writes a trace to an open binary file: first the header, then each iteration that it is called with. The caller
-    flushes and closes the file."""
+    """Write a trace to a binary file: the header at once, then each iteration it is called with.
+
+    The caller flushes and closes the file.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -69,31 +88,41 @@ class TraceWriter:
 
 
 class TraceFile:
-    """Writes a trace to a file while the engine runs: `Parts(trace=TraceFile("trace.jsonl"))`.
+    """Write a trace to a file while the engine runs: `Parts(trace=TraceFile("trace.jsonl"))`.
 
-    path                    file to overwrite: one line of JSON with the format and its version, then one line per
-                            iteration
-    seconds_between_flushes   a crash of the process loses the iterations since the last flush
+    path                      is overwritten: one line of JSON with the format and its version, then one per iteration
+    seconds_between_flushes   0 or more; a crash of the process loses the iterations since the last flush
 
-    Call it from one thread at a time. Raises OSError if the file cannot be written.
+    One thread at a time calls it. A forked child writes nothing. If the disk fails or is full, one error is logged, the
+    trace ends there, and `close` raises OSError.
+
+    Raises OSError if the file cannot be written, ConfigError if another TraceFile has it open.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, seconds_between_flushes: float = 1.0) -> None:
-        self._file = open(path, "wb", buffering=BUFFER_BYTES)
-        self._write = TraceWriter(self._file)
+        if not seconds_between_flushes >= 0:        # NaN is not
+            raise ConfigError(f"seconds_between_flushes is {seconds_between_flushes}", "0 or more seconds")
+        self._lines = _LineFile(os.fspath(path))
+        self._append = self._lines.append
         self._seconds = seconds_between_flushes
         self._flush_at = time.monotonic() + seconds_between_flushes
+        # The last lines are written even if nobody closes the file. Must not refer to self.
+        self._at_exit = weakref.finalize(self, self._lines.close_quietly)
 
     def __call__(self, iteration: IterationTrace) -> None:
-        self._write(iteration)
+        self._append(orjson.dumps(iteration, option=orjson.OPT_APPEND_NEWLINE))
         now = time.monotonic()
         if now >= self._flush_at:
             self._flush_at = now + self._seconds
-            self._file.flush()
+            self._lines.flush()
 
     def close(self) -> None:
-        """Write buffered iterations and close the file. Idempotent."""
-        self._file.close()
+        """Write the rest and close the file. Does nothing the second time.
+
+        Raises OSError if an iteration could not be written.
+        """
+        if self._at_exit.detach() is not None:
+            self._lines.close()
 
     def __enter__(self) -> Self:
         return self
@@ -102,29 +131,112 @@ class TraceFile:
         self.close()
 
 
+class _LineFile:
+    """A locked file with a buffer that a forked child drops; Python's own would be written by both processes."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._process_id = path, os.getpid()
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))      # new memory for each line would cost more than its copy
+        self._used = 0
+        self._failure: OSError | None = None
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            self._lock()
+            if stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+                os.ftruncate(self._descriptor, 0)
+            self._write(_HEADER)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{self._path} is being written by another TraceFile", "a file for each trace",
+                              "close the other one, or name another file") from None
+        except OSError:        # a file system without locks
+            pass
+
+    def append(self, line: bytes) -> None:
+        end = self._used + len(line)
+        if end > BUFFER_BYTES:
+            self.flush()
+            end = len(line)
+            if end > BUFFER_BYTES:
+                self._write_or_stop(line)
+                return
+        self._buffer[self._used:end] = line
+        self._used = end
+
+    def flush(self) -> None:
+        self._write_or_stop(self._buffer[:self._used])
+        self._used = 0
+
+    def _write_or_stop(self, content: bytes | memoryview) -> None:
+        if self._failure is not None or os.getpid() != self._process_id:
+            return
+        try:
+            self._write(content)
+        except OSError as error:        # a retry would leave a gap
+            self._failure = error
+            log.error("the trace is incomplete: %s cannot be written: %s; no further iteration is recorded",
+                      self._path, error.strerror)
+
+    def close(self) -> None:
+        try:
+            self.flush()
+            if os.getpid() == self._process_id:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)        # a forked child may have the descriptor open
+        finally:
+            os.close(self._descriptor)
+        if self._failure is not None:
+            raise self._failure
+
+    def close_quietly(self) -> None:
+        with suppress(OSError):        # the log has it
+            self.close()
+
+    def _write(self, content: bytes | memoryview) -> None:
+        view = memoryview(content)
+        while view:
+            try:
+                view = view[os.write(self._descriptor, view):]
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, self._path) from None
+
+
 def write_trace(iterations: Iterable[IterationTrace], file: IO[bytes]) -> None:
-    """Write iterations in the format of TraceFile."""
+    """Write iterations to a binary file in the format of `TraceFile`."""
     write = TraceWriter(file)
     for iteration in iterations:
         write(iteration)
 
 
 def read_trace(file: IO[bytes]) -> Iterator[IterationTrace]:
-    """Yield the iterations of a trace. Skips an incomplete last line, which a crash can leave.
+    """Yield the iterations of a trace. A last line that a crash cut off is left out.
 
-    Raises ValueError, naming the line, for any other fault.
+    Raises ValueError, with line and field, for anything that no `TraceFile` writes.
     """
     _check_header(file.readline())
+    before: IterationTrace | None = None
     for number, line in enumerate(file, 2):
         if not line.strip():
             continue
         try:
-            yield _iteration(orjson.loads(line))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            if not line.endswith(b"\n") and isinstance(error, orjson.JSONDecodeError):
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            if not line.endswith(b"\n"):
                 return
-            raise ValueError(f"line {number} is not an iteration of a trace; expected one JSON object with "
-                             f"{', '.join(f.name for f in fields(IterationTrace))}") from error
+            raise ValueError(f"line {number} is not JSON; expected one object per line; the trace is damaged") from None
+        try:
+            iteration = _iteration(record)
+            if before is not None:
+                _check_order(before, iteration)
+        except _FieldError as error:
+            raise ValueError(f"line {number}: {error}") from None
+        before = iteration
+        yield iteration
 
 
 def _check_header(line: bytes) -> None:
@@ -141,19 +253,83 @@ def _check_header(line: bytes) -> None:
                          "batch_manager that wrote it")
 
 
-def _iteration(record: dict[str, Any]) -> IterationTrace:
+class _FieldError(Exception):
+    """A field of a record is wrong."""
+
+
+def _refuse(fact: str, expectation: str, fix: str = "the trace is damaged") -> NoReturn:
+    raise _FieldError(f"{fact}; expected {expectation}; {fix}")
+
+
+def _iteration(record: Any) -> IterationTrace:
+    if type(record) is not dict:
+        _refuse(f"the record is a {type(record).__name__}", "a JSON object")
+    if "format" in record:
+        _refuse("a second trace begins here", "one trace per file", "split the file at this line")
+    if missing := REQUIRED - record.keys():
+        _refuse(f"{', '.join(sorted(missing))} missing", f"the fields {', '.join(sorted(REQUIRED))}")
     return IterationTrace(
-        iteration=int(record["iteration"]),
-        context=tuple((int(request_id), int(start), int(tokens)) for request_id, start, tokens in record["context"]),
-        generation=tuple(int(request_id) for request_id in record["generation"]),
-        paused=tuple(int(request_id) for request_id in record["paused"]),
-        finished=tuple(int(request_id) for request_id in record["finished"]),
-        arrived=tuple(int(request_id) for request_id in record.get("arrived", ())),
-        started_at_s=float(record.get("started_at_s", 0.0)),
-        phases_us={str(phase): int(time) for phase, time in record.get("phases_us", {}).items()},
-        waiting={str(reason): tuple(map(int, ids)) for reason, ids in record.get("waiting", {}).items()},
-        queued_requests=int(record.get("queued_requests", 0)),
-        live_blocks=int(record.get("live_blocks", 0)),
-        cached_blocks=int(record.get("cached_blocks", 0)),
-        free_blocks=int(record.get("free_blocks", 0)),
+        iteration=_count("iteration", record["iteration"]),
+        context=_chunks(record["context"]),
+        generation=_ids("generation", record["generation"]),
+        paused=_ids("paused", record["paused"]),
+        finished=_ids("finished", record["finished"]),
+        arrived=_ids("arrived", record["arrived"]),
+        started_at_s=_seconds(record["started_at_s"]),
+        phases_us={phase: _count(f"phases_us.{phase}", time) for phase, time in _items("phases_us", record)},
+        waiting={reason: _ids(f"waiting.{reason}", ids) for reason, ids in _items("waiting", record)},
+        queued_requests=_count("queued_requests", record["queued_requests"]),
+        live_blocks=_count("live_blocks", record["live_blocks"]),
+        cached_blocks=_count("cached_blocks", record["cached_blocks"]),
+        free_blocks=_count("free_blocks", record["free_blocks"]),
+        end_reasons={reason: _ids(f"end_reasons.{reason}", ids) for reason, ids in _items("end_reasons", record)},
     )
+
+
+def _check_order(before: IterationTrace, iteration: IterationTrace) -> None:
+    if iteration.iteration <= before.iteration:
+        _refuse(f"iteration {iteration.iteration} follows iteration {before.iteration}", "rising numbers",
+                "the lines are out of order, or a second run begins here: split the file at this line")
+    if iteration.started_at_s < before.started_at_s:
+        _refuse(f"started_at_s is {iteration.started_at_s}, less than {before.started_at_s} in the record before",
+                "times that never fall")
+
+
+def _count(name: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= LARGEST_COUNT:
+        _refuse(f"{name} is {_quoted(value)}", f"an integer from 0 to {LARGEST_COUNT}")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not isfinite(value):
+        _refuse(f"started_at_s is {_quoted(value)}", "a finite number")
+    return float(value)
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    if type(value) is not list or value and (set(map(type, value)) != {int} or min(value) < 0):
+        _refuse(f"{name} is {_quoted(value)}", f"a list of request ids, integers from 0 to {LARGEST_ID}")
+    return tuple(value)
+
+
+def _chunks(value: Any) -> tuple[tuple[int, int, int], ...]:
+    if type(value) is not list:
+        _refuse(f"context is {_quoted(value)}", "a list of [request id, first position, tokens]")
+    for chunk in value:
+        if type(chunk) is not list or len(chunk) != 3 or set(map(type, chunk)) != {int} or min(chunk) < 0 or max(
+                chunk[1:]) > LARGEST_COUNT:
+            _refuse(f"context has {_quoted(chunk)}", "[request id, first position, tokens], integers of 0 or more")
+    return tuple(map(tuple, value))
+
+
+def _items(name: str, record: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    value = record.get(name, {})
+    if type(value) is not dict:
+        _refuse(f"{name} is {_quoted(value)}", "a JSON object")
+    return value.items()
+
+
+def _quoted(value: Any) -> str:
+    text = orjson.dumps(value).decode()
+    return text if len(text) <= 60 else f"{text[:57]}..."

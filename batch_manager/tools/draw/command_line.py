@@ -32,6 +32,8 @@ from .text import render_text
 from .timeline import Timeline
 
 DEMO_REQUESTS = "20+12,24+10,12+14@1,16+8@4,30+6@6"
+# The scripted backend allocates a table of num_blocks x max_batch_size entries.
+MOST_OF_DEMO = {"num_blocks": 100_000, "max_batch_size": 1_000, "max_num_tokens": 2**31 - 1}
 CHUNKING = {"off": None, "first_come_first_served": ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
             "equal_progress": ContextChunkingPolicy.EQUAL_PROGRESS}
 
@@ -134,9 +136,10 @@ def _title(options: argparse.Namespace) -> str:
 
 
 def _demo(options: argparse.Namespace) -> tuple[list[str], list[IterationTrace]]:
-    """What was run, in words, and its trace."""
-    if options.num_blocks < 1:
-        raise ConfigError(f"--num-blocks is {options.num_blocks}", "at least 1", "leave it out for the default")
+    """Run the demonstration. Return (lines that describe it, its trace)."""
+    for name, most in MOST_OF_DEMO.items():
+        if not 1 <= (value := getattr(options, name)) <= most:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}", f"1 to {most:,}")
     chunking = CHUNKING[options.chunking]
     params = TrtGptModelOptionalParams(
         kv_cache_config=KvCacheConfig(tokens_per_block=options.tokens_per_block),

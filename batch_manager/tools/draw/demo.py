@@ -1,19 +1,22 @@
-"""The demonstration: the real scheduler and KV cache accounting over a scripted model. No weights, no torch."""
+"""The demonstration: the real scheduler and KV cache accounting with a scripted model. No weights, no torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...build import build_loop
 from ...config import Parts, TrtGptModelOptionalParams
+from ...errors import ConfigError
 from ...names import SchedulerPolicy, TrtGptModelType
 from ...requests.inference_request import InferenceRequest
 from ...stats.trace import IterationTrace, Trace
 from ...testing.scripted_backend import ScriptedBackend
 
+MOST_TOKENS = 1_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class DemoRequest:
-    """A prompt of so many tokens that asks for so many more, handed over at the start of an iteration."""
+    """Lengths of a prompt and of its output, and the iteration at whose start the request arrives."""
 
     prompt_tokens: int
     output_tokens: int
@@ -27,30 +30,35 @@ def parse_requests(text: str) -> list[DemoRequest]:
         lengths, _, iteration = item.strip().partition("@")
         prompt, _, output = lengths.partition("+")
         digits = (prompt, output, iteration or "0")
-        if not all(number.isdecimal() for number in digits) or 0 in (int(prompt), int(output)):
-            raise ValueError(f"{item.strip()!r} is no request; write PROMPT+OUTPUT or PROMPT+OUTPUT@ITERATION, "
-                             "as in 20+12@3")
+        if not all(number.isdecimal() and len(number) < 10 for number in digits) or not (
+                1 <= int(prompt) <= MOST_TOKENS and 1 <= int(output) <= MOST_TOKENS):
+            raise ConfigError(f"{item.strip()!r} is not a request",
+                              f"PROMPT+OUTPUT or PROMPT+OUTPUT@ITERATION, with 1 to {MOST_TOKENS:,} tokens each",
+                              "write 20+12@3, for example")
         requests.append(DemoRequest(*map(int, digits)))
     return requests
 
 
 def run_demo(requests: Sequence[DemoRequest], params: TrtGptModelOptionalParams, policy: SchedulerPolicy,
              num_blocks: int, say: Callable[[str], None] = lambda text: None) -> list[IterationTrace]:
-    """Run requests, numbered from 1, to their end over a scripted model, and return what every iteration did.
+    """Run requests, numbered from 1, with a scripted model. Return the trace.
 
-    say   hears about requests that were refused
+    say   called with the error of each refused request
+
     Raises ConfigError for a configuration that cannot run.
     """
     trace = Trace()
     waiting = sorted(enumerate(requests, 1), key=lambda pair: pair[1].iteration)
 
     def get(max_num_requests: int) -> list[InferenceRequest]:
-        """The requests that are due. When nothing is alive iterations do not count, so the next one is due at once."""
+        """Return the requests that are due. Iterations are not counted while the engine is idle, so the next request
+        is due at once then."""
         items = []
         while waiting and len(items) < max_num_requests:
             request_id, request = waiting[0]
-            idle = not items and loop.is_empty
-            if request.iteration > loop.iteration and not idle:
+            unanswered = loop.unanswered          # loop.is_empty is False during a call of get
+            is_idle = not (items or unanswered.alive or unanswered.refusals or unanswered.undecided)
+            if request.iteration > loop.iteration and not is_idle:
                 break
             del waiting[0]
             prompt = [1 + (request_id + i) % 99 for i in range(request.prompt_tokens)]

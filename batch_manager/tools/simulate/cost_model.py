@@ -1,7 +1,6 @@
 """The time of a step and of the host, as a function of the step's shape; and the file that holds it."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -14,6 +13,7 @@ from ..output_file import output_file
 from .step_shape import StepShape
 
 FORMAT, FORMAT_VERSION = "batch-manager cost model", 1
+MOST_SECONDS = 1e6          # per unit; more is damage, and sums of it could overflow
 CONSTANT = "constant"
 AMOUNTS = tuple(f.name for f in fields(StepShape))
 KNOTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -112,7 +112,7 @@ class CostModel:
             raise InputError(f"{path} has format_version {record.get('format_version')!r}; this program reads "
                              f"{FORMAT_VERSION}; fit it again")
         try:
-            return cls(_seconds(record["generation_s"], MIXED_TERMS), _seconds(record["mixed_s"], MIXED_TERMS),
+            return cls(_step_seconds("generation_s", record), _step_seconds("mixed_s", record),
                        _seconds(record["host_s"], HOST_TERMS), _amounts(record["most"]),
                        _flag(record["is_asynchronous"]),
                        None if record["error"] is None else StepError(**record["error"]),
@@ -148,8 +148,15 @@ def _seconds(record: Mapping[str, Any], terms: tuple[str, ...]) -> dict[str, flo
     for term, seconds in found.items():
         if term not in terms:
             raise ValueError(f"there is no term {term!r}; the terms are {', '.join(terms)}")
-        if not 0 <= seconds < math.inf:
-            raise ValueError(f"{term} is {seconds}, seconds are 0 or more")
+        if not 0 <= seconds <= MOST_SECONDS:
+            raise ValueError(f"{term} is {seconds}, not 0 to {MOST_SECONDS:g} seconds")
+    return found
+
+
+def _step_seconds(name: str, record: Mapping[str, Any]) -> dict[str, float]:
+    found = _seconds(record[name], MIXED_TERMS)
+    if not any(found.values()):
+        raise ValueError(f"{name} has no term above 0, so steps would take no time")
     return found
 
 
@@ -161,8 +168,8 @@ def _amounts(record: Mapping[str, Any]) -> dict[str, int]:
 
 def _factors(record: list[Any]) -> tuple[float, ...]:
     found = tuple(float(factor) for factor in record)
-    if not all(0 <= factor < math.inf for factor in found):
-        raise ValueError("the factors of a spread are 0 or more")
+    if not all(0 <= factor <= MOST_SECONDS for factor in found):
+        raise ValueError(f"a factor of a spread is not 0 to {MOST_SECONDS:g}")
     return found
 
 

@@ -31,10 +31,14 @@ def measured_steps(iterations: Iterable[IterationTrace]) -> tuple[list[MeasuredS
 
 def _reads_later(iterations: list[IterationTrace]) -> bool:
     ended = later = 0
+    started: set[int] = set()
     for iteration in iterations:
         launched = {request_id for request_id, _, _ in iteration.context} | set(iteration.generation)
-        ended += len(iteration.finished)
-        later += sum(request_id not in launched for request_id in iteration.finished)
+        started |= launched
+        ran = started.intersection(iteration.finished)
+        ended += len(ran)
+        later += len(ran - launched)
+        started -= ran
     return later > SHARE_READ_LATER * ended
 
 

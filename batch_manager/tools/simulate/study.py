@@ -23,6 +23,7 @@ from .options import combinations
 from .traffic import Traffic
 
 SECONDS_BETWEEN_LINES = 0.5
+MOST_BLOCKS = 10_000_000        # of a pool; the tables of a simulated pool take about 160 bytes per block
 OF_THE_RUN = ("model", "precision", "threads", "kv_precision", "cpu_compile", "model_implementation")
 
 
@@ -87,10 +88,10 @@ class Study:
             fitted = self._cost.about
             tokens = fitted.get("num_blocks", 0) * (fitted.get("tokens_per_block") or options.tokens_per_block)
         num_blocks = tokens // options.tokens_per_block
-        if not num_blocks:
-            raise InputError(f"the pool of the KV cache has no blocks: --max-tokens-in-paged-kvcache is {tokens}, and "
-                             f"a block holds {options.tokens_per_block} tokens; expected one block at least; say how "
-                             "many tokens it holds")
+        if not 1 <= num_blocks <= MOST_BLOCKS:
+            raise InputError(f"--max-tokens-in-paged-kvcache is {tokens}, which is {num_blocks} blocks of "
+                             f"{options.tokens_per_block} tokens; expected 1 to {MOST_BLOCKS:,} blocks; give the size "
+                             "of the pool in tokens")
         longest = int((traffic.input_tokens + traffic.output_tokens).max())
         return EngineSettings(
             num_blocks=num_blocks, max_seq_len=options.max_seq_len or longest,
