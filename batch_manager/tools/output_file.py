@@ -1,9 +1,11 @@
-"""Files that a program writes: whole or not at all, and never over the file that it reads."""
+"""Output files of a program: written whole or not at all, and never over an input."""
 
+import errno
 import io
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -11,20 +13,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-NAME_KEPT = 40      # characters of the file's name in the temporary one, which must not be too long either
+NAME_KEPT = 40      # characters of the output's name in that of the temporary file, whose length is limited too
+STANDARD_OUTPUT = Path("-")
+
+
+class OutputError(OSError):
+    """An output cannot be written. `filename` is the name the user gave."""
+
+    def __str__(self) -> str:
+        return (f"{self.filename} cannot be written: {self.strerror}; expected a file in a folder that exists, with "
+                "room on its disk; name another one")
 
 
 class OutputFiles:
-    """The files of one command: at the end of `with` all of them appear. Where it is left by an exception none does,
-    and files that were there are as they were.
+    """The output files of one command. All appear at the end of `with`; after an exception none does, and existing
+    files keep their content.
 
-    source   the file that the outputs are made from
+    source   the input file, which is never overwritten
 
-    Each is written into a file of its own beside it, with a name that no other file has, which then takes its place.
-    A link stays a link, and what it points at is written. A pipe or a device (/dev/stdout) is written directly: nothing
-    can take its place. A file that is replaced keeps its permissions.
+    Each output is written to a temporary file beside it, which then replaces it. A link stays a link; its target is
+    written. "-" is the standard output. A pipe or a device is written directly. A replaced file keeps its permissions.
 
-    Raises OSError, with the name of the output, where one cannot be written.
+    Raises OutputError if an output cannot be written.
     """
 
     def __init__(self, source: Path | None = None) -> None:
@@ -32,23 +42,30 @@ class OutputFiles:
         self._opened: list[_Output] = []
 
     def open(self, path: Path, mode: str = "w") -> IO[Any]:
-        """Open an output for writing, and leave its closing to this object.
+        """Open an output for writing. This object closes it.
 
-        mode   "w" (UTF-8, line ends as they are written) or "wb"
+        mode   "w" (UTF-8, no translation of line ends) or "wb"
 
-        Raises ValueError where it is the source, or an output of this command already.
+        Raises ValueError if it is the source, or already an output of this command.
         """
         target = Path(os.path.realpath(path))
-        if self._source is not None and target.exists() and target.samefile(self._source):
-            raise ValueError(f"writing {path} would overwrite the trace itself; expected another file; name one")
+        is_standard_output = path == STANDARD_OUTPUT
+        if not is_standard_output and self._source is not None and target.exists() and target.samefile(self._source):
+            raise ValueError(f"writing {path} would overwrite the input; expected another file; name one")
         part = None
-        if not path.exists() or path.is_file():
+        if not is_standard_output and (not path.exists() or path.is_file()):
             if any(each.part is not None and each.target == target for each in self._opened):
                 raise ValueError(f"{path} is named for two outputs; expected a file for each; name another one")
             part = target.with_name(f".{target.name[:NAME_KEPT]}.{secrets.token_hex(8)}.part")
-        with _told_as(path):
-            raw = _Raw(path, "w") if part is None else _Raw(part, "x")
-        raw.told_as = path
+        with _errors_naming(path):
+            if target.is_symlink():
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            if is_standard_output:
+                sys.stdout.flush()
+                raw = _Raw(os.dup(sys.stdout.fileno()), "w")
+            else:
+                raw = _Raw(path, "w") if part is None else _Raw(part, "x")
+        raw.output = path
         file: IO[Any] = io.BufferedWriter(raw)
         if "b" not in mode:
             file = io.TextIOWrapper(file, encoding="utf-8", newline="")
@@ -67,20 +84,20 @@ class OutputFiles:
             self._remove()
 
     def _place(self) -> None:
-        """Everything that may take room comes before the first file is replaced."""
+        """Replace the outputs, after everything that may fail for lack of disk space."""
         for output in self._opened:
             output.file.close()
             if output.part is not None and output.target.exists():
-                with _told_as(output.path):
+                with _errors_naming(output.path):
                     output.part.chmod(stat.S_IMODE(output.target.stat().st_mode))
         for output in self._opened:
             if output.part is not None:
-                with _told_as(output.path):
+                with _errors_naming(output.path):
                     output.part.replace(output.target)
 
     def _remove(self) -> None:
         for output in self._opened:
-            with suppress(OSError):             # of a full disk, once more
+            with suppress(OSError):             # the disk may be full
                 output.file.close()
             if output.part is not None:
                 output.part.unlink(missing_ok=True)
@@ -88,7 +105,7 @@ class OutputFiles:
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """part: what is written until it is complete; None: a pipe or a device."""
+    """part: the temporary file; None: the output is a pipe, a device or the standard output."""
 
     path: Path
     target: Path
@@ -97,49 +114,57 @@ class _Output:
 
 
 class _Raw(io.FileIO):
-    """told_as   the output that errors name; one of a full disk would name no file"""
+    """output   path that errors name; those of a full disk name none"""
 
-    told_as: Path
+    output: Path
 
     def write(self, data: Any, /) -> int | None:
-        with _told_as(self.told_as):
+        with _errors_naming(self.output):
             return super().write(data)
 
 
 @contextmanager
-def _told_as(path: Path) -> Iterator[None]:
-    """An OSError names this file: the user knows no temporary one."""
+def _errors_naming(path: Path) -> Iterator[None]:
+    """Raise every OSError as an OutputError of this path, instead of the temporary file. BrokenPipeError passes."""
     try:
         yield
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise OutputError(error.errno, error.strerror, str(path)) from error
 
 
 @contextmanager
 def output_file(path: Path, *, source: Path | None = None, mode: str = "w") -> Iterator[IO[Any]]:
-    """One output, as `OutputFiles` writes it."""
+    """Write one output as `OutputFiles` does."""
     with OutputFiles(source) as files:
         yield files.open(path, mode)
 
 
 def why_not_writable(path: Path) -> str:
-    """Why a file could not be written here, known before the work whose result it is to hold; "": nothing is known."""
+    """Return why this file cannot be written, or "". For use before long work."""
+    if path == STANDARD_OUTPUT:
+        return ""
+    if path == Path():
+        return "the name is empty or '.'; expected a file"
     if path.is_dir():
         return f"{path} is a folder; expected a file; name one in it"
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        return f"{path} is a link that leads back to itself; expected a file; name another one"
     if path.exists() and not path.is_file():
-        told = f"{path} cannot be written; expected a file that can; name another one"
-        return "" if os.access(path, os.W_OK) else told
-    folder = Path(os.path.realpath(path)).parent
-    if not folder.is_dir():
-        return f"{path} is in a folder that does not exist; expected one that does; make it, or name another file"
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return f"the folder of {path} cannot be written; expected one that can; name another file"
+        reason = f"{path} is not writable; expected a writable file; name another one"
+        return "" if os.access(path, os.W_OK) else reason
+    if not target.parent.is_dir():
+        return f"{path} is in a folder that does not exist; expected an existing one; make it, or name another file"
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        return f"the folder of {path} is not writable; expected a writable one; name another file"
     return ""
 
 
 def why_not_distinct(outputs: Mapping[str, Path], inputs: Mapping[str, str | os.PathLike[str]]) -> str:
-    """Why these outputs, by the options that name them, cannot be written: one of them is named twice, or is an input.
-    "": none is. A pipe or a device may be."""
+    """Return why these outputs collide, or "": two name one file, or one is an input. Keys are the options. A pipe or
+    a device may be named twice."""
     named = {os.path.realpath(path): option for option, path in inputs.items()}
     for option, path in outputs.items():
         if path.is_file() or not path.exists():
@@ -150,12 +175,12 @@ def why_not_distinct(outputs: Mapping[str, Path], inputs: Mapping[str, str | os.
 
 
 def why_no_folder(path: Path) -> str:
-    """Why files could not be written into this folder, which may be made first; "": nothing is known."""
+    """Return why files cannot be written into this folder, which need not exist yet, or ""."""
     above = path
     while not above.exists() and above != above.parent:
         above = above.parent
     if not above.is_dir():
-        return f"{above} is no folder; expected one; name another one"
+        return f"{above} is not a folder; expected a folder; name another one"
     if not os.access(above, os.W_OK | os.X_OK):
-        return f"the folder {above} cannot be written; expected one that can; name another one"
+        return f"the folder {above} is not writable; expected a writable one; name another one"
     return ""

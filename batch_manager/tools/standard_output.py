@@ -1,10 +1,23 @@
-"""The standard output of a program when nothing reads it any more."""
+"""Printing to a standard output that may be closed or full."""
 
 import os
 import sys
 
+from .output_file import OutputError
+
 
 def discard_standard_output() -> None:
-    """What is still to be written goes nowhere, so that the interpreter does not complain about it at its end. For use
-    after BrokenPipeError: the reader, `head` say, has seen enough."""
+    """Send the rest of the standard output nowhere, so that the interpreter does not fail to flush it at exit. For use
+    after BrokenPipeError: the reader, `head` for example, has exited."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_flushed(text: str) -> None:
+    """Print a text at once. A reader that has exited is no error. Raises OutputError if the disk is full."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        discard_standard_output()
+    except OSError as error:
+        discard_standard_output()
+        raise OutputError(error.errno, error.strerror, "the standard output") from error

@@ -1,14 +1,14 @@
-"""What a trace says: where the time of one request went, and the trace in the formats of other viewers.
+"""Explain a trace: where the time of a request went. Convert it for other viewers.
 
-    batch-manager trace why 17 trace.jsonl            # where the time of request 17 went, in sentences
-    batch-manager trace slowest trace.jsonl           # the requests that took longest, with what held them up
+    batch-manager trace why 17 trace.jsonl            # where the time of request 17 went
+    batch-manager trace slowest trace.jsonl           # the slowest requests, and where their time went
     batch-manager trace perfetto trace.jsonl out.json # for https://ui.perfetto.dev and chrome://tracing
     batch-manager trace csv trace.jsonl out.csv       # a row for each span of each request
 
-A trace is what a `batch_manager.TraceFile` wrote: `batch-manager bench --trace FILE`, or in a program
-`Parts(trace=TraceFile("trace.jsonl"))`.
+A `batch_manager.TraceFile` writes a trace: `batch-manager bench --trace FILE`, or in a program
+`Parts(trace=TraceFile("trace.jsonl"))`. OUT may be -, the standard output.
 
-Exit status: 0 done; 1 there is no such request; 2 an argument or the file is wrong; 130 Ctrl-C.
+Exit status: 0 done; 1 the trace does not have the request; 2 an argument or the file is wrong; 130 Ctrl-C.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from typing import IO
 from ..scheduling import waiting
 from ..stats.trace import IterationTrace, read_trace
 from .__main__ import run_as
-from .output_file import output_file
+from .output_file import OutputError, output_file, why_not_writable
 from .request_spans import CONTEXT, GENERATION, PAUSED, QUEUED, WAITING, Life, Span, lives
-from .standard_output import discard_standard_output
+from .standard_output import discard_standard_output, print_flushed
 
 SENTENCES = {
     waiting.BATCH_SIZE: "waited: the steps had max_batch_size sequences",
@@ -43,7 +43,7 @@ MOST_NAMED = 5
 
 
 def why(life: Life) -> list[str]:
-    """Where the time of a request went, in lines whose times add up to its life."""
+    """Return lines that say where the time of a request went. Their times add up to its life."""
     if life.was_refused:
         return [f"request {life.request_id}: refused in iteration {life.last_iteration} ({life.end_reason})"]
     reason = f" ({life.end_reason})" if life.end_reason else ""
@@ -85,10 +85,10 @@ def _time(seconds: float) -> str:
 
 
 def write_perfetto(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
-    """The trace in Chrome's JSON format: a track for the phases of the worker, one for each request, and counters.
+    """Write a trace in Chrome's JSON format: a track for the phases of the worker, one for each request, and counters.
 
     Times are whole microseconds since the first iteration. Slices of a track never overlap: Perfetto drops a slice that
-    begins before the one in front of it ends, be it by a nanosecond.
+    begins before the previous one ends.
     """
     origin: list[float] = []
     tracks: dict[int, int] = {}
@@ -105,7 +105,7 @@ def write_perfetto(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
     def events_of(iteration: IterationTrace) -> Iterator[dict]:
         nonlocal worker_is_free_at
         at = microseconds(iteration.started_at_s)
-        # Each phase was rounded by itself, so that their sum may reach into the next iteration.
+        # Each phase is rounded, so their sum may reach into the next iteration.
         start = max(at, worker_is_free_at)
         for phase, duration in iteration.phases_us.items():
             yield {"ph": "X", "pid": 0, "tid": 0, "name": phase, "ts": start, "dur": duration,
@@ -152,7 +152,7 @@ def write_perfetto(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
 
 
 def write_csv(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
-    """A row for each span of each request, requests in the order in which they ended."""
+    """Write a row for each span of each request, in the order in which requests ended."""
     writer = csv.writer(file)
     writer.writerow(["request_id", "kind", "reason", "begin_s", "end_s", "iterations", "first_position", "tokens"])
     for life in lives(iterations):
@@ -169,43 +169,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     asked = commands.add_parser("why", help="where the time of one request went", epilog=statuses)
     asked.add_argument("request_id", type=int)
-    slowest = commands.add_parser("slowest", help="the requests that took longest", epilog=statuses)
+    slowest = commands.add_parser("slowest", help="the slowest requests", epilog=statuses)
     slowest.add_argument("--count", type=int, default=5, help="how many (%(default)s)")
     perfetto = commands.add_parser("perfetto", help="write JSON for Perfetto and chrome://tracing", epilog=statuses)
     table = commands.add_parser("csv", help="write a table of spans", epilog=statuses)
     for command in (asked, slowest, perfetto, table):
-        command.add_argument("trace", type=Path, metavar="TRACE", help="what a TraceFile wrote")
+        command.add_argument("trace", type=Path, metavar="TRACE", help="a trace that a TraceFile wrote")
     for command in (perfetto, table):
         command.add_argument("out", type=Path, metavar="OUT", help="the file to write")
     options = parser.parse_args(argv)
     if options.command == "slowest" and options.count < 1:
         slowest.error(f"--count is {options.count}; expected 1 or more")
+    if "out" in options and (reason := why_not_writable(options.out)):
+        parser.error(f"OUT: {reason}")
     try:
         with options.trace.open("rb") as file:
             return _run(options, read_trace(file))
-    except BrokenPipeError:                                  # the reader, `head` say, has seen enough
+    except BrokenPipeError:                                  # the reader of OUT has exited
         discard_standard_output()
         return 0
     except (OSError, ValueError) as error:
-        told = error if isinstance(error, OSError) else f"{options.trace}: {error}"
-        print(f"batch-manager trace: {told}", file=sys.stderr)
+        print(f"batch-manager trace: {_words(error, options.trace)}", file=sys.stderr)
         return 2
+
+
+def _words(error: Exception, trace: Path) -> str:
+    if isinstance(error, OutputError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{trace} cannot be read: {error.strerror}; expected a trace; a TraceFile writes one"
+    return f"{trace}: {error}"
 
 
 def _run(options: argparse.Namespace, iterations: Iterator[IterationTrace]) -> int:
     if options.command == "why":
         found = [life for life in lives(iterations) if life.request_id == options.request_id]
-        for life in found:
-            print("\n".join(why(life)))
-        if not found:
+        if found:
+            print_flushed("\n".join(line for life in found for line in why(life)))
+        else:
             print(f"batch-manager trace: {options.trace} has no request {options.request_id}", file=sys.stderr)
         return 0 if found else 1
     if options.command == "slowest":
         ran = [life for life in lives(iterations) if not life.was_refused]
-        for life in sorted(ran, key=lambda life: -life.seconds)[:options.count]:
-            print("\n".join(why(life)))
-        if not ran:
-            print("(no iteration had an active request)")
+        slowest = sorted(ran, key=lambda life: -life.seconds)[:options.count]
+        lines = [line for life in slowest for line in why(life)]
+        print_flushed("\n".join(lines or ["(no iteration had an active request)"]))
         return 0
     write = write_perfetto if options.command == "perfetto" else write_csv
     with output_file(options.out, source=options.trace) as file:

@@ -186,7 +186,7 @@ class FileSource:
         self._sums = dict.fromkeys([*COUNTED_IN_ITERATIONS, *COUNTED_SINCE_THE_START, "errors"], 0.0)
         self._last: dict[str, Any] = {}
         self._clock_ahead_s = 0.0
-        self._reading: Reading | None = None
+        self._lines_without_record = 0
 
     def poll(self) -> list[Reading]:
         lines = list(self._lines())
@@ -203,8 +203,9 @@ class FileSource:
         if self._last and (not readings or readings[-1].at_s < self._at_s(self._last)):
             readings.append(self._read(self._last, self._at_s(self._last)))
         if not readings:
-            raise SourceError(f"none of its {len(lines)} new lines is a record of statistics" if lines else
-                              "it has no records yet")
+            self._lines_without_record += len(lines)
+            raise SourceError(f"none of the {self._lines_without_record} lines read is a record of JsonlStatistics"
+                              if self._lines_without_record else "it has no records yet")
         self.age_s = max(time.time() - self._written_at_s, 0.0)
         latest, idle_s = readings[-1], self.age_s - FLUSH_SECONDS
         # Nothing was written, and time goes on all the same.
@@ -230,7 +231,7 @@ class FileSource:
             opened = os.fstat(self._descriptor)
             if (opened.st_dev, opened.st_ino) != (found.st_dev, found.st_ino):
                 self.close()
-                self._rest = b""
+                self._rest, self._lines_without_record = b"", 0
                 self._descriptor = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                 yield from self._read_lines()
             self._written_at_s = os.fstat(self._descriptor).st_mtime

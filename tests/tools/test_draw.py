@@ -250,6 +250,35 @@ def test_a_saved_demonstration_draws_the_same_from_its_file(tmp_path, capsys):
     assert svg.read_text(encoding="utf-8").startswith("<svg ")
 
 
+def test_a_dash_is_the_standard_output(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--demo", "--svg", "-"]) == 0
+    shown = capfd.readouterr()
+    assert shown.out.startswith("<svg ") and "wrote the standard output" in shown.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_standard_output_is_one_line_and_status_2():
+    with open("/dev/full", "w") as full:
+        run = subprocess.run([sys.executable, "-m", "batch_manager.tools", "draw", "--demo"], stdout=full,
+                             stderr=subprocess.PIPE, text=True, timeout=60)
+    assert run.returncode == 2
+    assert run.stderr.startswith("batch-manager draw: the standard output cannot be written: No space left on device; ")
+    assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name, message", [
+    (".", "the name is empty or '.'"), ("", "the name is empty"), ("/nodir/x", "is in a folder that does not exist"),
+    ("loop", "is a link that leads back to itself")])
+def test_a_file_that_cannot_be_written_is_refused_with_its_reason(name, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(SystemExit, match="2"):
+        main(["--demo", "--html", name])
+    assert f"--html: {'' if 'name' in message else name + ' '}{message}" in capsys.readouterr().err
+    assert (tmp_path / "loop").is_symlink()
+
+
 def test_a_request_that_cannot_run_is_reported_and_not_drawn(capsys):
     assert main(["--demo", "--requests", "5+5,500+5"]) == 0
     out = capsys.readouterr().out

@@ -226,7 +226,7 @@ def test_the_trace_itself_is_never_overwritten(option, tmp_path, traced, capsys)
     (tmp_path / "link").symlink_to(trace)
     for out in (trace, tmp_path / "link"):
         assert main([str(trace), option, str(out)]) == 2
-        assert "would overwrite the trace itself" in capsys.readouterr().err and trace.read_bytes() == content
+        assert "would overwrite the input" in capsys.readouterr().err and trace.read_bytes() == content
 
 
 def test_two_outputs_of_one_name_are_refused(tmp_path, capsys):

@@ -5,9 +5,12 @@ import json
 import math
 import os
 import random
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +22,7 @@ from batch_manager.tools.trace import main, why, write_csv, write_perfetto
 from tests.tools.chrome_trace import faults
 
 STEP_S = 0.01
+ROOT = str(Path(__file__).parents[2])
 
 
 @pytest.fixture
@@ -211,7 +215,7 @@ def test_the_trace_itself_is_never_overwritten(command, file_of, tmp_path, capsy
     (tmp_path / "out.part").hardlink_to(file_of)
     for out in (file_of, tmp_path / "link"):
         assert main([command, str(file_of), str(out)]) == 2
-        assert "would overwrite the trace itself" in capsys.readouterr().err
+        assert "would overwrite the input" in capsys.readouterr().err
         assert file_of.read_bytes() == content
     assert main([command, str(file_of), str(tmp_path / "out")]) == 0
     assert file_of.read_bytes() == content and (tmp_path / "out.part").samefile(file_of)
@@ -229,7 +233,25 @@ def test_links_and_pipes_stay_what_they_are(file_of, tmp_path, capsys):
     assert main(["csv", str(file_of), str(pipe)]) == 0 and pipe.is_fifo()
     reader.join(10)
     assert [text.splitlines() for text in read] == [target.read_text().splitlines()]
-    assert main(["csv", str(file_of), str(tmp_path)]) == 2 and str(tmp_path) in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["csv", str(file_of), str(tmp_path)])
+    assert f"OUT: {tmp_path} is a folder; expected a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["csv", "trace.jsonl", "-"], ["perfetto", "trace.jsonl", "-"]])
+def test_a_dash_is_the_standard_output(command, file_of, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 0
+    assert capfd.readouterr().out.startswith(("request_id,", "{")) and not (tmp_path / "-").exists()
+
+
+@pytest.mark.parametrize("command", [["why", "3", "trace.jsonl"], ["csv", "trace.jsonl", "/dev/full"]])
+def test_a_full_disk_is_one_line_and_status_2(command, file_of, tmp_path):
+    with open("/dev/full", "w") as full:
+        run = subprocess.run([sys.executable, "-m", "batch_manager.tools.trace", *command], stdout=full, cwd=tmp_path,
+                             stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": ROOT})
+    assert run.returncode == 2 and run.stderr.count("\n") == 1
+    assert " cannot be written: No space left on device; expected a file" in run.stderr
 
 
 def test_slowest_none_is_refused(file_of, capsys):

@@ -512,3 +512,13 @@ def test_without_prometheus_client_an_address_cannot_be_watched(tmp_path):
     result = subprocess.run([*COMMAND, "--url", "127.0.0.1:9"], capture_output=True, text=True, timeout=60,
                             env={**ENVIRONMENT, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"})
     assert result.returncode == 2 and 'pip install "batch-manager[tools]"' in result.stderr
+
+
+def test_a_file_of_another_kind_is_told_so_again_and_again(tmp_path):
+    path = tmp_path / "az.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0.0,12,3\n")
+    source = FileSource(str(path))
+    for _ in range(2):
+        with pytest.raises(SourceError, match="none of the 2 lines read is a record of JsonlStatistics"):
+            source.poll()
+    source.close()

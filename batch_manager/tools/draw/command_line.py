@@ -1,12 +1,12 @@
-"""`batch-manager draw`: pictures of a trace, or of a demonstration.
+"""`batch-manager draw`: draw a trace, or a demonstration.
 
     batch-manager draw trace.jsonl                          # as text
-    batch-manager draw trace.jsonl --html run.html          # a page for a browser; of runs of any size
+    batch-manager draw trace.jsonl --html run.html          # a page for a browser; runs of any size
     batch-manager draw --demo --policy GUARANTEED_NO_EVICT --num-blocks 20 --svg schedule.svg
 
-A trace is what a `batch_manager.TraceFile` wrote: `batch-manager bench --trace FILE`, or in a program
-`Parts(trace=TraceFile("trace.jsonl"))`. The demonstration runs the real scheduler over a scripted model. The text is
-printed where no file is named, or with --text.
+A `batch_manager.TraceFile` writes a trace: `batch-manager bench --trace FILE`, or in a program
+`Parts(trace=TraceFile("trace.jsonl"))`. The demonstration runs the real scheduler with a scripted model. Text is
+printed if no file is named, or with --text. FILE may be -, the standard output.
 
 Exit status: 0 drawn; 2 an argument or a file is wrong, or the run is too large for text or SVG; 130 Ctrl-C.
 """
@@ -22,8 +22,8 @@ from ...config import KvCacheConfig, TrtGptModelOptionalParams
 from ...errors import BatchManagerError, ConfigError
 from ...names import ContextChunkingPolicy, SchedulerPolicy
 from ...stats.trace import IterationTrace, read_trace, write_trace
-from ..output_file import OutputFiles
-from ..standard_output import discard_standard_output
+from ..output_file import STANDARD_OUTPUT, OutputError, OutputFiles, why_not_writable
+from ..standard_output import discard_standard_output, print_flushed
 from .demo import parse_requests, run_demo
 from .html import summary, write_html
 from .small_run import FOR_SVG, FOR_TEXT, SmallRun
@@ -42,36 +42,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     if options.trace and options.positional:
-        parser.error(f"--trace is {options.trace} and the argument is {options.positional}; expected one trace")
+        parser.error(f"--trace is {options.trace} and TRACE is {options.positional}; expected one trace")
     options.trace = options.trace or options.positional
     if bool(options.trace) == options.demo:
         parser.error("expected either a trace or --demo")
+    for name, path in _outputs(options).items():
+        if why := why_not_writable(path):
+            parser.error(f"--{name}: {why}")
     try:
-        told = _draw(options)
-    except (BatchManagerError, OSError, ValueError) as error:
-        of_file = options.trace and isinstance(error, ValueError) and not isinstance(error, BatchManagerError)
-        print(f"batch-manager draw: {f'{options.trace}: ' if of_file else ''}{error}", file=sys.stderr)
-        return 2
-    # Beside a picture on the standard output (--svg /dev/stdout) there must be nothing else.
-    is_apart = any(path.exists() and not path.is_file() for path in _outputs(options).values())
-    try:
-        print(told, file=sys.stderr if is_apart else sys.stdout, flush=True)
-    except BrokenPipeError:                                  # the reader, `head` say, has seen enough
+        text = _draw(options)
+        # A picture on the standard output (--svg -) must be alone there.
+        if any(path == STANDARD_OUTPUT or path.exists() and not path.is_file() for path in _outputs(options).values()):
+            print(text, file=sys.stderr)
+        else:
+            print_flushed(text)
+    except BrokenPipeError:                                  # the reader of a picture has exited
         discard_standard_output()
+    except (BatchManagerError, OSError, ValueError) as error:
+        print(f"batch-manager draw: {_words(error, options.trace)}", file=sys.stderr)
+        return 2
     return 0
+
+
+def _words(error: Exception, trace: Path | None) -> str:
+    if isinstance(error, (BatchManagerError, OutputError)) or trace is None:
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{trace} cannot be read: {error.strerror}; expected a trace; a TraceFile writes one"
+    return f"{trace}: {error}"
 
 
 def _parser() -> argparse.ArgumentParser:
     first, _, rest = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(prog="batch-manager draw", description=first, epilog=rest,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("positional", nargs="?", type=Path, metavar="TRACE", help="what a TraceFile wrote")
+    parser.add_argument("positional", nargs="?", type=Path, metavar="TRACE", help="a trace that a TraceFile wrote")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="the same")
-    parser.add_argument("--demo", action="store_true", help="run the scheduler over a scripted model and draw that")
+    parser.add_argument("--demo", action="store_true", help="run the scheduler with a scripted model and draw that run")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser: zoom, search, counters")
     parser.add_argument("--svg", type=Path, metavar="FILE", help=f"write the picture as SVG: {FOR_SVG}")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the trace as JSON lines")
-    parser.add_argument("--text", action="store_true", help=f"print the text beside the files too: {FOR_TEXT}")
+    parser.add_argument("--text", action="store_true", help=f"also print the text: {FOR_TEXT}")
     parser.add_argument("--width", type=int, default=100, help="columns of the text (default %(default)s)")
     demo = parser.add_argument_group("the demonstration")
     demo.add_argument("--requests", default=DEMO_REQUESTS, metavar="LIST",
@@ -90,13 +101,13 @@ def _outputs(options: argparse.Namespace) -> dict[str, Path]:
 
 
 def _draw(options: argparse.Namespace) -> str:
-    """Write the files that are asked for. Returns what to print: what was run, in words, and the picture as text or
-    what was written."""
+    """Write the requested files. Return what to print: a description of the demonstration, the picture as text, and
+    the names of the files."""
     _refuse_one_name_for_two(options)
     outputs = _outputs(options)
     shows_text = options.text or not outputs
     with OutputFiles(source=options.trace) as files:
-        # Opened before anything is read, so that a name that cannot be written is told at once.
+        # Opened before the trace is read, so that a file that cannot be written is reported at once.
         opened = {name: files.open(path, "wb") for name, path in outputs.items()}
         small = SmallRun(FOR_SVG if options.svg else FOR_TEXT) if options.svg or shows_text else None
         timeline = Timeline() if options.html else None
@@ -110,13 +121,14 @@ def _draw(options: argparse.Namespace) -> str:
             opened["svg"].write(render_svg(small.iterations).encode())
         if timeline:
             write_html(timeline, opened["html"], title=_title(options))
-    written = [f"wrote {path}{f': {summary(timeline)}' if name == 'html' else ''}" for name, path in outputs.items()]
+    names = {name: "the standard output" if path == STANDARD_OUTPUT else path for name, path in outputs.items()}
+    written = [f"wrote {path}{f': {summary(timeline)}' if name == 'html' else ''}" for name, path in names.items()]
     shown = [render_text(small.iterations, width=options.width)] if shows_text else []
     return "\n\n".join([*heading, *shown, *(["\n".join(written)] if written else [])])
 
 
 def _noted(iterations: Iterable[IterationTrace], *lists: SmallRun | Timeline | None) -> Iterator[IterationTrace]:
-    """The same, each appended to the lists: a trace is read once, and may be larger than the memory."""
+    """Append each iteration to the lists and yield it. A trace is read once, because it may not fit into memory."""
     for iteration in iterations:
         for each in lists:
             if each is not None:
@@ -128,7 +140,7 @@ def _refuse_one_name_for_two(options: argparse.Namespace) -> None:
     named: dict[str, str] = {}
     for option, path in _outputs(options).items():
         if (other := named.setdefault(os.path.realpath(path), option)) != option:
-            raise ConfigError(f"--{other} and --{option} both name {path}", "two files", "name another one")
+            raise ConfigError(f"--{other} and --{option} both name {path}", "a file for each", "name another one")
 
 
 def _title(options: argparse.Namespace) -> str:

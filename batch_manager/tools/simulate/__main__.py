@@ -17,7 +17,7 @@ from ..bench.summary import csv_rows
 from ..compare_results import model_of
 from ..output_file import OutputFiles
 from ..provenance import commit_of_the_checkout, machine, versions
-from ..standard_output import discard_standard_output
+from ..standard_output import print_flushed
 from .cost_fit import fit_cost
 from .options import parse_options
 from .report import run_table, sweep_plots, sweep_table
@@ -28,7 +28,7 @@ PROGRAM = "batch-manager simulate"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program; its exit status."""
+    """Run the program. Return its exit status."""
     options = parse_options(argv)
     logging.getLogger("batch_manager").setLevel("WARNING")
     try:
@@ -53,15 +53,15 @@ def _fit(options: argparse.Namespace) -> int:
         "machine": machine(), "packages": versions("torch", "triton", "numpy"), "commit": commit_of_the_checkout()})
     cost.write(options.out)
     if options.report == "json":
-        _print(json.dumps(cost.record()))
+        print_flushed(json.dumps(cost.record()))
     elif options.report == "table" and cost.error is not None:
-        _print(f"{cost.about['steps']:,} steps, planned {'ahead of' if cost.is_asynchronous else 'between'} steps; "
-               f"{cost.error.words()}")
+        planned = "ahead of" if cost.is_asynchronous else "between"
+        print_flushed(f"{cost.about['steps']:,} steps, planned {planned} steps; {cost.error.words()}")
     return DONE
 
 
 def _about_run(path: Path | None) -> dict[str, Any]:
-    """What the result of a run says of it that is also true of its simulation."""
+    """Fields of a run's result that also hold for its simulation."""
     if path is None:
         return {}
     result = read_result(path)
@@ -86,20 +86,13 @@ def _simulate(options: argparse.Namespace) -> int:
             for name, plot in sweep_plots(result).items():
                 files.open(options.plot / name).write(plot.render())
     if options.report == "json":
-        _print(json.dumps(result))
+        print_flushed(json.dumps(result))
     elif options.report == "table":
-        _print(run_table(result) if result["kind"] == "run" else sweep_table(result))
+        print_flushed(run_table(result) if result["kind"] == "run" else sweep_table(result))
     for point in points:
         for failure in point["failures"]:
             print(f"{PROGRAM}: request {failure['id']}: {failure['error']}", file=sys.stderr)
     return FAILED if any(point["failed"] for point in points) else DONE
-
-
-def _print(text: str) -> None:
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:         # its reader has gone; the files are written, and the status is as it is
-        discard_standard_output()
 
 
 if __name__ == "__main__":
