@@ -1,24 +1,23 @@
-"""Compare two results of batch-manager bench, or several runs of each: ratios, and whether they exceed the spread.
+"""Compare results of batch-manager bench: ratios of all figures, and whether differences exceed the spread of the runs.
 
-    batch-manager compare before.json after.json                          one run each
-    batch-manager compare a1.json a2.json a3.json -- b1.json b2.json b3.json      several: then a spread is known
-    batch-manager compare --first a1.json a2.json --second b1.json b2.json        pairs, for two programs
+    batch-manager compare before.json after.json                                  one run each: no spread
+    batch-manager compare a1.json a2.json a3.json -- b1.json b2.json b3.json      several runs each
+    batch-manager compare --first a1.json a2.json --second b1.json b2.json        pairs of runs of two programs
 
-A is the first file, or all files before --; B is the other. For every figure: whether higher or lower is better, the
-medians of both sides, their ratio B / A, and the smallest and the largest ratio of any two runs. The difference is
-larger than the spread when the medians are farther from each other, as a factor, than the runs of a side are; only then
-a side is called better. With one run of a side no spread is known and nothing is concluded. A file may hold a list of
-results. Points of a sweep are compared with points of the same load.
+A is the first file, or all files before --. B is the rest. The table has for each figure: whether higher or lower is
+better, the medians of both sides, their ratio B / A, and the smallest and largest ratio of any two runs. A side is
+called better only if the difference exceeds the spread: the factor between the medians is larger than the factor
+between any two runs of the same side. With a single run of a side there is no spread and no conclusion. A file may hold
+a list of results. Points of a sweep are compared with points of the same load.
 
 Different settings, machines, versions and commits are warnings, and so are runs during which other processes or the
-hypervisor took more cores than --foreign allows. Different workloads, models, precisions and numbers of tokens are
-refused, and so are runs with outputs of the wrong length, unless --anyway is given.
+hypervisor used more cores than --foreign allows. Different workloads, models, precisions and token counts are refused
+unless --anyway is given, and so are runs with outputs of the wrong length.
 
-With --first and --second, run both programs in turn (a1, b1, a2, b2, ...): pair i is the i-th file of each side, taken
-under about the same conditions. A ratio above 1 means that the first program is better: first / second for rates,
-second / first for times. For every figure the smallest, the median and the largest ratio of the pairs are printed. The
-difference is larger than the spread when the median ratio is further from 1, as a factor, than the smallest and the
-largest ratio are from each other.
+For --first and --second, run both programs in turn (a1, b1, a2, b2, ...). Pair i is the i-th file of each side,
+measured under similar conditions. A ratio above 1 means that the first program is better: first / second for rates,
+second / first for times. The table has the smallest, median and largest ratio of the pairs. The difference exceeds the
+spread if the factor between the median ratio and 1 is larger than that between the smallest and the largest ratio.
 """
 
 import argparse
@@ -50,8 +49,8 @@ WRONG, INTERRUPTED = 2, 130
 class Comparison:
     """One figure of two programs.
 
-    first, second   medians of each side's runs
-    ratios          of the pairs, in order; above 1: the first program is better
+    first, second   median of the runs of each side
+    ratios          ratio of each pair, in order; above 1: the first program is better
     """
 
     figure: str
@@ -65,7 +64,7 @@ class Comparison:
 
     @property
     def exceeds_spread(self) -> bool | None:
-        """None: a single pair has no spread."""
+        """Whether the difference exceeds the spread. None: a single pair has no spread."""
         if len(self.ratios) < 2:
             return None
         return abs(math.log(self.ratio)) > math.log(max(self.ratios) / min(self.ratios))
@@ -77,19 +76,20 @@ class Comparison:
 
 
 def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """The results in the files. Raises ComparisonError for a file that holds none."""
+    """Read the results. Raises ComparisonError for a file without a valid result."""
     results = []
     for path in paths:
         try:
             result = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise ComparisonError(f"{path} cannot be read: {error}") from error
+            raise ComparisonError(f"{path} cannot be read: {error}; expected a result as JSON") from error
         missing = {"peer", *SAME_IN_ALL} - (result.keys() if isinstance(result, dict) else set())
         if missing:
-            raise ComparisonError(f"{path} has no {', '.join(sorted(missing))}; a result of "
-                                  "batch_manager.tools.benchmark has them")
+            raise ComparisonError(f"{path} has no {', '.join(sorted(missing))}; expected a result of "
+                                  "batch-manager bench")
         if result.get("wrong_length"):
-            raise ComparisonError(f"{path} has {result['wrong_length']} outputs of the wrong length; run it again")
+            raise ComparisonError(f"{path} has {result['wrong_length']} outputs of the wrong length; expected none; "
+                                  "measure again")
         check_figures(result, str(path))
         results.append(result)
     return results
@@ -97,17 +97,18 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 def compare(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]],
             figures: Sequence[str] = FIGURES) -> list[Comparison]:
-    """Every figure that all runs have, in the order of `figures`.
+    """Compare every figure that is positive in all runs, in the order of `figures`.
 
-    Raises ComparisonError where the two sides are of different size, or not of one workload.
+    Raises ComparisonError if the sides have different numbers of runs or different workloads.
     """
     if len(first) != len(second):
         raise ComparisonError(f"there are {len(first)} results of the first program and {len(second)} of the second; "
-                              "pass one of each for every pair of runs")
+                              "expected pairs; pass the same number of each")
     for name in SAME_IN_ALL:
         values = {json.dumps(result[name]) for result in [*first, *second]}
         if len(values) > 1:
-            raise ComparisonError(f"{name} differs between the files: {', '.join(sorted(values))}")
+            raise ComparisonError(f"{name} differs between the files: {', '.join(sorted(values))}; expected the "
+                                  "same in all")
     comparisons = []
     for figure in figures:
         ours, theirs = ([result.get(figure) for result in side] for side in (first, second))
@@ -116,18 +117,18 @@ def compare(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]],
         ratios = [a / b if figure in RATES else b / a for a, b in zip(ours, theirs, strict=True)]
         comparisons.append(Comparison(figure, median(ours), median(theirs), tuple(ratios)))
     if not comparisons:
-        raise ComparisonError(f"no run has a positive {', '.join(figures)}")
+        raise ComparisonError(f"no figure of {', '.join(figures)} is positive in all runs")
     return comparisons
 
 
 def name_of(results: Sequence[dict[str, Any]]) -> str:
-    """Program and variant, as the results name them."""
+    """Return program and variant of the results."""
     names = {f"{result['peer']} {result.get('variant', '')}".strip() for result in results}
     return ", ".join(sorted(names))
 
 
 def table(comparisons: Sequence[Comparison], first_name: str, second_name: str) -> str:
-    """Markdown, one row for each figure."""
+    """Format as Markdown, one row per figure."""
     verdicts = {True: "yes", False: "no", None: "one pair"}
     lines = [f"| figure | {first_name} | {second_name} | ratio (smallest to largest) | larger than the spread |",
              "|---|---|---|---|---|"]
@@ -148,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_out(options.out, [*options.files, *after, *(options.first or ()), *(options.second or ())])
         if options.first or options.second:
             if options.files or after or not (options.first and options.second):
-                parser.error("--first and --second go together, without other files")
+                parser.error("--first and --second must be given together, without other files")
             _compare_pairs(options)
         else:
             _compare_sides(options, is_apart, after)
@@ -176,15 +177,15 @@ def _parser() -> argparse.ArgumentParser:
               "       batch-manager compare A.json ... [options] -- B.json ...",
         epilog="exit status: 0 compared; 2 an option or a file is wrong, or the results cannot be compared; 130 Ctrl-C")
     add = parser.add_argument
-    add("files", type=Path, nargs="*", metavar="FILE", help="results, as batch-manager bench --out writes them")
-    add("--first", type=Path, nargs="+", metavar="FILE", help="results of the first program, in the order of the runs")
-    add("--second", type=Path, nargs="+", metavar="FILE", help="results of the second program, likewise")
+    add("files", type=Path, nargs="*", metavar="FILE", help="results of batch-manager bench --out")
+    add("--first", type=Path, nargs="+", metavar="FILE", help="results of the first program, in run order")
+    add("--second", type=Path, nargs="+", metavar="FILE", help="results of the second program, in run order")
     add("--figure", choices=tuple(dict.fromkeys((*SIDE_FIGURES, *FIGURES))), nargs="+", metavar="NAME",
-        help=f"only these (all that every run has): {', '.join(SIDE_FIGURES)}")
-    add("--anyway", action="store_true", help="compare different workloads and models all the same (pairs: never)")
+        help=f"figures to compare (all): {', '.join(SIDE_FIGURES)}")
+    add("--anyway", action="store_true", help="compare different workloads and models, too (not with --first)")
     add("--foreign", type=within(0, 1e6), default=FOREIGN_CORES, metavar="CORES",
-        help=f"cores that others may take before a run counts as disturbed ({FOREIGN_CORES})")
-    add("--out", type=Path, metavar="FILE", help="write the comparison here, as JSON")
+        help=f"cores that others may use before a run counts as disturbed ({FOREIGN_CORES})")
+    add("--out", type=Path, metavar="FILE", help="write the comparison as JSON")
     return parser
 
 
@@ -194,8 +195,8 @@ def _compare_sides(options: argparse.Namespace, is_apart: bool, after: Sequence[
         side_a, side_b = options.files, [*map(Path, after)]
     if not side_a or not side_b or (len(side_b) > 1 and not is_apart):
         given = f"{len(side_a)} before -- and {len(side_b)} after" if is_apart else f"{len(options.files)}"
-        raise ComparisonError(f"the number of files is {given}; expected two, or those of A, --, and those of B; "
-                              "batch-manager compare --help shows both")
+        raise ComparisonError(f"the number of files is {given}; expected two files, or files of A, --, files of B; "
+                              "batch-manager compare --help shows examples")
     report = compared(side_a, side_b, anyway=options.anyway,
                       figures=options.figure or tuple(SIDE_FIGURES), foreign_cores=options.foreign)
     if options.out is not None:
@@ -206,8 +207,8 @@ def _compare_sides(options: argparse.Namespace, is_apart: bool, after: Sequence[
 
 def _compare_pairs(options: argparse.Namespace) -> None:
     if others := [name for name in options.figure or () if name not in FIGURES]:
-        raise ComparisonError(f"--figure is {others[0]}; expected one of {', '.join(FIGURES)} for pairs; "
-                              "compare without --first and --second")
+        raise ComparisonError(f"--figure is {others[0]}; pairs have {', '.join(FIGURES)}; leave out --first and "
+                              "--second to compare others")
     first, second = read_results(options.first), read_results(options.second)
     comparisons = compare(first, second, options.figure or FIGURES)
     names = name_of(first), name_of(second)
@@ -222,8 +223,8 @@ def _compare_pairs(options: argparse.Namespace) -> None:
     print(table(comparisons, *names))
     for name, side in zip(names, (first, second), strict=True):
         if count := disturbed(side, options.foreign):
-            print(f"\n{count} of {len(side)} runs of {name} were disturbed: others took more than {options.foreign} "
-                  "cores")
+            print(f"\n{count} of {len(side)} runs of {name} were disturbed: other processes used more than "
+                  f"{options.foreign} cores")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The figures of a result that are compared, and the difference of two sides of runs in one of them."""
+"""The figures that are compared, and the difference in one figure between two sides of runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is one that can be computed with, and not True or False."""
+    """Return whether the value is a finite int or float, and not a bool."""
     return type(value) in (int, float) and abs(value) < MOST    # NaN is not less than anything
 
 
@@ -18,8 +18,8 @@ MOST = 1e300
 class Figure:
     """One number of a result.
 
-    path               keys of the result, from the outside in
-    higher_is_better   for rates; lower is, for times and memory
+    path               keys of the result, outermost first
+    higher_is_better   True for rates; False for times and memory
     """
 
     name: str
@@ -27,14 +27,14 @@ class Figure:
     higher_is_better: bool = False
 
     def value(self, result: Mapping[str, Any]) -> float | None:
-        """None: the result does not have it."""
+        """Return the figure; None: the result does not have it."""
         value: Any = result
         for key in self.path:
             value = value.get(key) if isinstance(value, Mapping) else None
         return float(value) if is_number(value) else None
 
     def fault(self, result: Mapping[str, Any]) -> str:
-        """What is wrong with the value, in words; "": it is a number of at least 0, null, or missing."""
+        """Describe a wrong value; "": it is a number of at least 0, null, or missing."""
         value: Any = result
         for depth, key in enumerate(self.path):
             if value is None:
@@ -69,7 +69,7 @@ FIGURES = {figure.name: figure for figure in (
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One figure of all runs of two sides; every value is positive."""
+    """One figure of all runs of both sides. Every value is positive."""
 
     figure: Figure
     a: tuple[float, ...]
@@ -77,12 +77,12 @@ class Difference:
 
     @property
     def ratio(self) -> float:
-        """Of the medians, B over A."""
+        """Ratio of the medians, B / A."""
         return median(self.b) / median(self.a)
 
     @property
     def smallest_ratio(self) -> float:
-        """Of any run of B over any run of A; likewise the largest."""
+        """Smallest ratio of any run of B to any run of A."""
         return min(self.b) / max(self.a)
 
     @property
@@ -91,8 +91,8 @@ class Difference:
 
     @property
     def exceeds_spread(self) -> bool | None:
-        """Whether the medians are farther from each other, as a factor, than the runs of either side are. None: a side
-        has one run, and no spread is known."""
+        """Whether the factor between the medians is larger than that between any two runs of one side. None: a side has
+        only one run, so the spread is unknown."""
         if min(len(self.a), len(self.b)) < 2:
             return None
         spread = max(max(side) / min(side) for side in (self.a, self.b))
@@ -100,13 +100,13 @@ class Difference:
 
     @property
     def better(self) -> str:
-        """"A", "B", or "" where the medians are equal."""
+        """The better side: "A", "B", or "" if the medians are equal."""
         if self.ratio == 1:
             return ""
         return "B" if (self.ratio > 1) == self.figure.higher_is_better else "A"
 
     def verdict(self) -> str:
-        """In words, as the table has it."""
+        """Return the text for the table."""
         if self.exceeds_spread is None:
             single = [name for name, side in (("A", self.a), ("B", self.b)) if len(side) == 1]
             return f"one run {'each' if len(single) == 2 else f'of {single[0]}'}: no spread known"
@@ -121,7 +121,7 @@ class Difference:
 
 def differences(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]],
                 names: Sequence[str] = tuple(FIGURES)) -> list[Difference]:
-    """Of every figure that all runs have and that is more than 0 in all of them."""
+    """Compare every figure that is positive in all runs."""
     found = []
     for name in names:
         sides = [[FIGURES[name].value(result) for result in side] for side in (a, b)]
@@ -131,13 +131,13 @@ def differences(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]],
 
 
 def left_out(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """Return the figures that are more than 0 in some runs, and 0 or missing in others."""
+    """Return the figures that are positive in some runs and 0 or missing in others."""
     is_positive = {name: [(FIGURES[name].value(result) or 0) > 0 for result in [*a, *b]] for name in names}
     return [name for name, each in is_positive.items() if any(each) and not all(each)]
 
 
 def table(found: Sequence[Difference]) -> list[str]:
-    """Lines for people."""
+    """Format the differences as lines of text."""
     rows = [["", "better", "A", "B", "B / A", "of any two runs", ""]]
     rows += [[one.figure.name, "higher" if one.figure.higher_is_better else "lower", f"{median(one.a):,.6g}",
               f"{median(one.b):,.6g}", f"{one.ratio:.3f}",

@@ -1,4 +1,4 @@
-"""Results of two sides, A and B: whether they can be compared, in what else they differ, and by how much."""
+"""Compare the results of two sides, A and B: read them, check that they are comparable, and report differences."""
 
 import json
 import os
@@ -18,7 +18,7 @@ SETTINGS = ("peer", "variant", "threads", "max_batch", "max_tokens_per_step", "t
 ORIGIN = ("machine", "packages", "version", "commit", "python")
 FOREIGN_CORES = 0.12
 SATURATION = "saturation"
-ANYWAY = "pass --anyway to compare them all the same"
+ANYWAY = "pass --anyway to compare them nevertheless"
 
 Paths = str | os.PathLike | Sequence[str | os.PathLike]
 
@@ -29,7 +29,7 @@ class ComparisonError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One serving of a workload. place: the file, and the number in it where there are several."""
+    """One serving of a workload. place: the file, with the number of the result if it holds several."""
 
     place: str
     load: str
@@ -38,10 +38,10 @@ class Run:
 
 @dataclass(slots=True)
 class Report:
-    """What two sides are to each other.
+    """The comparison of two sides.
 
-    warnings      in what else they differ, and what disturbed them
-    differences   load -> its figures
+    warnings      other differences between the sides, and disturbed runs
+    differences   load -> differences in its figures
     """
 
     runs_a: list[Run]
@@ -50,7 +50,7 @@ class Report:
     differences: dict[str, list[Difference]] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Format the report as lines of text."""
         out = [f"{name}: {_count(runs)} of {', '.join(dict.fromkeys(run.place.partition('[')[0] for run in runs))}"
                for name, runs in (("A", self.runs_a), ("B", self.runs_b))]
         out += [f"warning: {text}" for text in self.warnings]
@@ -66,12 +66,12 @@ class Report:
 
 def compare_results(a: Paths, b: Paths, *, anyway: bool = False, figures: Sequence[str] = tuple(FIGURES),
                     foreign_cores: float = FOREIGN_CORES) -> list[str]:
-    """Lines that say in which figures the results in the files of B differ from those of A, and whether by more than
-    the runs of a side differ from each other. Every figure is said to be better higher or lower.
+    """Return a table of all figures as lines: whether higher or lower is better, both sides, their ratio, and whether
+    the difference exceeds the spread of the runs.
 
-    a, b     a file or several, as `batch-manager bench --out` writes them, or with a list of such results. Points of a
-             sweep are compared with the points of the same load
-    anyway   also where workload, model or precision differ, or where requests failed
+    a, b     one or more files of `batch-manager bench --out`, or files with a list of such results. Points of a sweep
+             are compared with points of the same load
+    anyway   compare even if workload, model or precision differ, or requests failed
 
     Raises ComparisonError for files that cannot be read or compared.
     """
@@ -80,13 +80,13 @@ def compare_results(a: Paths, b: Paths, *, anyway: bool = False, figures: Sequen
 
 def compared(a: Paths, b: Paths, *, anyway: bool = False, figures: Sequence[str] = tuple(FIGURES),
              foreign_cores: float = FOREIGN_CORES) -> Report:
-    """As `compare_results`, with numbers."""
+    """Like `compare_results`, but return a Report."""
     runs_a, runs_b = ([run for path in _listed(side) for run in read_runs(Path(path))] for side in (a, b))
     report = Report(runs_a, runs_b)
     refusals = [*_unlike(runs_a, runs_b, SAME), *_failed("A", runs_a), *_failed("B", runs_b)]
     loads = _common_loads(report, refusals)
     if refusals and not anyway:
-        raise ComparisonError(f"{'. '.join(refusals)}; expected runs of one workload and one model that went well; "
+        raise ComparisonError(f"{'. '.join(refusals)}; expected runs of one workload and one model without failures; "
                               f"{ANYWAY}")
     report.warnings = [*refusals, *report.warnings, *_unlike(runs_a, runs_b, SETTINGS),
                        *_unlike(runs_a, runs_b, ORIGIN), *_disturbed("A", runs_a, foreign_cores),
@@ -99,21 +99,21 @@ def compared(a: Paths, b: Paths, *, anyway: bool = False, figures: Sequence[str]
             report.warnings.append(f"left out{f' at {load}' if len(loads) > 1 else ''}, because not every run has a "
                                    f"value above 0: {', '.join(names)}")
     if not report.differences:
-        raise ComparisonError(f"no run has a positive {', '.join(figures)}; expected one of these in all runs; "
+        raise ComparisonError(f"no figure is positive in all runs; expected one of {', '.join(figures)}; "
                               "measure again with batch-manager bench")
     return report
 
 
 def read_runs(path: Path) -> list[Run]:
-    """The runs in a file: a result, the points of a sweep, or a list of results. Raises ComparisonError."""
+    """Read the runs of a file: a result, the points of a sweep, or a list of results. Raises ComparisonError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        told = error.strerror if isinstance(error, OSError) else error
-        raise ComparisonError(f"{path} cannot be read: {told}; expected a result of batch-manager bench; "
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ComparisonError(f"{path} cannot be read: {reason}; expected a result of batch-manager bench; "
                               "correct the path, or measure again with --out") from None
     if content == []:
-        raise ComparisonError(f"{path} holds no runs; expected at least one result; name another file")
+        raise ComparisonError(f"{path} is an empty list; expected at least one result; name another file")
     if isinstance(content, list):
         return [run for number, result in enumerate(content) for run in _runs_of(result, f"{path}[{number}]")]
     return _runs_of(content, str(path))
@@ -121,11 +121,11 @@ def read_runs(path: Path) -> list[Run]:
 
 def _runs_of(result: Any, place: str) -> list[Run]:
     if not isinstance(result, dict):
-        raise ComparisonError(f"{place} is no result: it is a {type(result).__name__}; expected an object of "
-                              "batch-manager bench; name another file")
+        raise ComparisonError(f"{place} is a {type(result).__name__}; expected an object of batch-manager bench; "
+                              "name another file")
     if result.get("format") == FORMAT and result.get("format_version") != FORMAT_VERSION:
         raise ComparisonError(f"{place} has format_version {result.get('format_version')!r}; this program reads "
-                              f"{FORMAT_VERSION}; measure again, or compare with the program that wrote it")
+                              f"version {FORMAT_VERSION}; measure again, or use the program that wrote it")
     shared = {name: value for name, value in result.items() if name != "points"}
     if "model" not in shared and (model := model_of(result.get("command"))):
         shared["model"] = model
@@ -148,7 +148,7 @@ def _runs_of(result: Any, place: str) -> list[Run]:
 def check_figures(result: Mapping[str, Any], place: str) -> None:
     """Raise ComparisonError for a figure that is not a number of at least 0.
 
-    place   the file, and the number in it where there are several
+    place   see `Run`
     """
     for figure in FIGURES.values():
         if fault := figure.fault(result):
@@ -160,7 +160,7 @@ def _has_figure(result: Mapping[str, Any]) -> bool:
 
 
 def model_of(command: Any) -> str | None:
-    """The name of the model's folder, from the arguments of the program."""
+    """Return the name of the model's folder, from the arguments of the program."""
     if not isinstance(command, list):
         return None
     arguments = [part for argument in map(str, command) for part in argument.split("=", 1)]
@@ -171,7 +171,7 @@ def model_of(command: Any) -> str | None:
 
 
 def _load_of(result: Mapping[str, Any]) -> str:
-    """How the requests arrived, in words; of a simulation that is one of several, its settings."""
+    """Describe how the requests arrived or, for one of several simulations, its settings."""
     if settings := result.get("settings"):
         return ", ".join(f"{name} {value}" for name, value in settings.items())
     if result.get("concurrency") is not None:
@@ -182,13 +182,13 @@ def _load_of(result: Mapping[str, Any]) -> str:
 
 
 def _common_loads(report: Report, refusals: list[str]) -> list[tuple[str, list[Run], list[Run]]]:
-    """(load, runs of A, runs of B) of the loads that both sides have; others are a warning, or a refusal."""
+    """Return (load, runs of A, runs of B) for each load of both sides. Loads of one side add a warning or a refusal."""
     sides = [_by_load(runs) for runs in (report.runs_a, report.runs_b)]
     common = [load for load in sides[0] if load in sides[1]]
     if not common:
         text = f"the load differs: A {', '.join(sides[0])}; B {', '.join(sides[1])}"
         if len(sides[0]) > 1 or len(sides[1]) > 1 or SATURATION in (*sides[0], *sides[1]):
-            raise ComparisonError(f"{text}; expected a load that both have; measure one again")
+            raise ComparisonError(f"{text}; expected a load that both sides have; measure one side again")
         refusals.append(text.replace(";", ","))
         return [("", report.runs_a, report.runs_b)]
     for name, side in zip("AB", sides):
@@ -205,19 +205,19 @@ def _by_load(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _unlike(a: Sequence[Run], b: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """A sentence for each field in which not all runs are alike. Objects are looked at key by key."""
+    """Return a sentence for each field that differs between runs. Objects are compared key by key."""
     texts = []
     for name in names:
         values = [run.result.get(name) for run in (*a, *b)]
         inner = sorted({key for value in values if isinstance(value, dict) for key in value})
         for path in [(name, key) for key in inner] or [(name,)]:
-            said = [list(dict.fromkeys(_said(run.result, path) for run in side)) for side in (a, b)]
-            if len({*said[0], *said[1]}) > 1:
-                texts.append(f"{'.'.join(path)} differs: A {' and '.join(said[0])}, B {' and '.join(said[1])}")
+            texts_of = [list(dict.fromkeys(_text(run.result, path) for run in side)) for side in (a, b)]
+            if len({*texts_of[0], *texts_of[1]}) > 1:
+                texts.append(f"{'.'.join(path)} differs: A {' and '.join(texts_of[0])}, B {' and '.join(texts_of[1])}")
     return texts
 
 
-def _said(result: Mapping[str, Any], path: Sequence[str]) -> str:
+def _text(result: Mapping[str, Any], path: Sequence[str]) -> str:
     value: Any = result
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -233,12 +233,12 @@ def _failed(name: str, runs: Sequence[Run]) -> list[str]:
 
 def _disturbed(name: str, runs: Sequence[Run], foreign_cores: float) -> list[str]:
     count = disturbed([run.result for run in runs], foreign_cores)
-    return [f"{count} of {_count(runs)} of {name} {'was' if count == 1 else 'were'} disturbed: others took more than "
-            f"{foreign_cores} cores"] if count else []
+    return [f"{count} of {_count(runs)} of {name} {'was' if count == 1 else 'were'} disturbed: other "
+            f"processes used more than {foreign_cores} cores"] if count else []
 
 
 def disturbed(results: Sequence[Mapping[str, Any]], foreign_cores: float) -> int:
-    """Runs during which others took more than `foreign_cores` cores."""
+    """Count the runs during which other processes or the hypervisor used more than `foreign_cores` cores."""
     meters = [meter if isinstance(meter := result.get("cpu"), Mapping) else {} for result in results]
     taken = [[value for name in ("foreign_cores", "steal_cores") if is_number(value := meter.get(name))]
              for meter in meters]

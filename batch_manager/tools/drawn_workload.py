@@ -1,4 +1,4 @@
-"""Workloads of random tokens with drawn lengths, and what the commands that write workloads share."""
+"""Workloads of random tokens with random lengths, and helpers of the commands that write workloads."""
 
 import argparse
 import json
@@ -22,11 +22,11 @@ EXIT_STATUSES = "exit status: 0 the file is written; 2 an option or a file is wr
 def make_workload(*, count: int = 64, seed: int = 0, vocab_size: int = DEFAULT_VOCABULARY, rate: float = 0.0,
                   prompts: LengthDistribution = PROMPTS, outputs: LengthDistribution = OUTPUTS,
                   shared_prefix: int = 0, delays: str = "exponential") -> dict[str, Any]:
-    """The workload as it stands in the file.
+    """Return a workload in the form of the file.
 
-    rate            requests a second, the first at 0; 0: all at once
-    delays          "exponential": a Poisson process; "constant"
-    shared_prefix   first tokens that all prompts have in common
+    rate            requests/s, the first at 0; 0: all at once
+    delays          "exponential" (a Poisson process) or "constant"
+    shared_prefix   length of a prefix that all prompts share
     """
     random = np.random.default_rng(seed)
     prompt_lengths = prompts.draw(random, count)
@@ -48,7 +48,7 @@ def make_workload(*, count: int = 64, seed: int = 0, vocab_size: int = DEFAULT_V
         for number, (arrival, prompt_length, output_length)
         in enumerate(zip(arrivals, prompt_lengths, output_lengths, strict=True))
     ]
-    if shared_prefix:    # drawn last: what is drawn without does not change
+    if shared_prefix:    # last, so that it does not change the other random numbers
         prefix = random.integers(FIRST_ORDINARY_TOKEN, vocab_size, shared_prefix).tolist()
         for request in requests:
             request["prompt"][:shared_prefix] = prefix[:len(request["prompt"])]
@@ -82,7 +82,7 @@ def within(least: float, most: float) -> Callable[[str], float]:
 
 
 def print_summary(workload: dict[str, Any], out: str) -> None:
-    """What the workload is, without its requests: one line of JSON, on stderr where the workload went to stdout."""
+    """Print the description of the workload as one line of JSON: on stderr if the workload itself went to stdout."""
     print(json.dumps({name: value for name, value in workload.items() if name != "requests"}),
           file=sys.stderr if out == "-" else sys.stdout)
 
@@ -95,7 +95,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
         if number < minimum:
-            raise argparse.ArgumentTypeError(f"{number} is less than {minimum}")
+            raise argparse.ArgumentTypeError(f"{number} is too small; expected at least {minimum}")
         return number
 
     return read

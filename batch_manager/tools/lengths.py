@@ -1,4 +1,4 @@
-"""Lengths of prompts and outputs, drawn from a distribution. Units: tokens."""
+"""Random lengths of prompts and outputs, in tokens."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,14 +10,14 @@ MOST_TOKENS = 2**31 - 1
 
 class LengthDistribution(Protocol):
     def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
-        """So many whole numbers of at least 1."""
+        """Return `count` integers of at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Log-normal lengths, clipped.
+    """Log-normal lengths, clipped to [shortest, longest].
 
-    fixed   every length; 0: drawn
+    fixed   the length of all; 0: random
     """
 
     median: float
@@ -46,7 +46,7 @@ class NormalLengths:
 
 @dataclass(frozen=True, slots=True)
 class UniformLengths:
-    """Every length from shortest to longest is as likely as the others."""
+    """Uniform lengths from shortest to longest, both included."""
 
     shortest: int
     longest: int

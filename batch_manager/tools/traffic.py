@@ -1,4 +1,4 @@
-"""What arrives when, in lengths alone: the form of requests that trace replays and simulations share."""
+"""Requests as arrival times and lengths, for trace replays and simulations."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 class Arrival:
     """One request, without its tokens.
 
-    arrival_s       seconds from the first arrival
+    arrival_s       seconds since the first arrival
     input_tokens    tokens of the prompt, at least 1
     output_tokens   tokens generated, at least 1
-    prefix_ids      ids of the prompt's blocks of `PREFIX_TOKENS` tokens, first to last; two prompts that begin with the
-                    same ids begin with the same tokens. Empty: the prompt shares nothing
+    prefix_ids      ids of the prompt's blocks of `PREFIX_TOKENS` tokens, in order; prompts that begin with the same ids
+                    begin with the same tokens. Empty: the prompt shares no prefix
     """
 
     arrival_s: float

@@ -1,21 +1,21 @@
-"""Write a workload for the benchmark: requests made of random tokens, of texts, or of a trace.
+"""Write a workload for the benchmark: requests from random tokens, from texts, or from a trace.
 
     batch-manager workload --out offline.json                              64 requests, all at once
     batch-manager workload --out online.json --rate 2                      Poisson, 2 requests a second
     batch-manager workload --out single.json --n 1 --prompt 128 --output 128
-    batch-manager workload --out prefix.json --prompt 600 --shared-prefix 512         that begin alike
+    batch-manager workload --out prefix.json --prompt 600 --shared-prefix 512         prompts with a common prefix
 
-and with a kind of workload first, which has options of its own (batch-manager workload KIND --help):
+The first argument may be a kind, which has its own options (batch-manager workload KIND --help):
 
     token-norm-dist   random tokens, normal lengths
-    token-unif-dist   random tokens, lengths that are all as likely
+    token-unif-dist   random tokens, uniform lengths
     log-normal        random tokens, log-normal lengths
     dataset           texts and a tokenizer, or token ids
     trace             lengths and times of a trace: Azure, Mooncake, BurstGPT, CSV
-    sample-trace      a trace that is made up, as Azure or Mooncake publish theirs
+    sample-trace      a synthetic trace in the format of Azure or Mooncake
 
-The file is one JSON object: what the workload is, and `requests`, each with `id`, `arrival_s` (seconds from the start),
-`max_tokens` (generated exactly: greedy, no end id) and `prompt`. What was written is printed, without the requests.
+The file is one JSON object: a description, and `requests`, each with `id`, `arrival_s` (seconds from the start),
+`max_tokens` (exactly that many are generated: greedy, no end id) and `prompt`. The description is also printed.
 """
 
 import argparse
@@ -47,7 +47,7 @@ KINDS = ("token-norm-dist", "token-unif-dist", "log-normal", "dataset", "trace",
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write what the arguments ask for; the exit status. Without a kind: log-normal or fixed lengths."""
+    """Write the workload and return the exit status. Without a kind: log-normal or fixed lengths."""
     try:
         return _main([*(sys.argv[1:] if argv is None else argv)])
     except BrokenPipeError:
@@ -63,8 +63,8 @@ def _main(arguments: Sequence[str]) -> int:
 
         return main_of_kind(arguments)
     if arguments and not arguments[0].startswith("-"):
-        print(f"workload: there is no kind {arguments[0]!r}; expected one of {', '.join(KINDS)}; "
-              "batch-manager workload --help says what they are", file=sys.stderr)
+        print(f"workload: the kind is {arguments[0]!r}; expected one of {', '.join(KINDS)}; "
+              "batch-manager workload --help describes them", file=sys.stderr)
         return WRONG
     return _main_without_kind(arguments)
 
@@ -75,19 +75,19 @@ def _main_without_kind(arguments: Sequence[str]) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, metavar="FILE", help="the file to write; -: the standard output")
     parser.add_argument("--n", type=at_least(1), default=64, help="requests (64)")
-    parser.add_argument("--seed", type=at_least(0), default=0, help="of everything random (0)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of all random numbers (0)")
     parser.add_argument("--vocab", type=at_least(FIRST_ORDINARY_TOKEN + 1), default=DEFAULT_VOCABULARY,
-                        help=f"tokens are below this ({DEFAULT_VOCABULARY})")
-    parser.add_argument("--rate", type=float, default=0.0, help="requests a second, Poisson; 0: all at once (0)")
+                        help=f"vocabulary size ({DEFAULT_VOCABULARY})")
+    parser.add_argument("--rate", type=float, default=0.0, help="requests/s, Poisson; 0: all at once (0)")
     parser.add_argument("--prompt", type=at_least(0), default=0,
                         help="tokens of every prompt; 0: log-normal, median 128, sigma 0.8, 8 to 512 (0)")
     parser.add_argument("--output", type=at_least(0), default=0,
                         help="tokens of every output; 0: log-normal, median 64, sigma 0.7, 4 to 256 (0)")
     parser.add_argument("--shared-prefix", type=at_least(0), default=0,
-                        help="first tokens that all prompts have in common (0)")
+                        help="length of a prefix that all prompts share (0)")
     options = parser.parse_args(arguments)
     if not 0 <= options.rate < float("inf"):
-        parser.error(f"--rate is {options.rate}; expected requests a second; leave it out for all at once")
+        parser.error(f"--rate is {options.rate}; expected requests/s, 0 or more; leave it out for all at once")
 
     workload = make_workload(
         count=options.n, seed=options.seed, vocab_size=options.vocab, rate=options.rate,

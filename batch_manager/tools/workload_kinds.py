@@ -1,4 +1,4 @@
-"""`batch-manager workload KIND`: workloads of drawn lengths, of datasets and of traces, and traces that are made up."""
+"""`batch-manager workload KIND`: workloads of random lengths, from datasets and from traces, and synthetic traces."""
 
 import argparse
 import json
@@ -35,23 +35,22 @@ DATASET_HELP = f"""Texts and a tokenizer, or token ids.
 
     batch-manager workload dataset prompts.jsonl --tokenizer FOLDER --output-tokens 64 --out w.json
 {FORMATS_HELP[1:]}"""
-TRACE_HELP = f"""Lengths and times of a trace; prompts are random tokens, a function of --random-seed. Prompts that
-share ids of blocks in a Mooncake trace share these tokens, so that block reuse shows what the trace has. A
-prompt that is cut keeps its beginning, so what prompts share is a larger part of them then. Requests without tokens of
-a prompt or an output are left out; how many is said. Two traces that are made up come with the package: sample:azure
-and sample:mooncake.
+TRACE_HELP = f"""Lengths and times from a trace. Prompts are random tokens that depend on --random-seed only. Prompts
+that share block ids in a Mooncake trace share these tokens, so block reuse works as in the trace. A truncated prompt
+keeps its beginning, so truncation raises the shared fraction of prompts. Requests with an empty prompt or output are
+left out, and their number is printed. The package has two synthetic traces: sample:azure and sample:mooncake.
 
     batch-manager workload trace sample:mooncake --count 20 --max-input-tokens 2000 --time-scale 0.5 --out w.json
 {FORMATS_HELP[1:]}"""
-SAMPLE_HELP = """A trace that is made up: bursts, lengths with a long tail and, of mooncake, prompts that begin alike. A
-function of the options alone.
+SAMPLE_HELP = """A synthetic trace: bursts, long-tailed lengths and, for mooncake, prompts with shared prefixes. It
+depends on the options only.
 
     batch-manager workload sample-trace --as mooncake --num-requests 200 --out trace.jsonl
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The first argument is the kind. Returns the exit status."""
+    """Run one kind, the first argument, and return the exit status."""
     parser = argparse.ArgumentParser(prog="batch-manager workload")
     kinds = parser.add_subparsers(dest="kind", required=True)
     for name, (add_arguments, description, _) in KINDS.items():
@@ -73,25 +72,28 @@ def main(arguments: Sequence[str]) -> int:
 def _add_drawn(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--num-requests", type=int, default=64, metavar="N", help="(64)")
-    add("--request-rate", type=float, default=0.0, metavar="R", help="requests a second; 0: all at once (0)")
-    add("--delays", choices=DELAYS, default="exponential", help="between requests of a rate (exponential: Poisson)")
-    add("--shared-prefix", type=int, default=0, metavar="N", help="first tokens that all prompts have in common (0)")
-    add("--random-seed", type=int, default=0, metavar="N", help="of everything random (0)")
+    add("--request-rate", type=float, default=0.0, metavar="R", help="requests/s; 0: all at once (0)")
+    add("--delays", choices=DELAYS, default="exponential",
+        help="times between the requests of a rate (exponential: Poisson)")
+    add("--shared-prefix", type=int, default=0, metavar="N", help="length of a prefix that all prompts share (0)")
+    add("--random-seed", type=int, default=0, metavar="N", help="seed of all random numbers (0)")
     _add_vocabulary(parser)
     add("--as", dest="form", choices=WORKLOAD_FORMS, default="workload", help=AS_HELP)
 
 
 def _add_vocabulary(parser: argparse.ArgumentParser) -> None:
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--vocab", type=int, metavar="N", help=f"tokens are below this ({DEFAULT_VOCABULARY})")
-    group.add_argument("--tokenizer", metavar="FOLDER", help="tokens are those of this model: a folder or a .gguf file")
+    group.add_argument("--vocab", type=int, metavar="N", help=f"vocabulary size ({DEFAULT_VOCABULARY})")
+    group.add_argument("--tokenizer", metavar="FOLDER",
+                       help="use the vocabulary of this model: a folder or a .gguf file")
 
 
 def _add_normal(parser: argparse.ArgumentParser) -> None:
     for side, text in (("input", "prompts"), ("output", "outputs")):
-        parser.add_argument(f"--{side}-mean", type=float, required=True, metavar="TOKENS", help=f"of the {text}")
+        parser.add_argument(f"--{side}-mean", type=float, required=True, metavar="TOKENS",
+                            help=f"mean length of the {text}")
         parser.add_argument(f"--{side}-stdev", type=float, required=True, metavar="TOKENS",
-                            help=f"standard deviation of the {text}; 0: all alike")
+                            help=f"standard deviation of the {text}; 0: all equal")
     _add_drawn(parser)
 
 
@@ -141,14 +143,14 @@ def _limits(options: argparse.Namespace, side: str) -> tuple[int, int]:
 
 def _check(name: str, value: float, is_right: bool, expected: str) -> None:
     if not is_right:
-        raise DatasetError("", f"{name} is {value}", f"expected {expected}", "correct it")
+        raise DatasetError("", f"{name} is {value}", f"expected {expected}")
 
 
 def _write_drawn(of_side: Callable[[argparse.Namespace, str], LengthDistribution]) -> Callable:
     def write(options: argparse.Namespace) -> None:
         _check("--num-requests", options.num_requests, options.num_requests >= 1, "at least 1")
         _check("--request-rate", options.request_rate, 0 <= options.request_rate < math.inf,
-               "requests a second, or 0 for all at once")
+               "requests/s, or 0 for all at once")
         _check("--random-seed", options.random_seed, options.random_seed >= 0, "at least 0")
         _check("--shared-prefix", options.shared_prefix, options.shared_prefix >= 0, "at least 0")
         _write(make_workload(
@@ -180,15 +182,15 @@ def _write(workload: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def _add_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="what to read; it may be compressed with gzip")
-    parser.add_argument("--format", choices=FORMATS, help="of the file (by its content)")
+    parser.add_argument("file", metavar="FILE", help="input file; may be compressed with gzip")
+    parser.add_argument("--format", choices=FORMATS, help="format of the file (by content)")
 
 
 def _add_dataset(parser: argparse.ArgumentParser) -> None:
     _add_file(parser)
     _add_vocabulary(parser)
     parser.add_argument("--output-tokens", type=int, metavar="N",
-                        help="for texts that do not say how long their output is")
+                        help="output length of texts that do not specify one")
     parser.add_argument("--as", dest="form", choices=WORKLOAD_FORMS, default="workload", help=AS_HELP)
     add_selection_arguments(parser)
 
@@ -211,7 +213,7 @@ def _write_read(options: argparse.Namespace) -> None:
         arrivals = read_arrivals(options.file, selection, format=options.format, tokenizer=options.tokenizer,
                                  output_tokens=output_tokens, report=report)
         write_file(options.out, TRACE_LINES[options.form](arrivals))
-        _tell_trace(report.kept, options)
+        _print_trace_summary(report.kept, options)
     else:
         _write(_read(options, selection, output_tokens, report), options)
     for note in report.notes():
@@ -220,7 +222,7 @@ def _write_read(options: argparse.Namespace) -> None:
 
 def _read(options: argparse.Namespace, selection: Selection, output_tokens: int | None,
           report: ReadReport) -> dict[str, Any]:
-    # The tokens of a dataset are what they are; those of a trace are made up, and need a size.
+    # A dataset has its own tokens; those of a trace are random, so they need a vocabulary size.
     is_open = options.kind == "dataset" and options.vocab is None and options.tokenizer is None
     try:
         workload = read_workload(options.file, selection, format=options.format, tokenizer=options.tokenizer,
@@ -236,33 +238,33 @@ def _read(options: argparse.Namespace, selection: Selection, output_tokens: int 
 
 
 def _check_kind(options: argparse.Namespace, format: str) -> None:
-    """Raises DatasetError for a trace where texts or tokens are expected, and the other way round."""
+    """Raise DatasetError for a trace if texts or tokens are expected, and vice versa."""
     right = {"": options.kind, "texts": "dataset", "dataset": "dataset", "workload": "dataset"}.get(format, "trace")
     if right != options.kind:
-        raise DatasetError(options.file, f"the format is {format}", f"workload {options.kind} does not read it",
-                           f"batch-manager workload {right} does")
+        raise DatasetError(options.file, f"the format is {format}",
+                           f"workload {options.kind} reads other formats", f"use batch-manager workload {right}")
 
 
-def _tell_trace(count: int, options: argparse.Namespace) -> None:
+def _print_trace_summary(count: int, options: argparse.Namespace) -> None:
     print(json.dumps({"n": count, "as": options.form}), file=sys.stderr if options.out == "-" else sys.stdout)
 
 
 def _add_sample(parser: argparse.ArgumentParser) -> None:
     shape, chat, add = TraceShape(), ChatShape(), parser.add_argument
     add("--as", dest="form", choices=tuple(TRACE_LINES), default="azure",
-        help="azure, csv: requests that share nothing; mooncake: conversations with ids of their blocks (azure)")
+        help="azure, csv: independent requests; mooncake: conversations with block ids (azure)")
     add("--num-requests", type=int, default=SAMPLE_ROWS, metavar="N", help=f"({SAMPLE_ROWS})")
     add("--request-rate", type=float, default=shape.request_rate, metavar="R",
-        help=f"requests a second, the mean ({shape.request_rate})")
+        help=f"mean requests/s ({shape.request_rate})")
     add("--burstiness", type=float, default=shape.burstiness, metavar="X",
-        help="deviation of the time between requests over its mean, gamma-distributed; 1: Poisson "
+        help="standard deviation of the times between requests over their mean; gamma-distributed; 1: Poisson "
         f"({shape.burstiness})")
     add("--input-median", type=float, metavar="TOKENS",
-        help=f"of prompts, log-normal ({shape.input_median:g}); of mooncake: of what a user says in a turn "
+        help=f"median prompt length, log-normal ({shape.input_median:g}); mooncake: tokens of a user turn "
         f"({chat.turn_median:g})")
     add("--output-median", type=float, default=shape.output_median, metavar="TOKENS",
-        help=f"of outputs, log-normal ({shape.output_median:g})")
-    add("--random-seed", type=int, default=0, metavar="N", help="of everything random (0)")
+        help=f"median output length, log-normal ({shape.output_median:g})")
+    add("--random-seed", type=int, default=0, metavar="N", help="seed of all random numbers (0)")
 
 
 def _write_sample(options: argparse.Namespace) -> None:
@@ -285,16 +287,16 @@ def _write_sample(options: argparse.Namespace) -> None:
     else:
         arrivals = sample_arrivals(options.num_requests, options.random_seed, shape)
     write_file(options.out, TRACE_LINES[options.form](arrivals))
-    _tell_trace(options.num_requests, options)
+    _print_trace_summary(options.num_requests, options)
 
 
-# kind -> (adds its options, what --help says, writes the file)
+# kind -> (adds its options, its description in --help, writes the file)
 KINDS: dict[str, tuple[Callable, str, Callable]] = {
     "token-norm-dist": (_add_normal, "Random tokens; lengths are normal, rounded up, at least 1.",
                         _write_drawn(_normal)),
-    "token-unif-dist": (_add_uniform, "Random tokens; all lengths from a least to a largest one are as likely.",
+    "token-unif-dist": (_add_uniform, "Random tokens; lengths are uniform between a minimum and a maximum.",
                         _write_drawn(_uniform)),
-    "log-normal": (_add_log_normal, "Random tokens; lengths are log-normal, rounded, and cut to their limits.",
+    "log-normal": (_add_log_normal, "Random tokens; lengths are log-normal, rounded, and clipped to their limits.",
                    _write_drawn(_log_normal)),
     "dataset": (_add_dataset, DATASET_HELP, _write_read),
     "trace": (_add_trace, TRACE_HELP, _write_read),

@@ -72,24 +72,24 @@ def test_names_of_others_are_names_of_ours(capsys):
 
 
 @pytest.mark.parametrize("given, told", [
-    (["--kv-gib", "0"], "more than 0"),
+    (["--kv-gib", "0"], "above 0"),
     (["--kv-gib", "1", "--max-tokens-in-paged-kvcache", "9"], "both given"),
-    (["--request-rate", "0"], "no rate"), (["--request-rate", "nan"], "no rate"),
-    (["--request-rate", "x"], "no number"),
+    (["--request-rate", "0"], "not a rate"), (["--request-rate", "nan"], "not a rate"),
+    (["--request-rate", "x"], "not a number"),
     (["--request-rate", "2", "--concurrency", "2"], "both given"),
-    (["--sweep", "threads=1,2"], "no sweep"), (["--sweep", "concurrency="], "no sweep"),
-    (["--sweep", "concurrency=1,x"], "not a whole number"), (["--sweep", "concurrency=0"], "less than 1"),
-    (["--sweep", "concurrency=2,2"], "twice"), (["--sweep", "concurrency=2", "--concurrency", "2"], "both given"),
+    (["--sweep", "threads=1,2"], "not a sweep"), (["--sweep", "concurrency="], "not a sweep"),
+    (["--sweep", "concurrency=1,x"], "not a whole number"), (["--sweep", "concurrency=0"], "at least 1"),
+    (["--sweep", "concurrency=2,2"], "repeats"), (["--sweep", "concurrency=2", "--concurrency", "2"], "both given"),
     (["--sweep", "concurrency=2", "--find-saturation"], "both given"),
     (["--sweep", "concurrency=2", "--stats-csv", "s.csv"], "both given"),
-    (["--enable-exp-delays"], "no rate"),
+    (["--enable-exp-delays"], "without a rate"),
     (["--plot", "p", "--type", "V1"], "V1"), (["--plot", "/dev/null"], "no folder"),
     (["--time-scale", "2", "--request-rate", "1"], "recorded times"),
-    (["--streaming", "--beam-width", "2"], "not streamed"),
+    (["--streaming", "--beam-width", "2"], "does not stream"),
     (["--slo-share", "1.5"], "at most 1"), (["--type", "IF"], "invalid choice"), (["--max-b", "3"], "unrecognized"),
     (["--api", "executor"], "gptManager"), (["--out", "/no/such/folder/r.json"], "does not exist"),
     (["--out", "/"], "folder"),
-    (["--warm-up", "-1"], "less than 0"), (["--static-emulated-timeout", "inf"], "finite")])
+    (["--warm-up", "-1"], "at least 0"), (["--static-emulated-timeout", "inf"], "finite")])
 def test_what_makes_no_sense_is_refused(given, told, capsys):
     assert told in refusal(capsys, *given)
 

@@ -240,7 +240,7 @@ def test_traces_are_replayed_and_what_was_cut_is_said(setting, capsys):
     result = read_result(Path("r.json"))
     assert (result["mode"], result["prompt_tokens"], result["output_tokens"]) == ("online", 32, 5)
     assert 0.05 <= result["wall_s"] < 1
-    assert "t.csv: 1 request with a prompt that was cut" in capsys.readouterr().err
+    assert "t.csv: 1 request with a prompt truncated" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", [None, "no JSON", "[]", '{"requests": []}'])
@@ -268,7 +268,7 @@ def test_a_reader_that_goes_costs_no_file(tmp_path):
 def test_results_of_other_versions_are_refused_by_name(tmp_path):
     path = tmp_path / "r.json"
     good = {"format": "batch-manager bench", "format_version": FORMAT_VERSION, "kind": "run"}
-    for wrong, told in ((None, "cannot be read"), ([], "no JSON object"), ({"peer": "vllm"}, "its format is None"),
+    for wrong, told in ((None, "cannot be read"), ([], "not a JSON object"), ({"peer": "vllm"}, "its format is None"),
                         (good | {"format_version": 99}, "format_version 99"), (good | {"kind": "x"}, "kind 'x'"),
                         (good | {"kind": "sweep"}, "points")):
         if wrong is not None:

@@ -70,7 +70,7 @@ def test_sides_of_different_length_and_figures_that_nobody_has_are_refused():
     one = result(output_tok_s=1.0)
     with pytest.raises(ComparisonError, match="2 results of the first program and 1"):
         compare([one, one], [one])
-    with pytest.raises(ComparisonError, match="no run has a positive itl_ms_p50"):
+    with pytest.raises(ComparisonError, match="no figure of itl_ms_p50"):
         compare([one], [one], ["itl_ms_p50"])
 
 
@@ -99,9 +99,9 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
     assert [one["exceeds_spread"] for one in written["figures"]] == [True]
 
     assert main(["--first", *map(str, ours), "--second", str(theirs[0])]) == 2
-    assert "pass one of each" in capsys.readouterr().err
+    assert "pass the same number of each" in capsys.readouterr().err
     assert main(["--first", str(ours[0]), "--second", str(theirs[0]), "--figure", "load_s"]) == 2
-    assert "--figure is load_s; expected one of output_tok_s" in capsys.readouterr().err
+    assert "--figure is load_s; pairs have output_tok_s" in capsys.readouterr().err
 
 
 def test_it_reads_what_the_benchmark_writes(tmp_path):

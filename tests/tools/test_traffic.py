@@ -114,5 +114,5 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path):
     with pytest.raises(DatasetError):
         write_file(path, lines())
     assert path.read_text() == "mine" and [one.name for one in tmp_path.iterdir()] == ["trace"]
-    with pytest.raises(DatasetError, match="it cannot be written: .*; expected a file that can be"):
+    with pytest.raises(DatasetError, match="the file cannot be written: .*; expected a writable path"):
         write_file(tmp_path / "none" / "trace", ["a"])

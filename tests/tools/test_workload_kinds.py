@@ -94,7 +94,7 @@ def test_texts(write, tmp_path):
     made, _ = write("dataset", tmp_path / "texts", "--tokenizer", model, "--output-tokens", 7, "--request-rate", 1)
     assert [one["max_tokens"] for one in made["requests"]] == [7, 7] and made["vocab"] == 4096
     assert made["requests"][1]["arrival_s"] > 0
-    assert write("dataset", tmp_path / "texts", status=2).endswith("pass the folder of a model with --tokenizer\n")
+    assert write("dataset", tmp_path / "texts", status=2).endswith("pass a model's folder with --tokenizer\n")
     assert "pass --output-tokens" in write("dataset", tmp_path / "texts", "--tokenizer", model, status=2)
     assert "--tokenizer: there is no folder" in write("dataset", tmp_path / "texts", "--tokenizer", "none", status=2)
     drawn, _ = write(*UNIFORM, "--tokenizer", model)
@@ -108,7 +108,7 @@ def test_a_trace(write):
     assert [len(one["prompt"]) for one in made["requests"]] == [min(2000, one.input_tokens) for one in arrivals]
     assert made["source"]["format"] == "mooncake" and made["vocab"] == 49152
     cut = sum(one.input_tokens > 2000 for one in arrivals)
-    assert printed.err == f"workload: {cut} requests with a prompt that was cut to the limit\n" and cut > 5
+    assert printed.err == f"workload: {cut} requests with a prompt truncated to the limit\n" and cut > 5
 
 
 def test_a_slice_of_a_trace_as_a_trace(tmp_path, capsys):
@@ -129,24 +129,24 @@ def test_the_standard_output(capsys):
 
 
 @pytest.mark.parametrize("arguments, text", [
-    (["norm"], "there is no kind 'norm'; expected one of token-norm-dist"),
+    (["norm"], "the kind is 'norm'; expected one of token-norm-dist"),
     ([*NORMAL, "--input-mean", "-1"], "--input-mean is -1.0; expected more than 0"),
     ([*NORMAL, "--input-mean", "nan"], "--input-mean is nan; expected more than 0"),
     ([*NORMAL, "--output-stdev", "-1"], "--output-stdev is -1.0; expected 0 to"),
     ([*UNIFORM, "--input-min", "0"], "--input-min is 0; expected at least 1"),
     ([*UNIFORM, "--input-max", "2"], "--input-max is 2; expected 3 (--input-min) to"),
     ([*UNIFORM, "--num-requests", "0"], "--num-requests is 0; expected at least 1"),
-    ([*UNIFORM, "--request-rate", "-1"], "--request-rate is -1.0; expected requests a second, or 0"),
+    ([*UNIFORM, "--request-rate", "-1"], "--request-rate is -1.0; expected requests/s, or 0"),
     ([*UNIFORM, "--random-seed", "-1"], "--random-seed is -1; expected at least 0"),
     ([*UNIFORM, "--shared-prefix", "-1"], "--shared-prefix is -1; expected at least 0"),
     ([*UNIFORM, "--vocab", "3"], "--vocab is 3; expected 4 to"),
     (["log-normal", "--input-median", "0"], "--input-median is 0.0; expected more than 0"),
     (["log-normal", "--output-sigma", "inf"], "--output-sigma is inf; expected 0 to 10"),
-    (["trace", "none"], "none: it cannot be opened: No such file or directory; "),
-    (["trace", "sample:azure", "--count", "0"], "--count is 0; expected a whole number from 1 on"),
+    (["trace", "none"], "none: the file cannot be opened: No such file or directory; "),
+    (["trace", "sample:azure", "--count", "0"], "--count is 0; expected an integer of at least 1"),
     (["trace", "sample:azure", "--first", "1000"], "sample:azure: no request is left: the file has 1000 requests"),
-    (["trace", "sample:azure", "--format", "mooncake"], "sample:azure:1:1: the line is no JSON"),
-    (["dataset", "sample:azure"], "the format is azure; workload dataset does not read it; batch-manager workload tra"),
+    (["trace", "sample:azure", "--format", "mooncake"], "sample:azure:1:1: the line is not JSON"),
+    (["dataset", "sample:azure"], "the format is azure; workload dataset reads other formats; use batch-manager"),
     (["sample-trace", "--burstiness", "0"], "--burstiness is 0.0; expected 0.05 to 20"),
     (["sample-trace", "--request-rate", "nan"], "--request-rate is nan; expected 0.000001 to 1000000"),
     (["sample-trace", "--input-median", "0"], "--input-median is 0.0; expected 1 to"),
@@ -171,8 +171,8 @@ def test_a_reader_that_has_seen_enough():
 
 def test_a_full_disk(capsys):
     assert main([*UNIFORM, "--out", "/dev/full"]) == 2
-    assert capsys.readouterr().err == ("workload: /dev/full: it cannot be written: No space left on device; expected a "
-                                       "file that can be, and room for it; correct the path, or make room\n")
+    assert capsys.readouterr().err == ("workload: /dev/full: the file cannot be written: No space left on device; "
+                                       "expected a writable path and enough space\n")
 
 
 @pytest.mark.parametrize("is_link", [False, True])

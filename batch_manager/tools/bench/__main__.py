@@ -22,16 +22,16 @@ DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = "batch-manager bench", report: str = "table") -> int:
-    """The program; its exit status.
+    """Run the program and return its exit status.
 
-    program, report   as `options.parse_options` has them
+    program, report   see `options.parse_options`
     """
     argv = [*(sys.argv[1:] if argv is None else argv)]
     if argv[:1] == ["--compare"]:
         return compare(argv[1:])
     options = parse_options(argv, program=program, report=report)
     logging.getLogger("batch_manager").setLevel(LOG_LEVELS[options.log_level])
-    # Read when torch is imported, for every thread; num_threads of the manager alone comes later.
+    # torch reads it on import, for all of its threads; num_threads of the manager is applied later.
     os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
     measurement = None
     try:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "batch-manager ben
         points = [{"n": result["n"], **point} for point in measurement.points]
         try:
             print_report(options.report, result, points)
-        except BrokenPipeError:                     # the reader, `head` say, has seen enough
+        except BrokenPipeError:                     # the reader closed the pipe, as `head` does
             discard_standard_output()
         write_files(options, result, points, measurement.served)
     except (InputError, BatchManagerError, OSError) as error:
@@ -53,14 +53,14 @@ def main(argv: Sequence[str] | None = None, *, program: str = "batch-manager ben
         print(f"{program}: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
-        if measurement is not None and (told := measurement.so_far()):
-            print(told, file=sys.stderr)
+        if measurement is not None and (summary := measurement.so_far()):
+            print(summary, file=sys.stderr)
         return INTERRUPTED
-    return tell_failures(points, program)
+    return print_failures(points, program)
 
 
 def print_report(kind: str, result: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> None:
-    """On stdout, as --report says."""
+    """Print the results in the form that --report names."""
     if kind == "json":
         short = {name: value for name, value in result.items() if name != "first_tokens"}
         if "points" in short:
@@ -75,8 +75,8 @@ def print_report(kind: str, result: Mapping[str, Any], points: Sequence[Mapping[
         print(f"\n{Saturation(**result['saturation']).words()}", flush=True)
 
 
-def tell_failures(points: Sequence[Mapping[str, Any]], program: str) -> int:
-    """Name on stderr what went wrong with requests; the exit status."""
+def print_failures(points: Sequence[Mapping[str, Any]], program: str) -> int:
+    """Print the failed requests on stderr and return the exit status."""
     for point in points:
         if point["failed"]:
             print(f"{program}: {point['failed']} of {point['n']} requests failed:", file=sys.stderr)
@@ -85,7 +85,7 @@ def tell_failures(points: Sequence[Mapping[str, Any]], program: str) -> int:
             if point["failed"] > len(point["failures"]):
                 print(f"  and {point['failed'] - len(point['failures'])} more", file=sys.stderr)
         if point["wrong_length"] > point["failed"]:
-            print(f"{program}: {point['wrong_length'] - point['failed']} requests have the wrong output length",
+            print(f"{program}: {point['wrong_length'] - point['failed']} requests have an output of the wrong length",
                   file=sys.stderr)
     return FAILED if any(point["wrong_length"] for point in points) else DONE
 

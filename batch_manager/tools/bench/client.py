@@ -1,4 +1,4 @@
-"""The callbacks of a benchmark, and what each request got."""
+"""The callbacks of a benchmark, and the tokens and times that each request got."""
 
 import math
 import threading
@@ -19,14 +19,14 @@ DEFAULTS = RequestOptions()
 
 @dataclass(slots=True)
 class Receipt:
-    """What one request got. Times are seconds from the start of the serving.
+    """The responses to one request. Times are seconds since the start of the serving.
 
-    tokens      generated ones; of several beams the best beam's
-    times       when each of them came
-    error       text of an error response; "": there was none
-    arrival_s   when the request arrived; latencies count from then
-    final_s     when its final response came; None: it has not come
-    queue_s     seconds from arrival to its first step, where the engine was asked
+    tokens      generated tokens; with beams, those of the best beam
+    times       time of arrival of each token
+    error       text of an error response; "": none
+    arrival_s   arrival of the request; latencies count from it
+    final_s     time of its final response; None: not yet
+    queue_s     seconds from arrival to its first step, if the request asked for timings
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -39,10 +39,10 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """How far the serving is.
+    """Progress of the serving.
 
     done, total   requests
-    arrived       requests that have arrived, done ones included
+    arrived       requests that have arrived, including done ones
     tokens        generated so far
     seconds       since the start of the serving
     """
@@ -55,18 +55,18 @@ class Count:
 
 
 class Client:
-    """The callbacks of one manager, and the requests on their way through it.
+    """The callbacks of one manager, and the requests that wait for it or run in it.
 
-    Requests wait here until the manager asks for as many as it has room for, and the gate lets them through.
+    Arrived requests wait here until the manager has room for them and the gate lets them through.
 
-    prompts_included   responses that are not streamed begin with the prompt (exclude_input_in_output is off)
-    last_response      seconds from the start of the serving
-    stats              statistics records of the iterations so far, where the manager was given `keep_stats`
+    prompts_included   non-streamed responses begin with the prompt (exclude_input_in_output is off)
+    last_response      time of the last response, in seconds since the start of the serving
+    stats              statistics records of the iterations so far, if `keep_stats` is the manager's callback
     """
 
     def __init__(self, *, prompts_included: bool = False) -> None:
         self._waiting: deque[InferenceRequest] = deque()
-        self._backlog: deque[dict[str, Any]] = deque()      # closed loop: each follows a request that is done
+        self._backlog: deque[dict[str, Any]] = deque()      # closed loop: one arrives for each request done
         self._receipts: dict[int, Receipt] = {}
         self._prompt_lengths: dict[int, int] | None = {} if prompts_included else None
         self._num_open = self._num_inside = 0
@@ -81,7 +81,7 @@ class Client:
     # ------------------------------------------------------------------ callbacks, on the worker thread
 
     def get(self, max_num_requests: int) -> list[InferenceRequest]:
-        if self._is_answered:           # the iteration of the last response is over, its statistics are here
+        if self._is_answered:           # the iteration of the last response is over, and its statistics have arrived
             self._is_answered = False
             self._all_done.set()
         waiting = self._waiting
@@ -102,7 +102,7 @@ class Client:
             receipt.error = error_message
         else:
             output_ids = tensors[0].array.tolist()[0][0]
-            if not self._streaming:                     # rows of beams are as long as the longest of them
+            if not self._streaming:                     # rows of beams are padded to the longest
                 output_ids = output_ids[:int(tensors[1].array.flat[0])]
                 if self._prompt_lengths is not None:
                     output_ids = output_ids[self._prompt_lengths[request_id]:]
@@ -125,12 +125,12 @@ class Client:
 
     def serve(self, manager: GptManager, requests: list[dict], *, streaming: bool, started: float,
               limit_s: float = math.inf) -> dict[int, Receipt]:
-        """Serve requests at their arrival times; return what each got, once each has had its final response.
+        """Serve requests at their arrival times, wait for all final responses, and return request id -> Receipt.
 
-        started   the perf_counter() that arrival times and stamps count from
-        limit_s   seconds from `started` after which it is given up
+        started   perf_counter() at the start of the serving; arrival times and timestamps count from it
+        limit_s   time limit, in seconds since `started`
 
-        Raises BenchmarkError when a request fails, or the time is up.
+        Raises BenchmarkError if a request fails or the time limit passes.
         """
         receipts = self.serve_all(manager, requests, streaming=streaming, started=started, limit_s=limit_s)
         errors = [receipt.error for receipt in receipts.values() if receipt.error]
@@ -141,14 +141,14 @@ class Client:
     def serve_all(self, manager: GptManager, requests: list[dict], *, streaming: bool, started: float,
                   limit_s: float = math.inf, concurrency: int = 0, options: RequestOptions = DEFAULTS,
                   gate: Gate | None = None) -> dict[int, Receipt]:
-        """Likewise, with requests that failed among the others: their receipts have an error.
+        """Like `serve`, but a failed request only sets the error of its receipt.
 
-        concurrency   so many requests are under way at a time, each arrives when one before it is done, and arrival
-                      times are not looked at; 0: requests arrive at their times
-        options       of every request
-        gate          what holds arrived requests back
+        concurrency   requests in progress at a time: the next one arrives when one is done, and arrival times are
+                      ignored; 0: requests arrive at their times
+        options       for every request
+        gate          holds arrived requests back; None: nothing does
 
-        Raises BenchmarkError when the time is up, or the engine stops answering.
+        Raises BenchmarkError if the time limit passes or the engine stops answering.
         """
         self._started, self._streaming, self._options, self._gate = started, streaming, options, gate
         self._receipts = {request["id"]: Receipt(arrival_s=request["arrival_s"]) for request in requests}
@@ -168,8 +168,8 @@ class Client:
             now = time.perf_counter() - started
             arrived = []
             while arriving and arriving[0]["arrival_s"] <= now:
-                arrived.append(self._made(arriving.popleft()))
-            self._waiting.extend(arrived)           # what arrives together is handed over together
+                arrived.append(self._make(arriving.popleft()))
+            self._waiting.extend(arrived)           # requests that arrive together become visible to `get` together
             manager.notify()
             self._check(manager, limit_s)
         while not self._all_done.wait(1.0):
@@ -177,7 +177,7 @@ class Client:
         return self._receipts
 
     def count(self) -> Count:
-        """How far it is, from any thread. It costs the worker nothing: what it wrote anyway is added up here."""
+        """Return the progress. Any thread may call this. It costs the worker nothing."""
         receipts = self._receipts
         now = time.perf_counter() - self._started
         arrived = (len(receipts) - len(self._backlog) if self._backlog
@@ -187,17 +187,18 @@ class Client:
 
     def _check(self, manager: GptManager, limit_s: float) -> None:
         if manager.wait_until_terminate(0) or manager.health()["callback_failures"]["send"]:
-            raise BenchmarkError(f"not all requests were answered; the manager says {manager.health()}")
+            raise BenchmarkError("the engine stopped before all requests were answered; its health is "
+                                 f"{manager.health()}")
         if time.perf_counter() - self._started > limit_s:
-            raise BenchmarkError(f"{self._num_open} of {len(self._receipts)} requests are not done after "
-                                 f"{limit_s:.0f} s")
+            raise BenchmarkError(f"{self._num_open} of {len(self._receipts)} requests are not done after the time "
+                                 f"limit of {limit_s:.0f} s")
 
     def _arrive(self, requests: list[dict[str, Any]], now: float) -> None:
         for request in requests:
             self._receipts[request["id"]].arrival_s = now
-        self._waiting.extend([self._made(request) for request in requests])
+        self._waiting.extend([self._make(request) for request in requests])
 
-    def _made(self, request: dict[str, Any]) -> InferenceRequest:
+    def _make(self, request: dict[str, Any]) -> InferenceRequest:
         arrival_s = self._receipts[request["id"]].arrival_s
         return self._options.make(request, streaming=self._streaming,
                                   arrival_time=time.monotonic() - (time.perf_counter() - self._started - arrival_s))

@@ -1,4 +1,4 @@
-"""What the iterations of a serving did, from the statistics of the engine."""
+"""Batch sizes, tokens and KV cache use of the iterations of a serving, from the statistics of the engine."""
 
 import json
 from collections.abc import Sequence
@@ -6,22 +6,22 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-MOST_SPANS = 240            # that a plot shows; more iterations than these are averaged
-MOST_SIZES, FEWEST_STEPS = 16, 5    # batch sizes likewise, and steps that a point stands for
+MOST_SPANS = 240            # in a plot; more iterations are averaged into this many spans
+MOST_SIZES, FEWEST_STEPS = 16, 5    # points in a plot by batch size, and the least number of steps for a point
 
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
     """One record of the statistics.
 
-    begin_s, end_s   seconds from the beginning of the first iteration; it began when the one before ended or, where the
-                     engine was idle meanwhile, later
-    context          tokens of prompts that it computed
-    generating       requests that it generated for
-    used, cached     KV cache blocks that running requests hold, and free ones whose content prompts may still find
-    blocks           of the pool
-    since_s          from the end of the iteration before, of the same micro-batch; None: there was none just before.
-                     Where the engine was idle meanwhile, no request generates
+    begin_s, end_s   seconds since the beginning of the first iteration; an iteration begins at the end of the previous
+                     one or, after an idle time, later
+    context          prompt tokens computed
+    generating       requests in the generation phase
+    used, cached     KV cache blocks held by running requests, and free blocks with reusable content
+    blocks           in the pool
+    since_s          seconds since the end of the previous iteration of the same micro-batch; None: no such iteration
+                     directly before. After an idle time no request is generating
     """
 
     begin_s: float
@@ -35,7 +35,7 @@ class Iteration:
 
 
 def iterations_of(records: Sequence[str]) -> list[Iteration]:
-    """The iterations of records of an engine that batches in flight, in their order."""
+    """Parse the statistics records of an engine with in-flight batching, in order."""
     found: list[Iteration] = []
     previous: dict[int, tuple[int, float]] = {}         # micro-batch -> counter and end of its latest record
     start = None
@@ -44,11 +44,11 @@ def iterations_of(records: Sequence[str]) -> list[Iteration]:
         began = end - record["Iteration Latency Microseconds"] / 1e6
         start = began if start is None else start
         begin = max(began - start, found[-1].end_s) if found else 0.0
-        if found and record["Active Request Count"] > record["New Requests"]:       # the engine was not idle before
+        if found and record["Active Request Count"] > record["New Requests"]:       # not idle before this iteration
             begin = found[-1].end_s
         counter, micro_batch = record["Iteration Counter"], record["MicroBatch ID"]
         before = previous.get(micro_batch)
-        # At most one record of another micro-batch lies between them.
+        # At most one record of another micro-batch is between two of the same.
         is_next = before is not None and counter - before[0] <= 2
         previous[micro_batch] = counter, end
         found.append(Iteration(
@@ -59,7 +59,7 @@ def iterations_of(records: Sequence[str]) -> list[Iteration]:
 
 
 def with_idle_times(iterations: Sequence[Iteration]) -> list[Iteration]:
-    """With an iteration for each time in which there was none: no request ran, and what was cached stayed."""
+    """Insert an idle iteration for each gap: no request runs, cached blocks stay."""
     out = list(iterations[:1])
     for one in iterations[1:]:
         if one.begin_s > out[-1].end_s:
@@ -70,8 +70,8 @@ def with_idle_times(iterations: Sequence[Iteration]) -> list[Iteration]:
 
 
 def over_time(iterations: Sequence[Iteration], amounts: Sequence[float]) -> list[tuple[float, float, float]]:
-    """(begin, end, amount) in seconds: of each iteration, or where there are many of each of MOST_SPANS equal spans of
-    the whole time, with the mean over it. While there was no iteration the amount is 0."""
+    """Return (begin_s, end_s, amount) for each iteration, or means over MOST_SPANS equal spans if there are more
+    iterations than that. The amount is 0 between iterations."""
     begins = np.array([one.begin_s for one in iterations])
     ends = np.array([one.end_s for one in iterations])
     if len(iterations) <= MOST_SPANS:
@@ -86,11 +86,12 @@ def over_time(iterations: Sequence[Iteration], amounts: Sequence[float]) -> list
 
 def times_by_batch(iterations: Sequence[Iteration], *, with_contexts: bool
                    ) -> list[tuple[float, float, float, float]]:
-    """(batch size, p10, median, p90) of the seconds between two tokens of a request. The batch size is the number of
-    requests that generate in the step; sizes that few steps have are put together with the next ones, and their mean is
-    said.
+    """Return (batch size, p10, median, p90) of the seconds between two tokens of a request.
 
-    with_contexts   of steps that also compute prompts, or of the others
+    The batch size is the number of generating requests in the step. Batch sizes with few steps are merged with the next
+    larger ones; the mean size is returned for them.
+
+    with_contexts   select the steps that also compute prompts, or the steps that do not
     """
     pairs = sorted((one.generating, one.since_s) for one in iterations
                    if one.generating and one.since_s is not None and bool(one.context) is with_contexts)

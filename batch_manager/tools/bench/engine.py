@@ -1,4 +1,4 @@
-"""The engine that a benchmark measures, as the options describe it."""
+"""Build the engine that a benchmark measures from the command-line options."""
 
 import argparse
 from collections.abc import Callable
@@ -16,9 +16,9 @@ PRECISIONS = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 
 
 def model_limits(options: argparse.Namespace, parts: Parts) -> tuple[int | None, int | None, int | None]:
-    """(vocabulary, longest sequence, tokens of the KV cache pool); each None where the backend decides.
+    """Return (vocabulary size, longest sequence, tokens of the KV cache pool); None: the backend decides.
 
-    Raises what `read_spec` raises for a model that cannot be read.
+    Raises the errors of `read_spec` if the model cannot be read.
     """
     if parts.backend is not None:
         return None, None, options.max_tokens_in_paged_kvcache
@@ -36,16 +36,16 @@ def model_limits(options: argparse.Namespace, parts: Parts) -> tuple[int | None,
 
 
 def precision_of(options: argparse.Namespace, backend_dtype: str) -> str:
-    """Return the precision as a result names it.
+    """Return the name of the precision in a result.
 
-    backend_dtype   what --dtype auto became
+    backend_dtype   data type of the backend, used for --dtype auto
     """
     name = backend_dtype if options.dtype == "auto" else options.dtype
     return PRECISIONS.get(name.removeprefix("torch."), name)
 
 
 def vocabulary_of(options: argparse.Namespace) -> int:
-    """Tokens of the model's vocabulary. Raises what `read_spec` raises."""
+    """Return the vocabulary size of the model. Raises the errors of `read_spec`."""
     from ...models import read_spec
 
     return read_spec(options.model, options.model_implementation).vocab_size
@@ -53,7 +53,7 @@ def vocabulary_of(options: argparse.Namespace) -> int:
 
 def make_manager(options: argparse.Namespace, parts: Parts, kv_tokens: int | None, *, get: Callable[[int], Any],
                  send: Callable[..., None], stats: Callable[[str], None] | None) -> GptManager:
-    """Load the model and start the engine. Raises what the constructor of GptManager raises."""
+    """Load the model and start the engine. Raises the errors of the constructor of GptManager."""
     kv_cache = {"max_tokens": kv_tokens, "tokens_per_block": options.tokens_per_block,
                 "enable_block_reuse": options.block_reuse, "max_attention_window": options.max_attention_window,
                 "sink_token_length": options.sink_token_length, "host_cache_size": options.kv_host_cache_bytes}

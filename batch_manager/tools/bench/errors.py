@@ -1,9 +1,9 @@
-"""What can go wrong in a benchmark."""
+"""Errors of a benchmark."""
 
 
 class BenchmarkError(Exception):
-    """The benchmark ran and has no result that is worth anything. Exit status 1."""
+    """The benchmark ran but has no valid result. Exit status 1."""
 
 
 class InputError(BenchmarkError):
-    """An argument or a file is wrong: nothing was measured. Exit status 2."""
+    """An argument or a file is wrong; nothing was measured. Exit status 2."""

@@ -1,4 +1,4 @@
-"""The files that a benchmark writes: all of them, or none."""
+"""Write the output files of a benchmark: all of them, or none."""
 
 import argparse
 import csv
@@ -14,7 +14,7 @@ from .summary import csv_rows
 
 def write_files(options: argparse.Namespace, result: dict[str, Any], points: Sequence[Mapping[str, Any]],
                 served: Sequence[Served]) -> None:
-    """Every file that the options name. Raises OSError."""
+    """Write every file that the options name. Raises OSError."""
     with OutputFiles() as files:
         if options.out is not None:
             json.dump(result, files.open(options.out), indent=1)
@@ -29,8 +29,8 @@ def write_files(options: argparse.Namespace, result: dict[str, Any], points: Seq
 
 
 def responses(served: Served, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What every request got: an object each, in the order of the workload. Prompts are in it where the responses had
-    them."""
+    """Return one object per request, in the order of the workload: id, output tokens and error. Outputs include the
+    prompt if the responses did."""
     includes_prompt = not options.exclude_input_in_output_seq and not options.streaming
     return [{"id": request["id"],
              "output_ids": (request["prompt"] if includes_prompt else []) + served.receipts[request["id"]].tokens,
@@ -38,7 +38,7 @@ def responses(served: Served, options: argparse.Namespace) -> list[dict[str, Any
 
 
 def write_stats(records: list[str], file: IO[str]) -> None:
-    """The statistics of the manager as CSV, one row an iteration."""
+    """Write the statistics of the manager as CSV, one row per iteration."""
     rows = [json.loads(record) for record in records]
     names = sorted({name for row in rows for name in row})
     writer = csv.DictWriter(file, names, restval=0)

@@ -1,16 +1,15 @@
-"""When requests that have arrived are handed to the manager, where that is not at once."""
+"""Delay arrived requests: for a fixed time, or until a whole batch has arrived."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Holds requests back: until a delay is over, and until a whole batch has arrived.
+    """Hold requests back until a delay has passed and a whole batch has arrived.
 
-    delay_s     no request is handed over earlier than so many seconds after the start of the serving
-    batch_size  requests are handed over in batches of this size, and a batch only when the one before is done; 0: they
-                are not held back
-    timeout_s   a batch that the oldest of its requests has waited for so long is handed over as it is
+    delay_s     seconds from the start of the serving to the first request
+    batch_size  requests per batch; a batch starts when the previous one is done. 0: no batches
+    timeout_s   an incomplete batch starts when its oldest request has waited this many seconds
     """
 
     delay_s: float = 0.0
@@ -18,10 +17,10 @@ class Gate:
     timeout_s: float = 0.0
 
     def allows(self, now: float, num_waiting: int, oldest_arrival: float, num_inside: int) -> int:
-        """How many of the waiting requests may go.
+        """Return how many of the waiting requests may start.
 
-        now, oldest_arrival   seconds from the start of the serving
-        num_inside            requests that the manager has and has not answered
+        now, oldest_arrival   seconds since the start of the serving
+        num_inside            requests in the manager without a final response
         """
         if now < self.delay_s:
             return 0

@@ -1,4 +1,4 @@
-"""How the requests of a workload arrive."""
+"""The arrival process of a workload."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +8,12 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """At most one of the two is set. With neither, requests arrive when the workload says.
+    """At most one of rate and concurrency is set. With neither, requests arrive at the times of the workload.
 
-    request_rate   requests a second; 0 or less: all at once
-    concurrency    requests under way at a time; each of the others arrives when one is done
-    exponential    at a rate: times between arrivals are drawn, so that they are a Poisson process; otherwise all equal
-    random_seed    of these draws
+    request_rate   requests/s; 0 or less: all at once
+    concurrency    requests in progress at a time; the next one arrives when one is done
+    exponential    with a rate: exponential times between arrivals (a Poisson process) instead of equal ones
+    random_seed    for the exponential times
     """
 
     request_rate: float | None = None
@@ -22,8 +22,8 @@ class Load:
     random_seed: int = 0
 
     def arriving(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The requests with their arrival times, the first at 0; at a rate in the order in which the workload has
-        them."""
+        """Return the requests with new arrival times, the first at 0. A rate keeps the workload's order of arrival.
+        """
         if self.concurrency is not None or (self.request_rate is not None and self.request_rate <= 0):
             return [dict(request, arrival_s=0.0) for request in requests]
         if self.request_rate is None:
@@ -37,10 +37,9 @@ class Load:
                 for request, arrival in zip(ordered, arrivals, strict=True)]
 
     def offered_rate(self, requests: list[dict[str, Any]]) -> float | None:
-        """Requests a second that arrive between the first and the last one. None: they arrive at once, or in a closed
-        loop.
+        """Return the requests/s that arrive between the first and the last one; None: all at once, or a closed loop.
 
-        requests   as `arriving` returned them
+        requests   as returned by `arriving`
         """
         arrivals = [request["arrival_s"] for request in requests]
         span = max(arrivals) - min(arrivals)

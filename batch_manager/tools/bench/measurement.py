@@ -1,4 +1,4 @@
-"""All servings that one command asks for, on one engine."""
+"""Run all servings of one command on one engine."""
 
 import argparse
 import sys
@@ -17,14 +17,14 @@ from .summary import sweep_table
 
 
 class Measurement:
-    """What the options ask for: one serving, a sweep, or the search of the saturation.
+    """One serving, a sweep, or a search for the saturation, as the options ask.
 
-    options, workload, parts   as `run.benchmark` has them
+    options, workload, parts   see `run.benchmark`
 
     points    results of the servings so far
     served    the servings themselves, in the same order
 
-    Raises InputError for what is no workload, or has too few requests.
+    Raises InputError if the workload is invalid or has too few requests.
     """
 
     def __init__(self, options: argparse.Namespace, workload: dict[str, Any], parts: Parts | None = None) -> None:
@@ -35,18 +35,18 @@ class Measurement:
         self.points: list[dict[str, Any]] = []
         self.served: list[Served] = []
         if options.find_saturation and self._workload["n"] < FEWEST_REQUESTS:
-            raise InputError(f"the workload has {self._workload['n']} requests; --find-saturation takes "
-                             f"{FEWEST_REQUESTS} at least; give it a larger one")
+            raise InputError(f"the workload has {self._workload['n']} requests; --find-saturation needs at "
+                             f"least {FEWEST_REQUESTS}; use a larger workload")
 
     def run(self) -> dict[str, Any]:
-        """The result, as it stands in the file. Raises what `run.benchmark` raises."""
+        """Measure, and return the result in the form of the file. Raises the errors of `run.benchmark`."""
         options, watch = self._options, None
         if options.log_iteration_data:
             def watch(record: str) -> None:
                 print(record, file=sys.stderr)
         session = Session(options, self._workload, self._parts, watch=watch)
         with session:
-            self._session = session         # not before: the warm-up counts nothing
+            self._session = session         # only now: an interrupted warm-up has no result
             if options.sweep is not None:
                 name, values = options.sweep
                 for number, value in enumerate(values, 1):
@@ -61,14 +61,14 @@ class Measurement:
             return {**self._shared(), "kind": "run", **self._serve(load_of(options), "")}
 
     def so_far(self) -> str:
-        """What is known when it is interrupted, in words and as a table."""
-        told = []
+        """Return the results so far as text, for a run that is interrupted."""
+        texts = []
         if self.points:
-            told.append(sweep_table([{"n": self._workload["n"], **point} for point in self.points]))
+            texts.append(sweep_table([{"n": self._workload["n"], **point} for point in self.points]))
         if (count := self._interrupted_at) is not None:
-            told.append(f"interrupted after {duration(count.seconds)}: {count.done} of {count.total} requests were "
+            texts.append(f"interrupted after {duration(count.seconds)}: {count.done} of {count.total} requests were "
                         f"done, {count.tokens:,} tokens generated")
-        return "\n".join(told)
+        return "\n".join(texts)
 
     def _shared(self) -> dict[str, Any]:
         return shared_fields(self._options, self._workload, self._session)
@@ -80,7 +80,7 @@ class Measurement:
         with shown(shows, lambda: Progress(session.client, session.manager, requests, label)):
             try:
                 served = session.serve(load)
-            except KeyboardInterrupt:           # before the engine ends, and with it every request
+            except KeyboardInterrupt:           # before the session closes and ends every request
                 self._interrupted_at = session.client.count()
                 raise
         point = point_fields(options, self._workload, served)
@@ -97,7 +97,7 @@ class Measurement:
             point["sustained"] = is_sustained(point, bounds, share)
             return point["sustained"]
 
-        # All at once says how many requests a second there can be at most, about: the first rate.
+        # The throughput with all requests at once estimates the largest possible rate: the first one to try.
         most = self._serve(load_of(options, request_rate=0.0), "all at once")["requests_s"]
         if not most:
             raise BenchmarkError("every request failed when all arrived at once, the first with: "

@@ -1,13 +1,13 @@
-"""From stamps to figures.
+"""Compute the figures of a result from token timestamps.
 
     ttft        time to the first token, from the arrival of the request
-    itl         time between two tokens that follow each other: every such time of every request counts
-    tpot        time per output token: for each request the mean of its itl
+    itl         inter-token latency: time between consecutive tokens, over all pairs of all requests
+    tpot        time per output token: mean itl of each request
     e2e         time to the last token, from the arrival
-    queue       time from the arrival to the first step that computes something of the prompt
-    user_tok_s  tokens a second that one user sees: for each request 1 / tpot
+    queue       time from the arrival to the first step that computes a part of the prompt
+    user_tok_s  tokens/s that one user sees: 1 / tpot of each request
 
-Requests that failed are in no latency. Without streaming only e2e is known.
+Latencies exclude failed requests. Without streaming, only e2e is known.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,10 +26,10 @@ NAMES = ("avg", "min", "max", *(f"p{percent}" for percent in PERCENTILES))
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Latencies that a request must keep to count for the goodput. None: this one does not matter.
+    """Upper bounds on the latencies of a request, for goodput. None: no bound.
 
-    ttft_ms   of the time to the first token
-    itl_ms    of the request's mean time between tokens; a request of one token keeps it
+    ttft_ms   time to the first token
+    itl_ms    mean time between the tokens of the request; a request with one token is within it
     """
 
     ttft_ms: float | None = None
@@ -39,7 +39,7 @@ class Bounds:
         return self.ttft_ms is not None or self.itl_ms is not None
 
     def keeps(self, stamps: Stamps) -> np.ndarray:
-        """[n] bool: the request keeps them. One that failed, or got no token, does not."""
+        """[n] bool: the request is within the bounds. Requests that failed or got no token are not."""
         kept = stamps.is_served
         if self.ttft_ms is not None:
             kept = kept & ((stamps.first_s - stamps.arrival_s) * 1e3 <= self.ttft_ms)
@@ -50,11 +50,11 @@ class Bounds:
 
 def figures(requests: Sequence[Mapping[str, Any]], receipts: Mapping[int, Receipt], wall_s: float, *,
             streaming: bool, bounds: Bounds = Bounds(), counts_early_ends: bool = True) -> dict[str, Any]:
-    """What a result says of one serving.
+    """Return the figures of one serving.
 
-    wall_s              from the start to the last response
-    streaming           whether tokens were stamped one by one
-    counts_early_ends   a request with fewer tokens than it asked for has the wrong length; False: an end id is set
+    wall_s              seconds from the start to the last response
+    streaming           whether every token has its own timestamp
+    counts_early_ends   count outputs shorter than requested as wrong; False: an end id is set
     """
     failures = [(request["id"], receipts[request["id"]].error) for request in requests
                 if receipts[request["id"]].error]
@@ -64,9 +64,9 @@ def figures(requests: Sequence[Mapping[str, Any]], receipts: Mapping[int, Receip
 
 def figures_of(stamps: Stamps, failures: Sequence[tuple[int, str]], wall_s: float, *, streaming: bool = True,
                bounds: Bounds = Bounds(), counts_early_ends: bool = True) -> dict[str, Any]:
-    """The same.
+    """Like `figures`, from columns.
 
-    failures   (id, error) of each request that failed
+    failures   (id, error) of each failed request
     """
     served, generated, prompts = stamps.is_served, int(stamps.tokens.sum()), int(stamps.prompt_tokens.sum())
     gaps, counts, tpot = stamps.gaps_s, stamps.gap_counts, stamps.mean_gaps_s[served]
@@ -103,11 +103,11 @@ def figures_of(stamps: Stamps, failures: Sequence[tuple[int, str]], wall_s: floa
     }
 
 
-MOST_FAILURES = 20      # that a result names
+MOST_FAILURES = 20      # listed in a result
 
 
 def summary(values: np.ndarray) -> dict[str, float] | None:
-    """Average, extremes and percentiles. None: there are no values."""
+    """Return average, extremes and percentiles; None: there are no values."""
     if not len(values):
         return None
     numbers = values.mean(), values.min(), values.max(), *np.percentile(values, PERCENTILES)
@@ -115,12 +115,12 @@ def summary(values: np.ndarray) -> dict[str, float] | None:
 
 
 def weighted_summary(values: np.ndarray, counts: np.ndarray) -> dict[str, float] | None:
-    """`summary` of each value as often as it is counted."""
+    """Like `summary`, with `counts` as the number of occurrences of each value."""
     order = np.argsort(values, kind="stable")
     values, ends = values[order], np.cumsum(counts[order])
     if not len(values):
         return None
-    ranks = np.array(PERCENTILES) / 100 * (ends[-1] - 1)        # as numpy.percentile interpolates
+    ranks = np.array(PERCENTILES) / 100 * (ends[-1] - 1)        # interpolation of numpy.percentile
     below = values[np.searchsorted(ends, np.floor(ranks), side="right")]
     above = values[np.searchsorted(ends, np.ceil(ranks), side="right")]
     percentiles = below + (above - below) * (ranks - np.floor(ranks))
@@ -130,10 +130,10 @@ def weighted_summary(values: np.ndarray, counts: np.ndarray) -> dict[str, float]
 
 
 def completion_rate(finals_s: np.ndarray) -> float | None:
-    """Requests a second that were done between the first final response and the last one: what there is before, while
-    the first request is computed, does not count. None: fewer than two ended, or all at once.
+    """Return the requests/s completed between the first and the last final response, which excludes the ramp-up before
+    the first one. None: fewer than two requests ended, or all at the same time.
 
-    finals_s   of requests that did not fail; NaN: there was none
+    finals_s   times of the final responses of requests that did not fail; NaN: no response
     """
     finals_s = finals_s[~np.isnan(finals_s)]
     span = float(np.ptp(finals_s)) if len(finals_s) > 1 else 0.0
@@ -141,7 +141,7 @@ def completion_rate(finals_s: np.ndarray) -> float | None:
 
 
 def goodput(stamps: Stamps, wall_s: float, bounds: Bounds) -> dict[str, float | None]:
-    """Requests that keep the bounds: a second, and as a share of all."""
+    """Return the requests/s within the bounds, and their share of all requests."""
     kept = int(bounds.keeps(stamps).sum())
     return {"ttft_ms": bounds.ttft_ms, "itl_ms": bounds.itl_ms, "requests_s": round(kept / wall_s, 4),
             "share": round(kept / len(stamps), 4)}

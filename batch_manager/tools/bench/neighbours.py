@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def busy_neighbours(count: int) -> Iterator[None]:
-    """Within it, so many other processes compute without a pause, as programs that share the machine would."""
+    """Run `count` processes that compute without a pause, as other programs on the machine would."""
     running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield

@@ -1,4 +1,4 @@
-"""The pictures of a benchmark."""
+"""The plots of a benchmark."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,24 +12,24 @@ from .composition import MOST_SPANS, Iteration, iterations_of, over_time, times_
 from .session import Served
 from .summary import load_words
 
-WORTH_A_LINE = 0.3      # of the pool in use, for its size to be drawn and not only told
-SHORT_S = 2.0           # below this, time is in milliseconds
+WORTH_A_LINE = 0.3      # share of the pool in use from which its size is drawn as a line
+SHORT_S = 2.0           # shorter times are given in milliseconds
 LATENCIES = {"ttft": ("Time to the first token", "time-to-first-token"),
              "itl": ("Time between tokens", "between-tokens"), "e2e": ("Time to the last token", "end-to-end")}
 LABELS = {"request_rate": "beside the points: requests a second that arrive",
           "concurrency": "beside the points: requests under way at a time"}
 
-LONGEST_WORDS = 36      # of what was served, in the line below a title
+LONGEST_WORDS = 36      # characters of the workload's description below a title
 
 Result = Mapping[str, Any]
 Plot = LinePlot | StackedPlot | Panels
 
 
 def plots(result: Result, points: Sequence[Result], served: Sequence[Served]) -> dict[str, Plot]:
-    """File name -> plot. Of a sweep: latency by throughput, and the others for each serving."""
+    """Return file name -> plot. A sweep has latency by throughput, and the other plots for each serving."""
     found: dict[str, Plot] = {}
     if result["kind"] != "run":
-        # The first serving of a search is all at once, and no part of the curve.
+        # In the first serving of a search all requests arrive at once; it is not a point of the curve.
         found |= latency_plots(result["swept"], points[1:] if result["kind"] == "saturation" else points)
     for point, one in zip(points, served, strict=True):
         suffix = "" if result["kind"] == "run" else f"-{file_words(load_words(point))}"
@@ -45,14 +45,14 @@ def plots(result: Result, points: Sequence[Result], served: Sequence[Served]) ->
 
 
 def write_plots(folder: Path, drawn: Mapping[str, Plot], files: OutputFiles) -> None:
-    """Into the folder, which is made. Raises OSError."""
+    """Write the plots into the folder, which is created if missing. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, plot in drawn.items():
         files.open(folder / name).write(plot.render())
 
 
 def file_words(words: str) -> str:
-    """From "2.5 requests/s" to "2.5-requests-s"."""
+    """Turn "2.5 requests/s" into "2.5-requests-s"."""
     return re.sub(r"[^a-z0-9.]+", "-", words.lower()).strip("-")
 
 
@@ -60,7 +60,7 @@ def file_words(words: str) -> str:
 
 
 def latency_plots(swept: str, points: Sequence[Result]) -> dict[str, Plot]:
-    """Median and 99th percentile of each latency that is known, by the tokens generated a second."""
+    """Plot median and 99th percentile of each known latency by the generated tokens/s."""
     at_once = [point for point in points if not point[swept]]
     ordered = sorted((point for point in points if point[swept]), key=lambda point: point[swept]) + at_once
     found: dict[str, Plot] = {}
@@ -84,7 +84,7 @@ def latency_plots(swept: str, points: Sequence[Result]) -> dict[str, Plot]:
 
 
 def batch_plot(iterations: Sequence[Iteration], words: str, beam_width: int) -> Panels:
-    """What the steps were made of, over time. Two panels: prompts have many more tokens."""
+    """Plot the tokens of the steps over time, in two panels, because prompts have many more tokens."""
     generating = [float(one.generating * beam_width) for one in iterations]
     contexts = [float(one.context) for one in iterations]
     return Panels([
@@ -93,7 +93,7 @@ def batch_plot(iterations: Sequence[Iteration], words: str, beam_width: int) -> 
 
 
 def kv_cache_plot(iterations: Sequence[Iteration], words: str) -> StackedPlot:
-    """How many blocks were held and cached, over time; with the size of the pool."""
+    """Plot held and cached blocks over time, with the size of the pool."""
     count, iterations = len(iterations), with_idle_times(iterations)
     used, cached = ([float(getattr(one, name)) for one in iterations] for name in ("used", "cached"))
     pool = iterations[0].blocks
@@ -104,7 +104,7 @@ def kv_cache_plot(iterations: Sequence[Iteration], words: str) -> StackedPlot:
 
 
 def batch_size_plot(iterations: Sequence[Iteration], words: str) -> LinePlot | None:
-    """Time between two tokens by the size of the batch. None: no step followed another one."""
+    """Plot the time between two tokens by batch size. None: there are no consecutive steps."""
     by_contexts = {name: times_by_batch(iterations, with_contexts=with_contexts)
                    for name, with_contexts in (("generation only", False), ("with prompts in the step", True))}
     if not any(by_contexts.values()):
@@ -119,8 +119,10 @@ def batch_size_plot(iterations: Sequence[Iteration], words: str) -> LinePlot | N
 def _over_time(title: str, words: str, y_label: str, layers: Sequence[tuple[str, Sequence[float]]],
                iterations: Sequence[Iteration], *, count: int | None = None,
                limit: tuple[float, str] | None = None) -> StackedPlot:
-    """layers   names, and an amount for each iteration
-    count    of iterations that the engine ran; None: all of these
+    """Plot amounts over time.
+
+    layers   (name, amount for each iteration)
+    count    number of iterations without the inserted idle ones; None: all
     """
     unit, scale = _time_unit(iterations[-1].end_s)
     rows = zip(*(over_time(iterations, amounts) for _, amounts in layers))
@@ -131,6 +133,6 @@ def _over_time(title: str, words: str, y_label: str, layers: Sequence[tuple[str,
 
 
 def _time_unit(most_s: float) -> tuple[str, float]:
-    """What times up to this are given in, and how much of it a second has."""
+    """Return the unit for times up to this one, and the number of units in a second."""
     return ("milliseconds", 1e3) if most_s < SHORT_S else ("seconds", 1.0)
 

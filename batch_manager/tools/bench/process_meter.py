@@ -1,4 +1,4 @@
-"""What a process and its children use of the machine, and what others use meanwhile. Reads /proc, hence Linux."""
+"""CPU time and memory of a process and its children, and CPU time of all others. Reads /proc, so it needs Linux."""
 
 import os
 import time
@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 class ProcessMeter:
-    """What this process and its children used, and what others burnt meanwhile, between `start` and `stop`.
+    """Measure CPU use between `start` and `stop`, and peak memory.
 
-    cpu           cores, burnt by this process and its children (own_cores), by others (foreign_cores;
-                  foreign_nice is the part at a positive nice level) and by the hypervisor (steal_cores); ncpu: of
+    cpu           mean number of cores used by this process and its children (own_cores), by others (foreign_cores;
+                  foreign_nice: the part at a positive nice level) and by the hypervisor (steal_cores); ncpu: cores of
                   the machine
-    peak_rss_mb   since the processes began
+    peak_rss_mb   sum of the peaks of this process and its children, since each started
     """
 
     def __init__(self) -> None:
@@ -38,19 +38,19 @@ class ProcessMeter:
 
 
 def _machine_ticks() -> tuple[int, int, int]:
-    """Ticks of the whole machine: busy (nice included), nice, stolen."""
+    """Return the ticks of the whole machine: busy (including nice), nice, stolen."""
     user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
     return user + nice + system + irq + softirq, nice, steal
 
 
 def _family() -> list[int]:
-    """This process and everything below it."""
+    """Return the ids of this process and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (fields := _stat_fields(int(entry))):
             children.setdefault(int(fields[1]), []).append(int(entry))
     family = [os.getpid()]
-    for process in family:              # grows while it is walked
+    for process in family:              # the list grows during the loop
         family += children.get(process, [])
     return family
 
@@ -64,7 +64,7 @@ def _stat_fields(process: int) -> list[str]:
 
 
 def _ticks_of(processes: list[int]) -> int:
-    """User and system ticks, those of children already waited for included."""
+    """Return the sum of user and system ticks, including those of reaped children."""
     return sum(sum(map(int, _stat_fields(process)[11:15])) for process in processes)
 
 

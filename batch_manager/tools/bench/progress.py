@@ -1,6 +1,6 @@
-"""How far a benchmark is, on stderr while it runs: a bar in a terminal, else a line every few seconds.
+"""Progress of a benchmark on stderr: a bar in a terminal, otherwise a line every few seconds.
 
-A thread of its own reads counters a few times a second. The callbacks and the worker do nothing for it.
+A separate thread reads counters a few times a second, at no cost to the callbacks and the worker.
 """
 
 import contextlib
@@ -18,10 +18,12 @@ BAR_PERIOD_S, LINE_PERIOD_S = 0.5, 5.0
 
 
 class State(NamedTuple):
-    """done, total      requests
-    tokens_per_s     generated, since the look before
-    active, queued   requests in the engine, and those that have arrived and wait
-    left_s           seconds until all is done, as far as can be said
+    """One reading of the counters.
+
+    done, total      requests
+    tokens_per_s     tokens generated since the last reading, per second
+    active, queued   active requests, and requests that have arrived and wait
+    left_s           estimated seconds to the end; None: unknown
     """
 
     done: int
@@ -38,7 +40,7 @@ class State(NamedTuple):
 
 
 def duration(seconds: float) -> str:
-    """In words: 7 s, 2 min 5 s, 1 h 12 min."""
+    """Format seconds: 7 s, 2 min 5 s, 1 h 12 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -46,10 +48,10 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Shown from `with` to its end. It is over with the serving: nothing of a bar stays.
+    """Context manager that shows the progress of one serving. The bar disappears at the end.
 
-    requests   that are served, as a workload has them
-    label      of this serving; "": there is one
+    requests   the served requests, in the form of a workload
+    label      name of the serving; "": the only one
     """
 
     def __init__(self, client: Client, manager: GptManager, requests: list[dict[str, Any]], label: str = "",
@@ -108,5 +110,5 @@ class Progress:
 
 
 def shown(enabled: bool, make: Callable[[], Progress]) -> Any:
-    """A Progress, or where it is not wanted something that does nothing."""
+    """Return `make()`, or a context manager that does nothing if not enabled."""
     return make() if enabled else contextlib.nullcontext()

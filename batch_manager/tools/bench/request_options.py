@@ -1,4 +1,4 @@
-"""What every request of a benchmark asks for, apart from its prompt and its length."""
+"""Options that all requests of a benchmark share."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,13 +8,13 @@ from ...requests.inference_request import InferenceRequest
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Greedy decoding to exactly the length that is asked for, unless an end id is given.
+    """Greedy decoding to exactly the requested length, unless an end id is set.
 
-    end_id, pad_id      as tensors of the request; -1: none
-    beam_width          beams of each request
-    context_logits, generation_logits   whether responses carry them
-    timings             whether the engine tells when it scheduled the request first: needed for queue times
-    cache_salt          requests find cached blocks of requests with the same salt only
+    end_id, pad_id      tensors of the request; -1: none
+    beam_width          beams per request
+    context_logits, generation_logits   whether responses include them
+    timings             whether responses include performance metrics, which queue times need
+    cache_salt          requests reuse cached blocks only of requests with the same salt
     """
 
     end_id: int = -1
@@ -26,9 +26,9 @@ class RequestOptions:
     cache_salt: str | None = None
 
     def make(self, request: dict[str, Any], *, streaming: bool, arrival_time: float | None = None) -> InferenceRequest:
-        """The request as a manager takes it.
+        """Create the request for a manager.
 
-        request        as a workload has it
+        request        in the form of a workload
         arrival_time   seconds of time.monotonic()
         """
         tensors = {"input_ids": request["prompt"], "request_output_len": request["max_tokens"], "end_id": self.end_id}

@@ -1,12 +1,12 @@
-"""The file that a benchmark writes: its schema, and how it is read again.
+"""The result file of a benchmark: its schema, and its reader.
 
 Every file is one JSON object with `format` and `format_version`. `kind` is "run" for one serving of the workload; its
-figures are fields of the object. It is "sweep" or "saturation" for several servings; `points` has an object for each
-of them, with the fields of a run that differ between them. What all of them share is at the top.
+figures are fields of the object. `kind` is "sweep" or "saturation" for several servings: `points` has one object for
+each of them, with the fields that differ; shared fields are at the top level.
 
-    version     of the program and of torch, as text; `packages` has each by name
-    commit      of the checkout, as git describes it
-    command     the arguments of the program
+    version     versions of the program and of torch, as text; `packages` has each by name
+    commit      of the checkout, from git describe
+    command     arguments of the program
     machine     CPU, cores, memory and device
 """
 
@@ -28,9 +28,9 @@ PACKAGES = ("torch", "triton", "numpy", "transformers")
 
 
 def provenance(command: Sequence[str], device: str) -> dict[str, Any]:
-    """What a result says of where it comes from.
+    """Return the fields of a result that describe its origin.
 
-    device   as the engine names it
+    device   the engine's name for it
     """
     facts = machine() | {"memory_gib": _memory_gib(), "device": _device(device)}
     return {"format": FORMAT, "format_version": FORMAT_VERSION, "machine": facts, "packages": versions(*PACKAGES),
@@ -47,23 +47,23 @@ def version_text() -> str:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """A result of this program. Raises InputError for a file that cannot be read, that is no result, or that has
-    another version."""
+    """Read a result of this program. Raises InputError if the file cannot be read, is not a result, or has another
+    version."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}; expected a result of batch-manager bench; name one"
+        raise InputError(f"{path} cannot be read: {error}; expected a result of batch-manager bench; correct the path"
                          ) from error
     if not isinstance(result, dict) or result.get("format") != FORMAT:
-        found = f"its format is {result.get('format')!r}" if isinstance(result, dict) else "it is no JSON object"
-        raise InputError(f"{path} is no result of batch-manager bench: {found}; expected the format {FORMAT!r}; "
+        found = f"its format is {result.get('format')!r}" if isinstance(result, dict) else "it is not a JSON object"
+        raise InputError(f"{path} is not a result of batch-manager bench: {found}; expected the format {FORMAT!r}; "
                          "measure again with --out")
     if result.get("format_version") != FORMAT_VERSION:
-        raise InputError(f"{path} has format_version {result.get('format_version')!r}; this program reads "
-                         f"{FORMAT_VERSION}; measure again, or read it with the program that wrote it")
+        raise InputError(f"{path} has format_version {result.get('format_version')!r}; this program reads version "
+                         f"{FORMAT_VERSION}; measure again, or use the program that wrote it")
     if result.get("kind") not in KINDS or (result["kind"] != "run" and not isinstance(result.get("points"), list)):
-        raise InputError(f"{path} is of kind {result.get('kind')!r}; expected {', '.join(KINDS)}, the last two with "
-                         "points; the file was changed: measure again")
+        raise InputError(f"{path} has the kind {result.get('kind')!r}; expected {', '.join(KINDS)}, the last two with "
+                         "points; the file was edited: measure again")
     return result
 
 
@@ -75,7 +75,7 @@ def _memory_gib() -> float | None:
 
 
 def _device(name: str) -> str:
-    """With its model, where it is an accelerator."""
+    """Return the name of the device, with its model if it is an accelerator."""
     torch = sys.modules.get("torch")
     if torch is None or name.split(":")[0] in ("cpu", "none"):
         return name

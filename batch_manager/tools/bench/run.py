@@ -15,16 +15,16 @@ from .metrics import Bounds, figures
 from .result import provenance, python_version, version_text
 from .session import Served, Session
 
-FIRST_TOKENS, FIRST_REQUESTS = 8, 16        # whose tokens a result has
+FIRST_TOKENS, FIRST_REQUESTS = 8, 16        # recorded in a result: first tokens of the first requests
 
 
 def benchmark(options: argparse.Namespace, workload: dict[str, Any], parts: Parts | None = None) -> dict[str, Any]:
-    """Load, warm up, serve once, shut down; the result as it stands in the file. Of files only --stats-csv is written.
+    """Load the model, warm up, serve once, shut down, and return the result. The only file written is --stats-csv.
 
-    options   as `parse_options` returns them, without a sweep
+    options   from `parse_options`, without a sweep
     parts     with a backend, the model is not read
 
-    Raises BenchmarkError, InputError for what is no workload, and whatever the constructor of GptManager raises.
+    Raises BenchmarkError, InputError if the workload is invalid, and the errors of the constructor of GptManager.
     """
     workload = prepared(workload, options)
     with Session(options, workload, parts) as session:
@@ -68,7 +68,7 @@ def shared_fields(options: argparse.Namespace, workload: dict[str, Any], session
 
 
 def point_fields(options: argparse.Namespace, workload: Mapping[str, Any], served: Served) -> dict[str, Any]:
-    """What is of one serving alone."""
+    """Return the fields of one serving."""
     load, receipts = served.load, served.receipts
     offered = load.offered_rate(served.requests)
     return {
@@ -88,7 +88,7 @@ def point_fields(options: argparse.Namespace, workload: Mapping[str, Any], serve
 
 
 def load_of(options: argparse.Namespace, **swept: float | None) -> Load:
-    """swept   request_rate or concurrency, instead of the option"""
+    """Return the load of the options. swept: request_rate or concurrency, which replaces the option."""
     return Load(**{"request_rate": options.request_rate, "concurrency": options.concurrency,
                    "exponential": options.enable_exp_delays, "random_seed": options.random_seed, **swept})
 
@@ -106,24 +106,23 @@ def mode_of(workload: Mapping[str, Any], load: Load) -> str:
 
 
 def prepared(workload: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """The workload as it is served: --max-num-samples and --max-prompt-len are applied.
+    """Check a workload, and apply --max-num-samples and --max-prompt-len.
 
-    Raises InputError for what is no workload.
+    Raises InputError if it is invalid.
     """
     needed = {"vocab", "mode", "n", "requests"}
     if not isinstance(workload, dict) or not needed <= workload.keys() or not workload["requests"]:
-        raise InputError(f"{options.workload} is no workload; expected a JSON object with {', '.join(sorted(needed))}; "
-                         "batch-manager workload writes one")
+        raise InputError(f"{options.workload} is not a workload; expected an object with {', '.join(sorted(needed))}; "
+                         "create one with batch-manager workload")
     requests = workload["requests"]
     for number, request in enumerate(requests):
         if not isinstance(request, dict) or not {"id", "arrival_s", "max_tokens", "prompt"} <= request.keys():
-            raise InputError(f"request number {number} of {options.workload} lacks a field; expected an object with "
-                             "id, arrival_s, max_tokens and prompt; correct the file")
+            raise InputError(f"requests[{number}] of {options.workload} lacks a field; expected an object with id, "
+                             "arrival_s, max_tokens and prompt")
     ids = [request["id"] for request in requests]
     if len(set(ids)) != len(ids):
         twice = next(request_id for number, request_id in enumerate(ids) if request_id in ids[:number])
-        raise InputError(f"the id {twice} occurs twice in {options.workload}; expected ids of which each occurs once; "
-                         "correct the file")
+        raise InputError(f"the id {twice} occurs twice in {options.workload}; expected unique ids")
     if options.max_num_samples is not None:
         requests = requests[:options.max_num_samples]
     if options.max_prompt_len is not None:
@@ -132,9 +131,10 @@ def prepared(workload: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_requests(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """The workload that --workload names, in any format of `tools.datasets`, and what was changed of it, in sentences.
+    """Read the file of --workload, in any format of `tools.datasets`. Return the workload and notes on requests that
+    were left out or cut.
 
-    Raises InputError where it cannot be read, and what `read_spec` raises for the model.
+    Raises InputError if it cannot be read, and the errors of `read_spec` for the model.
     """
     selection = Selection(count=options.max_num_samples, max_input_tokens=options.max_prompt_len,
                           time_scale=options.time_scale, sort=options.sort)

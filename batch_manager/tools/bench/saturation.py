@@ -6,20 +6,20 @@ from typing import Any
 
 from .metrics import Bounds
 
-SUSTAINED_SHARE = 0.95      # of the offered rate, that requests are done at
-CLOSE = 1.05                # the two rates are as near as this, as a factor
-GROWTH = 1.5                # of a rate that holds, while none is known that does not
-FEWEST_REQUESTS = 10        # of a workload: with fewer a rate says nothing
+SUSTAINED_SHARE = 0.95      # least completion rate, as a share of the offered rate
+CLOSE = 1.05                # the search ends when the two rates differ by less than this factor
+GROWTH = 1.5                # factor of the next rate while every rate was sustained
+FEWEST_REQUESTS = 10        # with fewer, a rate is meaningless
 
 
 @dataclass(frozen=True, slots=True)
 class Saturation:
-    """Requests a second.
+    """Result of a search. Rates are requests/s.
 
-    sustained   the highest rate that held; None: none did
-    broken      the lowest rate that did not; None: all did
+    sustained   the highest sustained rate; None: no rate was sustained
+    broken      the lowest rate that was not sustained; None: all were
     probes      servings, including the first one of `batch-manager bench`, in which all requests arrive at once
-    criterion   what a rate had to hold, in words
+    criterion   condition for a sustained rate, in words
     """
 
     sustained: float | None
@@ -29,19 +29,19 @@ class Saturation:
 
     def words(self) -> str:
         if self.sustained is None:
-            told = f"no rate was sustained; the lowest that was tried is {self.broken:.4g} requests/s"
+            finding = f"no rate was sustained; the lowest one tried was {self.broken:.4g} requests/s"
         elif self.broken is None:
-            told = f"{self.sustained:.4g} requests/s are sustained, and so was every lower rate that was tried"
+            finding = f"{self.sustained:.4g} requests/s are sustained, the highest rate tried"
         else:
-            told = f"{self.sustained:.4g} requests/s are sustained, {self.broken:.4g} are not"
-        return f"saturation: {told} ({self.criterion}; {self.probes} servings)"
+            finding = f"{self.sustained:.4g} requests/s are sustained, {self.broken:.4g} are not"
+        return f"saturation: {finding} ({self.criterion}; {self.probes} servings)"
 
 
 def find_saturation(holds: Callable[[float], bool], first_rate: float, max_probes: int, criterion: str) -> Saturation:
-    """Bisect the rate at which `holds` becomes false.
+    """Bisect for the rate at which `holds` becomes false.
 
-    holds        (requests a second) -> whether the engine sustained it; called at most `max_probes` times
-    first_rate   that is tried first
+    holds        (requests/s) -> whether the engine sustains this rate; called at most `max_probes` times
+    first_rate   the first rate to try
     """
     sustained, broken, rate, probes = 0.0, None, _rounded(first_rate), 0
     while probes < max_probes and not (broken is not None and sustained and broken / sustained < CLOSE):
@@ -55,15 +55,15 @@ def find_saturation(holds: Callable[[float], bool], first_rate: float, max_probe
 
 
 def _rounded(rate: float) -> float:
-    """To four digits: more of them would promise too much."""
+    """Round to four digits; more would claim too much precision."""
     return float(f"{rate:.4g}")
 
 
 def is_sustained(result: dict[str, Any], bounds: Bounds, share: float) -> bool:
-    """Whether a serving at a request rate kept up.
+    """Return whether the engine kept up with a request rate.
 
-    bounds, share   so many of the requests keep the bounds. Without bounds: they are done at SUSTAINED_SHARE of the
-                    rate at which they arrive
+    bounds, share   this share of the requests must be within the bounds. Without bounds, the completion rate must be at
+                    least SUSTAINED_SHARE of the arrival rate
     """
     if result["failed"]:
         return False
@@ -74,7 +74,7 @@ def is_sustained(result: dict[str, Any], bounds: Bounds, share: float) -> bool:
 
 def criterion_of(bounds: Bounds, share: float) -> str:
     if not bounds:
-        return f"requests are done at {SUSTAINED_SHARE} of the rate at which they arrive"
+        return f"the completion rate is at least {SUSTAINED_SHARE} of the arrival rate"
     named = [f"{words} {value:g} ms" for words, value in (("first token", bounds.ttft_ms),
                                                           ("between tokens", bounds.itl_ms)) if value is not None]
     return f"{share:.0%} of the requests within {', '.join(named)}"

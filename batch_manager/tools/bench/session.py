@@ -1,4 +1,4 @@
-"""One engine, loaded once, that serves a workload as often as it is asked to."""
+"""An engine that is loaded once and serves a workload any number of times."""
 
 import argparse
 import contextlib
@@ -25,12 +25,13 @@ MS = 1e-3
 class Served:
     """One serving of a workload.
 
-    load        how the requests arrived
-    requests    as they were served, with their arrival times
-    receipts    request id -> what it got
-    wall_s      from the start to the last response
+    load        arrival process
+    requests    the served requests, with their arrival times
+    receipts    request id -> its tokens and times
+    wall_s      seconds from the start to the last response
     steps       iterations with an active request
-    records     statistics records of them, where they were kept
+    meter       CPU use during the serving
+    records     statistics records of the iterations, if they were kept
     """
 
     load: Load
@@ -43,15 +44,15 @@ class Served:
 
 
 class Session:
-    """The engine lives from `with` to its end. Where that is left by an exception, open requests are ended at once.
+    """Context manager: entering starts the engine, leaving shuts it down. An exception ends open requests at once.
 
-    options, parts   as `run.benchmark` has them
-    watch            called with each record of the statistics, on the worker thread; None: they are not looked at
+    options, parts   see `run.benchmark`
+    watch            called with each statistics record, on the worker thread; None: nothing is called
 
-    kv_tokens        of the KV cache pool; None: the engine decides
-    load_s           from the start of loading to the end of the warm-up
+    kv_tokens        tokens of the KV cache pool; None: the engine decides
+    load_s           seconds from the start of loading to the end of the warm-up
 
-    Entering raises what the constructor of GptManager raises, and BenchmarkError where the warm-up fails.
+    Entering raises the errors of the constructor of GptManager, and BenchmarkError if the warm-up fails.
     """
 
     def __init__(self, options: argparse.Namespace, workload: dict[str, Any], parts: Parts | None = None, *,
@@ -109,10 +110,10 @@ class Session:
         return keep_and_watch
 
     def serve(self, load: Load) -> Served:
-        """Serve the workload under this load. Every serving has a cache salt of its own: none finds what another one
-        left in the KV cache.
+        """Serve the workload under this load. Each serving has its own cache salt, so that it does not reuse KV
+        cache blocks of the others.
 
-        Raises BenchmarkError where the engine stops answering.
+        Raises BenchmarkError if the engine stops answering.
         """
         options, client = self._options, self.client
         requests = load.arriving(self._workload["requests"])

@@ -1,4 +1,4 @@
-"""When the tokens of requests came, in columns."""
+"""Token timestamps of all requests, in columns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from .client import Receipt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stamps:
-    """A row for each request; times in seconds from the start of the serving, NaN where there is none.
+    """One row per request. Times are seconds since the start of the serving; NaN: none.
 
-    arrival_s         when it arrived
-    first_s, last_s   when its first and its last token came
-    final_s           when its final response came
-    queue_s           from its arrival to its first step
-    tokens            that came
-    wanted_tokens     that it asked for
-    prompt_tokens     of its prompt
-    has_failed        whether it was answered with an error
-    gaps_s, gap_counts   times between two tokens that follow each other, of the requests that have not failed, and how
-                      often there was each
+    arrival_s         arrival
+    first_s, last_s   first and last token
+    final_s           final response
+    queue_s           seconds from the arrival to the first step
+    tokens            tokens generated
+    wanted_tokens     tokens requested
+    prompt_tokens     tokens of the prompt
+    has_failed        the request ended with an error
+    gaps_s, gap_counts   times between consecutive tokens of requests that did not fail, and the number of occurrences
+                      of each
     """
 
     arrival_s: np.ndarray
@@ -42,18 +42,18 @@ class Stamps:
 
     @property
     def is_served(self) -> np.ndarray:
-        """[n] bool: the request got a token and has not failed."""
+        """[n] bool: the request got a token and did not fail."""
         return (self.tokens > 0) & ~self.has_failed
 
     @property
     def mean_gaps_s(self) -> np.ndarray:
-        """[n] The mean time between the tokens of each request; NaN: it has fewer than two."""
+        """[n] Mean time between the tokens of each request; NaN: fewer than two tokens."""
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(self.tokens > 1, (self.last_s - self.first_s) / (self.tokens - 1), np.nan)
 
     @classmethod
     def of_receipts(cls, requests: Sequence[Mapping[str, Any]], receipts: Mapping[int, Receipt]) -> "Stamps":
-        """requests: as a workload has them"""
+        """Convert receipts. requests: in the form of a workload."""
         of = [receipts[request["id"]] for request in requests]
         gaps = np.concatenate([np.empty(0), *(np.diff(receipt.times) for receipt in of if not receipt.error)])
         return cls(

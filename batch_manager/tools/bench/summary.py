@@ -1,4 +1,4 @@
-"""Results as text: a table for people, gptManagerBenchmark's lines and its CSV."""
+"""Results as text: a table, gptManagerBenchmark's lines, and its CSV."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from .metrics import LATENCIES, NAMES
 
 Result = Mapping[str, Any]
 
-# figure here -> (name there, unit there), in its order
+# figure here -> (name, unit) in gptManagerBenchmark, in its order
 LATENCY_NAMES = {"e2e": ("sequence_latency", "ms"), "ttft": ("time_to_first_token", "ms"),
                  "tpot": ("inter_token_latency", "ms"), "queue": ("request_queueing_latency", "ms")}
 USER_RATE = ("user_tokens_per_second", "tokens/sec/user")
@@ -15,9 +15,9 @@ ORDER = ("avg", "max", "min", "p99", "p90", "p50")
 
 
 def original_figures(result: Result) -> dict[str, float | int | None]:
-    """gptManagerBenchmark's names with their units -> what this serving has; None: not known.
+    """Return gptManagerBenchmark's names with their units -> the figures of this serving; None: unknown.
 
-    token_throughput counts the tokens that requests asked for.
+    token_throughput counts requested tokens.
     """
     found: dict[str, float | int | None] = {
         "num_samples": result["n"],
@@ -33,7 +33,7 @@ def original_figures(result: Result) -> dict[str, float | int | None]:
 
 
 def lines(results: Sequence[Result]) -> str:
-    """"[BENCHMARK] name value", a block for each serving; what is not known is left out."""
+    """Format as "[BENCHMARK] name value", one block per serving, without unknown figures."""
     blocks = []
     for result in results:
         named = [("swept", value) for value in [load_words(result)] if len(results) > 1]
@@ -43,7 +43,7 @@ def lines(results: Sequence[Result]) -> str:
 
 
 def csv_rows(results: Sequence[Result]) -> list[list[Any]]:
-    """The header, and a row for each serving. Cells of what is not known are empty."""
+    """Return the header and one row per serving. Cells of unknown figures are empty."""
     figures = [original_figures(result) for result in results]
     swept = [["request_rate", "concurrency"]] if len(results) > 1 else [[]]
     rows = [[*swept[0], *figures[0]]]
@@ -53,7 +53,7 @@ def csv_rows(results: Sequence[Result]) -> list[list[Any]]:
 
 
 def load_words(result: Result) -> str:
-    """How the requests arrived, in words."""
+    """Describe how the requests arrived."""
     if result["concurrency"] is not None:
         return f"concurrency {result['concurrency']}"
     if result["request_rate"] is None:
@@ -62,7 +62,7 @@ def load_words(result: Result) -> str:
 
 
 def table(result: Result) -> str:
-    """One serving, for people."""
+    """Format one serving as a table."""
     failed = f", {result['failed']} failed" if result["failed"] else ""
     out = [f"{result['n']} requests{failed}, {load_words(result)}: {result['wall_s']:.2f} s, {result['steps'] or 0:,} "
            f"iterations",
@@ -92,7 +92,7 @@ def goodput_rows(result: Result) -> list[list[str]]:
 
 
 def sweep_table(results: Sequence[Result]) -> str:
-    """A row for each serving."""
+    """Format several servings as a table, one row each."""
     has_goodput = any(result["goodput"] for result in results)
     rows = [["load", "requests/s", "tokens/s", "ttft p50", "p99", "itl p50", "p99", "e2e p50", "p99", "failed",
              *(["good/s", "share"] if has_goodput else [])]]
@@ -105,7 +105,7 @@ def sweep_table(results: Sequence[Result]) -> str:
 
 
 def number(value: float | None) -> str:
-    """With three digits at least; a dash for what is not known."""
+    """Format with at least three digits; None becomes a dash."""
     if value is None:
         return "-"
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
@@ -113,7 +113,7 @@ def number(value: float | None) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of equal width: the first to the left, the others to the right."""
+    """Align columns: the first to the left, the others to the right."""
     if not rows:
         return []
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -1,4 +1,4 @@
-"""What is served before the clock starts."""
+"""Requests that are served before the measurement."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ WARM_UP_PROMPT, WARM_UP_OUTPUT = 48, 6
 
 
 def warm_up_requests(max_batch: int, vocab_size: int, max_seq_len: int | None, number: int) -> list[dict[str, Any]]:
-    """A full batch that shrinks to one, so that every batch size has run once.
+    """Return a full batch whose requests end one after the other, so that every batch size runs once.
 
-    The prompts come from a stream of random numbers of their own: they share no prefix with a workload.
+    The prompts use their own random stream, so they share no prefix with a workload.
     """
     random = np.random.default_rng([number, *b"warm-up"])
     longest = max_seq_len or 2**30

@@ -1,7 +1,7 @@
-"""Files of requests: published traces, datasets, workloads. What is in them, as arrivals or as a workload.
+"""Read files of requests (published traces, datasets, workloads) as arrivals or as a workload.
 
-Owns     the formats, their checks, the slice and the limits of a replay, and prompts for traces that have lengths alone
-Not      serving and simulating, which read from here; nor texts' tokenizers, which are `extras.tokenizer`'s
+Owns     the formats and their checks, the selection of requests for a replay, and random prompts for traces of lengths
+Not      serving and simulation, which use this package; nor tokenizers, which are in `extras.tokenizer`
 Yours    a new format is one class with the attributes of `records.RecordReader`, and a line in `formats`
 """
 

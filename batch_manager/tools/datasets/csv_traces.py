@@ -1,4 +1,4 @@
-"""Traces as CSV: Azure's, BurstGPT's, and the plain one."""
+"""CSV traces: Azure, BurstGPT, and a plain format."""
 
 import csv
 import math
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from .errors import DatasetError, quoted
+from .errors import FIX_LINE, DatasetError, quoted
 from .records import MOST_TOKENS, Record, seconds
 from .source import NOT_CUT, Source
 
@@ -18,7 +18,7 @@ NANOSECONDS = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The names of the columns of one format; a file may have more. has_clock: times are dates with a time of day."""
+    """Column names of one format; a file may have more columns. has_clock: times are dates with a time of day."""
 
     time: str
     input_tokens: str
@@ -36,7 +36,7 @@ PLAIN = Columns("arrival_s", "input_tokens", "output_tokens")
 
 
 def header_of(line: str) -> list[str]:
-    """The names of the columns, if the line is a header of CSV."""
+    """Split a header of CSV into column names."""
     return [name.strip() for name in _cells(line)]
 
 
@@ -61,7 +61,7 @@ class CsvRecords:
         if missing:
             found = ", ".join(header) or "nothing"
             raise DatasetError(self.place(number), f"the header has {quoted(found)}",
-                               f"expected one column each of {', '.join(self._columns.names)}",
+                               f"expected each of {', '.join(self._columns.names)} exactly once",
                                "add the header, or force another format with --format")
         at, inputs, outputs = map(header.index, self._columns.names)
         time_of = _clock() if self._columns.has_clock else _number
@@ -70,7 +70,7 @@ class CsvRecords:
             row = line.split(",") if '"' not in line else self._split(line, number)
             if len(row) != width:
                 raise DatasetError(self.place(number), f"the line has {len(row)} columns",
-                                   f"the header has {width}", f"{NOT_CUT}, or leave the line out")
+                                   f"expected {width}, as in the header", f"{NOT_CUT}, or delete the line")
             yield Record(number, index, self._time(row[at], number, time_of),
                          self._tokens(row[inputs], number, self._columns.input_tokens),
                          self._tokens(row[outputs], number, self._columns.output_tokens))
@@ -79,14 +79,14 @@ class CsvRecords:
         try:
             return header_of(line)
         except csv.Error as error:
-            raise DatasetError(self.place(number), f"the line cannot be read: {error}", "expected CSV",
-                               "correct the line") from None
+            raise DatasetError(self.place(number), f"the line cannot be parsed: {error}",
+                               "expected CSV") from None
 
     def _tokens(self, text: str, number: int, column: str) -> int:
         text = text.strip()
         if not (text.isascii() and text.isdecimal() and len(text) < 12 and int(text) <= MOST_TOKENS):
             raise DatasetError(self.place(number), f"{column} is {quoted(text)}",
-                               f"expected a whole number, 0 to {MOST_TOKENS}", "correct the line, or leave it out")
+                               f"expected an integer, 0 to {MOST_TOKENS}", FIX_LINE)
         return int(text)
 
     def _time(self, text: str, number: int, time_of: Callable[[str], float]) -> float:
@@ -95,8 +95,8 @@ class CsvRecords:
         except ValueError:
             expected = "a time as in 2023-11-16 18:15:46.6805900" if self._columns.has_clock else "a number of seconds"
             raise DatasetError(self.place(number), f"{self._columns.time} is {quoted(text)}", f"expected {expected}",
-                               "correct the line, or leave it out") from None
-        # A clock's times count from the first line, so those that go backwards are negative here.
+                               FIX_LINE) from None
+        # Times with a clock count from the first line, so earlier times are negative here.
         return time_s if self._columns.has_clock else seconds(time_s, self.place(number), self._columns.time)
 
 
@@ -109,7 +109,7 @@ def _number(text: str) -> float:
 
 
 def _clock() -> Callable[[str], float]:
-    """From a date with a time of day to seconds after the first one. All digits count."""
+    """Return a function from a date with a time of day to seconds since its first argument, without rounding."""
     first = None
     known: dict[str, int] = {}
 
@@ -124,7 +124,7 @@ def _clock() -> Callable[[str], float]:
             moment = datetime.fromisoformat(whole + (zone or ""))
             moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment
             second = int(moment.timestamp())
-            known.clear()    # rows of one second are neighbours
+            known.clear()    # rows of the same second are adjacent
             known[whole + (zone or "")] = second
         now = second * NANOSECONDS + int((fraction or "").ljust(9, "0"))
         if first is None:

@@ -1,4 +1,4 @@
-"""Which format a file has, and the reader for it."""
+"""Detect the format of a file and choose its reader."""
 
 import csv
 from typing import Any
@@ -17,27 +17,27 @@ from .source import NOT_CUT, Source
 from .texts import ARRAY_NAMES, PROMPT_KEYS, TextRecords
 
 FORMATS = {
-    "workload": "JSON, as batch-manager workload writes it: {..., requests: [{id, arrival_s, max_tokens, prompt}]}",
+    "workload": "JSON of batch-manager workload: {..., requests: [{id, arrival_s, max_tokens, prompt}]}",
     "dataset": "JSON, for gptManagerBenchmark: {metadata, samples: [{input_ids, output_len, delay}]}, an array, lines",
     "azure": "CSV of Azure's LLM inference traces: TIMESTAMP,ContextTokens,GeneratedTokens",
     "mooncake": "JSON lines of Mooncake's traces: {timestamp (ms), input_length, output_length, hash_ids}",
     "burstgpt": "CSV of BurstGPT: Timestamp (s), Request tokens, Response tokens among its columns",
     "csv": "CSV with the columns arrival_s, input_tokens, output_tokens",
-    "texts": "JSON or JSON lines of prompt, text, messages, or instruction with input; needs a tokenizer",
+    "texts": "JSON or JSON lines with prompt, text, messages, or instruction and input; needs a tokenizer",
 }
 CSV_COLUMNS = {"azure": AZURE, "burstgpt": BURSTGPT, "csv": PLAIN}
-UNKNOWN = "force one with --format"
+UNKNOWN = "set the format with --format"
 
 
 def open_records(source: Source, format: str | None, *, vocab_size: int | None, tokenizer: Any,
                  output_tokens: int | None) -> tuple[str, RecordReader]:
-    """The name of the format and the reader. format: None: by content. Raises DatasetError."""
+    """Return the name of the format and its reader. format: None: detect it. Raises DatasetError."""
     if format is not None and format not in FORMATS:
         raise DatasetError("", f"the format is {quoted(format)}", f"expected one of {', '.join(FORMATS)}",
-                           "leave it out to let the content decide")
+                           "leave it out to detect the format")
     line = source.first_line
     if not line:
-        raise DatasetError(source.name, "the file is empty", "expected requests", NOT_CUT)
+        raise DatasetError(source.name, "the file is empty", "expected at least one request", NOT_CUT)
     if format is None and line[:1] not in (b"{", b"[", b"/"):
         format = _csv_format(source, line)
     if format in CSV_COLUMNS:
@@ -52,7 +52,7 @@ def open_records(source: Source, format: str | None, *, vocab_size: int | None, 
             return "mooncake", MooncakeRecords(source)
         if any(key in row for key in PROMPT_KEYS) or (format and not any(name in row for name in ARRAY_NAMES)):
             return "texts", TextRecords(JsonLines(source), tokenizer, output_tokens)
-        if "timestamp" in row and "requests" not in row:    # a row that lacks something; the reader says what
+        if "timestamp" in row and "requests" not in row:    # a field is missing; the reader reports which
             return "mooncake", MooncakeRecords(source)
     document = JsonDocument(source.name, source.text())
     format = format or _document_format(document)
@@ -73,13 +73,13 @@ def _csv_format(source: Source, line: bytes) -> str:
             return name
     close = [name for name, columns in CSV_COLUMNS.items() if set(columns.names) & set(names)]
     if close:
-        return close[0]    # its reader says which column is missing
+        return close[0]    # its reader reports which column is missing
     raise DatasetError(f"{source.name}:1", f"the first line is {quoted(line[:200].decode(errors='replace'))}",
                        f"expected the beginning of one of {', '.join(FORMATS)}", UNKNOWN)
 
 
 def _object_of(line: bytes) -> dict[str, Any] | None:
-    """The JSON object that the line is, if it is one as a whole."""
+    """Parse the line as a JSON object; None: it is not a complete one."""
     if not (line.startswith(b"{") and line.endswith(b"}")):
         return None
     try:
@@ -90,7 +90,7 @@ def _object_of(line: bytes) -> dict[str, Any] | None:
 
 
 def _document_format(document: JsonDocument) -> str:
-    """By the first item of the array, else by the members beside it."""
+    """Detect the format from the first item of the array."""
     first = next(document.items(ARRAY_NAMES), None)
     if first is None:
         raise DatasetError(document.place(0), "the array is empty", "expected at least one request", NOT_CUT)
@@ -104,4 +104,4 @@ def _document_format(document: JsonDocument) -> str:
     if keys & set(PROMPT_KEYS):
         return "texts"
     raise DatasetError(document.place(0), f"the first item has {quoted(', '.join(keys) or 'no members')}",
-                       f"expected what one of {', '.join(FORMATS)} has", UNKNOWN)
+                       f"expected an item of {', '.join(FORMATS)}", UNKNOWN)

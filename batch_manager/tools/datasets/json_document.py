@@ -1,4 +1,4 @@
-"""A JSON file with one long array, item by item, so that only one of them is held and each one's line is known."""
+"""Read the long array of a JSON file item by item, with line numbers, holding one item at a time."""
 
 import json
 import re
@@ -14,26 +14,26 @@ NOT_BLANK = re.compile(r"[^\r\n]")
 
 
 class JsonDocument:
-    """The items of the array that the file is, or that one of its object's members is. Comments (`//`, `/* */`) count
-    as blanks. Raises DatasetError with line and column.
+    """A JSON array, or an object with an array as a member. Comments (`//`, `/* */`) are skipped. Errors are
+    DatasetErrors with line and column.
 
-    members   the other members of the object; complete after the last item
+    members   other members of the object; complete after the last item
     """
 
     def __init__(self, name: str, text: str) -> None:
         self.name = name
         self.members: dict[str, Any] = {}
         self._text = COMMENT.sub(_blank, text) if "//" in text or "/*" in text else text
-        self._known = 0, 1    # a position, and the line it is in
+        self._known = 0, 1    # a position and its line
         self._decoder = json.JSONDecoder(parse_constant=_refuse)
 
     def place(self, position: int) -> str:
-        known, line = self._known if self._known[0] <= position else (0, 1)    # records are asked for one after another
+        known, line = self._known if self._known[0] <= position else (0, 1)    # positions usually ascend
         self._known = position, line + self._text.count("\n", known, position)
         return f"{self.name}:{self._known[1]}"
 
     def items(self, array_names: Collection[str]) -> Iterator[tuple[int, Any]]:
-        """(position, item) of the array; in an object: of the member with one of these names."""
+        """Yield (position, item) of the array or, in an object, of the member with one of these names."""
         start = self._skip(0)
         if self._text.startswith("[", start):
             end = yield from self._array(start)
@@ -45,7 +45,7 @@ class JsonDocument:
             raise self._wrong(end, "expected the end of the file")
 
     def _object(self, start: int, array_names: Collection[str]) -> Generator[tuple[int, Any], None, int]:
-        """Returns where it ends; so does `_array`."""
+        """Yield the items; return the position after the object. `_array` does the same for an array."""
         at, found = self._skip(start + 1), False
         while not self._text.startswith("}", at):
             key_at = at
@@ -64,7 +64,7 @@ class JsonDocument:
         if not found:
             raise DatasetError(self.place(start), f"the object has {quoted(', '.join(self.members) or 'no members')}",
                                f"expected an array {' or '.join(array_names)}",
-                               "force another format with --format, or correct the file")
+                               "set another format with --format")
         return at + 1
 
     def _array(self, start: int) -> Generator[tuple[int, Any], None, int]:
@@ -77,7 +77,7 @@ class JsonDocument:
         return at + 1
 
     def _next(self, at: int, closing: str) -> int:
-        """Where the next item begins, or the closing bracket stands."""
+        """Return the position of the next item or of the closing bracket."""
         at = self._skip(at)
         if self._text.startswith(closing, at):
             return at
@@ -98,19 +98,18 @@ class JsonDocument:
         try:
             return self._decoder.raw_decode(self._text, at)
         except json.JSONDecodeError as error:
-            raise self._wrong(error.pos, f"no JSON: {error.msg}") from None
+            raise self._wrong(error.pos, f"invalid JSON: {error.msg}") from None
         except RecursionError:
-            raise self._wrong(at, "expected values that are nested less deeply") from None
-        except ValueError as error:       # NaN, or a number of thousands of digits
-            raise self._wrong(at, f"no JSON: {str(error)[:80]}") from None
+            raise self._wrong(at, "expected less nesting") from None
+        except ValueError as error:       # NaN, or a number with thousands of digits
+            raise self._wrong(at, f"invalid JSON: {str(error)[:80]}") from None
 
     def _wrong(self, position: int, fact: str) -> DatasetError:
         column = position - (self._text.rfind("\n", 0, position) + 1) + 1
         place = f"{self.place(position)}:{column}"
         if position >= len(self._text.rstrip()):
-            return DatasetError(place, "the file ends in the middle", fact, NOT_CUT)
-        return DatasetError(place, f"the text is {quoted(self._text[position:position + 20])}", fact,
-                            "correct the file")
+            return DatasetError(place, "the file is truncated", fact, NOT_CUT)
+        return DatasetError(place, f"the text is {quoted(self._text[position:position + 20])}", fact)
 
 
 def _blank(match: re.Match) -> str:
@@ -119,4 +118,4 @@ def _blank(match: re.Match) -> str:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a number in JSON")

@@ -1,9 +1,9 @@
-"""JSON files with token ids: this package's workloads, and the datasets of gptManagerBenchmark."""
+"""JSON files with token ids: workloads of this package, and datasets of gptManagerBenchmark."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from .errors import DatasetError, quoted
+from .errors import FIX_RECORD, DatasetError, quoted
 from .json_document import JsonDocument
 from .json_lines import JsonLines
 from .records import Record, seconds, tokens_of, whole_number
@@ -13,7 +13,7 @@ TOKENS, LENGTHS = "input_ids", ("output_len", "output_tokens")
 
 
 class WorkloadRecords:
-    """The requests of a workload as `batch-manager workload` writes it. A RecordReader. vocab_size: None: unchecked."""
+    """The requests of a file of `batch-manager workload`. A RecordReader. vocab_size: None: do not check tokens."""
 
     is_whole = True
 
@@ -30,8 +30,8 @@ class WorkloadRecords:
             _check_keys(request, place, name, WORKLOAD_KEYS)
             request_id = request["id"]
             if type(request_id) is not int or not 0 <= request_id < 2**64 or request_id in ids:
-                expected = "expected every id once" if request_id in ids else "expected a whole number, 0 to 2^64-1"
-                raise DatasetError(place, f"{name}.id is {quoted(request_id)}", expected, "give it another id")
+                expected = "expected unique ids" if request_id in ids else "expected an integer, 0 to 2^64-1"
+                raise DatasetError(place, f"{name}.id is {quoted(request_id)}", expected)
             ids.add(request_id)
             prompt = tokens_of(request["prompt"], place, f"{name}.prompt", self._vocab_size)
             time_s = seconds(request["arrival_s"], place, f"{name}.arrival_s")
@@ -40,9 +40,11 @@ class WorkloadRecords:
 
 
 class SampleRecords:
-    """The samples of a dataset: an array of {input_ids, output_len}, or an object with `metadata` and `samples`, which
-    may have a `delay`: seconds from a sample to the next one; or such samples in lines. A RecordReader. `output_tokens`
-    is another name of output_len; `task_id` is left aside.
+    """The samples of a dataset. A RecordReader.
+
+    The file is an array of samples, an object with `metadata` and `samples`, or JSON lines with one sample each. A
+    sample has `input_ids`, `output_len` or `output_tokens`, and optionally `delay`: seconds until the next sample.
+    `task_id` is ignored.
     """
 
     def __init__(self, document: JsonDocument | JsonLines, vocab_size: int | None) -> None:
@@ -62,7 +64,7 @@ class SampleRecords:
                 has_delays = "delay" in sample
             elif has_delays != ("delay" in sample):
                 raise DatasetError(place, f"{name} has {'a' if 'delay' in sample else 'no'} delay",
-                                   "expected a delay in all samples or in none", "correct the file")
+                                   "expected a delay in all samples or in none")
             prompt = tokens_of(sample[TOKENS], place, f"{name}.{TOKENS}", self._vocab_size)
             yield Record(position, number, time_s if has_delays else None, len(prompt),
                          whole_number(sample[length], place, f"{name}.{length}", 1), prompt=prompt)
@@ -74,4 +76,4 @@ def _check_keys(item: Any, place: str, name: str, keys: tuple[str, ...]) -> None
     if missing:
         raise DatasetError(place, f"{name} has no {', '.join(missing)}" if type(item) is dict
                            else f"{name} is {quoted(item)}", f"expected an object with {', '.join(keys)}",
-                           "correct the record, or leave it out")
+                           FIX_RECORD)

@@ -1,29 +1,28 @@
-"""JSON lines: one object in each line."""
+"""JSON lines: one object per line."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import orjson
 
-from .errors import DatasetError, quoted
+from .errors import FIX_LINE, DatasetError, quoted
 from .source import NOT_CUT, Source
 
 
 def parsed_line(line: str, place: str) -> dict[str, Any]:
-    """The object that the line holds. Raises DatasetError."""
+    """Parse the line as an object. Raises DatasetError."""
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise DatasetError(f"{place}:{error.colno}", f"the line is no JSON: {error.msg}", "expected one object a line",
-                           f"{NOT_CUT}, or leave the line out") from None
+        raise DatasetError(f"{place}:{error.colno}", f"the line is not JSON: {error.msg}",
+                           "expected one object per line", f"{NOT_CUT}, or delete the line") from None
     if type(row) is not dict:
-        raise DatasetError(place, f"the line is {quoted(row)}", "expected one object a line",
-                           "correct the line, or leave it out")
+        raise DatasetError(place, f"the line is {quoted(row)}", "expected one object per line", FIX_LINE)
     return row
 
 
 class JsonLines:
-    """The objects of a file with one in each line: (position, object)."""
+    """The objects of a file with one object per line."""
 
     def __init__(self, source: Source) -> None:
         self.members: dict[str, Any] = {}

@@ -1,10 +1,10 @@
-"""Traces as Mooncake publishes them: JSON lines with the ids of a prompt's blocks of 512 tokens."""
+"""Traces in Mooncake's format: JSON lines with the ids of a prompt's blocks of 512 tokens."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from ..traffic import PREFIX_TOKENS
-from .errors import DatasetError, quoted
+from .errors import FIX_LINE, DatasetError, quoted
 from .json_lines import parsed_line
 from .records import Record, seconds, whole_number
 from .source import Source
@@ -16,8 +16,8 @@ MILLISECONDS = 1000
 class MooncakeRecords:
     """The rows of one file. A RecordReader.
 
-    An id stands for its block and all blocks of its prompt up to there; the last block may be shorter. Ids beyond the
-    end of the prompt are left aside, and a prompt with fewer ids shares nothing after its last one.
+    An id identifies a block together with all blocks before it in the prompt; the last block may be shorter. Ids beyond
+    the end of the prompt are ignored. A prompt with too few ids shares nothing after its last id.
     """
 
     is_whole = False
@@ -35,14 +35,13 @@ class MooncakeRecords:
             row = parsed_line(line, place)
             missing = [key for key in KEYS if key not in row]
             if missing:
-                raise DatasetError(place, f"there is no {', '.join(missing)}", f"expected {', '.join(KEYS)}",
-                                   "correct the line, or leave it out")
+                raise DatasetError(place, f"{', '.join(missing)} missing", f"expected {', '.join(KEYS)}", FIX_LINE)
             tokens = whole_number(row["input_length"], place, "input_length", 0)
             ids = row.get("hash_ids", [])
             if type(ids) is not list or not all(type(one) is int and one >= 0 for one in ids):
                 raise DatasetError(place, f"hash_ids is {quoted(ids)}" if type(ids) is not list else
-                                   "hash_ids holds what is no id", "expected a list of whole numbers from 0 on",
-                                   "correct the line, or leave hash_ids out")
+                                   "hash_ids has an invalid id", "expected a list of integers of at least 0",
+                                   "correct the line, or delete hash_ids")
             yield Record(number, index, seconds(row["timestamp"], place, "timestamp") / MILLISECONDS, tokens,
                          whole_number(row["output_length"], place, "output_length", 0),
                          tuple(ids[:-(-tokens // PREFIX_TOKENS)]))

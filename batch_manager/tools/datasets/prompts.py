@@ -1,4 +1,4 @@
-"""Tokens for requests that are known by their lengths alone, and ids of blocks for prompts whose tokens are known."""
+"""Random tokens for requests with lengths only, and block ids for prompts with tokens."""
 
 from hashlib import blake2b
 
@@ -7,14 +7,14 @@ import numpy as np
 from ..traffic import PREFIX_TOKENS
 from .records import Record
 
-FIRST_ORDINARY_TOKEN = 3    # many vocabularies keep the first ids for control tokens
-STREAM_OF_PROMPTS, STREAM_OF_BLOCKS = 2, 3    # of random numbers
+FIRST_ORDINARY_TOKEN = 3    # many vocabularies reserve the first ids for control tokens
+STREAM_OF_PROMPTS, STREAM_OF_BLOCKS = 2, 3    # ids of random streams
 
 
 class PromptMaker:
-    """Random prompts, a function of the seed, the number of the request in its file, and the ids of its blocks.
+    """Random prompts, which depend on the seed, the index of the request in its file, and its block ids.
 
-    Blocks with the same id have the same tokens; a last block that is shorter has the first of them.
+    Blocks with the same id have the same tokens; a shorter last block has the first of them.
     """
 
     def __init__(self, seed: int, vocab_size: int) -> None:
@@ -35,7 +35,7 @@ class PromptMaker:
 
 
 class BlockIds:
-    """Ids for the blocks of prompts: equal where a prompt's tokens are, from its beginning to the end of the block."""
+    """Block ids for prompts. Two blocks have the same id if all tokens from the beginning to their end are equal."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, int] = {}

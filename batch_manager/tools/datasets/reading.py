@@ -1,4 +1,4 @@
-"""The two ways to read a file of requests: lengths one by one, and a workload with its prompts."""
+"""Read a file of requests: lengths one by one, or a workload with its prompts."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,9 @@ from .selection import ReadReport, Selection, select
 from .source import Source
 
 SAMPLING = "greedy, ignore EOS, exactly max_tokens"
-BYTES_PER_TOKEN = 40       # of a list of Python's numbers
-SHARE_OF_MEMORY = 0.5      # the rest is for writing the workload, and for the engine
-FILES_OWN = ("seed", "vocab", "mode", "rate", "sampling")    # what a workload file says stays
+BYTES_PER_TOKEN = 40       # in a list of Python integers
+SHARE_OF_MEMORY = 0.5      # the rest is for the output and the engine
+FILES_OWN = ("seed", "vocab", "mode", "rate", "sampling")    # kept from a workload file
 COMPUTED = ("seed", "vocab", "mode", "rate", "n", "prompt_tokens", "output_tokens", "prompt_len", "output_len",
             "sampling")
 
@@ -26,18 +26,18 @@ COMPUTED = ("seed", "vocab", "mode", "rate", "n", "prompt_tokens", "output_token
 def read_arrivals(path: str | os.PathLike, selection: Selection | None = None, *, format: str | None = None,
                   tokenizer: Any = None, output_tokens: int | None = None,
                   report: ReadReport | None = None) -> Iterator[Arrival]:
-    """The requests of a file as lengths, in the order of their arrival, the first at 0.
+    """Yield the requests of a file as lengths, in the order of arrival, the first at 0.
 
-    Of a trace (CSV, JSON lines) one line at a time is held; of a JSON file its text. Prompts whose tokens the file has
-    get ids of their blocks, so that a beginning they share is seen.
+    Memory: one line at a time for a trace (CSV, JSON lines), the whole text for a JSON file. Prompts with tokens get
+    block ids, which show shared prefixes.
 
-    selection       which requests, and when; None: all, as recorded
-    format          one of `FORMATS`; None: by content
+    selection       which requests to replay, and when; None: all, as recorded
+    format          one of `FORMATS`; None: detect it
     tokenizer       for texts: a folder of a model, a .gguf file, or a tokenizer
-    output_tokens   for texts that do not say how long their output is
-    report          what became of the requests is added to it
+    output_tokens   output length of texts that do not specify one
+    report          counts of kept and changed requests are added to it
 
-    Raises DatasetError, which says where: while iterating, also for a file that is not there.
+    Raises DatasetError with the position during iteration, also if the file does not exist.
     """
     blocks = BlockIds()
     for record in read_records(path, selection, format=format, tokenizer=tokenizer, output_tokens=output_tokens,
@@ -49,7 +49,7 @@ def read_arrivals(path: str | os.PathLike, selection: Selection | None = None, *
 def read_records(path: str | os.PathLike, selection: Selection | None = None, *, format: str | None = None,
                  tokenizer: Any = None, output_tokens: int | None = None,
                  report: ReadReport | None = None) -> Iterator[Record]:
-    """As `read_arrivals`, with the tokens of the prompts that the file has."""
+    """Like `read_arrivals`, but with the prompt tokens, if the file has them."""
     report = ReadReport() if report is None else report
     with Source(path) as source:
         report.format, reader = open_records(source, format, vocab_size=None, tokenizer=tokenizer,
@@ -60,19 +60,19 @@ def read_records(path: str | os.PathLike, selection: Selection | None = None, *,
 def read_workload(path: str | os.PathLike, selection: Selection | None = None, *, vocab_size: int,
                   format: str | None = None, tokenizer: Any = None, output_tokens: int | None = None,
                   report: ReadReport | None = None) -> dict[str, Any]:
-    """The workload of a file, as `make_workload` returns one, with `source`: file, format, and what was changed.
+    """Read a file as a workload in the form of `make_workload`, with `source`: file, format and changes.
 
-    A workload file is returned as it stands, unless the selection changes something. For traces, prompts are made of
-    random tokens, a function of the selection's seed; prompts that share block ids share those tokens. A prompt of a
-    slice is the one that it has in the whole file. All prompts are in memory at once, about 40 bytes a token.
+    A workload file is returned unchanged unless the selection changes something. Prompts of traces are random tokens
+    that depend on the seed of the selection; prompts that share block ids share those tokens. A slice has the same
+    prompts as the whole file. All prompts are in memory at once, at about 40 bytes per token.
 
-    vocab_size   of the model: tokens are below it. The rest is as in `read_arrivals`
+    vocab_size   vocabulary size of the model. See `read_arrivals` for the other parameters
 
-    Raises DatasetError, which says where.
+    Raises DatasetError with the position.
     """
     if type(vocab_size) is not int or vocab_size < 1:
         raise DatasetError("", f"the size of the vocabulary is {quoted(vocab_size)}", "expected at least 1",
-                           "pass the model's")
+                           "pass that of the model")
     selection = selection or Selection()
     report = ReadReport() if report is None else report
     prompts = PromptMaker(selection.seed, vocab_size)
@@ -85,7 +85,7 @@ def read_workload(path: str | os.PathLike, selection: Selection | None = None, *
         for record in select(reader, selection, report):
             place, num_tokens = reader.place(record.position), num_tokens + record.input_tokens
             _check_memory(num_tokens, place)
-            if report.format == "texts":    # the readers of tokens have looked
+            if report.format == "texts":    # the other readers check tokens themselves
                 tokens_of(record.prompt, place, "the prompt", vocab_size)
             requests.append(_request(record, len(requests), prompts, as_recorded=as_recorded))
     workload = summarised(requests, seed=selection.seed, vocab_size=vocab_size)
@@ -98,7 +98,7 @@ def read_workload(path: str | os.PathLike, selection: Selection | None = None, *
 
 
 def summarised(requests: Sequence[dict[str, Any]], *, seed: int, vocab_size: int) -> dict[str, Any]:
-    """What a workload says about its requests; the rate is the mean one, 0 where all arrive at once."""
+    """Return the description of a workload. The rate is the mean rate; 0: all requests arrive at once."""
     prompt_lengths = np.array([len(request["prompt"]) for request in requests])
     output_lengths = np.array([request["max_tokens"] for request in requests])
     duration = max(request["arrival_s"] for request in requests)

@@ -1,27 +1,27 @@
-"""One request as a file has it, and what all readers of files share."""
+"""One request of a file, the interface of file readers, and shared checks."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .errors import DatasetError, quoted
+from .errors import FIX_LINE, FIX_RECORD, DatasetError, quoted
 
-MOST_TOKENS = 2**31 - 1    # of a prompt or an output: a larger number is an error in the file
-MOST_SECONDS = 1e10        # three hundred years
+MOST_TOKENS = 2**31 - 1    # of a prompt or an output; a larger number is an error
+MOST_SECONDS = 1e10        # 300 years
 
 
 @dataclass(slots=True)
 class Record:
-    """One request of a file. Nothing here is shared with other records.
+    """One request of a file. Its lists are not shared with other records.
 
-    position        what the reader's `place` takes
-    number          of the record in the file, from 0
-    time_s          seconds from a zero of the file's own; None: the file has no times
-    input_tokens, output_tokens   0 where a trace says so: the request failed
-    prefix_ids      of the prompt's blocks, as in `Arrival`
-    prompt          the tokens, where the file has them
-    own             the request as a workload file has it: it may have more keys than this package knows
+    position        argument for the reader's `place`
+    number          index of the record in the file
+    time_s          seconds, from an arbitrary zero; None: the file has no times
+    input_tokens, output_tokens   0 in a trace: the request failed
+    prefix_ids      ids of the prompt's blocks, as in `Arrival`
+    prompt          the tokens; None: the file has none
+    own             the request in a workload file, including keys unknown to this package
     """
 
     position: int
@@ -35,52 +35,52 @@ class Record:
 
 
 class RecordReader(Protocol):
-    """The records of one open file, once.
+    """An iterable over the records of one open file, for one pass.
 
-    is_whole   the file was read as a whole, so that its records may be in any order
-    members    what the file says beside its records; complete after the last one
+    is_whole   the whole file is read first, so records may be in any order
+    members    other contents of the file; complete after the last record
     """
 
     is_whole: bool
     members: dict[str, Any]
 
     def __iter__(self) -> Iterator[Record]:
-        """Raises DatasetError at the first record that is wrong."""
+        """Yield the records. Raises DatasetError at the first invalid one."""
 
     def place(self, position: int) -> str:
-        """`FILE:LINE` of a record."""
+        """Return `FILE:LINE` of a record."""
 
 
 def whole_number(value: Any, place: str, name: str, minimum: int) -> int:
-    """The value, checked. Raises DatasetError."""
+    """Check an integer and return it. Raises DatasetError."""
     if type(value) is not int or not minimum <= value <= MOST_TOKENS:
-        raise DatasetError(place, f"{name} is {quoted(value)}", f"expected a whole number, {minimum} to {MOST_TOKENS}",
-                           "correct the line, or leave it out")
+        raise DatasetError(place, f"{name} is {quoted(value)}", f"expected an integer, {minimum} to {MOST_TOKENS}",
+                           FIX_LINE)
     return value
 
 
 def seconds(value: Any, place: str, name: str) -> float:
-    """The value, checked. Raises DatasetError."""
+    """Check a time and return it. Raises DatasetError."""
     if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= MOST_SECONDS:
         raise DatasetError(place, f"{name} is {quoted(value)}", f"expected a number, 0 to {MOST_SECONDS:.0f}",
-                           "correct the line, or leave it out")
+                           FIX_LINE)
     return float(value)
 
 
 def tokens_of(value: Any, place: str, name: str, vocab_size: int | None) -> list[int]:
-    """The token ids, checked. vocab_size: None where it is not known. Raises DatasetError."""
+    """Check token ids and return them. vocab_size: None: unknown. Raises DatasetError."""
     if type(value) is not list or not value:
         raise DatasetError(place, f"{name} is {'empty' if value == [] else quoted(value)}",
-                           "expected a list of at least one token id", "correct the record, or leave it out")
+                           "expected a list of at least one token id", FIX_RECORD)
     kinds = set(map(type, value))
     if kinds != {int}:
-        raise DatasetError(place, f"{name} holds a {', '.join(sorted(kind.__name__ for kind in kinds - {int}))}",
-                           "expected whole numbers only", "correct the record, or leave it out")
+        raise DatasetError(place, f"{name} contains a {', '.join(sorted(kind.__name__ for kind in kinds - {int}))}",
+                           "expected integers only", FIX_RECORD)
     least, most = min(value), max(value)
     if least < 0 or most > MOST_TOKENS:
-        raise DatasetError(place, f"{name} holds the token {least if least < 0 else most}",
-                           f"expected 0 to {MOST_TOKENS}", "correct the record, or leave it out")
+        raise DatasetError(place, f"{name} contains the token {least if least < 0 else most}",
+                           f"expected 0 to {MOST_TOKENS}", FIX_RECORD)
     if vocab_size is not None and most >= vocab_size:
-        raise DatasetError(place, f"{name} holds the token {most}", f"the vocabulary has {vocab_size} tokens",
-                           "use the model that the file was made for, or make the file again for this one")
+        raise DatasetError(place, f"{name} contains the token {most}", f"the vocabulary has {vocab_size} tokens",
+                           "use the model that the file was made for, or create the file again for this model")
     return value

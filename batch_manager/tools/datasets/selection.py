@@ -1,4 +1,4 @@
-"""Which requests of a file take part, how long they may be, and when they arrive."""
+"""Select the requests of a file for a replay, limit their lengths, and set their arrival times."""
 
 import argparse
 import math
@@ -14,26 +14,26 @@ from .records import Record, RecordReader
 
 LONGER = ("clip", "drop")
 DELAYS = ("exponential", "constant")
-STREAM_OF_DELAYS = 1    # of random numbers, beside the prompts'
+STREAM_OF_DELAYS = 1    # id of a random stream; the prompts use others
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What of a file is replayed. Raises DatasetError when it is made of values without sense.
+    """The part of a file to replay. The constructor raises DatasetError for invalid values.
 
-    time_scale          recorded times are multiplied by this: 0.5 is twice as fast as recorded
-    first               so many requests are left out at the beginning
-    count               at most so many are taken; None: all
-    max_input_tokens    of a prompt; None: any length. A prompt that is cut keeps its beginning, so what prompts share
-                        is a larger part of them then
-    max_output_tokens   of an output; None: any length
-    longer              "clip": what is longer is cut; "drop": the request is left out and does not count
-    sort                by arrival, which holds all requests in memory. Without, times that go backwards are refused in
-                        traces; JSON files, which are read as a whole, are always sorted
-    request_rate        requests a second, instead of the times in the file; 0: all at once; None: as recorded, and all
-                        at once where the file has no times
-    delays              between them: "exponential" (a Poisson process) or "constant"
-    seed                of the delays and of prompts that are made up
+    time_scale          factor of the recorded times: 0.5 is twice as fast as recorded
+    first               number of requests to skip at the beginning
+    count               most requests to take; None: all
+    max_input_tokens    most tokens of a prompt; None: any. A truncated prompt keeps its beginning, so truncation raises
+                        the shared fraction of prompts
+    max_output_tokens   most tokens of an output; None: any
+    longer              "clip": truncate longer ones; "drop": leave the request out, and do not count it
+    sort                sort by arrival, which holds all requests in memory. Without it, traces with decreasing times
+                        are refused; JSON files are always read as a whole and sorted
+    request_rate        requests/s, instead of the recorded times; 0: all at once; None: as recorded, or all at once if
+                        the file has no times
+    delays              times between requests: "exponential" (a Poisson process) or "constant"
+    seed                seed of the delays and of random prompts
     """
 
     time_scale: float = 1.0
@@ -53,29 +53,29 @@ class Selection:
             value = getattr(self, name)
             if type(value) is not int and (value is not None or name in ("first", "seed")) or (value or 0) < 0 or (
                     value == 0 and minimum):
-                raise _senseless(name, value, f"a whole number from {minimum} on")
+                raise _invalid(name, value, f"an integer of at least {minimum}")
         for name, values in (("longer", LONGER), ("delays", DELAYS)):
             if getattr(self, name) not in values:
-                raise _senseless(name, getattr(self, name), " or ".join(values))
+                raise _invalid(name, getattr(self, name), " or ".join(values))
         if not _is_number(self.time_scale) or self.time_scale <= 0:
-            raise _senseless("time_scale", self.time_scale, "more than 0; 0.5 is twice as fast as recorded")
+            raise _invalid("time_scale", self.time_scale, "more than 0; 0.5 is twice as fast as recorded")
         if self.request_rate is not None:
             if not _is_number(self.request_rate) or self.request_rate < 0:
-                raise _senseless("request_rate", self.request_rate, "requests a second, or 0 for all at once")
+                raise _invalid("request_rate", self.request_rate, "requests/s, or 0 for all at once")
             if self.time_scale != 1:
-                raise DatasetError("", "there are both --time-scale and --request-rate",
-                                   "a rate takes the place of recorded times", "leave one of them out")
+                raise DatasetError("", "--time-scale and --request-rate were both given",
+                                   "a rate replaces the recorded times", "leave out one of them")
 
     def keeps_all(self) -> bool:
-        """Whether every request is taken as it is recorded."""
+        """Return whether every request is taken unchanged."""
         return self == Selection(longer=self.longer, sort=self.sort, delays=self.delays, seed=self.seed)
 
 
 @dataclass(slots=True)
 class ReadReport:
-    """What became of a file's requests. Complete when the last one was read.
+    """Counts of a file's requests: kept, left out and truncated. Complete after the last one.
 
-    empty   left out: a trace has no tokens for their prompt or their output, as for requests that failed
+    empty   left out because prompt or output has no tokens, as for failed requests of a trace
     """
 
     format: str = ""
@@ -86,18 +86,18 @@ class ReadReport:
     clipped_outputs: int = 0
 
     def notes(self) -> list[str]:
-        """A sentence for everything that was not taken as it is in the file."""
-        counts = ((self.empty, "left out: no tokens of a prompt or an output"),
+        """Return a sentence for each kind of change."""
+        counts = ((self.empty, "left out: prompt or output without tokens"),
                   (self.dropped, "left out: longer than the limits"),
-                  (self.clipped_inputs, "with a prompt that was cut to the limit"),
-                  (self.clipped_outputs, "with an output that was cut to the limit"))
+                  (self.clipped_inputs, "with a prompt truncated to the limit"),
+                  (self.clipped_outputs, "with an output truncated to the limit"))
         return [f"{count} request{'s' * (count != 1)} {text}" for count, text in counts if count]
 
 
 def select(reader: RecordReader, selection: Selection, report: ReadReport) -> Iterator[Record]:
-    """The records that take part, in order of their times, which count from the first one and are never None.
+    """Yield the selected records by time. Times count from the first one and are never None.
 
-    Raises DatasetError for times that go backwards and where nothing is left.
+    Raises DatasetError for decreasing times, and if no record is left.
     """
     records: Iterator[Record] = iter(reader)
     if selection.sort or reader.is_whole:
@@ -119,7 +119,7 @@ def select(reader: RecordReader, selection: Selection, report: ReadReport) -> It
         facts = [f"the file has {at + 1} requests", *([f"--first is {selection.first}"] if selection.first else []),
                  *report.notes()]
         raise DatasetError(reader.place(0).rpartition(":")[0], f"no request is left: {', '.join(facts)}",
-                           "expected at least one", "change the slice or the limits, or take another file")
+                           "expected at least one", "change the selection, or use another file")
 
 
 def _in_order(records: Iterator[Record], reader: RecordReader) -> Iterator[Record]:
@@ -127,16 +127,16 @@ def _in_order(records: Iterator[Record], reader: RecordReader) -> Iterator[Recor
     for record in records:
         if record.time_s is not None:
             if record.time_s < latest:
-                fact = f"the time is {latest - record.time_s:.6f} s earlier than that of the request before"
+                fact = f"the time is {latest - record.time_s:.6f} s before that of the previous request"
                 raise DatasetError(reader.place(record.position), fact,
-                                   "expected requests in the order of their arrival",
+                                   "expected requests in the order of arrival",
                                    "pass --sort, which reads the whole file first")
             latest = record.time_s
         yield record
 
 
 def _fits(record: Record, selection: Selection, report: ReadReport) -> bool:
-    """Whether the record takes part; it is cut to the limits where that is asked for."""
+    """Return whether to keep the record. Truncates it to the limits if the selection says so."""
     if not record.input_tokens or not record.output_tokens:
         report.empty += 1
         return False
@@ -158,7 +158,7 @@ def _fits(record: Record, selection: Selection, report: ReadReport) -> bool:
 
 
 def _times(selection: Selection) -> Callable[[float | None], float]:
-    """From a recorded time to the one of the replay, in the order of the requests."""
+    """Return a function from recorded times to times of the replay, to be called in order."""
     start: float | None = None
     now = 0.0
     rate = selection.request_rate
@@ -189,31 +189,32 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _senseless(name: str, value: Any, expected: str) -> DatasetError:
-    return DatasetError("", f"--{name.replace('_', '-')} is {quoted(value)}", f"expected {expected}", "correct it")
+def _invalid(name: str, value: Any, expected: str) -> DatasetError:
+    return DatasetError("", f"--{name.replace('_', '-')} is {quoted(value)}", f"expected {expected}")
 
 
 def add_selection_arguments(parser: argparse.ArgumentParser, *, with_seed: bool = True) -> None:
-    """The options that `selection_of` reads, for a command that replays files of requests."""
+    """Add the options of `selection_of` to a command that replays files of requests."""
     add = parser.add_argument_group("which requests, and when").add_argument
     add("--time-scale", type=float, default=1.0, metavar="X",
         help="multiply the recorded times: 0.5 is twice as fast (1)")
-    add("--first", type=int, default=0, metavar="N", help="leave out so many requests at the beginning (0)")
-    add("--count", type=int, metavar="N", help="take at most so many (all)")
-    add("--max-input-tokens", type=int, metavar="N", help="of a prompt (any length)")
-    add("--max-output-tokens", type=int, metavar="N", help="of an output (any length)")
+    add("--first", type=int, default=0, metavar="N", help="skip the first N requests (0)")
+    add("--count", type=int, metavar="N", help="take at most N requests (all)")
+    add("--max-input-tokens", type=int, metavar="N", help="most tokens of a prompt (any)")
+    add("--max-output-tokens", type=int, metavar="N", help="most tokens of an output (any)")
     add("--longer", choices=LONGER, default="clip",
-        help="what is longer is cut (clip), or its request left out (drop); how many is said (clip)")
-    add("--sort", action="store_true", help="sort a trace by arrival; without, times that go backwards are refused")
+        help="truncate longer ones (clip) or leave the request out (drop); the number is printed (clip)")
+    add("--sort", action="store_true", help="sort a trace by arrival; by default, decreasing times are refused")
     add("--request-rate", type=float, metavar="R",
-        help="requests a second instead of the file's times; 0: all at once (as recorded)")
-    add("--delays", choices=DELAYS, default="exponential", help="between requests of a rate (exponential: Poisson)")
+        help="requests/s, instead of the recorded times; 0: all at once (as recorded)")
+    add("--delays", choices=DELAYS, default="exponential",
+        help="times between the requests of a rate (exponential: Poisson)")
     if with_seed:
-        add("--random-seed", type=int, default=0, metavar="N", help="of delays and of prompts that are made up (0)")
+        add("--random-seed", type=int, default=0, metavar="N", help="seed of delays and of random prompts (0)")
 
 
 def selection_of(options: argparse.Namespace) -> Selection:
-    """What the options say. Raises DatasetError for values without sense."""
+    """Return the Selection of the options. Raises DatasetError for invalid values."""
     return Selection(time_scale=options.time_scale, first=options.first, count=options.count,
                      max_input_tokens=options.max_input_tokens, max_output_tokens=options.max_output_tokens,
                      longer=options.longer, sort=options.sort, request_rate=options.request_rate,

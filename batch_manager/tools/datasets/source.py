@@ -1,4 +1,4 @@
-"""A file of requests, opened once: its first line for a look, then its lines, or its whole text."""
+"""Open a file of requests: peek at its first line, then read its lines or its whole text."""
 
 import gzip
 import io
@@ -11,7 +11,7 @@ from ..samples import SAMPLES
 from .errors import DatasetError
 
 GZIP_MAGIC = b"\x1f\x8b"
-LONGEST_LOOK = 8 << 20    # bytes of the first line
+LONGEST_LOOK = 8 << 20    # bytes of the first line to peek at
 BOM = b"\xef\xbb\xbf"
 NOT_CUT = "write or download it again"
 
@@ -19,8 +19,8 @@ NOT_CUT = "write or download it again"
 class Source:
     """A file or a pipe, compressed with gzip or not, or one of `SAMPLES`. A context manager. Raises DatasetError.
 
-    name         for messages
-    first_line   the first line that is not blank, at most `LONGEST_LOOK` bytes of it; empty: there is none
+    name         name in messages
+    first_line   the first non-blank line, at most `LONGEST_LOOK` bytes; empty: none
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
@@ -28,7 +28,7 @@ class Source:
         try:
             raw = Path(SAMPLES.get(self.name, path)).open("rb")
         except OSError as error:
-            raise DatasetError(self.name, f"it cannot be opened: {error.strerror or error}",
+            raise DatasetError(self.name, f"the file cannot be opened: {error.strerror or error}",
                                f"expected a file of requests, or {' or '.join(SAMPLES)}",
                                "correct the path") from None
         self._file: io.BufferedIOBase = raw
@@ -50,14 +50,14 @@ class Source:
         self._raw.close()
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """(number from 1, text without its end) of every line that is not blank."""
+        """Yield (number from 1, text without line end) of every non-blank line."""
         for number, line in enumerate(self._binary_lines(), 1):
             text = self._decoded(line, number).strip()
             if text:
                 yield number, text
 
     def text(self) -> str:
-        """All of it."""
+        """Return the whole text."""
         data = b"".join([*self._head, self._read(-1)])
         try:
             return data.decode()
@@ -71,7 +71,7 @@ class Source:
             raise self._unreadable(error) from None
 
     def _look(self) -> list[bytes]:
-        """What comes up to the end of the first line that is not blank."""
+        """Read up to the end of the first non-blank line."""
         head: list[bytes] = []
         while line := self._readline(LONGEST_LOOK):
             if not head:
@@ -84,7 +84,7 @@ class Source:
     def _binary_lines(self) -> Iterator[bytes]:
         *before, line = self._head or [b""]
         yield from before
-        yield line if line.endswith(b"\n") else line + self._readline()    # the look may have ended in the middle of it
+        yield line if line.endswith(b"\n") else line + self._readline()    # the peek may have ended within the line
         while line := self._readline():
             yield line
 
@@ -102,7 +102,7 @@ class Source:
 
     def _unreadable(self, error: Exception) -> DatasetError:
         return DatasetError(self.name, f"the file cannot be read: {getattr(error, 'strerror', None) or error}",
-                            "expected a whole file", NOT_CUT)
+                            "expected a complete file", NOT_CUT)
 
     def _decoded(self, line: bytes, number: int) -> str:
         try:
@@ -112,4 +112,4 @@ class Source:
 
     def _not_text(self, line: int) -> DatasetError:
         return DatasetError(f"{self.name}:{line}", "the line is not UTF-8", "expected text: CSV, JSON or JSON lines",
-                            "write it again as UTF-8")
+                            "convert it to UTF-8")

@@ -1,6 +1,6 @@
-"""Traces that are made up: bursts, lengths with a long tail, and prompts that begin alike. A function of the seed.
+"""Synthetic traces: bursts, long-tailed lengths, and prompts with shared prefixes.
 
-Python's own generator is used: a seed makes the same trace with every version of the libraries.
+They use Python's own generator, so that a seed gives the same trace with every version of the libraries.
 """
 
 import math
@@ -13,10 +13,10 @@ from ..traffic import PREFIX_TOKENS, Arrival
 
 @dataclass(frozen=True, slots=True)
 class TraceShape:
-    """Of a trace of requests that share nothing.
+    """Parameters of a trace of independent requests.
 
-    request_rate   requests a second, the mean
-    burstiness     standard deviation of the time between requests over its mean; 1: a Poisson process; more: bursts
+    request_rate   mean requests/s
+    burstiness     standard deviation of the times between requests over their mean; 1: a Poisson process; more: bursts
     input_*, output_*   log-normal lengths in tokens, at least 1
     """
 
@@ -32,13 +32,13 @@ class TraceShape:
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
-    """What conversations add. A request continues one that is open, or begins a new one.
+    """Parameters of conversations. A request continues an open conversation or begins a new one.
 
     continued        share of the requests that continue a conversation
-    open_at_most     conversations that may be continued, the youngest ones
-    system_tokens    lengths of the system prompts. Each is about half as frequent as the one before it
-    turn_median, turn_sigma   log-normal lengths of what a user says, in tokens
-    longest          tokens of a prompt; a conversation that would be longer ends
+    open_at_most     number of conversations that can be continued: the newest ones
+    system_tokens    lengths of the system prompts; each is half as frequent as the previous one
+    turn_median, turn_sigma   log-normal lengths of user turns, in tokens
+    longest          most tokens of a prompt; a conversation ends before it exceeds them
     """
 
     continued: float = 0.6
@@ -50,7 +50,7 @@ class ChatShape:
 
 
 def sample_arrivals(count: int, seed: int, shape: TraceShape) -> Iterator[Arrival]:
-    """Requests that share nothing."""
+    """Yield independent requests."""
     random = Random(f"requests {seed}")
     for at in _times(count, seed, shape):
         yield Arrival(at, _length(random, shape.input_median, shape.input_sigma, shape.input_longest),
@@ -59,15 +59,15 @@ def sample_arrivals(count: int, seed: int, shape: TraceShape) -> Iterator[Arriva
 
 @dataclass(slots=True)
 class _Conversation:
-    """num_tokens of all turns so far, the answers too; ids of the blocks that its last prompt filled."""
+    """num_tokens: of all turns so far, including answers. full_ids: ids of the full blocks of the last prompt."""
 
     num_tokens: int
     full_ids: list[int] = field(default_factory=list)
 
 
 def sample_conversations(count: int, seed: int, shape: TraceShape, chat: ChatShape) -> Iterator[Arrival]:
-    """Turns of conversations under a few system prompts, with ids of their blocks. Of the shape, the input lengths are
-    left aside: a prompt is its system prompt and the turns so far."""
+    """Yield turns of conversations with a few system prompts, with block ids. A prompt is the system prompt and all
+    turns so far; the input lengths of `shape` are not used."""
     random = Random(f"conversations {seed}")
     next_id = 0
     systems = [_Conversation(tokens) for tokens in chat.system_tokens]
@@ -97,7 +97,7 @@ def sample_conversations(count: int, seed: int, shape: TraceShape, chat: ChatSha
 
 
 def _times(count: int, seed: int, shape: TraceShape) -> Iterator[float]:
-    """Whole milliseconds, the first at 0; the time between two is gamma-distributed."""
+    """Yield times in whole milliseconds, the first at 0, with gamma-distributed differences."""
     random = Random(f"times {seed}")
     form = shape.burstiness ** -2
     now = 0.0

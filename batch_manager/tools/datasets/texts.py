@@ -1,11 +1,11 @@
-"""JSON and JSON lines of texts, with a tokenizer: prompts, conversations, instructions."""
+"""Texts in JSON or JSON lines, encoded with a tokenizer: prompts, conversations, instructions."""
 
 import os
 from collections.abc import Iterator
 from typing import Any
 
 from ...errors import BatchManagerError, ConfigError
-from .errors import DatasetError, quoted
+from .errors import FIX_RECORD, DatasetError, quoted
 from .json_document import JsonDocument
 from .json_lines import JsonLines
 from .records import Record, seconds, whole_number
@@ -17,18 +17,18 @@ ARRAY_NAMES = ("data", "requests", "samples", "records")
 
 
 class TextRecords:
-    """The prompts of a file of texts, encoded. A RecordReader.
+    """The encoded prompts of a file of texts. A RecordReader.
 
     A record has one of
 
-        prompt or text          the prompt, as it stands
-        messages                a conversation, for the chat template in the tokenizer's folder. Where the assistant has
-                                the last word, that is the output
-        instruction, input      the prompt: the input after the instruction, on a line of its own (`input` may be empty
-                                or missing)
+        prompt or text          the prompt
+        messages                a conversation, for the chat template in the tokenizer's folder. A last message of the
+                                assistant is the output
+        instruction, input      the prompt: the instruction, a line end, and the input (optional)
 
-    How many tokens to generate is its max_tokens, output_tokens or output_len, else the tokens of its output,
-    completion or response, else `output_tokens`. arrival_s, in all records or in none, is seconds from the start.
+    The output length is max_tokens, output_tokens or output_len; without these, the number of tokens of output,
+    completion or response; without these, the argument `output_tokens`. arrival_s is in seconds from the start, and
+    either all records have it or none.
 
     tokenizer   the folder of a model or its tokenizer.json, a .gguf file, a `tokenizers.Tokenizer` or a tokenizer of
                 transformers
@@ -42,7 +42,7 @@ class TextRecords:
         self._output_tokens = output_tokens
         if tokenizer is None:
             raise DatasetError(texts.place(1 if not self.is_whole else 0), "the records are texts",
-                               "expected a tokenizer for them", "pass the folder of a model with --tokenizer")
+                               "expected a tokenizer for them", "pass a model's folder with --tokenizer")
         self._encoder = _Encoder(tokenizer)
 
     def __iter__(self) -> Iterator[Record]:
@@ -52,26 +52,26 @@ class TextRecords:
             if type(record) is not dict or not any(key in record for key in PROMPT_KEYS):
                 has = ", ".join(record) or "nothing" if type(record) is dict else record
                 raise DatasetError(place, f"{name} has {quoted(has)}", f"expected one of {', '.join(PROMPT_KEYS)}",
-                                   "correct the record, or leave it out")
+                                   FIX_RECORD)
             if has_times is None:
                 has_times = "arrival_s" in record
             elif has_times != ("arrival_s" in record):
                 raise DatasetError(place, f"{name} has {'an' if 'arrival_s' in record else 'no'} arrival_s",
-                                   "expected it in all records or in none", "correct the file")
+                                   "expected it in all records or in none")
             try:
                 prompt, output = self._prompt(record, place, name)
                 length = self._output_length(record, output, place, name)
             except BatchManagerError as error:
-                raise DatasetError(place, f"{name}: {error.fact}", error.expectation or "expected a text",
-                                   error.fix or "correct the record") from None
+                raise DatasetError(place, f"{name}: {error.fact}", error.expectation or "expected text",
+                                   error.fix or "") from None
             if not prompt:
-                raise DatasetError(place, f"{name} has a prompt of no tokens", "expected at least one",
-                                   "correct the record, or leave it out")
+                raise DatasetError(place, f"{name} has a prompt without tokens", "expected at least one",
+                                   FIX_RECORD)
             time_s = seconds(record["arrival_s"], place, f"{name}.arrival_s") if has_times else None
             yield Record(position, number, time_s, len(prompt), length, prompt=prompt)
 
     def _prompt(self, record: dict[str, Any], place: str, name: str) -> tuple[list[int], str | None]:
-        """The tokens, and the output's text if the record has one."""
+        """Return the prompt tokens and the text of the output; None: the record has no output."""
         output = next((_text(record[key], place, f"{name}.{key}") for key in OUTPUT_KEYS
                        if record.get(key) is not None), None)
         for key in ("prompt", "text"):
@@ -82,7 +82,7 @@ class TextRecords:
             if (type(messages) is not list or not messages
                     or not all(type(one) is dict and type(one.get("role")) is str for one in messages)):
                 raise DatasetError(place, f"{name}.messages is {quoted(messages)}",
-                                   "expected a list of objects with role and content", "correct the record")
+                                   "expected a list of objects with role and content")
             if len(messages) > 1 and messages[-1]["role"] == "assistant":
                 output = _text(messages[-1].get("content"), place, f"{name}.messages[-1].content")
                 messages = messages[:-1]
@@ -98,21 +98,21 @@ class TextRecords:
         if output is not None:
             return max(1, len(self._encoder.encode(output, add_special_tokens=False)))
         if self._output_tokens is None:
-            raise DatasetError(place, f"{name} does not say how long its output is",
+            raise DatasetError(place, f"{name} has no output length",
                                f"expected one of {', '.join((*LENGTH_KEYS, *OUTPUT_KEYS))}",
-                               "pass --output-tokens for records without it")
+                               "pass --output-tokens as the default")
         return self._output_tokens
 
 
 def _text(value: Any, place: str, name: str) -> str:
     if type(value) is not str:
-        raise DatasetError(place, f"{name} is {quoted(value)}", "expected a text",
-                           "correct the record, or leave it out")
+        raise DatasetError(place, f"{name} is {quoted(value)}", "expected a string",
+                           FIX_RECORD)
     return value
 
 
 class _Encoder:
-    """A tokenizer of any kind. Imports what it needs when it is made."""
+    """A tokenizer of any kind. The constructor imports the libraries that it needs."""
 
     def __init__(self, tokenizer: Any) -> None:
         from ...extras.tokenizer import encode, load_tokenizer
@@ -140,5 +140,5 @@ class _Encoder:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         else:
             raise ConfigError("the tokenizer has no chat template", "conversations need one",
-                              "pass the folder of a model instead of a tokenizer")
+                              "pass a model's folder instead of a tokenizer")
         return self.encode(text, add_special_tokens=False)

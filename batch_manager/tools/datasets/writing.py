@@ -1,4 +1,4 @@
-"""Traces and datasets as text, and files that are written as a whole or not at all."""
+"""Format traces and datasets as text, and write files whole or not at all."""
 
 import json
 import os
@@ -16,11 +16,11 @@ from .mooncake import MILLISECONDS
 
 STDOUT = "-"
 FIRST_ARRIVAL = datetime(2026, 1, 1)
-TICKS = 10**7    # of 100 ns in a second: the digits of Azure's times
+TICKS = 10**7    # of 100 ns per second, the resolution of Azure's times
 
 
 def azure_lines(arrivals: Iterable[Arrival]) -> Iterator[str]:
-    """CSV as Azure publishes it, from an invented date on. Times are rounded to 100 ns; block ids are left out."""
+    """Yield CSV in Azure's format, from an arbitrary date on. Times are rounded to 100 ns; block ids are left out."""
     yield ",".join(AZURE.names) + "\n"
     for arrival in arrivals:
         seconds, ticks = divmod(round(arrival.arrival_s * TICKS), TICKS)
@@ -29,7 +29,7 @@ def azure_lines(arrivals: Iterable[Arrival]) -> Iterator[str]:
 
 
 def mooncake_lines(arrivals: Iterable[Arrival]) -> Iterator[str]:
-    """JSON lines as Mooncake publishes them. Times are whole milliseconds where they are, and rounded to 1 us else."""
+    """Yield JSON lines in Mooncake's format. Times are in milliseconds, rounded to 1 us."""
     for arrival in arrivals:
         milliseconds = round(arrival.arrival_s * MILLISECONDS, 3)
         yield json.dumps({"timestamp": int(milliseconds) if milliseconds.is_integer() else milliseconds,
@@ -38,7 +38,7 @@ def mooncake_lines(arrivals: Iterable[Arrival]) -> Iterator[str]:
 
 
 def csv_lines(arrivals: Iterable[Arrival]) -> Iterator[str]:
-    """CSV with times that are read back exactly; block ids are left out."""
+    """Yield CSV with times in full precision; block ids are left out."""
     yield ",".join(PLAIN.names) + "\n"
     for arrival in arrivals:
         yield f"{arrival.arrival_s!r},{arrival.input_tokens},{arrival.output_tokens}\n"
@@ -48,7 +48,7 @@ TRACE_LINES = {"azure": azure_lines, "mooncake": mooncake_lines, "csv": csv_line
 
 
 def dataset_text(workload: dict[str, Any], name: str) -> str:
-    """The workload as a dataset of gptManagerBenchmark: metadata and samples, with the delay from each to the next."""
+    """Format the workload as a dataset of gptManagerBenchmark: metadata, and samples with the delay to the next one."""
     requests = sorted(workload["requests"], key=lambda request: request["arrival_s"])
     times = [request["arrival_s"] for request in requests]
     delays = [after - before for before, after in zip(times, times[1:])] + [0.0]
@@ -63,10 +63,10 @@ def dataset_text(workload: dict[str, Any], name: str) -> str:
 
 
 def write_file(path: str | os.PathLike, pieces: Iterable[str]) -> None:
-    """Write the pieces; a file that is there is replaced when all are written. "-" is the standard output.
+    """Write a file. An existing file is replaced once all pieces are written. "-" is the standard output.
 
-    Raises DatasetError when it cannot be written, BrokenPipeError where nothing reads the standard output any more, and
-    what the pieces raise; the file is as it was then.
+    Raises DatasetError if the file cannot be written, BrokenPipeError if the reader of the standard output is gone, and
+    the errors of the iterator; an existing file is then unchanged.
     """
     try:
         if os.fspath(path) == STDOUT:
@@ -78,8 +78,8 @@ def write_file(path: str | os.PathLike, pieces: Iterable[str]) -> None:
     except OSError as error:
         if isinstance(error, BrokenPipeError) and os.fspath(path) == STDOUT:
             raise
-        raise DatasetError(os.fspath(path), f"it cannot be written: {error.strerror or error}",
-                           "expected a file that can be, and room for it", "correct the path, or make room") from None
+        raise DatasetError(os.fspath(path), f"the file cannot be written: {error.strerror or error}",
+                           "expected a writable path and enough space") from None
 
 
 def check_writable(path: str | os.PathLike, inputs: Mapping[str, str | os.PathLike[str]] | None = None) -> None:
