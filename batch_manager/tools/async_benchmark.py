@@ -1,15 +1,16 @@
-"""What AsyncEngine costs a host, beside a callback that only counts: a scripted model, many streams, one event loop.
+"""Measure the host cost of AsyncEngine against a callback that only counts: a scripted model, many streams, one event
+loop.
 
     python -m batch_manager.tools.async_benchmark --streams 256 --tokens 100 --step-ms 5 --runs 3 [--process]
 
-Prints one line of JSON for each pair of runs, a counting callback and an AsyncEngine in turn:
+Each run measures a counting callback, then an AsyncEngine, and prints one line of JSON:
 
-    us_per_token       processor time of the process for a token with AsyncEngine, less that of the counting callback;
-                       with --process that of the host for a token, and nothing is subtracted
-    counting_us        that of the counting callback, the engine's own work for the most part
-    late_ms_p99        how late the event loop runs what was to run after 1 ms
-    delivery_ms_p99    from the hook after the responses of an iteration until a reader has its tokens
-    wake_ups           of the event loop, and `iterations` that had responses
+    us_per_token       CPU time per token with AsyncEngine, minus that of the counting callback; with --process, CPU
+                       time per token of the host process, without subtraction
+    counting_us        CPU time per token with the counting callback: mostly the engine's own work
+    late_ms_p99        delay of a timer of 1 ms in the event loop
+    delivery_ms_p99    time from the hook after the responses of an iteration until a reader has its tokens
+    wake_ups           wake-ups of the event loop; `iterations`: iterations with responses
 """
 
 import argparse
@@ -33,7 +34,7 @@ PROMPT, TOKENS_PER_BLOCK, LOOK_S = 16, 64, 0.001
 
 
 def backend_of(streams: int, tokens: int, step_ms: float) -> Callable[[], ScriptedBackend]:
-    """A factory that an engine process can be sent."""
+    """Return a factory that can be sent to an engine process."""
     blocks = -(-(PROMPT + tokens) // TOKENS_PER_BLOCK)
     return partial(ScriptedBackend, max_seq_len=blocks * TOKENS_PER_BLOCK, num_blocks=streams * blocks + 1,
                    verify=False, tokens_per_block=TOKENS_PER_BLOCK, num_slots=streams, is_asynchronous=step_ms > 0,
@@ -49,7 +50,7 @@ def request_of(tokens: int) -> dict[str, object]:
 
 
 def counting_cpu_s(streams: int, tokens: int, step_ms: float) -> float:
-    """Processor seconds of a manager whose callback counts responses."""
+    """Return the CPU seconds of a run whose callback only counts responses."""
     waiting = [InferenceRequest(number, request_of(tokens), is_streaming=True) for number in range(streams)]
     count = 0
 
@@ -122,11 +123,11 @@ def measure(streams: int, tokens: int, step_ms: float, process: bool = False) ->
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=at_least(1), default=256)
-    parser.add_argument("--tokens", type=at_least(1), default=100, help="of each stream")
+    parser.add_argument("--tokens", type=at_least(1), default=100, help="tokens per stream")
     parser.add_argument("--step-ms", type=within(0, 60_000), default=5.0,
-                        help="milliseconds that the scripted model takes")
+                        help="milliseconds per step of the scripted model")
     parser.add_argument("--runs", type=at_least(1), default=1)
-    parser.add_argument("--process", action="store_true", help="the engine in a process of its own")
+    parser.add_argument("--process", action="store_true", help="run the engine in a separate process")
     options = parser.parse_args(arguments)
     for _ in range(options.runs):
         found = measure(options.streams, options.tokens, options.step_ms, options.process)

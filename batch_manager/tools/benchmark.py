@@ -1,4 +1,4 @@
-"""The name that `batch_manager.tools.bench` had: scripts may go on using it. It prints the result as a line of JSON."""
+"""The former name of `batch_manager.tools.bench`, kept for scripts. It prints the result as one line of JSON."""
 
 from collections.abc import Sequence
 

@@ -1,14 +1,13 @@
-"""What one plain generation step calls: Python functions of this package, in which files, in which order.
+"""List the Python functions of this package that one plain generation step calls, with file and order.
 
     python -m batch_manager.tools.call_trace --model examples/models/austen-4m
     python -m batch_manager.tools.call_trace --model FOLDER --list       every call, indented by depth
-    python -m batch_manager.tools.call_trace --model FOLDER --cpu-compile    the layers in one call of compiled code
+    python -m batch_manager.tools.call_trace --model FOLDER --cpu-compile    all layers in one call of compiled code
 
-Runs the loop without a thread on a CPU, layer by layer as on a GPU unless it is told otherwise, with greedy requests
-that do not stream, until all of them generate. Then one iteration that neither needs a new KV cache block nor ends a
-request is traced with sys.setprofile. Counted are calls of functions that are defined in files of the package;
-comprehensions, generator expressions, lambdas and properties count like any other function, and so does every
-resumption of a generator.
+The loop runs without a thread on a CPU, layer by layer as on a GPU unless --cpu-compile is given. The requests are
+greedy and do not stream. Once all of them generate, one iteration that needs no new KV cache block and ends no request
+is traced with sys.setprofile. Calls of functions defined in the package are counted, including comprehensions,
+generator expressions, lambdas, properties, and every resumption of a generator.
 """
 
 import argparse
@@ -27,15 +26,15 @@ from ..requests.inference_request import InferenceRequest
 from .workload import at_least
 
 PACKAGE = Path(__file__).resolve().parents[1]
-KERNELS = PACKAGE.parent / "triton_kernels"    # where they stand in a checkout
+KERNELS = PACKAGE.parent / "triton_kernels"    # in a checkout
 
 
 @dataclass(slots=True)
 class Calls:
     """The calls of one iteration.
 
-    calls      (depth, file, function), in order; the file relative to the package
-    entries    calls that came from another file
+    calls      (depth, file, function), in order; files are relative to the package
+    entries    calls from another file
     """
 
     calls: list[tuple[int, str, str]] = field(default_factory=list)
@@ -48,7 +47,7 @@ class Calls:
 
 
 class Profile:
-    """Notes what is called while it is active."""
+    """Context manager that records calls."""
 
     def __init__(self) -> None:
         self.found = Calls()
@@ -74,7 +73,7 @@ class Profile:
 
 
 def _file_of(name: str) -> str | None:
-    """A path relative to the package, None for a file outside of it and for this one."""
+    """Return the path relative to the package; None: a file outside of it, or this file."""
     path = Path(name)
     if name == __file__:
         return None
@@ -85,7 +84,7 @@ def _file_of(name: str) -> str | None:
 
 
 def trace_one_step(model: str, batch: int, policy: SchedulerPolicy, *, cpu_compile: bool = False) -> Calls:
-    """The calls of one generation step of `batch` requests."""
+    """Return the calls of one generation step of `batch` requests."""
     requests = [InferenceRequest(number, {"input_ids": [1 + number, 2, 3], "request_output_len": 40})
                 for number in range(batch)]
     records: list[str] = []
@@ -111,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--model", required=True, help="folder of a checkpoint")
     add("--batch", type=at_least(1), default=4, help="requests (4)")
     add("--list", action="store_true", help="print every call")
-    add("--cpu-compile", action="store_true", help="with a compiled step")
+    add("--cpu-compile", action="store_true", help="use compiled steps")
     options = parser.parse_args(argv)
     calls = trace_one_step(options.model, options.batch, SchedulerPolicy.GUARANTEED_NO_EVICT,
                            cpu_compile=options.cpu_compile)

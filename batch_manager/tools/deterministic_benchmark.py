@@ -1,12 +1,12 @@
-"""What `deterministic` costs: steps of one model with it and without it, in turn, in one process.
+"""Measure the cost of `deterministic`: steps of one model with and without it, alternating, in one process.
 
     python -m batch_manager.tools.deterministic_benchmark --model FOLDER --threads 1
 
-Milliseconds of a backend's step, the loop left out: generation steps of some sequences that have --context tokens, and
-the whole context of one sequence. Steps with and without the mode take turns, so that a busy machine slows both; given
-are the median and the fastest of each, and their ratios. With --threads 1 it is the processor's time, which others on
-the machine do not count in, else the clock's. Greedy, without log-probabilities; with --sample every request draws with
-top-p and asks for log-probabilities, which the mode does row by row.
+Times are milliseconds of a backend's step, without the loop: generation steps of sequences with --context tokens, and
+the whole context of one sequence. Steps with and without the mode alternate, so that a busy machine slows both. The
+output has the median and minimum of each, and their ratios. With --threads 1 the CPU time of the thread is measured,
+which excludes other processes; otherwise the wall-clock time. Requests are greedy, without log-probabilities. With
+--sample they use top-p and return log-probabilities, which the mode computes row by row.
 """
 
 import argparse
@@ -30,7 +30,7 @@ WARM_UP_STEPS = 2
 
 
 class Sequences:
-    """Sequences 0 .. n - 1 in slots and blocks of their own, on one backend."""
+    """Sequences 0 .. n - 1 with their own slots and blocks, on one backend."""
 
     def __init__(self, backend: NativeBackend, count: int, most_tokens: int, setup: SlotSetup) -> None:
         self.backend, self.setup = backend, setup
@@ -42,7 +42,7 @@ class Sequences:
         self.length = 0
 
     def run_context(self, length: int) -> None:
-        """The whole context of each."""
+        """Compute the whole context of each sequence."""
         tokens = np.random.default_rng(0).integers(0, self.backend.info.vocab_size, length).astype(np.int32)
         context = tuple(ContextWork(slot, tokens, 0, True, self.setup) for slot in self.slots.tolist())
         self._run(ScheduledBatch(iteration=0, context=context, block_table_updates=self.tables))
@@ -60,7 +60,7 @@ class Sequences:
 
 def in_turn(normal: Callable[[], None], deterministic: Callable[[], None], steps: int,
             clock: Callable[[], float]) -> dict[str, float]:
-    """Milliseconds of either, medians and best, and the ratios."""
+    """Time both alternately; return median and minimum of each in milliseconds, and the ratios."""
     seconds: tuple[list[float], list[float]] = ([], [])
     for step in range(WARM_UP_STEPS + steps):
         for run, taken in zip((normal, deterministic), seconds, strict=True):
@@ -75,7 +75,7 @@ def in_turn(normal: Callable[[], None], deterministic: Callable[[], None], steps
 
 
 def measure(options: argparse.Namespace) -> list[dict]:
-    """One record per setting."""
+    """Measure every setting; return one record for each."""
     most = max(options.context + WARM_UP_STEPS + options.steps, options.prefill) + 1
     largest = max(*options.batch, 1)
     blocks = largest * -(-most // options.tokens_per_block)
@@ -125,10 +125,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--dtype", choices=DTYPES, default="auto", help="(auto)")
     add("--threads", type=at_least(1), help="threads of a step (torch's setting)")
     add("--batch", type=at_least(1), nargs="+", default=[1, 8, 32], help="sequences that generate (1 8 32)")
-    add("--context", type=at_least(1), default=128, help="tokens each of them has before the first measured step (128)")
-    add("--prefill", type=at_least(1), default=512, help="tokens of the context that is measured whole (512)")
-    add("--steps", type=at_least(1), default=20, help="measured, per setting and mode (20)")
-    add("--tokens-per-block", type=int, default=64, help="of the KV cache (64)")
+    add("--context", type=at_least(1), default=128, help="tokens of each sequence before the first measured step (128)")
+    add("--prefill", type=at_least(1), default=512, help="length of the context that is computed in one step (512)")
+    add("--steps", type=at_least(1), default=20, help="measured steps per setting and mode (20)")
+    add("--tokens-per-block", type=int, default=64, help="tokens in a block of the KV cache (64)")
     add("--sample", action="store_true", help="top-p and log-probabilities instead of greedy")
     options = parser.parse_args(argv)
     results = measure(options)

@@ -1,11 +1,10 @@
-"""Draw what `batch_manager.tools.scaling` measured: plots as SVG, and tables.
+"""Draw the measurements of `batch_manager.tools.scaling`: SVG plots and tables.
 
     python -m batch_manager.tools.draw_scaling scaling.json --out FOLDER                      four files, tables printed
     python -m batch_manager.tools.draw_scaling scaling.json --out FOLDER --page PERFORMANCE.md
 
-With --page the plots, their tables and the command that measured them are written into that file, between two lines
-that it has for them. The same measurements always give the same files. Exit status 1: a file cannot be read or written,
-or holds no measurements.
+--page writes plots, tables and the command of the measurement into a Markdown file, between two marker lines. The same
+measurements always give the same files. Exit status 1: a file cannot be read or written, or has no measurements.
 """
 
 import argparse
@@ -32,7 +31,7 @@ Row = dict[str, Any]
 
 
 def plots(result: Result) -> dict[str, LinePlot]:
-    """File name -> plot. Raises ValueError where a series has no points."""
+    """Return file name -> plot. Raises ValueError if a series has no points."""
     context, batch = result["batch"][0]["context"], result["context"][0]["batch"]
     generating = result["waiting"][0]["generating"]
     return {
@@ -65,7 +64,7 @@ def _microseconds(row: Row) -> Point:
 
 
 def _rate(row: Row) -> Point:
-    """Of the steps of _milliseconds: a longer step is a lower rate."""
+    """Convert step times to rates, which swaps the percentiles."""
     median, low, high = (1e3 * row["batch"] / row["ms"][name] for name in ("median", "p90", "p10"))
     return Point(row["batch"], median, low, high)
 
@@ -74,7 +73,7 @@ def _rate(row: Row) -> Point:
 
 
 def tables(result: Result) -> dict[str, str]:
-    """Series -> a table in Markdown."""
+    """Return series -> Markdown table."""
     step = ["ms: median", "10th to 90th percentile", "shortest", "tokens a second", "threads",
             "cores taken by others"]
 
@@ -109,7 +108,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def measured_on(result: Result) -> str:
-    """Machine, versions, commit, model, in words."""
+    """Describe machine, versions, commit and model."""
     machine, model = result["machine"], result["model"]
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     return (
@@ -121,7 +120,7 @@ def measured_on(result: Result) -> str:
 
 
 def page(result: Result, folder: str) -> str:
-    """The part of the page that is measured. folder: of the plots, as the page reaches it."""
+    """Return the measured part of the page. folder: of the plots, relative to the page."""
     found = tables(result)
     pictures = {name: f"![{plot.title}]({folder}/{name})" for name, plot in plots(result).items()}
     return "\n\n".join([
@@ -132,24 +131,24 @@ def page(result: Result, folder: str) -> str:
 
 
 def written_into(text: str, part: str) -> str:
-    """A page with this part between its two lines. Raises ValueError where it has no such lines."""
+    """Replace the part between the marker lines of a page. Raises ValueError if the lines are missing."""
     return written_between(text, BEGIN, f"\n\n{part}\n\n", END, what="the page", belongs="the measurements belong")
 
 
 def read(path: Path) -> Result:
-    """The measurements in a file. Raises ValueError for one that has none."""
+    """Read measurements. Raises ValueError if the file has none."""
     result = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(result, dict) or result.get("tool") != "scaling":
-        raise ValueError(f"{path} is no result of batch_manager.tools.scaling")
+        raise ValueError(f"{path} is not a result of batch_manager.tools.scaling")
     return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m batch_manager.tools.draw_scaling", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("result", type=Path, help="a JSON file that batch_manager.tools.scaling wrote")
-    parser.add_argument("--out", type=Path, required=True, help="the folder to write the plots to")
-    parser.add_argument("--page", type=Path, help="a Markdown file to write plots and tables into")
+    parser.add_argument("result", type=Path, help="JSON file of batch_manager.tools.scaling")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the plots")
+    parser.add_argument("--page", type=Path, help="Markdown file to update with plots and tables")
     options = parser.parse_args(argv)
     try:
         result = read(options.result)

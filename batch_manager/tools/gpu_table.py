@@ -1,11 +1,11 @@
-"""Write what the newest GPU report says into docs/performance.md, or that nothing was measured.
+"""Write the newest GPU report into docs/performance.md, or that nothing was measured.
 
     python -m batch_manager.tools.gpu_table                                        from the results in the package
-    python -m batch_manager.tools.gpu_table --add FOLDER/gpu_report.jsonl          with one more result
-    python -m batch_manager.tools.gpu_table --check                                does the page say just that?
+    python -m batch_manager.tools.gpu_table --add FOLDER/gpu_report.jsonl          add a result first
+    python -m batch_manager.tools.gpu_table --check                                check that the page is current
 
-The page has two lines between which this program writes; nothing else is touched. Exit status 1: the page differs
-(--check), or a file is no report.
+The program writes between two marker lines of the page and changes nothing else. Exit status 1: the page differs
+(--check), or a file is not a report.
 """
 
 import argparse
@@ -26,7 +26,7 @@ NOT_MEASURED = "Not measured: no GPU has run this version."
 
 
 def text_of(lines: Sequence[dict[str, Any]]) -> str:
-    """What the page says of a report; of none, that nothing was measured."""
+    """Format a report for the page. No lines: nothing was measured."""
     if not lines:
         return NOT_MEASURED
     first = lines[0]

@@ -1,28 +1,27 @@
-"""How long the host works on one iteration: everything but the model, measured with a scripted one.
+"""Measure the host time of one iteration: everything except the model, which is scripted.
 
     batch-manager host-bench --batch 1 64 256 --iterations 300
 
-Turns the generation loop without a thread, first without streaming, then with a response for every token. By default a
-full batch generates and no request comes or goes; with --output-len N a request ends and another one enters N tokens
-later. The callbacks do next to nothing: what a real one costs comes on top.
+The generation loop runs without a thread, first without streaming, then with a response for every token. By default a
+full batch generates and no request comes or goes; with --output-len N each request ends after N tokens and another one
+replaces it. The callbacks do almost nothing; the cost of real ones comes on top.
 
-With --waiting N so many requests more wait for a place in the full batch, and the scheduler looks at them in every
-iteration: max_num_sequences is larger than max_batch_size. With --queued N they wait in the manager's queue.
+With --waiting N, N more active requests wait for the full batch, and the scheduler scans them in every iteration:
+max_num_sequences is larger than max_batch_size. With --queued N they wait in the manager's queue.
 
-With --native the scripted model gives way to the native backend around a model that computes nothing: its packing,
-drawing and reading back are the host's work, too, and count as such. They run on the CPU; what a GPU adds to them,
-copies and launches, is not in it.
+With --native the model is the native backend around a model that computes nothing. Its packing, sampling and reading
+back count as host time. They run on the CPU; copies and kernel launches of a GPU are not included.
 
-Microseconds per iteration, on the clock on the wall. Iterations in which another process took the processor away are
-left out, unless no more than a tenth of them would remain. *host* is the whole iteration less the model:
+Times are wall-clock microseconds per iteration. Iterations in which the thread was preempted are left out, unless at
+most a tenth of them would remain. *host* is the whole iteration without the model:
 
-    fetch      get callback, admission                  advance    tokens to their requests, who ends
+    fetch      get callback, admission                  advance    append tokens, find ended requests
     schedule   capacity, micro-batch, check of the plan respond    responses, send callback
     claim      blocks, and the batch for the device     poll       poll callback
-    model      the scripted backend (not host time)     report     statistics, their callback
+    model      the scripted backend (not host time)     report     statistics and their callback
 
-*ratio* is the shortest host time divided by the shortest time of a fixed loop of Python, of 1,000 turns, taken in turn
-with it: about the same on a slow machine as on a fast one.
+*ratio* is the minimum host time divided by the minimum time of a fixed Python loop of 1,000 turns, measured between the
+iterations. It is nearly independent of the speed of the machine.
 """
 
 import argparse
@@ -58,7 +57,7 @@ CALIBRATE_EVERY = 5     # iterations
 MOST_STEP_MS = 60_000
 SWITCH_INTERVALS = 1e-6, 60    # seconds
 
-# In which phase each method of the loop is, model time included.
+# method of the loop -> its phase; model time is included
 PHASES = {"_fetch": "fetch", "_schedule": "schedule", "_claim": "claim", "_start": "claim", "_finish": "advance",
           "_advance": "advance", "_respond": "respond", "_poll_stops": "poll", "_report": "report"}
 COLUMNS = ("fetch", "schedule", "claim", "model", "advance", "respond", "poll", "report")
@@ -68,12 +67,12 @@ COLUMNS = ("fetch", "schedule", "claim", "model", "advance", "respond", "poll", 
 class Setting:
     """One measurement.
 
-    output_len   tokens after which a request ends and another takes its place; 0: none ends
-    step_ms      milliseconds that an asynchronous device works on a step; 0: the device is synchronous and takes none
-    run_ahead    launch the next step before the last one is read; None: where the device is asynchronous
-    native       the native backend around a model that computes nothing; False: a scripted one
-    waiting      active requests beyond the batch, which has no place for them
-    queued       requests in the manager's queue, which wait to become active
+    output_len   tokens after which a request ends and another one replaces it; 0: no request ends
+    step_ms      milliseconds of a step on an asynchronous device; 0: a synchronous device that takes no time
+    run_ahead    launch the next step before the last one is read; None: if the device is asynchronous
+    native       True: the native backend around a model that computes nothing; False: a scripted backend
+    waiting      active requests beyond the full batch
+    queued       requests in the manager's queue
     """
 
     batch: int
@@ -94,13 +93,13 @@ class Setting:
 
 
 class Stopwatch:
-    """Nanoseconds inside the parts of an iteration."""
+    """Nanoseconds spent in each phase of an iteration."""
 
     def __init__(self) -> None:
         self.spent = dict.fromkeys(COLUMNS, 0)
 
     def watch(self, phase: str, call: Callable) -> Callable:
-        """`call`, with its time counted to a phase, and not counted to it what the model took meanwhile."""
+        """Wrap `call` to add its time, without that of the model, to a phase."""
         spent = self.spent
 
         def timed(*args: Any, **named: Any) -> Any:
@@ -113,14 +112,14 @@ class Stopwatch:
         return timed
 
     def take(self) -> dict[str, int]:
-        """What was spent since the last call."""
+        """Return the nanoseconds since the last call, and reset them."""
         taken = dict(self.spent)
         self.spent.update(dict.fromkeys(COLUMNS, 0))
         return taken
 
 
 class TimedBackend:
-    """A model backend whose own time is counted to the phase `model`."""
+    """A model backend whose time is counted as the phase `model`."""
 
     def __init__(self, backend: ModelBackend, stopwatch: Stopwatch) -> None:
         self._start = stopwatch.watch("model", backend.start)
@@ -142,11 +141,11 @@ class TimedStep:
 
 
 class Clients:
-    """Callbacks that cost next to nothing. What is handed over was made beforehand."""
+    """Callbacks that cost almost nothing. All requests are created in advance."""
 
     def __init__(self, requests: list[InferenceRequest], *, more_than_asked: int = 0) -> None:
         self._requests = deque(requests)
-        self._more_than_asked = more_than_asked         # handed over with the first ones
+        self._more_than_asked = more_than_asked         # returned by the first call of get
         self.num_responses = self.num_records = 0
 
     def get(self, max_num_requests: int) -> list[InferenceRequest]:
@@ -166,7 +165,7 @@ class Clients:
 
 
 def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, Clients]:
-    """A loop whose first iteration takes a full batch in, all contexts at once, with a stopwatch at its parts."""
+    """Return a loop with a stopwatch at its methods. The first iteration computes the contexts of a full batch."""
     batch, turns = setting.batch, WARM_UP_ITERATIONS + setting.iterations + 8
     longest_prompt = SHORTEST_PROMPT + setting.tokens_per_block
     max_seq_len = longest_prompt + max(turns, setting.output_len)
@@ -206,8 +205,11 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
 
 
 def _requests(setting: Setting, turns: int):
-    """A full batch, its prompts of different lengths so that not all need a new block at the same time; then those that
-    wait, and where requests end, those that take their places. The first ones end one after the other."""
+    """Yield a full batch, then waiting requests, then replacements for requests that end.
+
+    Prompt lengths differ, so that not all requests need a new block in the same iteration. The first requests end one
+    after the other.
+    """
     batch, output_len = setting.batch, setting.output_len
     successors = setting.waiting + setting.queued + (-(-turns * batch // output_len) + batch if output_len else 0)
     for number in range(batch + successors):
@@ -220,7 +222,7 @@ def _requests(setting: Setting, turns: int):
 
 
 def measure(setting: Setting) -> dict[str, Any]:
-    """Run one setting; what it cost, in microseconds."""
+    """Run one setting and return its times in microseconds."""
     stopwatch = Stopwatch()
     loop, clients = make_loop(setting, stopwatch)
     for _ in range(WARM_UP_ITERATIONS):
@@ -254,8 +256,8 @@ def measure(setting: Setting) -> dict[str, Any]:
     host = [row["host"] for row in rows]
     generating = sum(request.is_generating for request in loop.active)
     assert (generating, len(loop.active)) == (setting.batch, setting.num_active) or setting.output_len, (
-        "requests ended that were to go on, or began that were to wait")
-    assert len(loop.intake) == setting.queued or setting.output_len, "requests left the queue that were to wait"
+        "requests ended or started during the measurement")
+    assert len(loop.intake) == setting.queued or setting.output_len, "requests left the queue during the measurement"
     loop.backend.close()
 
     return {
@@ -289,7 +291,7 @@ class _Thing:
 
 
 def calibration_ns() -> int:
-    """Nanoseconds of a fixed loop of Python that makes objects, calls methods and fills a dictionary and lists."""
+    """Time a fixed Python loop that creates objects, calls methods and fills a dictionary and lists, in nanoseconds."""
     began = perf_counter_ns()
     things: dict[int, _Thing] = {}
     for number in range(1000):
@@ -300,7 +302,7 @@ def calibration_ns() -> int:
 
 
 def _preemptions() -> int:
-    """How often this thread had to leave the processor to another one."""
+    """Return the number of involuntary context switches of this thread."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
@@ -309,7 +311,7 @@ def _us(nanoseconds: float) -> float:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """The results as text; phases are medians, and need not add up to the median of their sum."""
+    """Format the results as text. Phases are medians, so they need not add up to the median host time."""
     head = f"{'batch':>6} {'streaming':>9} | {'host':>8} {'min':>8} {'p99':>8} {'ratio':>6} | "
     lines = [head + " ".join(f"{phase:>8}" for phase in COLUMNS)]
     lines += [
@@ -338,25 +340,28 @@ def main(argv: Sequence[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--batch", type=at_least(1), nargs="+", default=[1, 64, 256], help="requests in the batch (1 64 256)")
-    add("--iterations", type=at_least(1), default=300, help="measured, per setting (300)")
+    add("--iterations", type=at_least(1), default=300, help="measured iterations per setting (300)")
     add("--policy", choices=POLICIES, default="guaranteed_no_evict", help="scheduler policy (guaranteed_no_evict)")
-    add("--streaming", action=argparse.BooleanOptionalAction, default=None, help="only with, or only without (both)")
+    add("--streaming", action=argparse.BooleanOptionalAction, default=None,
+        help="measure only with, or only without streaming (both)")
     add("--output-len", type=at_least(0), default=0, help="tokens after which a request is replaced; 0: never (0)")
     add("--step-ms", type=within(0, MOST_STEP_MS), default=0.0,
-        help="milliseconds that the device works on a step while the host goes on; host time then includes waiting (0)")
+        help="milliseconds of a step on an asynchronous device; host time then includes waiting for it (0)")
     add("--run-ahead", action=argparse.BooleanOptionalAction, default=None,
-        help="launch steps ahead of reading, or not (where --step-ms is given)")
-    add("--tokens-per-block", type=int, choices=BLOCK_SIZES, default=64, help="of the KV cache (64)")
-    add("--waiting", type=at_least(0), default=0, help="active requests that wait for a place in the batch (0)")
+        help="launch steps before the last one is read (on with --step-ms)")
+    add("--tokens-per-block", type=int, choices=BLOCK_SIZES, default=64, help="tokens in a block of the KV cache (64)")
+    add("--waiting", type=at_least(0), default=0, help="active requests beyond the full batch (0)")
     add("--queued", type=at_least(0), default=0, help="requests in the manager's queue (0)")
-    add("--native", action="store_true", help="the native backend around a model that computes nothing, as host time")
-    add("--spinning-client", action="store_true", help="another thread that never stops computing, as a client might")
+    add("--native", action="store_true",
+        help="count the native backend, around a model that computes nothing, as host time")
+    add("--spinning-client", action="store_true",
+        help="run another thread that computes without a pause, as a client might")
     add("--switch-interval", type=within(*SWITCH_INTERVALS), metavar="SECONDS",
         help="for sys.setswitchinterval; matters with --spinning-client")
     options = parser.parse_args(argv)
     if options.native and (options.step_ms or options.run_ahead):
         parser.error("--native was given with --step-ms or --run-ahead; the native backend on a CPU is synchronous; "
-                     "leave one of them out")
+                     "leave out one of them")
 
     interval = sys.getswitchinterval()
     if options.switch_interval is not None:

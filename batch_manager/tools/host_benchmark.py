@@ -1,4 +1,4 @@
-"""The name that `batch_manager.tools.host_bench` had: scripts may go on using it."""
+"""The former name of `batch_manager.tools.host_bench`, kept for scripts."""
 
 from .host_bench import Setting, Stopwatch, main, make_loop, measure
 

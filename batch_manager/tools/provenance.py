@@ -1,4 +1,4 @@
-"""Where a figure comes from: the machine, the versions and the commit that a result names."""
+"""The origin of a result: machine, versions and commit."""
 
 import contextlib
 import os
@@ -10,18 +10,18 @@ from pathlib import Path
 
 from .._version import __version__
 
-# Extensions that decide which products a CPU has for the weights of a model.
+# Extensions that decide which matrix products a CPU supports.
 EXTENSIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd")
 
 
 def machine() -> dict[str, str | int | list[str]]:
-    """Of the CPU: its name, the cores of this machine and those of EXTENSIONS that it has."""
+    """Return the name of the CPU, its number of cores, and the supported EXTENSIONS."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
     lines = [line.partition(":") for line in text.splitlines()]
-    facts = {name.strip(): value.strip() for name, _, value in reversed(lines)}     # of the first core
+    facts = {name.strip(): value.strip() for name, _, value in reversed(lines)}     # values of the first core
     flags = facts.get("flags", facts.get("Features", "")).split()
     name = facts.get("model name", platform.processor() or platform.machine())
     if "model" in facts:
@@ -31,7 +31,7 @@ def machine() -> dict[str, str | int | list[str]]:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of this package, of Python, and of those of these packages that are installed."""
+    """Return the versions of this package, of Python, and of the given packages if installed."""
     found = {"batch_manager": __version__, "python": platform.python_version()}
     for package in packages:
         with contextlib.suppress(PackageNotFoundError):
@@ -40,7 +40,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def commit_of_the_checkout() -> str:
-    """As git describes it, with a + where a tracked file differs; "unknown" without git, or outside a repository."""
+    """Return git describe, with a + if tracked files differ; "unknown" without git or outside a repository."""
     if shutil.which("git") is None:
         return "unknown"
     described = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True,

@@ -1,24 +1,24 @@
-"""How the time of a step grows with the batch, with the context, and with the requests that wait.
+"""Measure how the time of a step grows with batch size, context length, and the number of waiting requests.
 
     python -m batch_manager.tools.scaling --model FOLDER --threads 2 --out scaling.json
-    python -m batch_manager.tools.draw_scaling scaling.json --out FOLDER                        plots and tables of it
+    python -m batch_manager.tools.draw_scaling scaling.json --out FOLDER                        plots and tables
 
-Three series, each of settings that differ in one number:
+There are three series. Each varies one number:
 
-    batch     decode steps with so many requests, each with --batch-context tokens in the KV cache
-    context   decode steps of --context-batch requests, each with so many tokens in the KV cache
-    waiting   the host's work in an iteration with so many waiting requests, around --generating requests that generate
-              with a scripted model: no device in it. It is measured twice. "active": the scheduler looks at them in
-              every iteration. "queued": they are in the manager's queue, before that.
+    batch     decode steps of 1, 2, 4, ... requests, each with --batch-context tokens in the KV cache
+    context   decode steps of --context-batch requests with contexts of different lengths
+    waiting   host time of an iteration with different numbers of waiting requests, around --generating requests that
+              generate with a scripted model (no device). Measured twice: "active" requests are scanned by the scheduler
+              in every iteration; "queued" requests are in the manager's queue.
 
-A decode step is one whole iteration of the engine: get, schedule, the step of the model, a token for every request,
-poll, statistics. Greedy, without streaming; the loop is turned without a thread. Prompts are random tokens, all of one
-length, and share nothing. Once all of them generate, and after some steps more, --steps iterations are timed.
+A decode step is one whole iteration of the engine: get, schedule, the step of the model, one token for every request,
+poll, statistics. Decoding is greedy, without streaming, and the loop runs without a thread. Prompts are random tokens
+of equal length without shared prefixes. After a few generation steps of the full batch, --steps iterations are timed.
 
-Each setting has the median of its iterations, the shortest, and the 10th and 90th percentile, on the clock on the wall.
-`context` is the length of the prompts; `mean_context` is what the KV cache has of a request in the middle of the timed
-iterations. `foreign_cores` says how many cores other processes and the hypervisor took meanwhile: where that is not
-about 0, measure again. Times of --waiting are in microseconds, all others in milliseconds. Reads /proc, hence Linux.
+Each setting has the median, minimum, 10th and 90th percentile of the wall-clock time of its iterations. `context` is
+the prompt length; `mean_context` is the mean number of tokens of a request in the KV cache during the measurement.
+`foreign_cores` is the number of cores that other processes and the hypervisor used; if it is not close to 0, measure
+again. Times of --waiting are in microseconds, all others in milliseconds. Reads /proc, so it needs Linux.
 """
 
 import argparse
@@ -53,7 +53,7 @@ HOST_ITERATIONS = 300
 class DecodeSteps:
     """An engine whose iterations are timed while a full batch generates.
 
-    settings   (batch, context) of what is to be measured: the KV cache holds any of them
+    settings   (batch, context) of all measurements; the KV cache is large enough for each
     """
 
     def __init__(self, options: argparse.Namespace, settings: Sequence[tuple[int, int]]) -> None:
@@ -63,7 +63,7 @@ class DecodeSteps:
         self._record = "{}"
         self._next_id = 0
         self._random = np.random.default_rng(0)
-        # A request generates while the prompts of the others are computed, one at a time at worst.
+        # A request generates while the prompts of the others are computed, in the worst case one per step.
         self._output_len = WARM_UP_STEPS + options.steps + 2
         largest, size = max(batch for batch, _ in settings), KvCacheConfig().tokens_per_block
         blocks = max(batch * (-(-(context + self._output_len + batch) // size) + 1) for batch, context in settings)
@@ -79,7 +79,7 @@ class DecodeSteps:
             terminate_req_id=None, exclude_input_in_output=True, parts=Parts())
 
     def measure(self, batch: int, context: int, steps: int) -> dict[str, Any]:
-        """Time so many decode steps of a batch. Raises RuntimeError when a request failed."""
+        """Time `steps` decode steps of a batch. Raises RuntimeError if a request fails."""
         ids = range(self._next_id, self._next_id + batch)
         self._next_id += batch
         vocab_size = self._loop.limits.vocab_size
@@ -103,8 +103,8 @@ class DecodeSteps:
             threads.append(json.loads(self._record).get("Compute Threads"))
         meter.stop()
         after = sum(len(request.tokens[0]) for request in requests)
-        assert len(requests) == len(self._loop.active) == batch, "requests ended that were to go on"
-        assert after - before == batch * steps, "an iteration was no decode step of the whole batch"
+        assert len(requests) == len(self._loop.active) == batch, "requests ended during the measurement"
+        assert after - before == batch * steps, "an iteration was not a decode step of the whole batch"
 
         self._stops.update(ids)
         while not self._loop.is_empty:
@@ -139,14 +139,14 @@ class DecodeSteps:
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:
-    """Median, shortest, 10th and 90th percentile."""
+    """Return median, minimum, 10th and 90th percentile."""
     p10, median, p90 = np.percentile(times, (10, 50, 90))
     return {name: round(float(value), 3)
             for name, value in (("median", median), ("min", min(times)), ("p10", p10), ("p90", p90))}
 
 
 def measure_waiting(generating: int, waiting: int, iterations: int) -> list[dict[str, Any]]:
-    """The host's time of an iteration while so many requests wait, among the active ones and in the queue."""
+    """Measure the host time of an iteration with `waiting` requests: once active, once in the queue."""
     rows = []
     for where in ("active", "queued"):
         numbers = {"waiting" if where == "active" else "queued": waiting}
@@ -159,14 +159,14 @@ def measure_waiting(generating: int, waiting: int, iterations: int) -> list[dict
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All three series, and what they were measured on. Raises what building an engine raises."""
+    """Measure all three series; return them with the machine and the model. Raises the errors of building an engine."""
     spec = read_spec(options.model)
     settings = [(batch, options.batch_context) for batch in options.batches]
     settings += [(options.context_batch, context) for context in options.contexts]
     longest = max(context + WARM_UP_STEPS + options.steps + 2 + batch for batch, context in settings)
     if longest > spec.max_position_embeddings:
-        raise ValueError(f"a request would have up to {longest} tokens, and the model has positions for "
-                         f"{spec.max_position_embeddings}; shorten --contexts, --batch-context or --steps")
+        raise ValueError(f"a request would have up to {longest} tokens; the model has positions for "
+                         f"{spec.max_position_embeddings}; reduce --contexts, --batch-context or --steps")
     header = {"tool": "scaling", "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
               "commit": commit_of_the_checkout(), "machine": machine(), "versions": versions("torch", "numpy")}
     engine = DecodeSteps(options, settings)
@@ -188,7 +188,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def command_of(options: argparse.Namespace) -> str:
-    """The command that measures the same, with other folders."""
+    """Return a command that repeats the measurement, with placeholders for the paths."""
     parts = ["python -m batch_manager.tools.scaling --model FOLDER --out FILE.json", f"--dtype {options.dtype}",
              f"--threads {options.threads}"]
     if options.cpu_compile is not None:
@@ -208,28 +208,28 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="folder of a checkpoint")
-    add("--out", type=Path, required=True, help="the JSON file to write")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and KV cache (bfloat16)")
+    add("--out", type=Path, required=True, help="output file (JSON)")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="data type of weights and KV cache (bfloat16)")
     add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights for a config.json (auto)")
-    add("--threads", type=at_least(1), default=2, help="threads of a step, at most (2)")
+    add("--threads", type=at_least(1), default=2, help="most threads of a step (2)")
     add("--cpu-compile", action=argparse.BooleanOptionalAction, default=None,
-        help="steps in compiled code, or not (where that can be)")
+        help="run steps in compiled code (if the model and the processor allow it)")
     add("--batches", type=at_least(1), nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="(1 2 4 8 16 32 64)")
-    add("--batch-context", type=at_least(1), default=256, help="tokens of each prompt where the batch varies (256)")
+    add("--batch-context", type=at_least(1), default=256, help="prompt length in the batch series (256)")
     add("--contexts", type=at_least(1), nargs="+", default=[128, 512, 1024, 2048], help="(128 512 1024 2048)")
-    add("--context-batch", type=at_least(1), default=8, help="requests where the context varies (8)")
-    add("--max-tokens-per-step", type=at_least(1), default=8192, help="tokens in one step, as prompts come in (8192)")
-    add("--steps", type=at_least(1), default=40, help="timed iterations of each batch and context (40)")
+    add("--context-batch", type=at_least(1), default=8, help="requests in the context series (8)")
+    add("--max-tokens-per-step", type=at_least(1), default=8192, help="tokens in one step, for the prompts (8192)")
+    add("--steps", type=at_least(1), default=40, help="timed iterations per setting (40)")
     add("--waiting", type=at_least(0), nargs="+", default=[0, 256, 1024, 4096], help="(0 256 1024 4096)")
-    add("--generating", type=at_least(1), default=256, help="requests that generate where others wait (256)")
+    add("--generating", type=at_least(1), default=256, help="generating requests in the waiting series (256)")
     add("--host-iterations", type=at_least(1), default=HOST_ITERATIONS,
-        help=f"timed iterations for each number of waiting requests ({HOST_ITERATIONS})")
+        help=f"timed iterations per number of waiting requests ({HOST_ITERATIONS})")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
-    # Read when torch is imported, for every thread.
+    # torch reads it on import, for all of its threads.
     os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
     try:
         result = measure(options)
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for series in ("batch", "context"):
         for row in result[series]:
             print(f"{row['batch']:>5} requests of {row['mean_context']:>7} tokens: {row['ms']['median']:8.2f} ms "
-                  f"({row['ms']['p10']:.2f} to {row['ms']['p90']:.2f}), others took {row['foreign_cores']} cores")
+                  f"({row['ms']['p10']:.2f} to {row['ms']['p90']:.2f}), others used {row['foreign_cores']} cores")
     for row in result["waiting"]:
         print(f"{row['waiting']:>5} waiting requests, {row['where']}: {row['us']['median']:8.1f} us of the host")
     return 0

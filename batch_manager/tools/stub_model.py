@@ -1,4 +1,4 @@
-"""The native backend around a model that computes nothing: what is left of a step is the host's own work."""
+"""The native backend around a model that computes nothing, to measure the host's part of a step."""
 
 from types import SimpleNamespace
 
@@ -8,11 +8,11 @@ from ..models.loading import LoadedModel
 from ..runtime import layouts
 from ..runtime.native_backend import NativeBackend
 
-NUM_LOGITS = 8    # of a row: choosing among a whole vocabulary is the work of a device
+NUM_LOGITS = 8    # per row; sampling from a whole vocabulary is the work of a device
 
 
 class StubModel:
-    """One hidden value for each token; each row's first logit is the largest."""
+    """A model with one hidden value per token; the first logit of each row is the largest."""
 
     def __init__(self) -> None:
         self._logits = torch.empty(0, NUM_LOGITS, dtype=torch.float32, device="cpu")
@@ -31,7 +31,7 @@ class StubModel:
 
 
 class StubAttention:
-    """Plans nothing and is never run."""
+    """An attention that is planned but never run."""
 
     dispatch = "torch"
 
@@ -41,9 +41,9 @@ class StubAttention:
 
 def native_backend_without_a_model(*, vocab_size: int, max_seq_len: int, num_blocks: int, tokens_per_block: int,
                                    num_slots: int) -> NativeBackend:
-    """A backend on the CPU that packs, uploads, draws, keeps and reads back, and computes nothing in between.
+    """Return a CPU backend that packs, uploads, samples, stores and reads back, without computing a model.
 
-    vocab_size   token ids that prompts may have
+    vocab_size   prompts may have the token ids below it
     """
     device = torch.device("cpu")
     spec = SimpleNamespace(vocab_size=vocab_size, hidden_size=1, architecture="StubModel")
