@@ -1,14 +1,14 @@
-"""T11: everything for the first hour on a GPU, in calls of at most ten minutes on a machine that has nothing of ours.
+"""T11: run everything for the first hour on a new GPU machine, in calls of at most ten minutes.
 
-    python -m tests.first_hour --prepare .wheels        where a registry is at hand: download what is missing there
-    python -m tests.first_hour --wheels .wheels --call 1 --out FOLDER --commit COMMIT          there; then 2, then 3
-    python -m tests.first_hour --part kernels report --out FOLDER                              there: single parts
-    python -m tests.first_hour --out FOLDER --dry-run                     all that runs without a GPU, on a CPU
+    python -m tests.first_hour --prepare .wheels        with a package registry: download wheels
+    python -m tests.first_hour --wheels .wheels --call 1 --out FOLDER --commit COMMIT          on the GPU; then 2, 3
+    python -m tests.first_hour --part kernels report --out FOLDER                              single parts
+    python -m tests.first_hour --out FOLDER --dry-run                     the parts of it that run on a CPU
 
-Runs in the repository's root. Each part has a limit, a log FOLDER/PART.log and a line in FOLDER/summary.json, which is
-printed last. Before the parts: wheels are installed into a folder of their own, the kernels are linked into the package
-where the checkout came without the link, and torch, triton and the package are imported. Exit status 0: every part that
-was asked for ended well.
+Run it in the root of the repository. Each part has a time limit, a log FOLDER/PART.log and a line in
+FOLDER/summary.json, which is printed at the end. Before the parts, wheels are installed into a separate folder, the
+kernels are linked into the package if the checkout lacks the link, and torch, triton and the package are imported. Exit
+status 0: all parts succeeded.
 """
 
 import argparse
@@ -35,7 +35,7 @@ LAST_LINES = 12
 
 
 def prepare(folder: Path) -> None:
-    """Download the wheels, keep git from seeing them where they are in the checkout, and print the calls."""
+    """Download the wheels, exclude them from git if they are in the checkout, and print the calls."""
     download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--python-version",
                 "3.12", "--implementation", "cp", *(f"--platform={name}" for name in PLATFORMS), "-d", str(folder)]
     subprocess.run([*download, *REQUIRED_WHEELS], check=True)
@@ -47,7 +47,7 @@ def prepare(folder: Path) -> None:
 
 
 def keep_from_git(folder: Path, repository: Path) -> None:
-    """Add the folder to what git excludes in this clone, once."""
+    """Add the folder to the excludes of this clone, once."""
     found = subprocess.run(["git", "rev-parse", "--git-path", "info/exclude"], cwd=repository, capture_output=True,
                            text=True, check=True)
     exclude, line = repository / found.stdout.strip(), f"/{folder.as_posix()}/"
@@ -58,9 +58,9 @@ def keep_from_git(folder: Path, repository: Path) -> None:
 
 
 def prerequisites(wheels: Path | None, link: Path = ROOT / "batch_manager" / "triton_kernels") -> dict[str, str]:
-    """Make the package importable, as the environment of every part that is returned.
+    """Make the package importable, and return the environment for the parts.
 
-    Raises RuntimeError where it is not importable all the same.
+    Raises RuntimeError if that fails.
     """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -85,7 +85,7 @@ def prerequisites(wheels: Path | None, link: Path = ROOT / "batch_manager" / "tr
 
 def run_part(part: Part, out: Path, environment: dict[str, str], seconds: float, *, is_dry: bool,
              commit: str | None = None) -> dict[str, Any]:
-    """Its line of the summary. Its output is in a file; whatever it started is ended with it."""
+    """Run a part with its output in a file, kill leftover processes, and return its line of the summary."""
     log, began = out / f"{part.name}.log", time.monotonic()
     line: dict[str, Any] = {"part": part.name, "what": part.text}
     try:
@@ -102,7 +102,7 @@ def run_part(part: Part, out: Path, environment: dict[str, str], seconds: float,
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            with contextlib.suppress(ProcessLookupError):        # what it left behind would keep the GPU busy
+            with contextlib.suppress(ProcessLookupError):        # leftover processes would keep the GPU busy
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     last = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
@@ -112,7 +112,7 @@ def run_part(part: Part, out: Path, environment: dict[str, str], seconds: float,
 
 def run(parts: Sequence[Part], out: Path, wheels: Path | None, minutes: float, *, is_dry: bool,
         commit: str | None = None) -> list[dict[str, Any]]:
-    """The summary: a line for each part, one that the time did not suffice for among them."""
+    """Run the parts and return the summary: one line per part, including parts that no time was left for."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * minutes
     environment = prerequisites(wheels)
@@ -132,14 +132,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.first_hour", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--prepare", type=Path, metavar="FOLDER", help="download wheels into the folder, print the calls, and end")
+    add("--prepare", type=Path, metavar="FOLDER", help="download wheels into the folder, print the calls, and exit")
     add("--out", type=Path, help="folder for logs and reports")
     add("--wheels", type=Path, help="folder of wheels to install first")
-    add("--call", type=int, choices=range(1, len(CALLS) + 1), help="the parts of this call")
-    add("--part", nargs="+", choices=[part.name for part in PARTS], help="these parts (all)")
-    add("--minutes", type=float, default=CALL_MINUTES, help=f"for all of them together ({CALL_MINUTES})")
-    add("--commit", help="of the checkout, where git is not there to say")
-    add("--dry-run", action="store_true", help="without a GPU: as much of each part as runs on a CPU")
+    add("--call", type=int, choices=range(1, len(CALLS) + 1), help="run the parts of this call")
+    add("--part", nargs="+", choices=[part.name for part in PARTS], help="run these parts (all)")
+    add("--minutes", type=float, default=CALL_MINUTES, help=f"time limit for all parts together ({CALL_MINUTES})")
+    add("--commit", help="commit of the checkout, if git is missing")
+    add("--dry-run", action="store_true", help="run on a CPU what needs no GPU")
     options = parser.parse_args(argv)
     if options.prepare is not None:
         prepare(options.prepare)

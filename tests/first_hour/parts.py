@@ -1,4 +1,4 @@
-"""What is done in the first hour on a GPU: each part a command with a limit of its own."""
+"""The parts of the first hour on a GPU. Each is a command with a time limit."""
 
 import shutil
 import sys
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SITE = Path("/tmp/site")                 # where wheels are installed on a machine that has no registry
-REQUIRED_WHEELS = ("orjson",)            # what the package needs and the machine's image does not have
-PROCESSES = 4                            # of tests that share one GPU
+SITE = Path("/tmp/site")                 # for wheels on a machine without a package registry
+REQUIRED_WHEELS = ("orjson",)            # needed by the package and missing in the image of the machine
+PROCESSES = 4                            # for tests that share one GPU
 TINY_RUN = ("-m", "tests.first_hour.tiny_run")
 BF16_TEST = "tests/runtime/test_bf16_engine.py"
-# They compile for GPUs that are not there.
+# They compile for other GPUs.
 WITHOUT_A_GPU = ("tests/kernels/test_ahead_of_time.py", "tests/kernels/test_argument_sets.py")
 
 
@@ -19,11 +19,11 @@ WITHOUT_A_GPU = ("tests/kernels/test_ahead_of_time.py", "tests/kernels/test_argu
 class Part:
     """One part.
 
-    seconds     after which it is ended
-    arguments   of the interpreter, {out} the folder for its output
-    dry         the same for a machine without a GPU: as much of it as runs there
-    program     in front of the interpreter, where the machine has it
-    dry_environment   beside the process's own, in a dry run
+    seconds     time limit
+    arguments   arguments of the interpreter; {out}: the output folder
+    dry         arguments for a machine without a GPU
+    program     command in front of the interpreter
+    dry_environment   additional environment variables in a dry run
     """
 
     name: str
@@ -35,7 +35,7 @@ class Part:
     dry_environment: tuple[tuple[str, str], ...] = ()
 
     def command(self, out: Path, *, is_dry: bool) -> list[str]:
-        """To run in ROOT. Raises FileNotFoundError without the program."""
+        """Return the command, for the folder ROOT. Raises FileNotFoundError if the program is not installed."""
         before = () if is_dry else self.program
         if before and shutil.which(before[0]) is None:
             raise FileNotFoundError(f"{before[0]} is not installed on this machine")
@@ -52,7 +52,7 @@ def _report(*arguments: str) -> tuple[str, ...]:
 
 
 def gpu_test_files() -> tuple[str, ...]:
-    """Files with tests that need a GPU, beside those of the kernels and of the engine in bfloat16."""
+    """Return the files with GPU tests, except those of the kernels and of the engine in bfloat16."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     names = [file.relative_to(ROOT).as_posix() for file in files if "mark.gpu" in file.read_text(encoding="utf-8")]
     return tuple(name for name in names if name != BF16_TEST and not name.startswith("tests/kernels/"))
@@ -81,6 +81,6 @@ PARTS = (
          (*TINY_RUN, "--device", "cpu"), program=("compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "9")),
 )
 
-# Parts of one call of at most ten minutes each; together they stay within half an hour.
+# Parts per call. A call takes at most ten minutes, and all calls together at most half an hour.
 CALLS = (("engine", "kernels", "gpu-tests"), ("report",), ("launches", "memcheck", "racecheck"))
 CALL_MINUTES = 9.5

@@ -56,10 +56,10 @@ def test_the_newest_result_counts_and_a_dry_run_is_none(tmp_path, monkeypatch, c
     assert sorted(path.name for path in store.iterdir()) == [
         "2026-11-30T10-00-00Z-some-GPU.jsonl", "2026-12-01T10-00-00Z-some-GPU.jsonl"]
     assert results.newest(store)[0]["ratio"] == 1.5
-    with pytest.raises(ValueError, match="a dry run is no result"):
+    with pytest.raises(ValueError, match="not a dry run"):
         results.add(write(tmp_path / "dry", lines(Record("G1", "uniform", 1.0, 2.0), dry=True)), store)
     for commit in ("unknown", "abc+"):
-        with pytest.raises(ValueError, match="says which commit"):
+        with pytest.raises(ValueError, match="expected a clean commit"):
             results.add(write(tmp_path / "dirty", lines(Record("G1", "uniform", 1.0, 2.0), commit=commit)), store)
 
     page = tmp_path / "performance.md"

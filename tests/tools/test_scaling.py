@@ -154,7 +154,7 @@ def test_drawing_twice_gives_the_same_files_and_page(result_file, tmp_path):
 
 
 @pytest.mark.parametrize("spoil, says", [
-    (lambda result: result.update(tool="benchmark"), "is no result of batch_manager.tools.scaling"),
+    (lambda result: result.update(tool="benchmark"), "is not a result of batch_manager.tools.scaling"),
     (lambda result: result.update(batch=[]), "IndexError"),
     (lambda result: result.pop("waiting"), "KeyError: 'waiting'")])
 def test_a_file_without_measurements_is_named_and_nothing_is_written(result_file, tmp_path, capsys, spoil, says):
@@ -170,7 +170,7 @@ def test_a_page_without_its_two_lines_is_left_alone(result_file, tmp_path, capsy
     page = tmp_path / "PERFORMANCE.md"
     page.write_text("mine\n")
     assert draw_scaling.main([str(result_file), "--out", str(tmp_path), "--page", str(page)]) == 1
-    assert "put them where the measurements belong" in capsys.readouterr().err
+    assert "add them where the measurements belong" in capsys.readouterr().err
     assert page.read_text() == "mine\n"
 
 
@@ -229,4 +229,4 @@ def test_nothing_is_timed_before_every_prompt_is_computed():
 
 def test_a_model_without_so_many_positions_is_refused(tmp_path, capsys):
     assert scaling.main(["--model", str(MODEL), "--out", str(tmp_path / "x.json"), *SMALL, "--contexts", "9000"]) == 1
-    assert "shorten --contexts" in capsys.readouterr().err
+    assert "reduce --contexts" in capsys.readouterr().err

@@ -1,18 +1,19 @@
-"""Measure this package on the GPU at hand against its goals.
+"""Measure this package on a GPU against its goals.
 
     python -m batch_manager.tools.gpu_report --out FOLDER                      everything, within 8 minutes
-    python -m batch_manager.tools.gpu_report --out FOLDER --goal G1 G3         only these, and what they rest on
-    python -m batch_manager.tools.gpu_report --out FOLDER --peers FOLDER       beside what the folder holds of others
-    TRITON_INTERPRET=1 python -m batch_manager.tools.gpu_report --out FOLDER --dry-run   all of it, on a CPU
+    python -m batch_manager.tools.gpu_report --out FOLDER --goal G1 G3         only these goals
+    python -m batch_manager.tools.gpu_report --out FOLDER --peers FOLDER       compare with the peers in the folder
+    TRITON_INTERPRET=1 python -m batch_manager.tools.gpu_report --out FOLDER --dry-run   everything, on a CPU
 
-First every kernel is compared with its oracle by value, then copying, reading and multiplying are timed, then the
-goals, each as a ratio of two numbers of the same run. FOLDER/gpu_report.jsonl has one JSON object for each case of a
-goal, as soon as it is known; FOLDER/gpu_report.md the same as a table. What was not reached is in both, and why.
+The report compares every kernel with its oracle by value, times copying, reading and multiplying, and then measures the
+goals. Each goal is a ratio of two numbers of the same run. FOLDER/gpu_report.jsonl gets one JSON object per case of a
+goal, as soon as it is measured; FOLDER/gpu_report.md is the same as a table. Both list cases that were not reached,
+with the reason.
 
-The folder of peers may hold `attention.py` (an attention kernel of others; see attention_peer.py) and results of other
-engines on FOLDER/headline.json, in the form of batch_manager.tools.benchmark.
+The folder of peers may contain `attention.py` (another attention kernel; see attention_peer.py) and results of other
+engines for FOLDER/headline.json, in the format of batch_manager.tools.benchmark.
 
-Exit status 0: nothing failed, whether goals are met or not; 1: something did; 2: nothing could be measured here.
+Exit status 0: nothing failed, whether goals are met or not; 1: something failed; 2: nothing can be measured here.
 """
 
 import argparse
@@ -34,13 +35,13 @@ from .goals import GOALS, family
 
 LINES, TABLE = "gpu_report.jsonl", "gpu_report.md"
 PACKAGES = ("torch", "triton", "transformers", "numpy")
-HARD_STOP_SECONDS = 60.0       # after the time is up: the device hangs, or a section does not look at its time
+HARD_STOP_SECONDS = 60.0       # after the time limit: the device hangs, or a section ignores its deadline
 
 
 def run(bench: Any, minutes: float) -> Iterator[Any]:
-    """The records of all sections that the goals of the bench ask for.
+    """Yield the records of all sections that the goals of the bench need.
 
-    Whatever a section raises ends that section alone, and is a record.
+    An exception ends only its section, and becomes a record.
     """
     from .bench import OutOfTimeError
     from .records import FAILED, NOT_REACHED, Record
@@ -62,7 +63,7 @@ def run(bench: Any, minutes: float) -> Iterator[Any]:
                 seen.add(record.goal)
                 if record.goal == "correctness" and record.status == FAILED:
                     wrong.append(record.case)
-                yield not_held_against(record, wrong) if section.goals else record
+                yield without_judgement(record, wrong) if section.goals else record
         except OutOfTimeError as error:
             status, reason = NOT_REACHED, f"{section.name}: {error}"
         except Exception as error:
@@ -80,8 +81,8 @@ def run(bench: Any, minutes: float) -> Iterator[Any]:
         left = 60.0 * minutes - (time.monotonic() - began)
 
 
-def not_held_against(record: Any, wrong: list[str]) -> Any:
-    """The record as it is; where kernels are wrong, without a judgement: what is wrong may be fast."""
+def without_judgement(record: Any, wrong: list[str]) -> Any:
+    """Return the record, without a judgement if kernels are wrong, because a wrong kernel may be fast."""
     if not wrong:
         return record
     return dataclasses.replace(record, judged=False, note=f"wrong kernels: {', '.join(wrong)}; {record.note}")
@@ -91,12 +92,13 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m batch_manager.tools.gpu_report", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder for the report; it is made")
-    add("--goal", nargs="+", choices=sorted({family(name) for name in GOALS}), default=[], help="only these (all)")
-    add("--peers", type=Path, help="folder with what others do")
-    add("--minutes", type=float, default=8.0, help="that it may take (8)")
+    add("--out", type=Path, required=True, help="folder for the report; created if missing")
+    add("--goal", nargs="+", choices=sorted({family(name) for name in GOALS}), default=[],
+        help="goals to measure (all)")
+    add("--peers", type=Path, help="folder of peers")
+    add("--minutes", type=float, default=8.0, help="time limit in minutes (8)")
     add("--device", default="cuda", help='"cuda", "cuda:1" (cuda)')
-    add("--commit", help="of the code that is measured (what git says)")
+    add("--commit", help="commit of the measured code (from git)")
     add("--dry-run", action="store_true", help="run every line on a CPU, in Triton's interpreter; numbers are null")
     return parser.parse_args(argv)
 
@@ -104,7 +106,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
     if options.dry_run and os.environ.get("TRITON_INTERPRET") != "1":
-        print("gpu_report: a dry run interprets the kernels, and TRITON_INTERPRET is not 1; set it", file=sys.stderr)
+        print("gpu_report: TRITON_INTERPRET is not 1; a dry run interprets the kernels; set it to 1", file=sys.stderr)
         return 2
     import torch
 
@@ -114,11 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from .records import FAILED, check, table
 
     if not options.dry_run and not torch.accelerator.is_available():
-        print("gpu_report: torch finds no GPU; --dry-run runs without one", file=sys.stderr)
+        print("gpu_report: torch finds no GPU; expected one; --dry-run works without", file=sys.stderr)
         return 2
     device = torch.device("cpu" if options.dry_run else options.device)
     if not use_triton(device):
-        print("gpu_report: the kernels do not run here, because triton is not installed", file=sys.stderr)
+        print("gpu_report: triton is not installed; the kernels need it; install it", file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     faulthandler.dump_traceback_later(60 * options.minutes + HARD_STOP_SECONDS, exit=True)

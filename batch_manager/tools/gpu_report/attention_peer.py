@@ -1,14 +1,15 @@
-"""An attention kernel of others that is at hand, such as FA3's: `attention.py` in the folder of peers.
+"""Another attention kernel to compare with, such as FA3: `attention.py` in the folder of peers.
 
-The file is a Python module of the reader's own around whatever library it carries. It has
+The file is a Python module that wraps a library. It defines
 
-    NAME                                                                  what the report calls it
+    NAME                                                                  its name in the report
     decode(query, kv_pool, block_table, kv_lengths, scale) -> tensor
     context(query, kv_pool, block_table, cu_seqlens, kv_lengths, scale) -> tensor, causal
 
-with the shapes of `triton_kernels.paged_attention_decode` and `_context`. Queries come rotated, and the newest keys and
-values are in the pool: what the kernel does of that a peer need not do. What it lays out differently, it
-lays out in its first call with a pool, and keeps. It runs while a graph is captured. Its results are checked before.
+with the shapes of `triton_kernels.paged_attention_decode` and `_context`. Queries are already rotated, and the newest
+keys and values are already in the pool, so a peer does less work than the kernel here. If a peer needs another layout,
+it converts the pool in the first call and caches the result. The functions run during graph capture. Their results are
+checked first.
 """
 
 import importlib.util
@@ -24,7 +25,7 @@ FILE = "attention.py"
 
 
 class AttentionPeer:
-    """The module of the folder, called with what the kernels here are called with."""
+    """The module of the folder, called with the arguments of the kernels here."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self.name = module, str(module.NAME)
@@ -41,7 +42,7 @@ class AttentionPeer:
 
 
 def attention_peer(folder: Path | None) -> AttentionPeer | None:
-    """The one in the folder; None where there is none. Raises whatever the module raises."""
+    """Load the peer of the folder; None: there is none. Raises the errors of the module."""
     if folder is None or not (folder / FILE).exists():
         return None
     spec = importlib.util.spec_from_file_location("batch_manager_attention_peer", folder / FILE)

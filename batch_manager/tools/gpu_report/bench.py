@@ -1,4 +1,4 @@
-"""What sections are handed: the device, its clock, what was measured before them, and how long they have."""
+"""The context of a section: the device, its clock, earlier measurements, and the deadline."""
 
 import time
 from dataclasses import dataclass
@@ -11,18 +11,20 @@ from .device_clock import DryClock, GpuClock
 
 
 class OutOfTimeError(Exception):
-    """The section's time does not suffice for what comes next."""
+    """Too little time is left for the next measurement."""
 
 
 @dataclass(slots=True)
 class Bench:
     """One run of the report.
 
-    clock        of the device
-    dtype        that kernels and engines compute in; float32 in a dry run, whose interpreter has no bfloat16
-    folder       of the run, for checkpoints and the like
-    peers        of what others are compared with; None: nothing
-    copy_bytes_s, read_bytes_s, matmul_flop_s   what the device does, from the section of denominators
+    clock        clock of the device
+    dtype        data type of kernels and engines; float32 in a dry run, because the interpreter has no bfloat16
+    folder       temporary folder, for example for checkpoints
+    peers        folder of peers; None: there are none
+    goals        goals to measure; empty: all
+    copy_bytes_s, read_bytes_s, matmul_flop_s   rates of the device, from the section denominators
+    deadline     of the current section, in seconds of time.monotonic()
     """
 
     clock: GpuClock | DryClock
@@ -42,7 +44,7 @@ class Bench:
 
     @property
     def allowed_error(self) -> float:
-        """Relative, of a kernel's result: the rounding of operands and result to the dtype, with room."""
+        """Largest relative error of a kernel's result: rounding, with a margin."""
         return 1e-2 if self.dtype == torch.bfloat16 else 1e-4
 
     @property
@@ -50,11 +52,11 @@ class Bench:
         return self.clock.device
 
     def pick(self, real: Any, dry: Any) -> Any:
-        """A size for the GPU, or the one for a dry run."""
+        """Return the size for a GPU, or that for a dry run."""
         return dry if self.is_dry else real
 
     def wants(self, *names: str) -> bool:
-        """Whether one of these goals was asked for."""
+        """Return whether one of these goals is to be measured."""
         return not self.goals or any(name in self.goals for name in names)
 
     @property
@@ -62,26 +64,26 @@ class Bench:
         return self.deadline - time.monotonic()
 
     def require(self, seconds: float) -> None:
-        """Raise OutOfTimeError unless so much of the section's time is left. A dry run has time."""
+        """Raise OutOfTimeError if less than `seconds` of the section are left. A dry run never raises."""
         if not self.is_dry and self.seconds_left < seconds:
-            raise OutOfTimeError(f"{max(self.seconds_left, 0.0):.0f} of the {seconds:.0f} s needed were left")
+            raise OutOfTimeError(f"{max(self.seconds_left, 0.0):.0f} s were left; the measurement needs {seconds:.0f} s")
 
     def generator(self) -> torch.Generator:
-        """Random numbers on the device that no call before it had."""
+        """Return a generator on the device with a new seed."""
         self._seed += 1
         return torch.Generator(self.device).manual_seed(self._seed)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Normal numbers, fresh ones in every call."""
+        """Return normal random numbers, new ones in each call."""
         values = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return values.normal_(generator=self.generator())
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        """Integers from low to high - 1."""
+        """Return random integers from low to high - 1."""
         return torch.randint(low, high, shape, dtype=dtype, device=self.device, generator=self.generator())
 
     def poisoned(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """NaN everywhere: what a kernel leaves out is seen."""
+        """Return NaN everywhere, which reveals entries that a kernel does not write."""
         return torch.full(shape, torch.nan, dtype=dtype or self.dtype, device=self.device)
 
     def tensor(self, values: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -50,11 +50,11 @@ def _one(bench: Bench, heads: Heads, length: int, against_matrix: str | None, ag
         return
     other = sequences.causal_operations / bench.clock.time(theirs, launches=LAUNCHES, repeats=REPEATS).median
     yield Record(against_peer, case, rate / 1e12, other / 1e12, "TFLOP/s", timing.spread, judged=peer is not None,
-                 note=f"against {name}" if peer else "against torch's scaled_dot_product_attention, keys not in pages")
+                 note=f"against {name}" if peer else "against torch's scaled_dot_product_attention, keys not paged")
 
 
 def _of_torch(bench: Bench, sequences: PagedSequences) -> Callable[[int], torch.Tensor]:
-    """The same work on keys and values that lie together; of which kernel, torch decides."""
+    """Return the same work on contiguous keys and values; torch chooses the kernel."""
     heads, length = sequences.heads, sequences.new_tokens
     query = bench.normal(1, heads.query, length, heads.size)
     keys, values = (bench.normal(1, heads.query, length, heads.size) for _ in range(2))

@@ -1,7 +1,8 @@
-"""Every kernel by value, in the dtype that engines compute in, before anything is timed.
+"""Compare every kernel with its oracle, in the dtype of the engines, before anything is timed.
 
-Fresh random inputs, outputs full of NaN, and the oracle in float64 on the same inputs. Tokens, masks and random numbers
-are counted where they differ; all else is compared in relative norm. Both have to stay within `Bench.allowed_error`.
+Inputs are random, outputs are filled with NaN, and the oracle computes in float64 on the same inputs. For tokens, masks
+and random numbers the error is the fraction that differs; for all others it is the relative norm. Errors must stay
+within `Bench.allowed_error`.
 """
 
 import importlib
@@ -38,9 +39,9 @@ def run(bench: Bench) -> Iterator[Record]:
 
 
 def error_of(bench: Bench, name: str, *args: Any, oracle_as_is: bool = False, **kwargs: Any) -> float:
-    """The largest error of a kernel's result and of what it wrote to its arguments.
+    """Return the largest error of a kernel's results and of the arguments that it writes.
 
-    oracle_as_is   the oracle gets the arguments in their own dtypes, because what it draws depends on them
+    oracle_as_is   pass the arguments to the oracle in their own dtypes, because its samples depend on them
     """
     given = [*args, *kwargs.values()]
     copies = {id(value): _copy(value, wide=not oracle_as_is) for value in given if isinstance(value, torch.Tensor)}
@@ -54,7 +55,7 @@ def error_of(bench: Bench, name: str, *args: Any, oracle_as_is: bool = False, **
 
 
 def difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Relative norm; of integers and flags the share that differs. What is infinite must be so on both sides."""
+    """Return the relative norm or, for integers and flags, the fraction that differs. Infinities must be equal."""
     if not mine.is_floating_point():
         return float((mine != theirs).double().mean())
     infinite = theirs.isinf()
@@ -191,7 +192,7 @@ def _histories(bench: Bench) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
 
 
 def _word_lists(bench: Bench, rows: int) -> list[torch.Tensor]:
-    """Two words for each row, of two tokens and of one: ends, then tokens."""
+    """Return lists with two words for each row, of two tokens and of one: ends, then tokens."""
     lists = np.array([2, 3, 5, 7, 11], np.int32)
     return [bench.tensor(lists, torch.int32), bench.tensor(np.zeros(rows), torch.int32),
             bench.tensor(np.full(rows, 2), torch.int32)]

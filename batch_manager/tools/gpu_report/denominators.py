@@ -1,4 +1,4 @@
-"""What this GPU does with memory and with matrices: what all other figures are divided by."""
+"""The memory bandwidth and matrix rate of this GPU, which other figures are divided by."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ MATRIX_SIZE = 8192
 
 
 def run(bench: Bench) -> Iterator[Record]:
-    """Copy, read-only sum and matrix product, on random numbers, over more memory than a cache holds."""
+    """Time a copy, a sum and a matrix product of random numbers, on more memory than fits into the cache."""
     bench.clock.warm()
     count = bench.pick(BUFFER_BYTES, 1024) // 4
     sources = [bench.normal(count, dtype=torch.float32) for _ in range(2)]

@@ -1,7 +1,7 @@
-"""Time on the device, and what the device is. Two clocks: the GPU's, and one that stands in where there is none.
+"""Clocks of the device: one for a GPU, and a substitute for a dry run.
 
-The GPU's clock captures a number of launches as a graph and puts events around its replays: what the host does between
-launches is in none of the figures.
+The GPU clock captures launches as a graph and records events around its replays, so that no figure includes host time
+between launches.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-WARM_SECONDS = 1.0         # of computing before anything is timed: clocks go up from a fifth of what they become
+WARM_SECONDS = 1.0         # of computing before the first measurement: idle clock rates can be a fifth of the full ones
 DRY_LAUNCHES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one launch, one entry for each repetition."""
+    """Seconds per launch, one entry per repetition."""
 
     seconds: tuple[float, ...]
 
@@ -30,7 +30,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """How far the medians of the first and the second half are apart, relative to the smaller."""
+        """Difference of the medians of the first and the second half, relative to the smaller."""
         half = len(self.seconds) // 2
         if not half:
             return 0.0
@@ -40,11 +40,11 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class DeviceActivity:
-    """What ran on the device while something was watched.
+    """Activity of the device within `watch`.
 
-    busy_seconds   in which at least one kernel or copy ran
-    launches       kernels
-    uploads        copies from the host to the device
+    busy_seconds   time in which at least one kernel or copy ran
+    launches       number of kernels
+    uploads        number of copies from the host to the device
     """
 
     busy_seconds: float
@@ -53,7 +53,7 @@ class DeviceActivity:
 
 
 class GpuClock:
-    """The clock of a GPU. `device` is a torch.device that is the current one."""
+    """The clock of a GPU. `device` must be the current device."""
 
     is_dry = False
 
@@ -79,9 +79,9 @@ class GpuClock:
             self.synchronize()
 
     def time(self, launch: Callable[[int], object], *, launches: int = 20, repeats: int = 20) -> Timing:
-        """How long `launch(0)`, `launch(1)`, ... take, one after the other, on average in each repetition.
+        """Return the mean time of `launch(0)`, `launch(1)`, ... in each repetition.
 
-        They are run once before, and then captured: nothing in them may depend on the host.
+        The launches run once, and are then captured as a graph, so they must not depend on the host.
         """
         stream = self._module.Stream(self.device)
         stream.wait_stream(self._module.current_stream(self.device))
@@ -109,7 +109,7 @@ class GpuClock:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[list[DeviceActivity]]:
-        """Within it the device's activity is traced; the list then holds it. Launching is slower meanwhile."""
+        """Trace the activity of the device and append it to the list. Launches are slower meanwhile."""
         found: list[DeviceActivity] = []
         profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         with profile:
@@ -121,7 +121,7 @@ class GpuClock:
 
     @contextlib.contextmanager
     def refusing_hidden_waits(self) -> Iterator[None]:
-        """Within it an operation that makes the host wait for the device raises RuntimeError."""
+        """Make operations that wait for the device raise RuntimeError."""
         self._module.set_sync_debug_mode("error")
         try:
             yield
@@ -129,12 +129,12 @@ class GpuClock:
             self._module.set_sync_debug_mode("default")
 
     def forget(self) -> None:
-        """Give unused memory back."""
+        """Release unused memory."""
         self._module.empty_cache()
 
 
 def activity_of(spans: list[tuple[float, float, str]]) -> DeviceActivity:
-    """Of (begin, end, name) in microseconds: overlapping ones are counted once."""
+    """Summarise (begin, end, name) in microseconds. Overlapping spans count once."""
     busy, reached = 0.0, float("-inf")
     for begin, end, _ in sorted(spans):
         busy += max(0.0, end - max(begin, reached))
@@ -144,7 +144,7 @@ def activity_of(spans: list[tuple[float, float, str]]) -> DeviceActivity:
 
 
 class DryClock:
-    """Stands in where there is no GPU: everything runs, on the CPU, and every duration is a second."""
+    """A substitute without a GPU: everything runs on the CPU, and every duration is one second."""
 
     is_dry = True
 

@@ -1,4 +1,4 @@
-"""Engines that are measured from outside: through GptManager, its callbacks and its statistics."""
+"""Measure engines from outside, through GptManager, its callbacks and its statistics."""
 
 import contextlib
 import json
@@ -22,17 +22,18 @@ from .bench import Bench
 from .records import NOT_REACHED, Record
 from .shapes import TINY, Shape
 
-STEP_TOKENS = 8192          # max_num_tokens, as an engine has it by default
+STEP_TOKENS = 8192          # max_num_tokens, the default of an engine
 TOKENS_PER_BLOCK = 64
 GATE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """One iteration, when its statistics came.
+    """One iteration, recorded when its statistics arrive.
 
     seconds               perf_counter()
-    generating, contexts  requests of its step
+    generating, contexts  requests of the step in each phase
+    gpu_bytes             memory used on the GPU
     """
 
     seconds: float
@@ -42,9 +43,9 @@ class Stamp:
 
 
 class MeasuredClient(Client):
-    """Callbacks that also stamp every iteration, and can hold the worker between two of them.
+    """Callbacks that also record every iteration, and can stop the worker between two iterations.
 
-    stamps   of the iterations so far
+    stamps   records of the iterations so far
     """
 
     def __init__(self) -> None:
@@ -64,22 +65,22 @@ class MeasuredClient(Client):
             self._may_go.wait(GATE_SECONDS)
 
     def hold_when(self, condition: Callable[[Stamp], bool]) -> None:
-        """Hold the worker after the next iteration for which this is true."""
+        """Stop the worker after the next iteration for which the condition is true."""
         self._is_held.clear()
         self._may_go.clear()
         self._hold_when = condition
 
     def let_go_until(self, condition: Callable[[Stamp], bool]) -> None:
-        """Let the held worker go on, and hold it again."""
+        """Release the stopped worker until the condition is true."""
         released, self._may_go = self._may_go, threading.Event()
         self._is_held.clear()
         self._hold_when = condition
         released.set()
 
     def wait_until_held(self) -> None:
-        """Raises BenchmarkError where that does not happen."""
+        """Wait until the worker stops. Raises BenchmarkError after a time limit."""
         if not self._is_held.wait(GATE_SECONDS):
-            raise BenchmarkError(f"the engine was not where it should be held after {GATE_SECONDS:.0f} s")
+            raise BenchmarkError(f"the engine did not reach the expected iteration within {GATE_SECONDS:.0f} s")
 
     def let_go(self) -> None:
         self._may_go.set()
@@ -87,11 +88,11 @@ class MeasuredClient(Client):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What became of requests.
+    """The outcome of one serving.
 
-    stamps    of their iterations
-    receipts  request id -> its tokens and when they came
-    seconds   from the start to the last response
+    stamps    records of the iterations
+    receipts  request id -> its tokens and their times
+    seconds   time from the start to the last response
     """
 
     stamps: list[Stamp]
@@ -103,23 +104,23 @@ class Served:
         return sum(len(receipt.tokens) for receipt in self.receipts.values())
 
     def step_seconds(self, batch: int) -> float:
-        """Median time of a step in which the whole batch generates and no context is computed.
+        """Return the median time of a step in which the whole batch generates and no context is computed.
 
-        Raises BenchmarkError where there are no two of them in a row.
+        Raises BenchmarkError if there are no two consecutive steps of this kind.
         """
         between = [later.seconds - earlier.seconds for earlier, later in zip(self.stamps, self.stamps[1:])
                    if earlier.generating == later.generating == batch and not earlier.contexts + later.contexts]
         if not between:
-            raise BenchmarkError(f"no two steps in a row generated for {batch} requests")
+            raise BenchmarkError(f"no two consecutive steps generated for {batch} requests")
         return median(between)
 
     def generation_rate(self) -> float:
-        """Tokens in a second between the last context and the first request that ended."""
+        """Return the tokens/s between the last context and the first end of a request."""
         last_context = max((number for number, stamp in enumerate(self.stamps) if stamp.contexts), default=-1)
         most = max(stamp.generating for stamp in self.stamps)
         steps = [stamp for stamp in self.stamps[last_context + 1 :] if stamp.generating == most]
         if len(steps) < 2:
-            raise BenchmarkError("no two steps in a row generated for all requests")
+            raise BenchmarkError("no two consecutive steps generated for all requests")
         return sum(stamp.generating for stamp in steps[1:]) / (steps[-1].seconds - steps[0].seconds)
 
 
@@ -132,9 +133,9 @@ class Engine:
         self.load_seconds = load_seconds
 
     def serve(self, requests: list[dict[str, Any]], *, streaming: bool = False) -> Served:
-        """Serve them, within the time that the section has left.
+        """Serve the requests within the remaining time of the section.
 
-        Raises BenchmarkError where that does not suffice, and where a request fails or is not as long as it asked for.
+        Raises BenchmarkError if the time is too short, a request fails, or an output has the wrong length.
         """
         self.client.stamps = []
         limit = max(self.bench.seconds_left, 1.0)
@@ -147,22 +148,22 @@ class Engine:
         return Served(self.client.stamps, receipts, self.client.last_response)
 
     def generate(self, batch: int, context: int, steps: int) -> Served:
-        """`batch` equal requests, of which about `steps` steps are generation for all of them."""
+        """Serve `batch` equal requests, with about `steps` steps in which all of them generate."""
         steps += 2 * -(-batch * context // STEP_TOKENS) + 2
         return self.serve(equal_requests(self.shape, batch, max(context - steps // 2, 1), steps))
 
     def warm_up(self, batch: int) -> None:
-        """A full batch that shrinks to one."""
+        """Serve a full batch whose requests end one after the other."""
         self.serve(warm_up_requests(self.bench.pick(batch, 1), self.shape.vocabulary, None, 0))
 
 
 def equal_requests(shape: Shape, count: int, prompt: int, output: int) -> list[dict[str, Any]]:
-    """Requests of random tokens that all arrive at once."""
+    """Return requests of random tokens and equal lengths that arrive at once."""
     return make_requests(shape, [(prompt, output)] * count)
 
 
 def make_requests(shape: Shape, lengths: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Of these lengths of prompt and output, as a workload has them."""
+    """Return requests with these (prompt, output) lengths, in the form of a workload."""
     random = np.random.default_rng(0)
     return [{"id": number, "arrival_s": 0.0, "max_tokens": int(output),
              "prompt": random.integers(3, shape.vocabulary, prompt).tolist()}
@@ -172,16 +173,16 @@ def make_requests(shape: Shape, lengths: Sequence[tuple[int, int]]) -> list[dict
 @contextlib.contextmanager
 def engine(bench: Bench, shape: Shape, *, max_batch: int, kv_tokens: int | None = None,
            max_num_tokens: int = STEP_TOKENS, **options: Any) -> Iterator[Engine]:
-    """An engine of random weights, warmed up; it ends with the block, whatever it is doing.
+    """Context manager: an engine with random weights, warmed up. Leaving the block ends it immediately.
 
-    kv_tokens   of the KV cache pool; None: most of the free memory
-    options     of TrtGptModelOptionalParams
+    kv_tokens   tokens of the KV cache pool; None: most of the free memory
+    options     further arguments of TrtGptModelOptionalParams
     """
     shape, client = bench.pick(shape, TINY), MeasuredClient()
     block = bench.pick(TOKENS_PER_BLOCK, 16)
     if bench.is_dry:
         max_batch, kv_tokens, max_num_tokens = min(max_batch, 2), 512, 128
-        options["cpu_compile"] = False            # else the kernels would not run
+        options["cpu_compile"] = False            # otherwise the kernels would not run
     began = time.perf_counter()
     manager = GptManager(
         shape.write(bench.folder), TrtGptModelType.InflightFusedBatching, max_beam_width=1,
@@ -207,7 +208,7 @@ GRAPHS: tuple[tuple[str, bool], ...] = (("graphs", True), ("eager", False))
 
 
 def refusal_of_graphs(error: ConfigError, graphs: bool) -> str | None:
-    """Why an engine does not capture graphs here; None: the error is about something else."""
+    """Return why an engine does not capture graphs here; None: the error has another cause."""
     return str(error) if graphs and "cuda_graphs" in str(error) else None
 
 

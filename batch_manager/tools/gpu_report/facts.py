@@ -1,4 +1,4 @@
-"""What an engine costs before it serves, and whether it ever waits for the device where it need not."""
+"""Loading time and memory of an engine, and whether it waits for the device unnecessarily."""
 
 from collections.abc import Iterator
 
@@ -26,10 +26,10 @@ def run(bench: Bench) -> Iterator[Record]:
 def _facts(bench: Bench, label: str, graphs: bool) -> Iterator[Record]:
     batch, context, steps = bench.pick((BATCH, CONTEXT, STEPS), (2, 4, 1))
     with engine(bench, LLAMA_135M, max_batch=BATCH, kv_tokens=BATCH * 2 * CONTEXT, cuda_graphs=graphs) as made:
-        yield Record("fact", f"{label}: seconds until a 135M Llama serves, capturing and warm-up included",
+        yield Record("fact", f"{label}: seconds until a 135M Llama serves, including graph capture and warm-up",
                      made.load_seconds, unit="s")
         served = made.generate(batch, context, steps)
-        yield Record("fact", f"{label}: memory on the GPU, weights and cache included",
+        yield Record("fact", f"{label}: memory on the GPU, including weights and cache",
                      served.stamps[-1].gpu_bytes / 2**20, unit="MiB")
         try:
             with bench.clock.refusing_hidden_waits():

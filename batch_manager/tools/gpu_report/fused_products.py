@@ -1,6 +1,6 @@
-"""G3-fused: the products of a layer of a generation step, in one launch each against separate launches.
+"""G3-fused: the matrix products of a layer in a generation step, fused into one launch each, against separate launches.
 
-What `triton_kernels/fused_linear_settings.py` decides by rests on estimates; these ratios are what it is to rest on.
+The decisions of `triton_kernels/fused_linear_settings.py` rest on estimates; these ratios are to replace them.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,13 +16,13 @@ from .records import FAILED, Record
 from .shapes import LLAMA_1B, LLAMA_8B, LLAMA_135M, TINY, Shape
 
 ROWS = (1, 8, 16)
-WEIGHTS_BYTES = 200 << 20          # of the matrices that launches take in turn, at least: more than a cache holds
+WEIGHTS_BYTES = 200 << 20          # at least, of the matrices in use: more than fits into the cache
 MOST_WEIGHTS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One product of a layer; what comes before and after it."""
+    """One matrix product of a layer, with the operations fused into it."""
 
     name: str
     in_size: int

@@ -1,4 +1,4 @@
-"""What is to be reached: each goal a ratio of two numbers that the same run measured."""
+"""The goals. Each is a ratio of two numbers from the same run."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 class Goal:
     """One goal.
 
-    text      what the ratio is
-    floor     the ratio that has to be reached; None: it is reported, nothing has to be reached
-    lower_is_better   the ratio must not exceed the floor, instead of reaching it
+    text      definition of the ratio
+    floor     the least ratio that meets the goal; None: only reported
+    lower_is_better   the floor is an upper bound instead
     """
 
     name: str
@@ -49,7 +49,7 @@ _ROWS = (
 )
 GOALS = {goal.name: goal for goal in _ROWS}
 
-# What goals rest on; reported like them, but chosen by no option.
+# Prerequisites of the goals. They are reported in the same form and always measured.
 CORRECTNESS = Goal("correctness", "relative error of a kernel against its oracle / what is allowed", 1.0,
                    lower_is_better=True)
 DENOMINATOR = Goal("denominator", "what this GPU does with memory and matrices", None)
@@ -58,5 +58,5 @@ ALL = {**GOALS, **{goal.name: goal for goal in (CORRECTNESS, DENOMINATOR, FACT)}
 
 
 def family(name: str) -> str:
-    """G1 of G1-ragged: what --goal chooses by."""
+    """Return the name for --goal: G1 for G1-ragged."""
     return name.partition("-")[0]

@@ -1,4 +1,4 @@
-"""G6, G6b: 256 requests of very different lengths at once, against other engines."""
+"""G6, G6b: 256 simultaneous requests of very different lengths, against other engines."""
 
 import json
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def run(bench: Bench) -> Iterator[Record]:
     bench.require(25)
     shape = bench.pick(QWEN3_600M, TINY)
     workload = headline_workload(shape, bench.pick(COUNT, 2), *bench.pick((SHORTEST, LONGEST), (3, 5)))
-    (bench.folder / WORKLOAD).write_text(json.dumps(workload))        # for a peer that is run another day
+    (bench.folder / WORKLOAD).write_text(json.dumps(workload))        # for peers that are measured separately
     requests, rates = workload["requests"], []
     with engine(bench, QWEN3_600M, max_batch=COUNT) as made:
         for _ in range(bench.pick(2, 1)):
@@ -38,7 +38,7 @@ def run(bench: Bench) -> Iterator[Record]:
 
 
 def headline_workload(shape: Shape, count: int, shortest: int, longest: int) -> dict[str, Any]:
-    """As batch_manager.tools.workload writes one: lengths of prompts and of outputs drawn evenly, all at once."""
+    """Return a workload in the form of batch_manager.tools.workload: uniform random lengths, all at once."""
     random = np.random.default_rng(0)
     lengths = random.integers(shortest, longest + 1, (count, 2))
     prompt_tokens, output_tokens = lengths.sum(0).tolist()
@@ -49,7 +49,7 @@ def headline_workload(shape: Shape, count: int, shortest: int, longest: int) -> 
 
 def _against_results(bench: Bench, case: str, ours: float, spread: float,
                      workload: dict[str, Any]) -> Iterator[Record]:
-    """Results of the same workload on the same device, as batch_manager.tools.benchmark writes them."""
+    """Compare with results of the same workload on the same device, in the form of batch_manager.tools.benchmark."""
     found = list(peer_results(bench.peers, workload))
     if not found:
         yield Record("G6", case, ours, None, "tokens/s", spread, note="no peer's result of this workload was given")
@@ -58,7 +58,7 @@ def _against_results(bench: Bench, case: str, ours: float, spread: float,
 
 
 def peer_results(folder: Path | None, workload: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """(name, output tokens in a second) of the folder's results that are of this workload."""
+    """Yield (name, output tokens/s) of the results of this workload in the folder."""
     for path in sorted(folder.glob("*.json")) if folder is not None else ():
         result = json.loads(path.read_text())
         if isinstance(result, dict) and result.get("workload") == WORKLOAD and not result.get("wrong_length") and all(
@@ -70,7 +70,7 @@ def _against_transformers(bench: Bench, case: str, ours: float, spread: float, s
                           requests: list[dict[str, Any]]) -> Record:
     case = f"{case}, against transformers"
     if not bench.is_dry and bench.seconds_left < 30:
-        return not_reached("G6b", case, f"{bench.seconds_left:.0f} s were left")
+        return not_reached("G6b", case, f"{bench.seconds_left:.0f} s were left; the measurement needs 30 s")
     try:
         rate, note = serve_with_transformers(bench, shape, requests, max(bench.seconds_left - 5, 1.0))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""G7: how even the tokens of a stream come while other requests arrive and their contexts are computed in chunks."""
+"""G7: variation of the time between tokens while new requests arrive and their contexts are computed in chunks."""
 
 from collections.abc import Iterator
 

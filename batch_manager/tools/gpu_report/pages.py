@@ -1,4 +1,4 @@
-"""Inputs of the attention kernels as an engine has them: pages in random order, several layers in one pool."""
+"""Realistic inputs of the attention kernels: pages in random order, several layers in one pool."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from ...triton_kernels.reference.paged_attention_decode import paged_attention_d
 from ...triton_kernels.reference.rope_kv_append import rope_kv_append
 from .bench import Bench
 
-LAYERS = 4          # that launches take turns on: together far more than a GPU's cache holds
+LAYERS = 4          # launches alternate between them: together far more than fits into the cache of a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,13 @@ class Heads:
 
 
 class PagedSequences:
-    """Keys and values of some sequences, random ones, in pages that lie in no order.
+    """Random keys and values of sequences, in randomly ordered pages.
 
-    lengths        [S] keys of each sequence
-    new_tokens     query tokens of each, its last ones: 1 for a generation step
+    lengths        [S] number of keys of each sequence
+    new_tokens     number of query tokens of each sequence, its last ones; 1: a generation step
 
-    query, key, value   of these tokens, as their projection leaves them
-    rotated             the queries of a generation step, rotated; its keys and values are in every layer of the pool
+    query, key, value   outputs of the projection for these tokens
+    rotated             rotated queries of a generation step; its keys and values are in every layer of the pool
     """
 
     def __init__(self, bench: Bench, heads: Heads, lengths: np.ndarray, new_tokens: int = 1,
@@ -71,7 +71,7 @@ class PagedSequences:
         self.cu_seqlens = bench.tensor(self.starts, torch.int32)
 
     def _append(self, table: np.ndarray, tokens_per_block: int) -> torch.Tensor:
-        """Write the newest keys and values to each layer; the rotated queries."""
+        """Write the newest keys and values to each layer; return the rotated queries."""
         newest = self.lengths - 1
         blocks = table[np.arange(len(newest)), newest // tokens_per_block].astype(np.int64)
         slots, positions = (torch.from_numpy(numbers).to(self.query.device)
@@ -84,22 +84,22 @@ class PagedSequences:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one layer: what a generation step has to read."""
+        """Bytes of keys and values that a generation step reads in one layer."""
         return int(self.lengths.sum()) * 2 * self.heads.kv * self.heads.size * self.pool.element_size()
 
     @property
     def causal_operations(self) -> float:
-        """Of one layer: two products of 2 D operations for every query and key that it sees."""
+        """Operations of one layer: two products of 2 D operations for each query and visible key."""
         first = self.lengths - self.new_tokens
         pairs = self.new_tokens * first + self.new_tokens * (self.new_tokens + 1) // 2
         return 4.0 * self.heads.query * self.heads.size * float(pairs.sum())
 
     def layer(self, number: int) -> torch.Tensor:
-        """[N, 2, HK, B, D], the view that a kernel gets."""
+        """Return the view of one layer for a kernel: [N, 2, HK, B, D]."""
         return self.pool[:, number % LAYERS]
 
     def decode(self) -> Callable[[int], torch.Tensor]:
-        """A launch that appends to layer `number` and attends, with the work list that an engine would make."""
+        """Return a launch that appends to layer `number` and attends, with an engine's work list."""
         block, size = self.pool.shape[4:]
         resident = decode_settings(size, block, self.pool.element_size(), device_limits()).resident_programs
         work_list, part_starts = decode_work_list(self.lengths, block, self.heads.kv, resident)
@@ -110,7 +110,7 @@ class PagedSequences:
             self.heads.scale, out=self.out, **self.tables)
 
     def context(self) -> Callable[[int], torch.Tensor]:
-        """A launch of context attention on layer `number`."""
+        """Return a launch of context attention on layer `number`."""
         rows = context_tile_rows(self.heads.size, self.pool.element_size())
         queries = np.full(len(self.lengths), self.new_tokens)
         work = torch.from_numpy(context_work_list(queries, self.lengths, rows)).to(self.query.device)
@@ -119,7 +119,7 @@ class PagedSequences:
             out=self.out)
 
     def decode_error(self, launch: Callable[[int], torch.Tensor]) -> float:
-        """Of what one launch returns, against the oracle in float64, on a few sequences."""
+        """Return the error of one launch against the oracle in float64, on a few sequences."""
         self.out.fill_(torch.nan)
         result = launch(0)
         some = np.unique(np.linspace(0, len(self.lengths) - 1, 4).astype(int))
@@ -127,11 +127,11 @@ class PagedSequences:
             *(given[row : row + 1].double() for given in (self.query, self.key, self.value)), self.layer(0),
             self.block_table[row : row + 1], self.kv_lengths[row : row + 1], None, None, self.heads.scale,
             **self.tables) for row in some])
-        # Rows that are not compared must have been written all the same.
+        # The other rows must be written, too.
         return relative_error(result[some], expected) if result.isfinite().all() else float("inf")
 
     def context_error(self, launch: Callable[[int], torch.Tensor], most_rows: int = 64) -> float:
-        """Likewise, on the last query tokens of the first and the last sequence."""
+        """Like `decode_error`, on the last query tokens of the first and the last sequence."""
         self.out.fill_(torch.nan)
         result = launch(0)
         rows = min(most_rows, self.new_tokens)
@@ -147,7 +147,7 @@ class PagedSequences:
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what is expected; infinite where `out` is not a number."""
+    """Return the norm of the difference over the norm of `expected`; infinite if `out` is not finite."""
     out, expected = out.double(), expected.double()
     if not out.isfinite().all():
         return float("inf")

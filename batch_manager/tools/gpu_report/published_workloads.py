@@ -1,8 +1,8 @@
-"""G9: four workloads of TensorRT-LLM's published table, in bfloat16 against its FP8.
+"""G9: four workloads of TensorRT-LLM's published table, in bfloat16 against FP8.
 
-The table is of version 1.0: Llama 3.1 8B in FP8 on one H200, `trtllm-bench throughput`, requests of equal lengths, all
-at once, 1,500 to 30,000 of them. Here there are as many as fill a batch, so that a larger share of a run goes by with a
-batch that is not full.
+The table is of version 1.0: Llama 3.1 8B in FP8 on one H200, `trtllm-bench throughput`, 1,500 to 30,000 requests of
+equal lengths, all at once. The run here has only one full batch of requests, so a larger share of its time has a
+partial batch.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from .records import Record
 from .shapes import LLAMA_8B
 
 BATCH = 256
-# prompt, output, published output tokens in a second, seconds that it may take here
+# prompt, output, published output tokens/s, time limit in seconds
 CELLS = ((128, 128, 27_911.0, 10.0), (2048, 128, 3_538.0, 60.0), (1000, 1000, 17_744.0, 60.0),
          (128, 2048, 26_221.0, 60.0))
 
@@ -34,4 +34,4 @@ def run(bench: Bench) -> Iterator[Record]:
     if cells:
         yield Record("G9", f"{len(cells)} of 4 workloads, {BATCH} requests each", published, measured, "s",
                      judged=len(cells) == 4, figures="; ".join(cells),
-                     note="" if len(cells) == 4 else f"the time did not suffice for {4 - len(cells)} more")
+                     note="" if len(cells) == 4 else f"no time was left for {4 - len(cells)} more")

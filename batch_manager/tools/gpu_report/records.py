@@ -1,4 +1,4 @@
-"""What a run found, line by line: a JSON object for each case of a goal."""
+"""The records of a run: one JSON object per case of a goal."""
 
 import json
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ MEASURED, DRY, NOT_REACHED, FAILED = "measured", "dry", "not reached", "failed"
 STATUSES = (MEASURED, DRY, NOT_REACHED, FAILED)
 NUMBERS = ("numerator", "denominator", "ratio", "spread")
 
-# field -> types of its value. A line has these fields and no others.
+# field -> types of its value. A line has exactly these fields.
 SCHEMA: dict[str, tuple[type, ...]] = {
     "goal": (str,), "case": (str,), "status": (str,),
     "numerator": (int, float, type(None)), "denominator": (int, float, type(None)), "unit": (str,),
@@ -26,11 +26,11 @@ SCHEMA: dict[str, tuple[type, ...]] = {
 class Record:
     """One case of a goal.
 
-    numerator, denominator   in `unit`; their ratio is what the goal is about
-    spread                   of the numerator or denominator, whichever was measured repeatedly: largest / smallest - 1
-    judged                   False: the ratio stands for something else than the goal's, so it is not held against it
-    note                     what a reader must know; of a case without numbers, why there are none
-    figures                  more of that, with numbers in it: not in the lines of a dry run
+    numerator, denominator   in `unit`; the goal is about their ratio
+    spread                   largest / smallest - 1 of the number that was measured repeatedly
+    judged                   False: the ratio is not comparable with the goal, so `met` stays None
+    note                     remark for the reader; for a case without numbers, the reason
+    figures                  part of the note with numbers; left out in a dry run
     """
 
     goal: str
@@ -58,7 +58,7 @@ class Record:
         return ratio <= goal.floor if goal.lower_is_better else ratio >= goal.floor
 
     def line(self, header: dict[str, Any], *, dry: bool) -> dict[str, Any]:
-        """As it stands in the file. Numbers of a dry run mean nothing: they are null."""
+        """Return the line for the file. Numbers of a dry run are meaningless, so they are null."""
         note = self.note if dry else "; ".join(filter(None, [self.note, self.figures]))
         numbers = {name: None if dry else _rounded(getattr(self, name)) for name in NUMBERS}
         return {"goal": self.goal, "case": self.case,
@@ -71,22 +71,22 @@ def _rounded(value: float | None) -> float | None:
 
 
 def check(line: Any) -> None:
-    """Raise ValueError for what is no line of a report."""
+    """Raise ValueError if this is not a line of a report."""
     if not isinstance(line, dict) or line.keys() != SCHEMA.keys():
-        raise ValueError(f"a line has the fields {', '.join(SCHEMA)}; this one is {line!r:.200}")
+        raise ValueError(f"the line is {line!r:.200}; expected the fields {', '.join(SCHEMA)}")
     for name, types in SCHEMA.items():
         if not isinstance(line[name], types) or isinstance(line[name], bool) and bool not in types:
-            raise ValueError(f"{name} is {line[name]!r}; it must be of {', '.join(one.__name__ for one in types)}")
+            raise ValueError(f"{name} is {line[name]!r}; expected {', '.join(one.__name__ for one in types)}")
     if line["goal"] not in ALL or line["status"] not in STATUSES:
-        raise ValueError(f"no goal or status is {line['goal']!r}, {line['status']!r}")
+        raise ValueError(f"goal and status are {line['goal']!r}, {line['status']!r}; expected known ones")
     if line["status"] != MEASURED and any(line[name] is not None for name in (*NUMBERS, "met")):
-        raise ValueError(f"a case that is {line['status']} has numbers: {line}")
+        raise ValueError(f"a case with the status {line['status']!r} has numbers: {line}; expected null")
     if line["status"] == MEASURED and line["numerator"] is None:
-        raise ValueError(f"a case that was measured has no number: {line}")
+        raise ValueError(f"a measured case has no number: {line}; expected a numerator")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a report. Raises ValueError for one that is none."""
+    """Read the lines of a report. Raises ValueError for an invalid one."""
     lines = [json.loads(text) for text in path.read_text().splitlines() if text]
     for line in lines:
         check(line)
@@ -94,7 +94,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def table(lines: Iterable[dict[str, Any]]) -> str:
-    """Markdown, a row for each case."""
+    """Format as Markdown, one row per case."""
     rows = ["| goal | case | value | of | ratio | floor | met | spread | note |",
             "|---|---|---|---|---|---|---|---|---|"]
     rows += [f"| {line['goal']} | {line['case']} | {value(line)} "
@@ -104,7 +104,7 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
 
 
 def value(line: dict[str, Any]) -> str:
-    """The numerator with its unit."""
+    """Format the numerator with its unit."""
     return "-" if line["numerator"] is None else f"{number(line['numerator'])} {line['unit']}".strip()
 
 
@@ -113,7 +113,7 @@ def number(value: float | None) -> str:
 
 
 def verdict(line: dict[str, Any]) -> str:
-    """ "yes" or "no" for a case that is judged, what became of it for one without numbers."""
+    """Return "yes", "no" or "-" for a measured case, and the status of any other."""
     if line["status"] != MEASURED:
         return line["status"]
     return {True: "yes", False: "no", None: "-"}[line["met"]]

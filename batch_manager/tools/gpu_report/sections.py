@@ -1,6 +1,6 @@
-"""The sections of a report in the order in which they run, and the share of its time that each may take.
+"""The sections of a report in run order, with their share of the time.
 
-What others need comes first, then what says most; a section that is through early leaves its time to those after it.
+Prerequisites come first, then the most informative sections. Unused time goes to the later sections.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from .records import Record
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """seconds: of a report of eight minutes; goals: those that it measures, empty for what goals rest on"""
+    """seconds: share of a report of eight minutes. goals: measured goals; empty: a prerequisite of goals."""
 
     name: str
     run: Callable[[Bench], Iterator[Record]]

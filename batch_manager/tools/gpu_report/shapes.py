@@ -1,4 +1,4 @@
-"""The models that engines are measured with: shapes of public ones, and the least time that a step of each takes."""
+"""Shapes of public models for measuring engines, and a lower bound on the time of their steps."""
 
 import json
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from .bench import Bench
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder. Sizes are entries of a vector; tied: the head is the embedding."""
+    """A decoder. Sizes are numbers of vector entries. tied: the head is the embedding."""
 
     name: str
     hidden: int
@@ -25,7 +25,7 @@ class Shape:
     positions: int = 32768
 
     def config(self) -> dict[str, Any]:
-        """What stands in config.json."""
+        """Return the contents of config.json."""
         return {
             "architectures": [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[self.family]],
             "model_type": self.family, "hidden_size": self.hidden, "intermediate_size": self.intermediate,
@@ -35,7 +35,7 @@ class Shape:
             "tie_word_embeddings": self.tied, "hidden_act": "silu", "torch_dtype": "bfloat16"}
 
     def write(self, folder: Path) -> Path:
-        """A folder that an engine loads with random weights."""
+        """Create a folder that an engine can load with random weights."""
         folder = folder / self.name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config()))
@@ -43,18 +43,18 @@ class Shape:
 
     @property
     def matrix_entries(self) -> int:
-        """Of all matrices that a step multiplies with, the head among them."""
+        """Entries of all weight matrices that a step multiplies with, including the head."""
         attention = self.hidden * self.head_size * 2 * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocabulary * self.hidden
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """In bfloat16."""
+        """Bytes of keys and values per token, in bfloat16."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_size
 
     def least_step_seconds(self, bench: Bench, batch: int, context: int) -> float:
-        """Of a generation step in bfloat16: reading keys and values, and the longer of reading and multiplying the
-        matrices, at what this GPU does with either."""
+        """Return a lower bound for a generation step in bfloat16, at the measured rates of this GPU: the time to read
+        keys and values, plus the longer of reading and multiplying the matrices."""
         reading = 2 * self.matrix_entries / bench.copy_bytes_s
         multiplying = 2 * self.matrix_entries * batch / bench.matmul_flop_s
         return batch * context * self.kv_bytes_per_token / bench.copy_bytes_s + max(reading, multiplying)

@@ -1,4 +1,4 @@
-"""transformers' continuous batching in this process, on the same device, with random weights of the same shape."""
+"""Continuous batching of transformers in this process, on the same device, with random weights of the same shape."""
 
 import time
 from typing import Any
@@ -11,10 +11,10 @@ WARM_UP_TOKENS = 4
 
 def serve_with_transformers(bench: Bench, shape: Shape, requests: list[dict[str, Any]],
                             limit_seconds: float) -> tuple[float, str]:
-    """(output tokens in a second, what to say of it). Greedy, every output as long as asked for.
+    """Serve greedily, with outputs of exactly the requested lengths. Return (output tokens/s, note).
 
-    Stops after `limit_seconds`; then the tokens of those that are done count. Raises whatever transformers raises, and
-    RuntimeError where it ends before its time.
+    Stops after `limit_seconds`; only tokens of completed requests count then. Raises the errors of transformers, and
+    RuntimeError if its generation thread ends.
     """
     import torch
     import transformers
@@ -48,7 +48,7 @@ def serve_with_transformers(bench: Bench, shape: Shape, requests: list[dict[str,
 
 
 def _sizes(bench: Bench) -> dict[str, Any]:
-    """On a GPU transformers sizes its cache by itself."""
+    """Return cache sizes for a dry run. On a GPU, transformers chooses them."""
     if not bench.is_dry:
         return {}
     from transformers import ContinuousBatchingConfig
@@ -57,7 +57,7 @@ def _sizes(bench: Bench) -> dict[str, Any]:
 
 
 def _serve(manager: Any, requests: list[dict[str, Any]], deadline: float) -> int:
-    """Tokens of the requests that were finished in time."""
+    """Return the number of tokens of the requests that completed in time."""
     for request in requests:
         manager.add_request(request["prompt"], request_id=f"request {request['id']}",
                             max_new_tokens=request["max_tokens"], eos_token_id=-1)
