@@ -48,16 +48,16 @@ def _case(line: dict[str, Any]) -> str:
 
 
 def written_into(page: str, text: str) -> str:
-    """The page with this text between its two lines. Raises ValueError where it has no such lines."""
+    """Replace the generated part of the page. Raises ValueError if its marker lines are missing."""
     return written_between(page, BEGIN, f"\n{text}\n", END, what="the page", belongs="the table belongs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m batch_manager.tools.gpu_table", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--add", type=Path, help="a report to add to the results first")
+    parser.add_argument("--add", type=Path, help="report to add to the results first")
     parser.add_argument("--page", type=Path, default=PAGE, help="(that of the checkout)")
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--check", action="store_true", help="write nothing; compare only")
     options = parser.parse_args(argv)
     try:
         if options.add is not None and not options.check:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gpu_table: {error}", file=sys.stderr)
         return 1
     if before != after and options.check:
-        print("gpu_table: the page does not say what the newest result says; run this program", file=sys.stderr)
+        print("gpu_table: the page differs from the newest result; run gpu_table without --check", file=sys.stderr)
         return 1
     if not options.check:
         options.page.write_text(after, encoding="utf-8")

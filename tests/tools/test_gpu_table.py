@@ -66,7 +66,7 @@ def test_the_newest_result_counts_and_a_dry_run_is_none(tmp_path, monkeypatch, c
     page.write_text(f"{BEGIN}\n{NOT_MEASURED}\n{END}\n")
     monkeypatch.setattr(gpu_table, "newest", lambda: results.newest(store))
     assert main(["--page", str(page), "--check"]) == 1
-    assert "does not say" in capsys.readouterr().err and NOT_MEASURED in page.read_text()
+    assert "differs from the newest" in capsys.readouterr().err and NOT_MEASURED in page.read_text()
     assert main(["--page", str(page)]) == 0
     assert "| 1.5 | 0.9 | yes |" in page.read_text()
     assert main(["--page", str(page), "--check"]) == 0

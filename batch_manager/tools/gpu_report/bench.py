@@ -66,7 +66,8 @@ class Bench:
     def require(self, seconds: float) -> None:
         """Raise OutOfTimeError if less than `seconds` of the section are left. A dry run never raises."""
         if not self.is_dry and self.seconds_left < seconds:
-            raise OutOfTimeError(f"{max(self.seconds_left, 0.0):.0f} s were left; the measurement needs {seconds:.0f} s")
+            raise OutOfTimeError(f"{max(self.seconds_left, 0.0):.0f} s were left; "
+                                 f"the measurement needs {seconds:.0f} s")
 
     def generator(self) -> torch.Generator:
         """Return a generator on the device with a new seed."""
