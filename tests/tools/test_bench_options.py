@@ -83,7 +83,7 @@ def test_names_of_others_are_names_of_ours(capsys):
     (["--sweep", "concurrency=2", "--find-saturation"], "both given"),
     (["--sweep", "concurrency=2", "--stats-csv", "s.csv"], "both given"),
     (["--enable-exp-delays"], "without a rate"),
-    (["--plot", "p", "--type", "V1"], "V1"), (["--plot", "/dev/null"], "no folder"),
+    (["--plot", "p", "--type", "V1"], "V1"), (["--plot", "/dev/null"], "not a folder"),
     (["--time-scale", "2", "--request-rate", "1"], "recorded times"),
     (["--streaming", "--beam-width", "2"], "does not stream"),
     (["--slo-share", "1.5"], "at most 1"), (["--type", "IF"], "invalid choice"), (["--max-b", "3"], "unrecognized"),
