@@ -273,7 +273,8 @@ def test_a_field_of_another_configuration_and_a_name_on_a_hub_are_told_as_such(m
         TrtGptModelOptionalParams(enable_block_reuse=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
         TrtGptModelOptionalParams(nonsense=True)
-    with pytest.raises(ModelLoadError, match=r"Hugging Face hub.*`hf download Qwen/Qwen2\.5-0\.5B` and pass the folder"):
+    with pytest.raises(ModelLoadError,
+                       match=r"Hugging Face hub.*`hf download Qwen/Qwen2\.5-0\.5B` and pass the folder"):
         make_manager(new_client(), model_path="Qwen/Qwen2.5-0.5B")
     with pytest.raises(ModelLoadError, match="pass an existing path"):
         make_manager(new_client(), model_path="/nowhere/at/all")

@@ -11,7 +11,7 @@ import numpy as np
 
 from batch_manager.loop import intake
 from batch_manager.loop.intake import Intake
-from batch_manager.requests import admission, reading
+from batch_manager.requests import admission, tensor_values
 from batch_manager.requests.admission import usable_id
 from batch_manager.requests.inference_request import Content
 from batch_manager.sampling_config import Range
@@ -54,7 +54,7 @@ def integers_are_read_one_by_one(patch) -> None:
 
 
 def bytes_are_counted_as_given(patch) -> None:
-    patch.setattr(reading, "_BYTES_KEPT", {Content.INTEGER: 0, Content.NUMBER: 0})
+    patch.setattr(tensor_values, "_BYTES_KEPT", {Content.INTEGER: 0, Content.NUMBER: 0})
 
 
 def a_range_lets_pass_what_is_no_number(patch) -> None:
@@ -71,7 +71,7 @@ def a_bool_is_a_number(patch) -> None:
 
 
 def a_table_without_rows_is_reshaped(patch) -> None:
-    patch.setattr(reading, "_int64", lambda spec, rows: np.array(rows, np.int64).reshape(len(rows), -1))
+    patch.setattr(tensor_values, "_int64", lambda spec, rows: np.array(rows, np.int64).reshape(len(rows), -1))
 
 
 REQUEST_BUGS = [
