@@ -106,7 +106,7 @@ class TraceFile:
         self._append = self._lines.append
         self._seconds = seconds_between_flushes
         self._flush_at = time.monotonic() + seconds_between_flushes
-        # The last lines are written even if nobody closes the file. Must not refer to self.
+        # Writes the last lines of an unclosed file. Must not refer to self.
         self._at_exit = weakref.finalize(self, self._lines.close_quietly)
 
     def __call__(self, iteration: IterationTrace) -> None:

@@ -1,4 +1,4 @@
-"""A plot of lines as SVG: points with a range each, and axes with units."""
+"""A line plot as SVG: points with ranges, and axes with units."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,14 +8,14 @@ from html import escape
 from .plot_frame import BOTTOM, COLOURS, LEFT, RIGHT, TOP, Frame, number, ticks
 from .svg import INK
 
-LABEL_SIZE, LABEL_HEIGHT, LETTER_WIDTH = 11, 11, 6.4      # pixels; a letter at its widest, about
-LINE_SAMPLES = 4.0                                        # pixels between the places of a line that labels keep off
+LABEL_SIZE, LABEL_HEIGHT, LETTER_WIDTH = 11, 11, 6.4      # pixels; a wide letter
+LINE_SAMPLES = 4.0                                        # pixels between the points of a line that labels avoid
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
     """low, high   ends of the bar through the point
-    label       beside the point, where there is room; ""
+    label       drawn beside the point if it fits; "": none
     """
 
     x: float
@@ -27,7 +27,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """name   in the legend; "" where the plot has one line"""
+    """name   in the legend; "" if the plot has one line"""
 
     name: str
     points: Sequence[Point]
@@ -35,11 +35,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class LinePlot:
-    """At most as many lines as there are COLOURS. Both axes begin at 0, unless x is doubled.
+    """A plot of at most len(COLOURS) lines. Both axes begin at 0, except a logarithmic x axis.
 
     x_label, y_label   with units
-    note               below the title: what points and bars are
-    doubles_x          each doubling of x takes the same room; the axis then names the points' own x
+    note               below the title: the meaning of points and bars
+    doubles_x          logarithmic x axis, labelled with the x of the points
     """
 
     title: str
@@ -50,11 +50,11 @@ class LinePlot:
     doubles_x: bool = False
 
     def render(self) -> str:
-        """The SVG document. Raises ValueError for a plot without points, or with more lines than colours."""
+        """Return the SVG document. Raises ValueError for a plot without points, or with more lines than colours."""
         points = [point for line in self.lines for point in line.points]
         if not points or len(self.lines) > len(COLOURS):
-            raise ValueError(f"the plot {self.title!r} has {len(points)} points in {len(self.lines)} lines; it takes "
-                             f"at least one point and at most {len(COLOURS)} lines")
+            raise ValueError(f"the plot {self.title!r} has {len(points)} points in {len(self.lines)} lines; "
+                             f"expected at least one point and at most {len(COLOURS)} lines")
         if self.doubles_x:
             x_ticks = sorted({point.x for point in points})
             low, high = math.log2(x_ticks[0]), math.log2(x_ticks[-1])
@@ -82,13 +82,13 @@ class LinePlot:
 
 
 def _told(line: Line, point: Point) -> str:
-    """What is shown of a point while the pointer is over it."""
+    """Return the tooltip of a point."""
     where = f"{line.name}{': ' if line.name else ''}{number(point.x)}: {number(point.y)}"
     return f"{where} ({point.label or f'{number(point.low)} to {number(point.high)}'})"
 
 
 def _labels(lines: Sequence[Line], frame: Frame) -> Iterator[str]:
-    """The labels that find room beside their points: above, right, left or below, off the lines and each other."""
+    """Yield the labels that fit above, right, left or below their points, clear of lines and other labels."""
     taken = [(x - 1, y - 1, x + 1, y + 1) for line in lines for x, y in _places(line, frame)]
     for line in lines:
         for point in line.points:
@@ -107,7 +107,7 @@ def _labels(lines: Sequence[Line], frame: Frame) -> Iterator[str]:
 
 
 def _places(line: Line, frame: Frame) -> Iterator[tuple[float, float]]:
-    """Places on the line, close to each other."""
+    """Yield closely spaced pixels of a line."""
     places = [(frame.at_x(point.x), frame.at_y(point.y)) for point in line.points]
     yield from places
     for (x0, y0), (x1, y1) in zip(places, places[1:]):

@@ -1,4 +1,4 @@
-"""What plots have in common: title, axes with units and round numbers, a legend; and where a value lies in them."""
+"""Frame of a plot: title, axes with units and round numbers, legend, and the position of a value."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from .svg import BLUE, FAINT, GREEN, GREY, GRID, INK, ORANGE, PINK, YELLOW, docu
 
 COLOURS = (BLUE, ORANGE, GREEN, PINK, YELLOW, GREY)
 WIDTH, HEIGHT, LEGEND_HEIGHT = 520, 320, 20
-LEFT, RIGHT, TOP, BOTTOM = 64, 496, 72, 268         # of the area that the points lie in
+LEFT, RIGHT, TOP, BOTTOM = 64, 496, 72, 268         # of the plotting area
 MOST_INTERVALS = 5
 
 
@@ -17,9 +17,9 @@ MOST_INTERVALS = 5
 class Frame:
     """title, note        above the plot
     x_label, y_label   with units
-    x_ticks, y_ticks   values that the axes name; the y axis begins at 0 and ends at the last of them
-    x_place            from a value to its place on the x axis, 0 to 1
-    names              of what is drawn, in the order of COLOURS; "": it has no entry in the legend
+    x_ticks, y_ticks   labelled values; the y axis runs from 0 to the last of them
+    x_place            maps a value to its position on the x axis, 0 to 1
+    names              legend, in the order of COLOURS; "": no entry
     """
 
     title: str
@@ -42,11 +42,11 @@ class Frame:
         return HEIGHT + (LEGEND_HEIGHT if any(self.names) else 0)
 
     def elements(self, inside: Sequence[str]) -> list[str]:
-        """Those of SVG: the frame's own, and what is inside of it."""
+        """Return the SVG elements of the frame, followed by those inside it."""
         return [*self._texts(), *self._axes(), *inside]
 
     def document(self, inside: Sequence[str]) -> str:
-        """The SVG of the frame and what is inside of it."""
+        """Return the SVG document of the frame and the elements inside it."""
         return document(WIDTH, self.height, self.elements(inside))
 
     def _axes(self) -> list[str]:
@@ -80,7 +80,7 @@ class Frame:
 
 
 def ticks(most: float) -> list[float]:
-    """Round numbers from 0 up to at least `most`, in at most MOST_INTERVALS equal intervals."""
+    """Return round numbers from 0 to at least `most`, in at most MOST_INTERVALS equal intervals."""
     if most <= 0:
         return [0.0, 1.0]
     power = 10.0 ** math.floor(math.log10(most / MOST_INTERVALS))
@@ -89,7 +89,7 @@ def ticks(most: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """With three digits at least, and no more after the point than that takes."""
+    """Format a number with at least three significant digits, and no unneeded decimals."""
     if 0 < abs(value) < 0.1:
         return f"{value:.3g}"
     digits = 0 if value == int(value) or abs(value) >= 100 else 1 if abs(value) >= 10 else 2

@@ -1,4 +1,4 @@
-"""From a trace to what each request did when: spans of time that add up to its life."""
+"""What each request of a trace did, as spans of time that add up to its life."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -17,13 +17,13 @@ CONTEXT, GENERATION, PAUSED, QUEUED, WAITING = "context", "generation", "paused"
 class Span:
     """Successive iterations in which a request did the same.
 
-    kind        CONTEXT, GENERATION, PAUSED, QUEUED (accepted, and no place among the active requests) or WAITING
-    reason      of WAITING, as batch_manager/scheduling/waiting.py has it
-    begin_s, end_s   seconds of the engine's clock: from the beginning of its first iteration to that of the next span
-    iterations  how many
-    tokens      computed of a context
+    kind        CONTEXT, GENERATION, PAUSED, QUEUED (accepted, but not active) or WAITING (active, but in no step)
+    reason      of WAITING, one of batch_manager/scheduling/waiting.py
+    begin_s, end_s   seconds of the engine's clock: start of its first iteration, and start of the next span
+    iterations  number of iterations
+    tokens      computed context tokens
     first       position of the first of them
-    running     ids of the requests that were in the steps meanwhile
+    running     ids of the requests in the steps of a QUEUED or WAITING span
     """
 
     kind: str
@@ -44,9 +44,8 @@ class Span:
 class Life:
     """One request, from the iteration that accepted it to the one that ended it.
 
-    spans            one after the other, without gaps
-    first_iteration, last_iteration
-    has_ended        False: the trace ends before
+    spans            consecutive, without gaps; empty for a refused request
+    has_ended        False: the trace ends first
     end_reason       name of a FinishReason or an ErrorCode; "" if the trace does not record it
     """
 
@@ -67,11 +66,10 @@ class Life:
 
 
 def lives(iterations: Iterable[IterationTrace]) -> Iterator[Life]:
-    """The requests of a trace, each when it has ended; those that have not come last. An id may come again.
+    """Yield the requests of a trace when they end, then those that have not ended. An id may be used again.
 
-    A request that a step in flight works on goes on with what it did. What was computed in an iteration is counted
-    until the next one begins. In the last one, and in one that leaves the engine idle, it is counted until its phases
-    have ended.
+    A request whose step is still in flight continues its span. An iteration lasts until the next one begins. The last
+    one, and one that leaves the engine idle, lasts until its phases have ended.
     """
     alive: dict[int, Life] = {}
     last: IterationTrace | None = None
@@ -85,9 +83,9 @@ def lives(iterations: Iterable[IterationTrace]) -> Iterator[Life]:
 
 
 def _note(iteration: IterationTrace, end_s: float, alive: dict[int, Life]) -> Iterator[Life]:
-    """What an iteration did. Mutates `alive`; yields those whose lives it ended.
+    """Add an iteration to the lives in `alive`, which is mutated. Yield the lives that it ends.
 
-    end_s   when the next one began
+    end_s   start of the next iteration
     """
     number, begin_s = iteration.iteration, iteration.started_at_s
     did: dict[int, tuple[str, str, int, int]] = {i: (QUEUED, "", 0, 0) for i in iteration.arrived}

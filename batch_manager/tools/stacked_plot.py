@@ -1,4 +1,4 @@
-"""A plot of amounts over time as SVG: layers on each other, a bar for each span of time."""
+"""A plot of amounts over time as SVG: stacked layers, with a bar for each span of time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from .svg import FAINT, document
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """amounts   of each layer, the lowest first, from `begin` to `end`"""
+    """amounts   of each layer from `begin` to `end`, lowest layer first"""
 
     begin: float
     end: float
@@ -18,10 +18,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StackedPlot:
-    """Both axes begin at 0. At most as many layers as there are colours.
+    """A plot of at most len(COLOURS) layers. Both axes begin at 0.
 
-    names   of the layers, the lowest first
-    limit   a level that is drawn as a dashed line, with its words; None: there is none
+    names   of the layers, lowest first
+    limit   (level, label) of a dashed line; None: no line
     """
 
     title: str
@@ -33,15 +33,15 @@ class StackedPlot:
     limit: tuple[float, str] | None = None
 
     def render(self) -> str:
-        """The SVG document. Raises ValueError for a plot without spans, or with more layers than colours."""
+        """Return the SVG document. Raises ValueError for a plot without spans, or with more layers than colours."""
         frame, inside = self.drawn()
         return frame.document(inside)
 
     def drawn(self) -> tuple[Frame, list[str]]:
-        """The frame, and the elements inside of it."""
+        """Return the frame and the elements inside it."""
         if not self.spans or len(self.names) > len(COLOURS):
-            raise ValueError(f"the plot {self.title!r} has {len(self.spans)} spans and {len(self.names)} layers; it "
-                             f"takes at least one span and at most {len(COLOURS)} layers")
+            raise ValueError(f"the plot {self.title!r} has {len(self.spans)} spans and {len(self.names)} layers; "
+                             f"expected at least one span and at most {len(COLOURS)} layers")
         x_ticks = ticks(max(span.end for span in self.spans))
         most = max(max(sum(span.amounts) for span in self.spans), self.limit[0] if self.limit else 0.0)
         frame = Frame(self.title, self.note, self.x_label, self.y_label, x_ticks, ticks(most),
@@ -68,12 +68,12 @@ class StackedPlot:
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """Plots of the same time below each other."""
+    """Plots over the same time, one below the other."""
 
     plots: Sequence[StackedPlot]
 
     def render(self) -> str:
-        """The SVG document. Raises ValueError as the plots do."""
+        """Return the SVG document. Raises ValueError as `StackedPlot.render` does."""
         out, height = [], 0
         for plot in self.plots:
             frame, inside = plot.drawn()

@@ -1,5 +1,4 @@
-"""What the pictures of the tools have in common: colours, a font, and a background of their own, so that they can be
-read on a dark page as well."""
+"""Colours and document of all SVG pictures. A white background keeps them readable on dark pages."""
 
 from collections.abc import Iterable
 
@@ -9,7 +8,7 @@ GREEN, PINK, YELLOW, GREY = "#3a9268", "#b5568f", "#c9a227", "#6f7a86"
 
 
 def document(width: float, height: float, elements: Iterable[str]) -> str:
-    """An SVG document of these elements, a line each. Units: pixels."""
+    """Return an SVG document of these elements, one per line. Units: pixels."""
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="system-ui, Helvetica, Arial, sans-serif" font-size="12">',

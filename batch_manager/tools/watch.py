@@ -1,22 +1,22 @@
-"""Show in the terminal what a running engine does.
+"""Watch a running engine in the terminal.
 
-    batch-manager watch --url http://127.0.0.1:8000/metrics     a server that shows PrometheusStatistics
+    batch-manager watch --url http://127.0.0.1:8000/metrics     a server that exposes PrometheusStatistics
     batch-manager watch statistics.jsonl                        a file that JsonlStatistics writes; it is followed
 
-In a terminal, with the package rich, a picture that is drawn anew every --interval. Otherwise, or with --plain, a line
-every --interval, whose fields are always the same ones in the same order; "-" is what is not known:
+In a terminal with the package rich, a screen is redrawn every --interval. Otherwise, or with --plain, a line is printed
+every --interval. Its fields and their order are fixed; "-" means unknown:
 
-    time, state, age_s      local time; ok, or unreachable: the numbers are unknown then; age of a file's last record
-    active, queued, scheduled, kv_used, kv_free, kv_cached, oldest_wait_ms      requests, KV cache blocks; now
-    new, finished, paused, refused, errors                      requests of this interval; errors has the refused ones
-    tokens_per_s, prompt_tokens_per_s                           generated; prompts that were accepted
-    iteration_percent, callback_percent                         of the time, in each
-    first_token_*, per_token_*, queue_*                         p50_ms, p90_ms, p99_ms, mean_ms of requests that ended
-    latency_over                                                in the last 60s, or since the start where none did
+    time, state, age_s      local time; ok, or unreachable with unknown numbers; age of a file's last record
+    active, queued, scheduled, kv_used, kv_free, kv_cached, oldest_wait_ms      current requests and KV cache blocks
+    new, finished, paused, refused, errors                      requests of this interval; errors include refused ones
+    tokens_per_s, prompt_tokens_per_s                           generated tokens; tokens of accepted prompts
+    iteration_percent, callback_percent                         share of the time in iterations and in callbacks
+    first_token_*, per_token_*, queue_*                         p50_ms, p90_ms, p99_ms, mean_ms of ended requests
+    latency_over                                                the last 60s, or since the start if none ended in them
 
-Percentiles are those of the buckets of /metrics; a file has the mean time in the queue alone. A file is read from its
-last MiB on, and may be replaced by another or cut short. An address must be that of one engine: where the workers of
-gunicorn share it, each answer is of another one, and rates are wrong.
+Percentiles are interpolated in the buckets of /metrics; a file has only the mean time in the queue. A file is read from
+its last MiB on. It may be replaced or truncated. The address must belong to one engine: if gunicorn workers share it,
+each answer comes from another engine, and rates are wrong.
 """
 
 import argparse
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 
 ENDED, UNREACHABLE, USAGE, INTERRUPTED = 0, 1, 2, 130
 SHORTEST_INTERVAL_S = 0.1
-SHORTEST_ANSWER_S, LONGEST_ANSWER_S = 1.0, 5.0      # that are waited for
+SHORTEST_ANSWER_S, LONGEST_ANSWER_S = 1.0, 5.0      # bounds of the timeout of one answer
 
-# Shows figures, and why nothing new is known, or "".
+# Shows figures, and why there are no new ones, or "".
 Show = Callable[[Figures, str], None]
-EXIT_STATUSES = ("exit status: 0 after --count; 1 the source could not be read for longer than --timeout; 2 an "
-                 "argument is wrong; 130 Ctrl-C")
+EXIT_STATUSES = ("exit status: 0 after --count; 1 the source was unreadable for longer than --timeout; 2 an argument "
+                 "is wrong; 130 Ctrl-C")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Watch until the end. Returns the exit status."""
+    """Run the program. Return its exit status."""
     options = parse_options(argv)
     if options.url is None:
         source: Source = FileSource(options.file)
@@ -66,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             picture = _picture(source) if sys.stdout.isatty() and not options.plain else None
             if picture is None:
                 return follow(source, options, partial(show_line, source), shows_first=False)
-            signal.signal(signal.SIGTERM, _terminated)       # the cursor comes back
+            signal.signal(signal.SIGTERM, _terminated)       # to restore the cursor
             with picture:
                 return follow(source, options, picture, shows_first=True)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:                                  # the reader of the lines has gone
+    except BrokenPipeError:                                  # the reader has exited
         return ENDED
 
 
@@ -80,17 +80,17 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("file", nargs="?", metavar="FILE", help="a file of statistics, as JSON lines")
-    add("--url", type=_metrics_url, help="an address that answers Prometheus; /metrics where it has no path")
+    add("--url", type=_metrics_url, help="an address for Prometheus; the default path is /metrics")
     add("--interval", type=_seconds(SHORTEST_INTERVAL_S), default=1.0, metavar="SECONDS", help="(1)")
-    add("--count", type=int, default=0, metavar="N", help="end after so many intervals; 0: never (0)")
+    add("--count", type=int, default=0, metavar="N", help="end after N intervals; 0: never (0)")
     add("--timeout", type=_seconds(0.0), default=10.0, metavar="SECONDS",
-        help="give up where the source cannot be read for so long (10)")
-    add("--plain", action="store_true", help="lines, in a terminal too")
+        help="give up after the source is unreadable for this long (10)")
+    add("--plain", action="store_true", help="print lines in a terminal too")
     options = parser.parse_args(argv)
     if (options.file is None) == (options.url is None):
-        parser.error("one source is needed: a file of statistics, or --url; pass one of them")
+        parser.error("a file of statistics or --url is needed; pass one of them")
     if options.count < 0:
-        parser.error(f"--count is {options.count}; at least 0; leave it out to go on")
+        parser.error(f"--count is {options.count}; expected at least 0; leave it out to watch without end")
     return options
 
 
@@ -98,7 +98,7 @@ def _seconds(least: float) -> Callable[[str], float]:
     def read(text: str) -> float:
         value = float(text)
         if not (isfinite(value) and value >= least):
-            raise argparse.ArgumentTypeError(f"{text} seconds; at least {least:g} are needed")
+            raise argparse.ArgumentTypeError(f"{text} seconds; expected at least {least:g}")
         return value
     read.__name__ = "number of seconds"
     return read
@@ -107,14 +107,14 @@ def _seconds(least: float) -> Callable[[str], float]:
 def _metrics_url(text: str) -> str:
     parts = urlsplit(text if "//" in text else f"//{text}", scheme="http")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise argparse.ArgumentTypeError(f"{text!r} is no address; http://HOST:PORT/metrics is one")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an address; expected http://HOST:PORT/metrics")
     return (parts if parts.path not in ("", "/") else parts._replace(path="/metrics")).geturl()
 
 
 def follow(source: Source, options: argparse.Namespace, show: Show, shows_first: bool) -> int:
-    """Read and show, once an interval, until the end. Returns the exit status.
+    """Read and show once per interval, until the end. Return the exit status.
 
-    shows_first   whether the first reading is shown, which has nothing before it and hence no rates
+    shows_first   show the first reading, which has no rates
     """
     history, shown, good_at = History(), -1, time.monotonic()
     next_at = good_at
@@ -126,8 +126,8 @@ def follow(source: Source, options: argparse.Namespace, show: Show, shows_first:
         except SourceError as error:
             problem, away_s = str(error), time.monotonic() - good_at
             if away_s > options.timeout:
-                print(f"watch: {source.name} was not readable for {away_s:.1f} s: {problem}; an engine that shows its "
-                      "statistics there is expected; start it, correct the name, or wait longer with --timeout",
+                print(f"watch: {source.name} was not readable for {away_s:.1f} s: {problem}; expected the statistics "
+                      "of an engine; start it, correct the name, or wait longer with --timeout",
                       file=sys.stderr)
                 return UNREACHABLE
         shown += 1
@@ -147,7 +147,7 @@ def show_line(source: Source, figures: Figures, problem: str) -> None:
 
 
 def line(figures: Figures, problem: str, now_s: float, age_s: float | None) -> str:
-    """One line; see the top of this file. age_s: of the latest record, None where it is not known"""
+    """Format one line; see the top of this file. age_s: age of the latest record, None if unknown"""
     gauges, counts = figures.gauges, figures.counts
     fields: dict[str, str] = {"time": time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now_s)),
                               "state": "unreachable" if problem else "ok", "age_s": _number(age_s, 1)}
@@ -182,7 +182,7 @@ def _number(value: float | None, digits: int = 0, factor: float = 1) -> str:
 
 
 def _picture(source: Source) -> "Picture | None":
-    """None where the terminal, or the package for it, is missing."""
+    """Return the screen; None without a capable terminal or without rich."""
     if os.environ.get("TERM", "dumb") == "dumb":
         return None
     try:

@@ -1,4 +1,4 @@
-"""What `batch-manager watch` shows: figures of a period, and of the last minute, made of readings."""
+"""The figures of `batch-manager watch`, for the last period and the last minute, computed from readings."""
 
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Latencies of some requests, in seconds; None: not known."""
+    """Latencies of some requests, in seconds; None: unknown."""
 
     count: int
     mean: float
@@ -23,17 +23,18 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What is known now. Missing: not known.
+    """Current figures. Missing entries are unknown.
 
     gauges             as in Reading
-    counts             requests of the last period, by COUNTS
-    recent             likewise of the last window_s
-    window_s           at most WINDOW_S; 0: there is one reading so far
-    tokens_per_s, prompt_tokens_per_s   generated tokens, and those of prompts that were accepted, in the last period
-    iteration_share    share of the last period that was in iterations, and callback_share in callbacks: of those, get
-                       and statistics come outside of iterations
-    latencies          by LATENCIES, those that the source has, of requests that ended in the window; None: none did
-    latency_over       "60s", or so, where any did; "start": since the engine's start, because none did; "": nothing
+    counts             name of COUNTS -> requests in the last period
+    recent             likewise in the last window_s
+    window_s           at most WINDOW_S; 0: only one reading so far
+    tokens_per_s, prompt_tokens_per_s   generated tokens, and tokens of accepted prompts, in the last period
+    iteration_share    share of the last period in iterations
+    callback_share     share of the last period in callbacks; get and statistics run outside iterations
+    latencies          name of LATENCIES -> latencies of requests that ended in the window; None: none ended
+    latency_over       period of the latencies: "60s" or less; "start": since the engine's start, because none ended in
+                       the window; "": none
     """
 
     gauges: dict[str, float] = field(default_factory=dict)
@@ -56,14 +57,14 @@ class History:
 
     def add(self, reading: Reading) -> None:
         readings = self._readings
-        if readings and reading.at_s <= readings[-1].at_s:           # told again, or with an earlier time
+        if readings and reading.at_s <= readings[-1].at_s:           # repeated, or with an earlier time
             reading = replace(reading, at_s=readings.pop().at_s)
         readings.append(reading)
         while len(readings) > 2 and readings[1].at_s <= reading.at_s - WINDOW_S:
             readings.popleft()
 
     def figures(self, period_s: float) -> Figures:
-        """The figures of now. A period is about so long, or longer where readings are rarer."""
+        """Return the current figures. The period is about period_s, or longer if readings are rarer."""
         if not self._readings:
             return Figures()
         now, first = self._readings[-1], self._readings[0]
@@ -93,12 +94,12 @@ def _counts(start: Reading, now: Reading) -> dict[str, int]:
 
 
 def _latencies(start: Reading | None, now: Reading) -> dict[str, Spread | None]:
-    """By name, of the values that came between two readings; without the first, of all."""
+    """Return name -> latencies between two readings; without the first reading, since the engine's start."""
     found: dict[str, Spread | None] = {}
     for name in (name for name in LATENCIES if name in now.latencies):
         latency = now.latencies[name]
         before = start.latencies.get(name, Latency()) if start else Latency()
-        if latency.count < before.count:                 # the engine was started again
+        if latency.count < before.count:                 # the engine restarted
             before = Latency()
         count = latency.count - before.count
         buckets = {bound: value - before.buckets.get(bound, 0.0) for bound, value in latency.buckets.items()}
@@ -108,11 +109,9 @@ def _latencies(start: Reading | None, now: Reading) -> dict[str, Spread | None]:
 
 
 def quantile(buckets: Bounds, share: float) -> float:
-    """The value below which so many of the values lie, by a straight line within its bucket.
+    """Return a quantile, interpolated linearly within its bucket; infinity above the highest finite bound.
 
-    Above the highest finite bound there is no such line: the value is infinity then.
-
-    buckets   bound -> values up to there; at least one value
+    buckets   bound -> cumulative count; at least one value
     """
     bounds = sorted(buckets)
     wanted = share * buckets[bounds[-1]]

@@ -1,4 +1,4 @@
-"""Where `batch-manager watch` reads: a /metrics of Prometheus, or a file of statistics that grows."""
+"""Sources of `batch-manager watch`: a Prometheus endpoint, or a growing file of statistics."""
 
 import os
 import time
@@ -14,23 +14,23 @@ import orjson
 from ..errors import printable
 
 MOST_BYTES = 16 << 20          # of an answer
-TAIL_BYTES = 1 << 20           # of a file that are read first
+TAIL_BYTES = 1 << 20           # at the end of a file, read first
 CHUNK_BYTES = 1 << 20
-SECONDS_BETWEEN_READINGS = 0.1     # in a file; records may be a thousand a second
-FLUSH_SECONDS = 1.5            # a record may be in the engine's memory for so long
-IDLE_STEP_S = 60.0             # no two readings of a file are farther apart, so that the last minute is no longer
+SECONDS_BETWEEN_READINGS = 0.1     # in a file, which may get a thousand records per second
+FLUSH_SECONDS = 1.5            # a record stays in the engine's memory for up to this long
+IDLE_STEP_S = 60.0             # longest distance of two readings of a file, so that the last minute stays a minute
 MICROSECONDS = 1e-6
 
-Bounds = dict[float, float]    # bound of a bucket in seconds -> values up to there
+Bounds = dict[float, float]    # bound of a bucket in seconds -> cumulative count
 
 
 class SourceError(Exception):
-    """The source says nothing now. The text says why."""
+    """The source cannot be read now; the text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """A histogram since the start. buckets: empty where only sum and count are known. Units: seconds."""
+    """A histogram since the start, in seconds. buckets: empty if only sum and count are known."""
 
     count: float = 0.0
     sum: float = 0.0
@@ -39,13 +39,13 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What an engine told at one moment. What it does not tell is missing.
+    """Values of an engine at one moment. Unknown ones are missing.
 
-    at_s        of a clock that only rises
+    at_s        time of a monotonic clock
     gauges      active, max_active, queued, scheduled (requests), kv_used, kv_free, kv_cached, kv_max (blocks),
                 oldest_wait (seconds)
-    counters    since some start: new, finished, paused, refused, errors (requests), tokens, prompt_tokens, callback,
-                iteration (seconds); one that falls has begun again
+    counters    new, finished, paused, refused, errors (requests), tokens, prompt_tokens, callback, iteration
+                (seconds); one that falls was reset
     latencies   first_token, per_token, queue
     """
 
@@ -56,15 +56,15 @@ class Reading:
 
 
 class Source(Protocol):
-    """name   for people
-    age_s     of the latest record in seconds, None where that is not known
+    """name   for messages
+    age_s     age of the latest record in seconds; None: unknown
     """
 
     name: str
     age_s: float | None
 
     def poll(self) -> list[Reading]:
-        """The readings since the last call, in order; at least one. Raises SourceError."""
+        """Return the readings since the last call, in order, at least one. Raises SourceError."""
 
     def close(self) -> None: ...
 
@@ -93,7 +93,7 @@ HISTOGRAMS = {"vllm:time_to_first_token_seconds": "first_token", "vllm:request_q
 
 
 def read_metrics(text: str, at_s: float) -> Reading:
-    """The reading in an exposition of Prometheus. Samples of several models are added up. Raises SourceError."""
+    """Parse the Prometheus exposition format. Samples of several models are added up. Raises SourceError."""
     from prometheus_client.parser import text_string_to_metric_families
     gauges: dict[str, float] = {}
     counters: dict[str, float] = {}
@@ -117,23 +117,23 @@ def read_metrics(text: str, at_s: float) -> Reading:
                         if name:
                             gauges[name] = gauges.get(name, 0.0) + sample.value * factor
     except (ValueError, KeyError) as error:
-        raise SourceError(f"the answer is no exposition of Prometheus ({printable(str(error)[:80])})") from None
+        raise SourceError(f"the answer is not in Prometheus format ({printable(str(error)[:80])})") from None
     if "tokens" not in counters:
         raise SourceError("the answer has no metrics of this package")
     for name in ("errors", "finished"):
-        counters.setdefault(name, 0.0)           # they have no samples before the first
+        counters.setdefault(name, 0.0)           # they have no samples before the first event
     return Reading(at_s, gauges, counters, {name: Latency(count, total, buckets)
                                             for name, ((count, total), buckets) in found.items()})
 
 
 class MetricsSource:
-    """An address that answers what PrometheusStatistics shows."""
+    """An address that serves PrometheusStatistics."""
 
     age_s = None
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.name, self._timeout_s = url, timeout_s
-        # No proxy of the environment: an engine is asked directly.
+        # Proxies of the environment are not used.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def poll(self) -> list[Reading]:
@@ -151,7 +151,7 @@ class MetricsSource:
         return [read_metrics(body.decode(errors="replace"), time.monotonic())]
 
     def close(self) -> None:
-        """Nothing: each poll has a connection of its own."""
+        """Do nothing: each poll has its own connection."""
 
 
 # ---------------------------------------------------------------------- a file
@@ -172,9 +172,9 @@ SECONDS = ("callback", "iteration", "queue")
 
 
 class FileSource:
-    """A file that JsonlStatistics writes, from about its end on. It may be replaced by another, or cut short.
+    """A file that JsonlStatistics writes, read from near its end on. It may be replaced or truncated.
 
-    Of records, the numbers of an iteration are added up from where the reading began.
+    Counters sum the values of the iterations read so far.
     """
 
     def __init__(self, path: str) -> None:
@@ -196,7 +196,7 @@ class FileSource:
                 record = orjson.loads(line)
                 self._add(record)
             except (ValueError, TypeError, KeyError, AttributeError):
-                continue                      # no record
+                continue                      # not a record
             at_s = self._at_s(record)
             if number == len(lines) or not readings or at_s - readings[-1].at_s >= SECONDS_BETWEEN_READINGS:
                 readings.append(self._read(record, at_s))
@@ -208,7 +208,7 @@ class FileSource:
                               if self._lines_without_record else "it has no records yet")
         self.age_s = max(time.time() - self._written_at_s, 0.0)
         latest, idle_s = readings[-1], self.age_s - FLUSH_SECONDS
-        # Nothing was written, and time goes on all the same.
+        # Time passes although nothing was written.
         return [*readings, *(replace(latest, at_s=latest.at_s + idle_s - back_s) for back_s in (IDLE_STEP_S, 0.0)
                              if idle_s > back_s)]
 
@@ -218,14 +218,14 @@ class FileSource:
             self._descriptor = -1
 
     def _lines(self) -> Iterator[bytes]:
-        """Whole lines that were not read yet, those of a file that was renamed before those of the new one."""
+        """Yield complete unread lines. Those of a renamed file come before those of its replacement."""
         try:
             found = os.stat(self.name)
             if self._descriptor < 0:
                 self._descriptor = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                 if self._is_first and found.st_size > TAIL_BYTES:
                     os.lseek(self._descriptor, -TAIL_BYTES, os.SEEK_END)
-                    self._rest = b"?"                # a part of a line comes first: no record
+                    self._rest = b"?"                # the first line is partial: makes it invalid
                 self._is_first = False
             yield from self._read_lines()
             opened = os.fstat(self._descriptor)
@@ -240,14 +240,14 @@ class FileSource:
 
     def _read_lines(self) -> Iterator[bytes]:
         if os.lseek(self._descriptor, 0, os.SEEK_CUR) > os.fstat(self._descriptor).st_size:
-            os.lseek(self._descriptor, 0, os.SEEK_SET)           # it was cut short
+            os.lseek(self._descriptor, 0, os.SEEK_SET)           # it was truncated
             self._rest = b""
         while piece := os.read(self._descriptor, CHUNK_BYTES):
             *lines, self._rest = (self._rest + piece).split(b"\n")
             yield from lines
 
     def _add(self, record: dict[str, Any]) -> None:
-        """Raises KeyError, TypeError or AttributeError for what is no record."""
+        """Add a record to the sums. Raises KeyError, TypeError or AttributeError for anything else."""
         since, last = self._sums, self._last
         added = {name: record.get(key, 0) + 0 for name, key in COUNTED_IN_ITERATIONS.items()}
         _ = record["Iteration Counter"] + record["Monotonic Microseconds"]
@@ -272,5 +272,5 @@ class FileSource:
 
 
 def rise(then: float, now: float) -> float:
-    """By how much a counter rose; one that fell has begun again at 0."""
+    """Return the increase of a counter. One that fell was reset to 0."""
     return now - then if now >= then else now

@@ -20,7 +20,7 @@ from .watch_sources import Source
 
 WIDEST = 80
 NUM_RATES = 24                  # in the sparkline
-TOLD_S = 3.0                    # age of the latest record from which on it is shown
+TOLD_S = 3.0                    # an older latest record is shown with its age
 LABEL, ACCENT, QUIET, BAD = "dim", "cyan", "dim", "bold red"
 SPARKS, PLAIN_SPARKS = "▁▂▃▄▅▆▇█", "_.-=*#"
 BLOCKS, PLAIN_BLOCKS = "━━━", "#=."      # used, free with content, free
@@ -30,7 +30,7 @@ UNKNOWN = "–"
 
 
 class Picture:
-    """The view in the terminal, drawn anew with each call, from `with` to its end; the last one stays there."""
+    """The live view in the terminal, redrawn by each call within `with`. The last one stays on the screen."""
 
     def __init__(self, source: Source) -> None:
         self._source, self._rates = source, deque(maxlen=NUM_RATES)
@@ -53,12 +53,12 @@ class Picture:
 
 
 class View:
-    """One picture.
+    """One screen.
 
-    title      what is watched
-    rates      tokens a second of the last periods
-    problem    why nothing new is known; "": it is
-    note       something less bad
+    title      name of the source
+    rates      tokens per second of the last periods
+    problem    why there are no new figures; "": there are
+    note       a milder warning
     """
 
     def __init__(self, title: str, figures: Figures, rates: Sequence[float], problem: str = "",
@@ -159,7 +159,7 @@ class View:
 
 
 class Bar:
-    """A bar of the KV cache's blocks, as wide as there is room, and the numbers."""
+    """A bar of the KV cache blocks, as wide as the terminal permits, and their numbers."""
 
     def __init__(self, used: float, cached: float, most: float, is_plain: bool) -> None:
         self.used, self.cached, self.most, self.marks = used, cached, most, PLAIN_BLOCKS if is_plain else BLOCKS
@@ -183,12 +183,12 @@ class Bar:
 
 
 def _cells(count: float, most: float, width: int) -> int:
-    """As many cells, and at least one for what is not nothing."""
+    """Return the width of a bar in cells; at least 1 for a count above 0."""
     return max(round(count / most * width), 1 if count else 0)
 
 
 def sparkline(values: Sequence[float], marks: str) -> str:
-    """One mark a value, the highest one for the largest."""
+    """Return one mark per value; the largest value has the highest mark."""
     largest = max(values, default=0.0)
     return "".join(marks[round(value / largest * (len(marks) - 1))] if largest else marks[0] for value in values)
 
@@ -198,7 +198,7 @@ def rate(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In the unit that leaves two or three digits."""
+    """Format a duration in the unit that leaves two or three digits."""
     if seconds == inf:
         return "off scale"
     for below, factor, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min"),

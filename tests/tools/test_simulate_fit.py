@@ -89,7 +89,7 @@ def test_steps_of_an_engine_that_plans_ahead_are_timed_between_reads():
 
 
 def test_too_few_steps_are_refused():
-    with pytest.raises(InputError, match="the traces have 0 steps"):
+    with pytest.raises(InputError, match="the traces have 0 timed steps"):
         fit_cost([[]])
 
 
@@ -117,9 +117,9 @@ def test_a_cost_model_comes_back_from_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("change, told", [
-    ({"format": "other"}, "is no cost model"), ({"format_version": 2}, "format_version 2; this program reads 1"),
+    ({"format": "other"}, "is not a cost model"), ({"format_version": 2}, "format_version 2; this program reads 1"),
     ({"generation_s": {"constant": -1}}, "constant is -1.0, not 0 to"),
-    ({"mixed_s": {"size": 1}}, "there is no term 'size'"), ({"host_s": None}, "is damaged"),
+    ({"mixed_s": {"size": 1}}, "unknown term 'size'"), ({"host_s": None}, "is damaged"),
     ({"is_asynchronous": 1}, "neither true nor false"),
     ({"mixed_spread": [-1]}, "a factor of a spread is not 0"), ({"most": {"x": 1}}, "the amounts are"),
     ({"error": {"a": 1}}, "is damaged")])

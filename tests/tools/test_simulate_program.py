@@ -100,7 +100,7 @@ def test_made_up_traces_are_simulated_by_their_names(call, capsys):
     (["--cost", "cost.json"], "--cost and --workload are needed"),
     (["--fit", "run.trace"], "without --out"),
     (["--fit", "run.trace", "--out", "c.json", "--workload", "w.json"], "simulates nothing"),
-    (["--cost", "cost.json", "--workload", "w.json", "--sweep", "size=1"], "is no sweep"),
+    (["--cost", "cost.json", "--workload", "w.json", "--sweep", "size=1"], "is not a sweep"),
     (["--cost", "cost.json", "--workload", "w.json", "--sweep", "max_batch=0"], "a number of at least 1"),
     (["--cost", "cost.json", "--workload", "w.json", "--sweep", "policy=fast"], "has the value 'fast'"),
     (["--cost", "cost.json", "--workload", "w.json", "--sweep", "max_batch=2,2"], "a value twice"),
@@ -121,7 +121,7 @@ def test_wrong_arguments_are_refused(call, arguments, told, capsys):
 
 @pytest.mark.parametrize("arguments, told", [
     (["--cost", "none.json", "--workload", "w.json"], "none.json cannot be read"),
-    (["--cost", "w.json", "--workload", "w.json"], "w.json is no cost model"),
+    (["--cost", "w.json", "--workload", "w.json"], "w.json is not a cost model"),
     (["--cost", "cost.json", "--workload", "none"], "none"),
     (["--cost", "cost.json", "--workload", "cost.json"], "cost.json"),
     (["--cost", "cost.json", "--workload", "w.json", "--time-scale", "-1"], "--time-scale is -1"),

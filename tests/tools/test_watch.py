@@ -118,8 +118,8 @@ def test_metrics_and_the_file_tell_the_same(served, tmp_path, source_of):
 
 
 @pytest.mark.parametrize("text, told", [
-    ("", "no metrics of this package"), ("<html>\n", "no exposition"), ("up 1\n", "no metrics of this package"),
-    ('vllm:generation_tokens_total{model_name="m"} much\n', "no exposition")])
+    ("", "no metrics of this package"), ("<html>\n", "not in Prometheus format"), ("up 1\n", "no metrics of this package"),
+    ('vllm:generation_tokens_total{model_name="m"} much\n', "not in Prometheus format")])
 def test_what_is_no_exposition_is_told(text, told):
     with pytest.raises(SourceError, match=told):
         read_metrics(text, 0.0)

@@ -1,14 +1,14 @@
-"""A trace as a picture: who ran in which iteration, as text, as SVG and as a page for a browser.
+"""Pictures of a trace: which request ran in which iteration, as text, as SVG and as an HTML page.
 
     batch-manager draw trace.jsonl                               # as text
     batch-manager draw trace.jsonl --html run.html               # any number of requests and iterations
     batch-manager draw --demo --policy GUARANTEED_NO_EVICT --num-blocks 20 --svg schedule.svg
 
-A trace is what a `batch_manager.TraceFile` wrote. `text.render_text`, `svg.render_svg` and `html.write_html` draw one
-from a program.
+A `batch_manager.TraceFile` writes a trace. A program draws one with `text.render_text`, `svg.render_svg` or
+`html.write_html`.
 
 Owns     pictures of a run, and the format of the data in a page
-Not      reading traces (stats/trace.py), or an engine: the demonstration alone runs one
-Yours    a new picture is one file with a function of iterations or of a `Timeline`, and one option in command_line.py;
-         a new chart of the page is one entry of `chartsOf` in page/counters.js
+Not      reading traces (stats/trace.py); running an engine, except for the demonstration
+Yours    a new picture: one file with a function of iterations or of a `Timeline`, and one option in command_line.py;
+         a new chart of the page: one entry of `chartsOf` in page/counters.js
 """

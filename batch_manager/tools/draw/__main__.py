@@ -1,4 +1,4 @@
-"""`python -m batch_manager.tools.draw`: what `batch-manager draw` does."""
+"""`python -m batch_manager.tools.draw`: the same as `batch-manager draw`."""
 
 from ..__main__ import run_as
 

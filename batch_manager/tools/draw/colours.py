@@ -1,4 +1,4 @@
-"""One colour a kind, the same in every picture, on a light and on a dark page."""
+"""Colours of the kinds of spans, for light and dark pages. Every picture uses the same ones."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ WAITING = Colour("#e3e6ea", "#3a424b")
 QUEUED = Colour("#f4f5f7", "#262c33")
 ENDED = Colour("#14202b", "#f2f5f8")
 
-# Tints near to that of WAITING: a request that waits must not look like one that runs.
+# Pale tints like that of WAITING: a waiting request must not look like a running one.
 WAITING_FOR: dict[str, Colour] = {
     waiting.BATCH_SIZE: Colour("#cfd5dc", "#4b5560"),
     waiting.BATCH_RUNS: Colour("#e4dcc3", "#575039"),
@@ -33,5 +33,5 @@ WAITING_FOR: dict[str, Colour] = {
 
 
 def of_waiting(reason: str) -> Colour:
-    """The tint of a reason; that of WAITING for the reasons of other schedulers."""
+    """Return the tint of a reason. Reasons of custom schedulers get that of WAITING."""
     return WAITING_FOR.get(reason, WAITING)

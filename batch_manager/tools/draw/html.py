@@ -1,4 +1,4 @@
-"""A run as one HTML file that needs nothing else: no network, no library. Its program is in page/."""
+"""A run as one HTML file, without network and libraries. Its scripts are in page/."""
 
 from html import escape
 from importlib.resources import files
@@ -9,7 +9,7 @@ from . import colours
 from .packing import pack
 from .timeline import Kind, Timeline
 
-# In the order in which they build on each other.
+# In order of dependency.
 SCRIPTS = ("unpack.js", "axis.js", "spans.js", "tiles.js", "rows.js", "counters.js", "details.js", "view.js", "main.js")
 COLOURS = {CONTEXT: colours.CONTEXT, GENERATION: colours.GENERATION, PAUSED: colours.PAUSED, QUEUED: colours.QUEUED}
 
@@ -26,7 +26,7 @@ def write_html(timeline: Timeline, file: IO[bytes], *, title: str) -> None:
         "STYLE": (page / "view.css").read_text(encoding="utf-8"),
         "SCRIPT": "\n".join((page / name).read_text(encoding="utf-8") for name in SCRIPTS),
     }
-    # What is inserted is not searched again: a title may contain the name of a part.
+    # Inserted text is not searched again: a title may contain the name of a part.
     before, _, after = (page / "view.html").read_text(encoding="utf-8").partition("{{DATA}}")
     file.write(_filled(before, parts).encode())
     file.write(pack(timeline, about))
@@ -34,7 +34,7 @@ def write_html(timeline: Timeline, file: IO[bytes], *, title: str) -> None:
 
 
 def summary(timeline: Timeline) -> str:
-    """How much the run was, in words."""
+    """Describe the size of the run in words."""
     words = [_count(len(timeline.rows), "request"), _count(len(timeline.numbers), "iteration")]
     seconds = timeline.end_us / 1e6
     if seconds > 0:

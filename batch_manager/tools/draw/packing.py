@@ -1,9 +1,9 @@
 """A timeline as bytes for a page, and back. page/unpack.js reads the same format.
 
-The bytes are base64 of a zlib stream. It holds the length of a header in four bytes, little endian; the header, JSON;
-then the columns that the header names, one after the other, with their numbers of values. A column holds the
-differences of successive values, the first to 0, folded to numbers that are not negative (0, -1, 1, -2, ... become
-0, 1, 2, 3, ...), in groups of seven bits, the lowest first; the eighth bit says that another group follows.
+The bytes are the base64 encoding of a zlib stream. The stream holds the length of the header in four bytes, little
+endian; the header as JSON, with the name and the length of each column; and the columns. A column is delta encoded from
+0, then zigzag encoded (0, -1, 1, -2, ... become 0, 1, 2, 3, ...), then written as varints: groups of seven bits, lowest
+first, whose eighth bit is set if another group follows.
 """
 
 import base64
@@ -19,7 +19,7 @@ LARGEST = 2**53 - 1              # integers beyond it are not exact in a browser
 
 
 def pack(timeline: Timeline, about: dict) -> bytes:
-    """`about` is added to the header. Raises ValueError for a number that a browser cannot hold."""
+    """Return the bytes of a timeline. `about` is added to the header. Raises ValueError for numbers beyond LARGEST."""
     columns = dict(_columns(timeline))
     header = orjson.dumps(about | {
         "kinds": [{"kind": kind, "reason": reason} for kind, reason in timeline.kinds],
@@ -33,7 +33,7 @@ def pack(timeline: Timeline, about: dict) -> bytes:
 
 
 def unpack(packed: bytes) -> tuple[dict, dict[str, list[int]]]:
-    """The header, and name -> values of each column."""
+    """Return the header, and name -> values of each column."""
     content = zlib.decompress(base64.b64decode(packed))
     begin = 4 + int.from_bytes(content[:4], "little")
     header = orjson.loads(content[4:begin])

@@ -1,4 +1,4 @@
-"""What happened, cell by cell: one request in one iteration. For pictures of small runs."""
+"""A small run as a table of cells: one request in one iteration."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ class Cell:
     """One request in one iteration.
 
     kind     ABSENT, WAITING, CONTEXT, GENERATION or PAUSED
-    tokens   run in this iteration
-    ended    the request left in this iteration
+    tokens   computed in this iteration
+    ended    the request ended in this iteration
     """
 
     kind: str = ABSENT
@@ -32,8 +32,8 @@ class Cell:
 class Picture:
     """Iterations x requests. `rows[i][j]` is what `request_ids[j]` did in `iterations[i]`.
 
-    A request waits from its arrival, or where that was not noted from its first step, until it ends; an id that is
-    used again afterwards starts a second life in the same column.
+    A request is WAITING in every iteration between its arrival, or its first step if the arrival is not in the trace,
+    and its end in which it does nothing else. An id that is used again starts a second life in the same column.
     """
 
     iterations: list[int]
@@ -62,11 +62,11 @@ class Picture:
         return Picture(numbers, list(alive), [[cells.get(i, Cell()) for i in alive] for cells in cells_of])
 
     def columns(self) -> list[list[Cell]]:
-        """The same by request."""
+        """Return the cells by request instead of by iteration."""
         return [[row[j] for row in self.rows] for j in range(len(self.request_ids))]
 
     def folds(self) -> list[tuple[int, int]]:
-        """(first row, rows) of each run of equal rows; runs too short to be worth folding come one by one."""
+        """Return (first row, rows) of each run of equal rows. Rows of runs below SHORTEST_FOLD come one by one."""
         folds = []
         for _, run in groupby(range(len(self.rows)), key=lambda i: self.rows[i]):
             indices = list(run)
@@ -78,5 +78,5 @@ class Picture:
 
 
 def span_of_iterations(iterations: list[int], start: int, count: int) -> str:
-    """The numbers of `count` iterations from the one at `start`: "7", or "7-20"."""
+    """Return the numbers of `count` iterations from index `start` as text: "7" or "7-20"."""
     return str(iterations[start]) if count == 1 else f"{iterations[start]}-{iterations[start + count - 1]}"

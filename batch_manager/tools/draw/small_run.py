@@ -1,4 +1,4 @@
-"""The iterations of a run, as long as it is small enough for a picture that shows each cell."""
+"""The iterations of a run that is small enough for a picture with a cell for each request and iteration."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from ...stats.trace import IterationTrace
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What one kind of picture can show."""
+    """Largest run that one kind of picture shows."""
 
     name: str
     iterations: int
@@ -17,8 +17,8 @@ class Bounds:
         return f"at most {self.iterations:,} iterations and {self.requests:,} requests"
 
 
-FOR_SVG = Bounds("an SVG", 2_000, 200)        # beyond them a cell is thinner than a pixel
-FOR_TEXT = Bounds("text", 5_000, 500)         # beyond them it is longer than a reader scrolls
+FOR_SVG = Bounds("an SVG", 2_000, 200)        # cells of larger runs are thinner than a pixel
+FOR_TEXT = Bounds("text", 5_000, 500)         # larger runs take too much scrolling
 
 
 class SmallRun:
@@ -30,7 +30,7 @@ class SmallRun:
         self._request_ids: set[int] = set()
 
     def append(self, iteration: IterationTrace) -> None:
-        """Raises ValueError where the run is larger than its bounds."""
+        """Add an iteration. Raises ValueError if the run exceeds its bounds."""
         self.iterations.append(iteration)
         ids = self._request_ids
         ids.update(iteration.arrived, iteration.generation, iteration.paused, iteration.finished,

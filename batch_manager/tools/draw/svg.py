@@ -1,4 +1,4 @@
-"""A schedule as an SVG document, for runs small enough to be read cell by cell."""
+"""A schedule as an SVG document, for small runs."""
 
 from collections.abc import Iterable
 from html import escape
@@ -17,7 +17,7 @@ ROW_HEIGHT, BAR_HEIGHT, MARGIN = 24, 64, 16
 
 
 def render_svg(trace: Iterable[IterationTrace]) -> str:
-    """The schedule as an SVG document: time runs right, one row a request, tokens of each iteration as bars below."""
+    """Return the schedule as an SVG document: a column per iteration, a row per request, and bars of tokens below."""
     picture = Picture.of(trace)
     count = max(len(picture.rows), 1)
     cell = min(30.0, max(3.0, round(1200 / count, 2)))
@@ -54,7 +54,7 @@ def _svg_legend() -> list[str]:
 
 
 def _svg_row(picture: Picture, request_id: int, column: list[Cell], left: float, y: float, cell: float) -> list[str]:
-    """Runs of one kind are one rectangle; context chunks are told apart and numbered."""
+    """Draw a run of equal cells as one rectangle, but each context chunk alone, with its tokens."""
     out, i = [], 0
     while i < len(column):
         kind, run = column[i].kind, 1
@@ -98,5 +98,5 @@ def _svg_bars(picture: Picture, left: float, top: float, cell: float) -> list[st
 
 
 def _tick(count: int, cell: float) -> int:
-    """Iterations between two numbers on the axis, so that they do not touch."""
+    """Return the number of iterations between two labels of the axis, so that labels do not touch."""
     return next((step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500) if step * cell >= 34), count)

@@ -9,11 +9,11 @@ LEGEND = "C12 context, 12 tokens   G generation, 1 token   P paused   . waiting 
 
 
 def render_text(trace: Iterable[IterationTrace], *, width: int = 100, legend: bool = True) -> str:
-    """The schedule as plain text in at most `width` columns.
+    """Return the schedule as plain text in at most `width` columns.
 
-    Time runs down, one column a request, as long as the columns fit: each request is then a line the eye can follow,
-    and runs of equal iterations fold into one row ("x 14"). With more requests than fit, time runs to the right, one
-    row a request, and wraps like staves of music; a stave shows only the requests that are alive in it.
+    If the requests fit, each has a column and time runs down; equal successive iterations fold into one row ("x 14").
+    Otherwise each request has a row, and time runs to the right and wraps like staves of music. A stave shows only the
+    requests that are alive in it.
     """
     picture = Picture.of(trace)
     if not picture.rows:
@@ -47,7 +47,7 @@ def _time_down(picture: Picture) -> list[str]:
 
 def _time_right(picture: Picture, width: int) -> list[str]:
     folds = picture.folds()
-    columns = []                            # (first row, its number, "x 14" or nothing, width of the column)
+    columns = []                            # (first row, "x14" or "", width of the column)
     for start, count in folds:
         times = "" if count == 1 else f"x{count}"
         columns.append((start, times, max(len(times), *(len(str(cell)) for cell in picture.rows[start]))))
@@ -75,7 +75,7 @@ def _time_right(picture: Picture, width: int) -> list[str]:
 
 
 def _line_of_numbers(head: str, picture: Picture, stave: list[tuple[int, str, int]], width: int) -> str:
-    """The number of an iteration over its column, wherever the one before it leaves room."""
+    """Return a line with the number of each iteration above its column, where the previous number leaves room."""
     line, at = head, len(head)
     for start, _, column_width in stave:
         number = str(picture.iterations[start])

@@ -1,4 +1,4 @@
-"""A run as spans and counters: its size is that of what changes, not that of requests times iterations."""
+"""A run as spans and counters. Its size grows with the changes, not with requests times iterations."""
 
 from array import array
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from ...scheduling.waiting import IN_FLIGHT
 from ...stats.trace import IterationTrace
 from ..request_spans import CONTEXT, GENERATION, PAUSED, QUEUED, WAITING
 
-Kind = tuple[str, str]                          # (kind, reason of WAITING), as batch_manager/tools/request_spans.py has
+Kind = tuple[str, str]                          # (kind, reason), as in request_spans.Span
 
 FIXED_KINDS: tuple[Kind, ...] = ((CONTEXT, ""), (GENERATION, ""), (PAUSED, ""), (QUEUED, ""))
 COUNTERS = ("live_blocks", "cached_blocks", "free_blocks", "queued_requests", "context_tokens", "generation_tokens")
@@ -16,13 +16,13 @@ COUNTERS = ("live_blocks", "cached_blocks", "free_blocks", "queued_requests", "c
 
 @dataclass(slots=True)
 class Row:
-    """One life of a request. Iterations are counted from the beginning of the trace: 0, 1, 2, ...
+    """One life of a request. Iterations are indices into the trace: 0, 1, 2, ...
 
-    starts       first iteration of each span; the next span begins where one ends
+    starts       first iteration of each span; a span ends where the next one begins
     kinds        index into `Timeline.kinds` of each span
-    chunks       first position and tokens of each span of a context, flat, in order
-    end          iteration after its last one
-    has_ended    False: the trace ends before
+    chunks       first position and tokens of each context span, flat, in order
+    end          iteration after the last one
+    has_ended    False: the trace ends first
     """
 
     request_id: int
@@ -35,16 +35,16 @@ class Row:
 
 @dataclass(slots=True)
 class Timeline:
-    """What a trace says, appended iteration by iteration.
+    """A trace as columns, appended iteration by iteration.
 
-    rows         in order of arrival; an id that comes again begins another one
-    kinds        what the spans refer to
-    numbers      of the iterations, as the trace has them
-    begin_us     when each began, in microseconds since the first one; never less than the one before
-    counters     name -> a value an iteration
-    phases_us    phase -> a duration an iteration, 0 where the phase did not run
+    rows         in order of arrival; an id that is used again has another row
+    kinds        kinds of the spans, by index
+    numbers      iteration numbers of the trace
+    begin_us     start of each iteration, in microseconds since the first one; never falls
+    counters     name -> a value per iteration
+    phases_us    phase -> a duration per iteration, 0 if the phase did not run
 
-    A context chunk is a span of its own. A request that a step in flight works on goes on with what it did.
+    Each context chunk is a span of its own. A request whose step is still in flight continues its span.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -57,16 +57,16 @@ class Timeline:
     _last_us: int = 0
     _codes: dict[Kind, int] = field(default_factory=lambda: {kind: i for i, kind in enumerate(FIXED_KINDS)})
     _alive: dict[int, Row] = field(default_factory=dict)
-    _doing: dict[int, set[int]] = field(default_factory=dict)     # code -> ids of the requests that do this
+    _doing: dict[int, set[int]] = field(default_factory=dict)     # kind -> ids of the requests in such a span
 
     @property
     def end_us(self) -> int:
-        """When the phases of the last iteration had ended."""
+        """End of the phases of the last iteration."""
         return self._last_us + sum(values[-1] for values in self.phases_us.values())
 
     @property
     def tokens(self) -> int:
-        """Rows of all steps: tokens of contexts, and one a generating request."""
+        """Computed tokens: those of contexts, and one for each generating request."""
         return sum(self.counters["context_tokens"]) + sum(self.counters["generation_tokens"])
 
     def append(self, iteration: IterationTrace) -> None:
@@ -87,7 +87,7 @@ class Timeline:
                 row.end, row.has_ended = index + 1, True
 
     def close(self) -> None:
-        """The trace is complete: rows that are alive end where it does."""
+        """End the live rows where the trace ends. Call after the last iteration."""
         for row in self._alive.values():
             row.end = len(self.numbers)
 
@@ -115,7 +115,7 @@ class Timeline:
         return code
 
     def _begin(self, kind: Kind, ids: Sequence[int], index: int, *, may_be_older: bool = True) -> None:
-        """A span for each of them that did something else before."""
+        """Begin a span of this kind for the requests that are not in one."""
         if not ids:
             return
         code = self._code(kind)
@@ -135,7 +135,7 @@ class Timeline:
             self.rows.append(row)
         else:
             self._doing[row.kinds[-1]].discard(request_id)
-            if row.starts[-1] == index:                  # named twice in an iteration: the later one holds
+            if row.starts[-1] == index:                  # a second entry in an iteration replaces the first
                 row.starts.pop()
                 if self.kinds[row.kinds.pop()][0] == CONTEXT:
                     del row.chunks[-2:]

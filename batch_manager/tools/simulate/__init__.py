@@ -1,8 +1,8 @@
-"""What-if runs: the production loop, scheduler and KV cache manager under a virtual clock.
+"""What-if simulations: the production loop, scheduler and KV cache manager under a virtual clock.
 
-Owns     the cost of a step and of the host, fitted from traces; the model backend that computes nothing and takes that
-         time; one engine or several under one stream of requests; their figures
-Not      scheduling, blocks and the order of an iteration, which are the engine's own; nor the options and figures that
-         `batch-manager bench` has, which are taken from there
-Yours    another routing rule is a class with `choose`, and a line in `routing`
+Owns     the cost model of steps and host, fitted on traces; the model backend that computes nothing and takes that
+         time; one or more engines under one stream of requests; their figures
+Not      scheduling, blocks and the order of an iteration, which belong to the engine; options and figures shared with
+         `batch-manager bench`, which owns them
+Yours    a new routing rule: a class with `choose`, and a line in routing.ROUTING
 """

@@ -1,4 +1,4 @@
-"""A model backend that computes nothing and takes the time that a cost model says."""
+"""A model backend that computes nothing and takes the time predicted by a cost model."""
 
 from collections import Counter
 
@@ -12,20 +12,21 @@ from .scatter import Scatter
 from .step_shape import StepShape, shape_of_batch, shared_tokens
 from .virtual_time import VirtualClock
 
-TOKEN = 1    # that every step yields for every sequence
+TOKEN = 1    # result of every step for every sequence
 
 
 class SimulatedBackend:
-    """Implements seams.ModelBackend. A sequence ends by its length alone. Without beams and draft tokens.
+    """Implements seams.ModelBackend, without beams and draft tokens. Sequences end by length only.
 
-    cost, clock   are asked, and put forward
-    log_book  is told of each token
-    seed      of how steps scatter
-    steps     that were launched
-    busy_s    seconds that the steps took together
-    beyond    amount -> steps in which it was larger than any that the cost model was fitted on
-    steps_beyond    steps in which one of them was
-    reused_tokens   that were found in the KV cache
+    cost      predicts the time of each step
+    clock     is advanced by that time
+    log_book  records each token
+    seed      of the scatter of step times
+    steps     launched steps
+    busy_s    total seconds of the steps
+    beyond    amount -> steps in which it exceeded the range of the fit
+    steps_beyond    steps in which any amount did
+    reused_tokens   prompt tokens found in the KV cache
     """
 
     def __init__(self, info: BackendInfo, cost: CostModel, clock: VirtualClock, log_book: LogBook,
@@ -34,7 +35,7 @@ class SimulatedBackend:
         self.cost, self.clock, self._log_book = cost, clock, log_book
         self._scatter = Scatter(cost, seed)
         self._busy_until = 0.0
-        self._request_ids = np.zeros(info.num_slots, np.int64)      # slot -> whose it is
+        self._request_ids = np.zeros(info.num_slots, np.int64)      # by slot
         self._found_tokens = np.zeros(info.num_slots, np.int64)
         self._tokens = np.full(info.num_slots, TOKEN, np.int32)
         self._finish = np.zeros(info.num_slots, np.uint8)
@@ -74,7 +75,7 @@ class SimulatedBackend:
         self._tokens, self._finish = np.full(count, TOKEN, np.int32), np.zeros(count, np.uint8)
 
     def end(self, batch: ScheduledBatch, done_at: float) -> StepOutput:
-        """Wait for a step that is done at this time."""
+        """Wait for a step that ends at this time. Return its output."""
         self.clock.now = max(self.clock.now, done_at)
         slots = batch.generation.slots
         first = [work.slot for work in batch.context if work.is_last_chunk]
@@ -84,17 +85,20 @@ class SimulatedBackend:
         return StepOutput(batch.micro_batch_id, slots, self._tokens[:len(slots)], self._finish[:len(slots)])
 
     def generation_shape(self, slots: np.ndarray) -> StepShape:
-        """Of a step without a context, with these sequences; their cached tokens are left out."""
+        """Return the shape of a generation step of these sequences, without their cached tokens."""
         return StepShape(generation_requests=len(slots), shared_tokens=shared_tokens(self._found_tokens[slots]))
 
     def generation_seconds(self, shape: StepShape, cached_tokens: np.ndarray) -> tuple[np.ndarray, float]:
-        """(of the next steps, if they are of this shape, of the host in each of them). cached_tokens: [steps]"""
+        """Return (seconds of each of the next steps of this shape, seconds of the host per step).
+
+        cached_tokens   [steps]
+        """
         step_s = self.cost.generation_step_seconds(shape, cached_tokens)
         return step_s * self._scatter.generation_factors(self.steps, len(cached_tokens)), self.cost.host_seconds(shape)
 
     def leap(self, request_ids: np.ndarray, shape: StepShape, ends_s: np.ndarray, step_s: np.ndarray,
              cached_tokens: np.ndarray) -> None:
-        """So many generation steps, in lockstep, with these sequences in each.
+        """Run len(ends_s) generation steps of these sequences, in lockstep.
 
         ends_s, step_s, cached_tokens   [steps]
         """
@@ -118,7 +122,7 @@ class SimulatedBackend:
 
 
 class SimulatedStep:
-    """A step that was launched."""
+    """A launched step."""
 
     def __init__(self, backend: SimulatedBackend, batch: ScheduledBatch, done_at: float) -> None:
         self._backend, self._batch, self._done_at = backend, batch, done_at

@@ -1,4 +1,4 @@
-"""A cost model from the traces of real runs."""
+"""Fit a cost model on traces of real runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,29 +14,28 @@ from .measured_steps import MeasuredStep, measured_steps
 from .step_shape import StepShape
 
 FEWEST_STEPS = 50
-HELD_OUT = 5            # every fifth step is not fitted, but predicted
+HELD_OUT = 5            # every fifth step is held out to measure the error
 ROUNDS = 8
-OUTLIER = 5.0           # times the median deviation: steps further off do not shape the fit, but count in its spread
-INTERRUPTION = 20.0     # times what is predicted: longer steps do not count at all
+OUTLIER = 5.0           # times the median deviation; steps beyond are left out of the fit, but not of the spread
+INTERRUPTION = 20.0     # times the prediction; longer steps are ignored
 SHORTEST_S = 1e-6
-QUANTILES = 201         # of the spread
+QUANTILES = 201         # number of quantiles of the spread
 
 
 def fit_cost(traces: Iterable[Iterable[IterationTrace]], about: Mapping[str, Any] | None = None) -> CostModel:
-    """Fit what steps took.
+    """Fit a cost model on the step times of traces.
 
-    The time of a step is a sum of terms: a constant, and a number of seconds for each unit of the amounts of its shape.
-    Steps with a context have terms of their own. Relative errors count, by least squares with coefficients that are not
-    negative (Lawson and Hanson), iteratively reweighted; the few steps that are far off are left out of that. All terms
-    are then scaled so that the sum of the predictions is that of the times, those of the few steps included. How steps
-    scatter around the prediction is kept as quantiles.
+    The time of a step is a sum of terms: a constant, and seconds per unit of each amount of its shape. Steps with
+    contexts have their own terms. The fit minimises relative errors by iteratively reweighted non-negative least
+    squares (Lawson and Hanson), without outliers. All terms are then scaled so that predictions and measured times,
+    outliers included, have the same sum. The scatter around the prediction is kept as quantiles.
 
-    Published simulators of serving, of which Vidur (MLSys 2024) is one, predict operators instead of steps, and claim
-    errors of less than 9 % in end-to-end latencies.
+    Published serving simulators such as Vidur (MLSys 2024) predict operators instead of steps, and claim errors below
+    9 % in end-to-end latency.
 
-    about   where the traces come from; what the fit found is added
+    about   origin of the traces; facts of the fit are added
 
-    Raises InputError for too few steps, and traces of engines that plan in different ways.
+    Raises InputError for too few steps, or for traces of both synchronous and asynchronous engines.
     """
     steps: list[MeasuredStep] = []
     ways = set()
@@ -50,11 +49,11 @@ def fit_cost(traces: Iterable[Iterable[IterationTrace]], about: Mapping[str, Any
         ways.add(is_asynchronous)
     timed = [step for step in steps if step.step_s is not None]
     if len(timed) < FEWEST_STEPS:
-        raise InputError(f"the traces have {len(timed)} steps whose time is known; expected {FEWEST_STEPS} at least; "
+        raise InputError(f"the traces have {len(timed)} timed steps; expected at least {FEWEST_STEPS}; "
                          "record a longer run with bench --trace")
     if len(ways) > 1:
-        raise InputError("one trace is of an engine that plans ahead of the device, another one of an engine that does "
-                         "not; expected traces of one engine; fit them one by one")
+        raise InputError("one trace is of an engine that plans ahead of the device, another of one that does not; "
+                         "expected traces of one engine; fit them separately")
     seen = [step for number, step in enumerate(timed) if number % HELD_OUT]
     held_out = timed[::HELD_OUT]
     model, _ = _fit(seen, steps)
@@ -66,7 +65,7 @@ def fit_cost(traces: Iterable[Iterable[IterationTrace]], about: Mapping[str, Any
 
 
 def _fit(timed: Sequence[MeasuredStep], steps: Sequence[MeasuredStep]) -> tuple[CostModel, float]:
-    """(the model, share of the steps that did not count at all)."""
+    """Return (the model, share of ignored steps)."""
     generation = [step for step in timed if not step.shape.context_requests]
     mixed = [step for step in timed if step.shape.context_requests]
     hosts = [step for step in steps if step.host_s is not None]
@@ -82,8 +81,7 @@ def _fit(timed: Sequence[MeasuredStep], steps: Sequence[MeasuredStep]) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """seconds: term -> seconds a unit, without those that are 0; spread: as CostModel has it; interrupted: steps that
-    did not count."""
+    """seconds: term -> seconds per unit, without zeros; spread: as in CostModel; interrupted: ignored steps."""
 
     seconds: dict[str, float]
     spread: tuple[float, ...]
@@ -96,13 +94,13 @@ class _Terms:
 def _fit_terms(shapes: Sequence[StepShape], seconds: Sequence[float | None], terms: Sequence[str]) -> _Terms:
     if not shapes:
         return _Terms({}, (), 0)
-    if not any(shape.shared_tokens for shape in shapes):        # the two cannot be told apart
+    if not any(shape.shared_tokens for shape in shapes):        # it cannot be separated from cached_tokens
         terms = [term for term in terms if term != DISTINCT]
     columns = np.array([[amount(term, shape) for term in terms] for shape in shapes], float)
     targets = np.maximum(np.array(seconds, float), SHORTEST_S)
     predicted, kept = targets, np.ones(len(targets), bool)
     for _ in range(ROUNDS):
-        # Weights by what is predicted: by what was measured, steps that happened to be short would count for more.
+        # Weights from predictions: weights from measured times would favour steps that happened to be short.
         weights = 1 / predicted
         coefficients = nonnegative_least_squares((columns * weights[:, None])[kept], (targets * weights)[kept])
         predicted = np.maximum(columns @ coefficients, SHORTEST_S)

@@ -1,4 +1,4 @@
-"""The time of a step and of the host, as a function of the step's shape; and the file that holds it."""
+"""The time of a step and of the host as a function of the step's shape, and its file format."""
 
 import json
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ MOST_SECONDS = 1e6          # per unit; more is damage, and sums of it could ove
 CONSTANT = "constant"
 AMOUNTS = tuple(f.name for f in fields(StepShape))
 KNOTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
-# min(sequences that generate, knot), and what they are more than it: any curve of lines that rises is a sum of these.
+# min(generating sequences, knot), and the excess over the knot. Their sums are all rising piecewise linear curves.
 UP_TO = {f"generation_requests_up_to_{knot}": knot for knot in KNOTS}
 BEYOND = {f"generation_requests_beyond_{knot}": knot for knot in KNOTS}
-# cached_tokens less shared_tokens: what attention reads from memory, where it computes cached_tokens.
+# cached_tokens - shared_tokens: tokens that attention reads from memory.
 DISTINCT = "distinct_tokens"
 GENERATION_TERMS = (CONSTANT, "generation_requests", "cached_tokens", DISTINCT, *UP_TO, *BEYOND)
 MIXED_TERMS = (CONSTANT, *(name for name in AMOUNTS if name != "shared_tokens"), DISTINCT, *UP_TO, *BEYOND)
@@ -29,11 +29,11 @@ HOST_TERMS = (CONSTANT, "context_requests", "generation_requests")
 
 @dataclass(frozen=True, slots=True)
 class StepError:
-    """How far predictions were from steps that the fit did not see.
+    """Prediction error on held-out steps.
 
-    steps          such steps
+    steps          number of held-out steps
     median, p90    of |predicted - measured| / measured
-    total          (predicted - measured) / measured, of the time of all of them together
+    total          (predicted - measured) / measured, of their total time
     """
 
     steps: int
@@ -42,23 +42,23 @@ class StepError:
     total: float
 
     def words(self) -> str:
-        return (f"{self.steps:,} steps that the fit did not see: off by {self.median:.1%} in the median, "
-                f"{self.p90:.1%} at p90, their sum by {self.total:+.1%}")
+        return (f"error on {self.steps:,} held-out steps: {self.median:.1%} median, {self.p90:.1%} p90, "
+                f"{self.total:+.1%} of their total time")
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of a step and of the host's part of an iteration.
+    """Predicted seconds of a step and of the host's part of an iteration.
 
-    generation_s    term -> seconds a unit, of steps without a context; the terms are GENERATION_TERMS
-    mixed_s         likewise, of steps with one; the terms are MIXED_TERMS
-    host_s          likewise, of the host's part of an iteration; the terms are HOST_TERMS
-    most            amount -> the largest one that was fitted
-    generation_spread, mixed_spread   quantiles, from the smallest to the largest at equal distances, of what a step
-                    took over what is predicted; their mean is 1. Empty: every step takes what is predicted
-    is_asynchronous   the host plans a step while the device computes the one before it
-    error           of the fit; None: it is not known
-    about           where it comes from: machine, versions, traces, ...
+    generation_s    term of GENERATION_TERMS -> seconds per unit, for steps without contexts
+    mixed_s         term of MIXED_TERMS -> seconds per unit, for steps with contexts
+    host_s          term of HOST_TERMS -> seconds per unit, for the host's part of an iteration
+    most            amount -> largest fitted value
+    generation_spread, mixed_spread   equally spaced quantiles of measured / predicted time, from the minimum to the
+                    maximum; their mean is 1. Empty: no scatter
+    is_asynchronous   whether the host plans a step while the device computes the previous one
+    error           of the fit; None: unknown
+    about           origin: machine, versions, traces, ...
     """
 
     generation_s: Mapping[str, float]
@@ -72,42 +72,42 @@ class CostModel:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def step_seconds(self, shape: StepShape) -> float:
-        """Of the device, or of the CPU that computes the step."""
+        """Seconds of the device, or of the CPU that computes the step."""
         return _linear(self.mixed_s if shape.context_requests else self.generation_s, shape)
 
     def generation_step_seconds(self, shape: StepShape, cached_tokens: np.ndarray) -> np.ndarray:
-        """Of steps of this shape but for its cached tokens, one for each entry of cached_tokens [n]."""
+        """Seconds of generation steps of this shape, but with cached_tokens [n]."""
         each = self.generation_s.get("cached_tokens", 0.0) + self.generation_s.get(DISTINCT, 0.0)
         return _linear(self.generation_s, shape) + each * cached_tokens
 
     def host_seconds(self, shape: StepShape) -> float:
-        """Of everything else in the iteration that launches the step."""
+        """Seconds of the rest of the iteration that launches the step."""
         return _linear(self.host_s, shape)
 
     def beyond(self, shape: StepShape) -> tuple[str, ...]:
-        """The amounts that are larger than any that was fitted."""
+        """Return the amounts beyond the range of the fit."""
         return tuple(name for name, most in self.most.items() if getattr(shape, name) > most)
 
     def write(self, path: Path) -> None:
-        """Whole, or not at all. Raises OSError."""
+        """Write the file, whole or not at all. Raises OSError."""
         with output_file(path) as file:
             json.dump(self.record(), file, indent=1)
 
     def record(self) -> dict[str, Any]:
-        """As it stands in a file."""
+        """Return the content of the file."""
         return {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises InputError for a file that cannot be read, is no cost model, or has another version."""
+        """Read a file. Raises InputError if it cannot be read or is not a cost model of this version."""
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InputError(f"{path} cannot be read: {error}; expected a cost model; batch-manager simulate --fit "
                              "writes one") from error
         if not isinstance(record, dict) or record.get("format") != FORMAT:
-            raise InputError(f"{path} is no cost model; expected the format {FORMAT!r}; batch-manager simulate --fit "
-                             "writes one")
+            raise InputError(f"{path} is not a cost model; expected the format {FORMAT!r}; "
+                             "batch-manager simulate --fit writes one")
         if record.get("format_version") != FORMAT_VERSION:
             raise InputError(f"{path} has format_version {record.get('format_version')!r}; this program reads "
                              f"{FORMAT_VERSION}; fit it again")
@@ -123,7 +123,7 @@ class CostModel:
 
 
 def amount(term: str, shape: StepShape) -> int:
-    """How many units of a term a step has."""
+    """Return the units of a term in a step."""
     if term == CONSTANT:
         return 1
     if term in UP_TO:
@@ -147,7 +147,7 @@ def _seconds(record: Mapping[str, Any], terms: tuple[str, ...]) -> dict[str, flo
     found = {str(term): float(seconds) for term, seconds in record.items()}
     for term, seconds in found.items():
         if term not in terms:
-            raise ValueError(f"there is no term {term!r}; the terms are {', '.join(terms)}")
+            raise ValueError(f"unknown term {term!r}; the terms are {', '.join(terms)}")
         if not 0 <= seconds <= MOST_SECONDS:
             raise ValueError(f"{term} is {seconds}, not 0 to {MOST_SECONDS:g} seconds")
     return found

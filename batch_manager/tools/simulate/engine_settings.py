@@ -1,4 +1,4 @@
-"""The engine that is simulated, by the options of the manager that matter to it."""
+"""The simulated engine, and its settings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from .virtual_time import VirtualClock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """By the names of TrtGptModelOptionalParams and KvCacheConfig.
+    """Settings with the names of TrtGptModelOptionalParams and KvCacheConfig.
 
     num_blocks    of the KV cache pool
     max_seq_len   positions of the model
@@ -39,8 +39,10 @@ class EngineSettings:
 def make_loop(settings: EngineSettings, cost: CostModel, clock: VirtualClock, log_book: LogBook, *,
               get: Callable[[int], list], send: Callable[..., None], seed: tuple[int, ...] = (0,),
               trace: Callable[[IterationTrace], None] | None = None) -> tuple[GenerationLoop, SimulatedBackend]:
-    """The production loop around a backend that takes the time `cost` says. Raises ConfigError for settings that a
-    manager would refuse."""
+    """Return the production loop and a backend whose steps take the time that `cost` predicts.
+
+    Raises ConfigError for settings that a manager would refuse.
+    """
     num_slots = settings.max_num_sequences or settings.max_batch_size
     info = BackendInfo(
         vocab_size=MOST_VOCABULARY, max_seq_len=settings.max_seq_len, num_blocks=settings.num_blocks,

@@ -1,4 +1,4 @@
-"""What a result says of a simulation: the figures of a benchmark, and what only a simulation knows."""
+"""The figures of a simulation: those of a benchmark, and a few of its own."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from .fleet import Run
 
 
 def point_fields(run: Run, load: Load, mode: str, bounds: Bounds, simulated_in_s: float) -> dict[str, Any]:
-    """Of one simulation, by the names of `batch-manager bench`.
+    """Return the figures of one simulation, with the names of `batch-manager bench`.
 
-    extrapolated   share of the steps that are larger than any the cost model was fitted on, and in what
-    replicas       how many; requests, tokens and seconds of steps: the least and the most that one of them had
+    extrapolated   share of the steps beyond the range of the fit, and amount -> steps
+    replicas       their count; minimum and maximum over replicas of requests, tokens and seconds of steps
     """
     stamps = stamps_of(run)
     failures = sorted(run.log_book.errors.items())
@@ -44,7 +44,7 @@ def point_fields(run: Run, load: Load, mode: str, bounds: Bounds, simulated_in_s
 
 
 def stamps_of(run: Run) -> Stamps:
-    """In the order of the traffic."""
+    """Return the time stamps of the requests, in the order of the traffic."""
     book, traffic = run.log_book, run.traffic
     gaps, counts = book.gaps()
     has_failed = np.zeros(len(traffic), bool)
@@ -56,7 +56,7 @@ def stamps_of(run: Run) -> Stamps:
 
 
 def balance(run: Run) -> dict[str, Any]:
-    """How even the load of the replicas was."""
+    """Return the count of the replicas, and minimum and maximum of their loads."""
     count = len(run.replicas)
     served = np.bincount(run.log_book.replica[run.log_book.replica >= 0], minlength=count)
     tokens = np.bincount(run.log_book.replica.clip(min=0), weights=run.log_book.tokens, minlength=count)

@@ -1,4 +1,4 @@
-"""Replicas under one stream of requests, in the order in which things happen."""
+"""Replicas under one stream of requests, in the order of virtual time."""
 
 import gc
 import heapq
@@ -21,10 +21,10 @@ REQUESTS_BETWEEN_LOOKS = 100
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A simulation that is over.
+    """A completed simulation.
 
     wall_s      virtual seconds from the beginning to the last final response
-    arrival_s   [n] when each request arrived: in a closed loop that is not the traffic's own time
+    arrival_s   [n] arrival of each request; in a closed loop not the time in the traffic
     """
 
     traffic: Traffic
@@ -41,19 +41,19 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
     """Serve the traffic to its last response.
 
     routing       one of ROUTING
-    concurrency   so many requests are under way at a time; each of the others arrives when one is done, and arrival
-                  times are not looked at. None: they arrive at their times
-    seed          of how steps scatter around what is predicted
-    trace         of the first replica
-    leaps         run iterations in which nothing happens at once: faster, and the same figures
-    watch         (requests done, virtual seconds) called now and then
+    concurrency   closed loop: the number of requests in progress; the next one arrives when one is done. None: requests
+                  arrive at their times
+    seed          of the scatter of step times
+    trace         called with the iterations of the first replica
+    leaps         compute uneventful iterations at once: faster, with the same figures
+    watch         called with (requests done, virtual seconds) every few requests
 
     Raises ConfigError for settings that a manager would refuse.
     """
     log_book = LogBook(len(traffic))
     arrival_s = traffic.arrival_s.tolist()
     arriving = deque(range(len(traffic)))
-    due: list[tuple[float, int]] = []            # of a closed loop: (time, index)
+    due: list[tuple[float, int]] = []            # in a closed loop: (time, index)
     ended_at, num_done = 0.0, 0
 
     def on_final(index: int, now: float) -> None:
@@ -69,8 +69,8 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
     router = ROUTING[routing](replicas, traffic)
     if concurrency is not None:
         due = [(0.0, arriving.popleft()) for _ in range(min(concurrency, len(arriving)))]
-    # Replicas with unfinished requests: (when the next iteration begins in which something happens, number). An entry
-    # of another time is an old one.
+    # (start of the next eventful iteration, number) of replicas with unfinished requests. Entries whose time differs
+    # from the replica's are stale.
     busy: list[tuple[float, int]] = []
     with _few_collections() as collect:
         while True:
@@ -104,8 +104,8 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
 
 @contextmanager
 def _few_collections() -> Iterator[Callable[[], None]]:
-    """Python's garbage collector looks at everything that requests hold, again and again: a fifth of the time. Here it
-    runs when it is called, and then rarely."""
+    """Yield a function that rarely collects garbage, with automatic collection off. Automatic collection scans all live
+    requests again and again, which takes a fifth of the time."""
     was_enabled, steps = gc.isenabled(), 0
 
     def collect() -> None:

@@ -1,4 +1,4 @@
-"""Iterations in which nothing happens but one more token for each sequence, all at once."""
+"""Leaps: iterations that only add one token to each sequence, computed at once."""
 
 from dataclasses import dataclass
 
@@ -15,13 +15,13 @@ SHORTEST = 2
 
 @dataclass(frozen=True, slots=True)
 class Leap:
-    """Iterations that a loop would run in this way, were nothing to arrive.
+    """Iterations that a loop will run unless a request arrives.
 
-    requests   that run in each of them
-    shape      of their steps, without their cached tokens
-    ends_s     [k] when each of them ends; the first one begins at begin_s
-    step_s     [k] that their steps take
-    cached_tokens   [k] that each of them attends to
+    requests   in each of the steps
+    shape      of the steps, without cached tokens
+    ends_s     [k] end of each iteration; the first one begins at begin_s
+    step_s     [k] seconds of each step
+    cached_tokens   [k] of each step
     """
 
     requests: list[LlmRequest]
@@ -36,17 +36,17 @@ class Leap:
         return float(self.ends_s[-1])
 
     def begun_before(self, now: float) -> int:
-        """How many of the iterations begin before this time."""
+        """Return how many of the iterations begin before this time."""
         if self.begin_s >= now:
             return 0
         return min(int(np.searchsorted(self.ends_s, now)) + 1, len(self.ends_s))
 
 
 def possible_leap(loop: GenerationLoop, backend: SimulatedBackend) -> Leap | None:
-    """The iterations up to the next one in which a request ends or blocks may run out. None: there are hardly any.
+    """Return the iterations before a request ends or blocks may run out; None if there are fewer than SHORTEST.
 
-    They are exact where steps run in lockstep: every active request generates in each of them, all needed blocks are
-    free, and no request of the queue enters, whose place is taken or which has not arrived.
+    The result is exact for steps in lockstep: every active request generates in each step, all needed blocks are free,
+    and no queued request can become active.
     """
     requests = loop.active.in_order
     if loop.limits.window_depth > 1 or loop.window or not requests or len(requests) > loop.limits.max_batch_size:
@@ -73,7 +73,7 @@ def possible_leap(loop: GenerationLoop, backend: SimulatedBackend) -> Leap | Non
 
 
 def carry_out(leap: Leap, count: int, loop: GenerationLoop, backend: SimulatedBackend) -> None:
-    """Put the engine where `count` of the iterations leave it. Mutates requests, blocks, backend and clock."""
+    """Advance the engine by `count` of the iterations. Mutates requests, blocks, backend and clock."""
     if not count:
         return
     loop.kv.claim_tokens(leap.requests, count)

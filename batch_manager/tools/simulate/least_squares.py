@@ -1,4 +1,4 @@
-"""Least squares whose coefficients are not negative."""
+"""Non-negative least squares."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ TOLERANCE = 1e-12
 
 
 def nonnegative_least_squares(columns: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """The x >= 0 that minimises |columns @ x - targets|. columns [n, k], targets [n]; returns [k].
+    """Return the x >= 0 [k] that minimises |columns @ x - targets|. columns [n, k], targets [n].
 
     Source: the active-set method of Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23.
     """
@@ -31,7 +31,7 @@ def nonnegative_least_squares(columns: np.ndarray, targets: np.ndarray) -> np.nd
                 x[:] = 0
                 x[free] = solution
                 break
-            # Go towards the solution until the first coefficient is 0, and hold that one there.
+            # Move towards the solution until the first coefficient is 0, and fix it there.
             blocked = solution <= 0
             steps = x[free][blocked] / (x[free][blocked] - solution[blocked])
             x[free] += steps.min() * (solution - x[free])

@@ -1,4 +1,4 @@
-"""What each request of a simulation got, and the times between tokens."""
+"""Token times of the requests of a simulation."""
 
 import numpy as np
 
@@ -6,12 +6,12 @@ FIRST_SIZE = 1 << 12
 
 
 class LogBook:
-    """Columns with a row for each request, by its index; times are seconds since the simulation began.
+    """Columns with a row for each request. Times are seconds since the simulation began.
 
-    first_s, last_s   of the first and the latest token; NaN: it has none
-    tokens            that came
-    replica           that served it; -1: none has
-    errors            index -> what it was refused or failed with
+    first_s, last_s   time of the first and of the latest token; NaN: none yet
+    tokens            generated tokens
+    replica           number of the replica that serves it; -1: none yet
+    errors            index -> error of a refused or failed request
     """
 
     def __init__(self, num_requests: int) -> None:
@@ -25,13 +25,13 @@ class LogBook:
         self._used = 0
 
     def note(self, indices: np.ndarray, now: float) -> None:
-        """Each of these requests got a token. An index occurs once."""
+        """Record a token for each of these requests. Indices are unique."""
         before = self.last_s[indices]
         gaps = now - before
         self.last_s[indices] = now
         self.tokens[indices] += 1
         count = len(gaps)
-        # The requests that were in the step before all waited the same time.
+        # Usual case: all were in the previous step, so their gaps are equal.
         if count and (gaps == gaps[-1]).all():
             self._add(gaps[-1:], np.array([count]))
             return
@@ -42,14 +42,14 @@ class LogBook:
         self._add(*np.unique(gaps, return_counts=True))
 
     def note_run(self, indices: np.ndarray, times: np.ndarray) -> None:
-        """Each of these requests got a token at each of these times [k], which ascend. All had one before."""
+        """Record a token for each of these requests at each of these ascending times [k]. All had a token before."""
         self.note(indices, float(times[0]))
         self.tokens[indices] += len(times) - 1
         self.last_s[indices] = times[-1]
         self._add(np.diff(times), np.full(len(times) - 1, len(indices)))
 
     def gaps(self) -> tuple[np.ndarray, np.ndarray]:
-        """(seconds, how often): the times between two tokens that follow each other, of all requests."""
+        """Return (seconds, counts) of the times between successive tokens, over all requests."""
         return self._gaps[:self._used], self._counts[:self._used]
 
     def _add(self, gaps: np.ndarray, counts: np.ndarray) -> None:

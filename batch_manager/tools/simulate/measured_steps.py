@@ -1,4 +1,4 @@
-"""From traces to the times that steps took."""
+"""Measured step times of a trace."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -7,14 +7,15 @@ from ...stats.trace import IterationTrace
 from .step_shape import StepShape, shapes_of_trace
 
 US = 1e-6
-SHARE_READ_LATER = 0.5      # of the requests that ended: so many end after the iteration that launched their last step
-LEAST_WAIT = 0.02           # of the time between two reads: what waits less may not have kept the device busy
+# A trace is asynchronous if more than this share of the requests end after the iteration of their last step.
+SHARE_READ_LATER = 0.5
+LEAST_WAIT = 0.02           # of the time between two reads; after a shorter wait the device may have been idle
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """step_s: of the device, or of the CPU that computes the step; None: not known. host_s: of the rest of the
-    iteration; None: not known."""
+    """step_s: seconds of the device, or of the CPU that computes the step. host_s: seconds of the rest of the
+    iteration. None: unknown."""
 
     shape: StepShape
     step_s: float | None
@@ -22,7 +23,7 @@ class MeasuredStep:
 
 
 def measured_steps(iterations: Iterable[IterationTrace]) -> tuple[list[MeasuredStep], bool]:
-    """The steps of a trace, and whether the host planned each while the device computed the one before it."""
+    """Return the steps of a trace, and whether the host plans each while the device computes the previous one."""
     rows = [(iteration, shape) for iteration, shape in shapes_of_trace(iterations)]
     is_asynchronous = _reads_later([iteration for iteration, _ in rows])
     found = (_asynchronous if is_asynchronous else _in_lockstep)(rows)
@@ -54,8 +55,8 @@ def _in_lockstep(rows: list[tuple[IterationTrace, StepShape]]) -> Iterator[Measu
 
 
 def _asynchronous(rows: list[tuple[IterationTrace, StepShape]]) -> Iterator[MeasuredStep]:
-    """A step that was launched in one iteration is read in the next. Where the host waits for it, it took the time from
-    the end of the read before to the end of its own."""
+    """Yield steps that are launched in one iteration and read in the next. If the host waits for a step, its time is
+    the interval between the end of the previous read and the end of its own."""
     for number, (iteration, shape) in enumerate(rows):
         if not _has_step(shape):
             continue
@@ -75,13 +76,13 @@ def _has_step(shape: StepShape) -> bool:
 
 
 def _goes_on(iteration: IterationTrace, following: IterationTrace) -> bool:
-    """Whether a request runs in both, so that the engine was not idle between them."""
+    """Whether a request runs in both iterations, so that the engine is not idle between them."""
     ran = {request_id for request_id, _, _ in iteration.context} | set(iteration.generation)
     runs = {request_id for request_id, _, _ in following.context} | set(following.generation)
     return following.iteration == iteration.iteration + 1 and not ran.isdisjoint(runs)
 
 
 def _read_at(iteration: IterationTrace) -> float:
-    """When the phase `read` of an iteration ended."""
+    """Return the end of the phase `read` of an iteration."""
     phases = ("fetch", "schedule", "claim", "start", "read")
     return iteration.started_at_s + US * sum(iteration.phases_us.get(phase, 0) for phase in phases)

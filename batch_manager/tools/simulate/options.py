@@ -15,8 +15,8 @@ from ..output_file import why_no_folder, why_not_distinct, why_not_writable
 from ..workload import at_least
 from .routing import ROUTING
 
-ABOUT = """Ask what would be: the scheduler, the KV cache manager and the loop of this package serve a workload under a
-virtual clock, and a model of the cost of a step says how long each takes. No model is loaded.
+ABOUT = """Simulate serving: the scheduler, the KV cache manager and the loop of this package serve a workload under a
+virtual clock. A cost model predicts the time of each step. No model is loaded.
 
     batch-manager bench --model FOLDER --workload w.json --trace run.trace          a run to fit the cost model on
     batch-manager simulate --fit run.trace --out cost.json
@@ -26,16 +26,15 @@ virtual clock, and a model of the cost of a step says how long each takes. No mo
     batch-manager simulate --cost cost.json --workload sample:mooncake --replicas 8 --routing longest-prefix \\
         --block-reuse
 
-Fit on a run that covers what is to be planned: many sequences and few, long prompts and short ones. What is asked for
-beyond that is extrapolated, and the result says in how many steps. Figures are those of batch-manager bench, and
-batch-manager compare takes both.
+Fit on a run that covers the plan: many and few sequences, long and short prompts. Steps beyond that range are
+extrapolated, and the result counts them. Figures are those of batch-manager bench; batch-manager compare accepts both.
 """
-HOW_IT_ENDS = """What can be swept: {swept}.
+HOW_IT_ENDS = """Sweepable settings: {swept}.
 
 exit status: 0 done; 1 a request failed; 2 an option or a file is wrong; 130 Ctrl-C. Files are written whole or not at
 all."""
 FLAGS = {"on": True, "off": False}
-# Name -> what each value of a sweep is made of.
+# Setting -> {text: value}, or a function from text to value.
 SWEPT: dict[str, Any] = {
     "policy": POLICIES, "max_batch": at_least(1), "max_tokens_per_step": at_least(1), "max_num_sequences": at_least(1),
     "chunked_context": FLAGS, "block_reuse": FLAGS, "tokens_per_block": {str(size): size for size in BLOCK_SIZES},
@@ -45,7 +44,7 @@ Swept = tuple[str, list[Any]]
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of a command line. Ends the program with status 2, and a message, where they are wrong."""
+    """Parse a command line. Exits with status 2 and a message if it is wrong."""
     parser = argparse.ArgumentParser(
         prog="batch-manager simulate", description=ABOUT, epilog=HOW_IT_ENDS.format(swept=", ".join(SWEPT)),
         formatter_class=HelpFormatter, allow_abbrev=False,
@@ -66,10 +65,10 @@ def _add_cost(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("cost of a step").add_argument
     add("--fit", type=Path, nargs="+", metavar="TRACE", help="fit a cost model on these traces, write it to --out")
     add("--result", type=Path, metavar="FILE",
-        help="with --fit: what bench wrote of the run; results then name its model, precision and threads")
+        help="with --fit: the result of bench for the run; it adds model, precision and threads to results")
     add("--cost", type=Path, metavar="FILE", help="the cost model to simulate with")
-    add("--seed", type=at_least(0), default=0, metavar="N", help="of how steps scatter (0)")
-    add("--no-scatter", action="store_true", help="every step takes exactly what is predicted")
+    add("--seed", type=at_least(0), default=0, metavar="N", help="of the scatter of step times (0)")
+    add("--no-scatter", action="store_true", help="every step takes exactly the predicted time")
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -83,47 +82,47 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add("--chunked-context", action=flag, default=True, help="a prompt may be computed in chunks (on)")
     add("--enable-trt-overlap", action=flag, default=False, help="two micro-batches of disjoint requests (off)")
     add("--max-tokens-in-paged-kvcache", type=at_least(1), metavar="N",
-        help="tokens of the KV cache pool (that of the traces that were fitted: its tokens with --result, its blocks "
+        help="tokens of the KV cache pool (as in the fitted traces: the same tokens with --result, the same blocks "
              "without)")
     add("--tokens-per-block", type=int, choices=BLOCK_SIZES, default=KvCacheConfig().tokens_per_block,
         help=f"of the KV cache ({KvCacheConfig().tokens_per_block})")
     add("--block-reuse", action=flag, default=False, help="KvCacheConfig.enable_block_reuse (off)")
-    add("--max-seq-len", type=at_least(1), metavar="N", help="positions of the model (the longest request's)")
+    add("--max-seq-len", type=at_least(1), metavar="N", help="positions of the model (those of the longest request)")
     add("--replicas", type=at_least(1), metavar="N", default=1, help="engines that share the requests (1)")
-    add("--routing", choices=ROUTING, default="round-robin", help="which engine gets a request (round-robin)")
+    add("--routing", choices=ROUTING, default="round-robin", help="how requests are assigned to engines (round-robin)")
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("load").add_argument
     add("--workload", metavar="FILE", help="the requests: a file of batch-manager workload, a dataset or a trace; "
                                            "sample:azure and sample:mooncake come with the package")
-    add("--dataset-format", choices=FORMATS, help="of it (by content)")
-    add("--tokenizer", metavar="FOLDER", help="for texts")
-    add("--output-tokens", type=at_least(1), metavar="N", help="of texts that do not say how long their output is")
+    add("--dataset-format", choices=FORMATS, help="format of the workload (by content)")
+    add("--tokenizer", metavar="FOLDER", help="for workloads of texts")
+    add("--output-tokens", type=at_least(1), metavar="N", help="output length of texts that have none")
     add("--concurrency", type=at_least(1), metavar="N",
-        help="so many requests are under way at a time; the next one arrives when one is done")
+        help="requests in progress at a time; the next one arrives when one is done")
     add_selection_arguments(parser)
-    add("--slo-ttft-ms", type=positive, metavar="MS", help="bound of a request's time to the first token, for goodput")
-    add("--slo-itl-ms", type=positive, metavar="MS", help="bound of a request's mean time between tokens, for goodput")
+    add("--slo-ttft-ms", type=positive, metavar="MS", help="bound on a request's time to first token, for goodput")
+    add("--slo-itl-ms", type=positive, metavar="MS", help="bound on a request's mean time between tokens, for goodput")
     add("--sweep", type=_sweep, action="append", default=[], metavar="NAME=V,V,...",
-        help="simulate each value; several: each combination")
+        help="simulate each value; of several sweeps, each combination")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, metavar="FILE", help="write the result here, as JSON; with --fit the cost model")
-    add("--output-csv", type=Path, metavar="FILE", help="gptManagerBenchmark's table: its names, a row a simulation")
+    add("--output-csv", type=Path, metavar="FILE", help="table with gptManagerBenchmark's names, a row per simulation")
     add("--report", choices=("table", "json", "none"), default="table", help="on stdout (table)")
     add("--variant", metavar="TEXT", default="", help="a label for the result")
     add("--plot", type=Path, metavar="FOLDER", help="draw a sweep into this folder, as SVG")
     add("--trace", type=Path, metavar="FILE",
         help="write a trace of the first replica; `batch-manager draw` and `trace` read it")
-    add("--no-leaps", action="store_true", help="run every iteration one by one: slower, the same figures")
+    add("--no-leaps", action="store_true", help="run every iteration one by one: slower, with the same figures")
     add("--quiet", action="store_true", help="no progress on stderr")
 
 
 def combinations(sweeps: Sequence[Swept]) -> list[dict[str, Any]]:
-    """What is simulated: one setting for each combination of the values; one empty one without sweeps."""
+    """Return the settings of each combination of values; one empty dictionary without sweeps."""
     names = [name for name, _ in sweeps]
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*(values for _, values in sweeps))]
 
@@ -132,7 +131,7 @@ def _sweep(text: str) -> Swept:
     name, _, listed = text.partition("=")
     name = name.replace("-", "_")
     if name not in SWEPT or not listed:
-        raise argparse.ArgumentTypeError(f"{text!r} is no sweep; expected NAME=V,V,... with a name of "
+        raise argparse.ArgumentTypeError(f"{text!r} is not a sweep; expected NAME=V,V,... with a name of "
                                          f"{', '.join(SWEPT)}")
     kind, values = SWEPT[name], []
     for value in listed.split(","):
@@ -145,9 +144,9 @@ def _sweep(text: str) -> Swept:
                 values.append(kind(value))
             except (ValueError, argparse.ArgumentTypeError):
                 raise argparse.ArgumentTypeError(f"{text!r} has the value {value!r}; expected a number of at least 1, "
-                                                 "or of a rate more than 0") from None
+                                                 "or a rate above 0") from None
     if len(set(values)) != len(values):
-        raise argparse.ArgumentTypeError(f"{text!r} has a value twice; expected each once")
+        raise argparse.ArgumentTypeError(f"{text!r} has a value twice; expected distinct values")
     return name, values
 
 
@@ -160,21 +159,21 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         if options.out is None:
             parser.error("--fit was given without --out; expected a file for the cost model; name one")
     elif options.result is not None:
-        parser.error("--result was given without --fit; it says of which run the traces are; leave it out")
+        parser.error("--result was given without --fit; it describes the run of the fitted traces; leave it out")
     elif options.cost is None or options.workload is None:
-        parser.error("--cost and --workload are needed; a cost model is what --fit writes")
+        parser.error("--cost and --workload are needed; --fit writes a cost model")
     swept = [name for name, _ in options.sweep]
     for name in swept:
         if swept.count(name) > 1:
-            parser.error(f"--sweep {name} was given twice; expected each name once; put the values into one")
+            parser.error(f"--sweep {name} was given twice; expected each name once; put all its values into one sweep")
     given = {name for name in ("concurrency", "request_rate") if getattr(options, name) is not None or name in swept}
     if len(given) > 1:
-        parser.error("a concurrency and a request rate were given; requests arrive by one of them; leave one out")
+        parser.error("a concurrency and a request rate were given; only one can determine arrivals; leave one out")
     if options.trace is not None and options.sweep:
-        parser.error("--trace and --sweep were given; a trace is of one simulation; leave one of them out")
+        parser.error("--trace and --sweep were given; a trace records one simulation; leave one of them out")
     if options.plot is not None and not options.sweep:
-        parser.error("--plot was given without --sweep; it draws what a sweep found; `batch-manager draw` draws a "
-                     "--trace")
+        parser.error("--plot was given without --sweep; it draws the results of a sweep; `batch-manager draw` "
+                     "draws a --trace")
     outputs = {f"--{name.replace('_', '-')}": path for name in ("out", "output_csv", "trace")
                if (path := getattr(options, name)) is not None}
     for option, path in outputs.items():

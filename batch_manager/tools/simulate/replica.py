@@ -15,13 +15,13 @@ from .virtual_time import VirtualClock
 
 
 class Replica:
-    """Serves requests that are handed over by their index in the traffic.
+    """Serves requests, which are given by their index in the traffic.
 
     number       of the replica, from 0
-    on_final     (index, time) called when a request has had its final response
-    seed         of how steps scatter, with the number
-    leaps        run iterations in which nothing happens at once, which changes no figure
-    unfinished   requests handed over that have had no final response
+    on_final     called with (index, time) at the final response of a request
+    seed         of the scatter of step times, together with the number
+    leaps        compute uneventful iterations at once, with the same figures
+    unfinished   requests without a final response
     """
 
     def __init__(self, number: int, settings: EngineSettings, cost: CostModel, traffic: Traffic, log_book: LogBook, *,
@@ -41,7 +41,7 @@ class Replica:
 
     @property
     def next_s(self) -> float:
-        """When the next iteration begins in which something happens."""
+        """Start of the next eventful iteration."""
         return self.clock.now if self._leap is None else self._leap.end_s
 
     @property
@@ -50,26 +50,26 @@ class Replica:
 
     @property
     def loop_iterations(self) -> int:
-        """Those that the loop itself ran; the others were leapt over."""
+        """Iterations that the loop itself ran; the others were computed in leaps."""
         return self._loop.iteration
 
     @property
     def num_blocks(self) -> int:
-        """Of the KV cache pool."""
+        """Blocks of the KV cache pool."""
         return self._loop.kv.pool.num_blocks
 
     @property
     def recomputed_tokens(self) -> int:
-        """Tokens that were computed again after a pause."""
+        """Tokens computed again after a pause."""
         return self._loop.totals.recomputed_tokens
 
     @property
     def reused_tokens(self) -> int:
-        """Prompt tokens that were found in the KV cache."""
+        """Prompt tokens found in the KV cache."""
         return self.backend.reused_tokens
 
     def hand_over(self, index: int, now: float) -> None:
-        """A request arrives at this replica. An idle one begins at once."""
+        """Queue a request that arrives now. An idle replica begins at once."""
         if not self.unfinished:
             self.clock.now = max(self.clock.now, now)
         elif self._leap is not None and self._loop.has_room:
@@ -79,19 +79,18 @@ class Replica:
         self.unfinished += 1
 
     def step(self) -> None:
-        """The iterations up to the next one in which something happens, and that one. The replica must have an
-        unfinished request."""
+        """Run the iterations up to and including the next eventful one. The replica must have an unfinished request."""
         if self._leap is not None:
             self._leave_off(len(self._leap.ends_s))
         before = self._loop.iteration, self.unfinished
         self._loop.step(accept_new=True)
         if (self._loop.iteration, self.unfinished) == before:
-            raise RuntimeError(f"replica {self.number} does nothing with {self.unfinished} unfinished requests")
+            raise RuntimeError(f"replica {self.number} makes no progress with {self.unfinished} unfinished requests")
         if self._leaps and not (self._waiting and self._loop.has_room):
             self._leap = possible_leap(self._loop, self.backend)
 
     def _leave_off(self, count: int) -> None:
-        """Carry out so many iterations of the leap, and forget the rest."""
+        """Carry out `count` iterations of the leap and drop the rest."""
         leap, self._leap = self._leap, None
         assert leap is not None
         carry_out(leap, count, self._loop, self.backend)

@@ -12,7 +12,7 @@ MOST_LINES = 6
 
 
 def run_table(result: Result) -> str:
-    """One simulation, for people."""
+    """Return one simulation as a table."""
     replicas, rows = result["replicas"], []
     if replicas["count"] > 1:
         rows += [["replicas", str(replicas["count"])],
@@ -26,7 +26,7 @@ def run_table(result: Result) -> str:
 
 
 def sweep_table(result: Result) -> str:
-    """A row for each simulation, the best one marked."""
+    """Return a table with a row per simulation, and the best one marked."""
     points = result["points"]
     names, best = list(points[0]["settings"]), best_point(points)
     has_goodput = points[0]["goodput"] is not None
@@ -43,25 +43,25 @@ def sweep_table(result: Result) -> str:
 
 
 def best_point(points: Sequence[Result]) -> Result:
-    """With the most requests a second within bounds, or where there are no bounds with the most tokens a second."""
+    """Return the point with the most requests per second within bounds; without bounds, the most tokens per second."""
     return max(points, key=lambda point: point["output_tok_s"] if point["goodput"] is None
                else point["goodput"]["requests_s"])
 
 
 def warnings(points: Sequence[Result]) -> list[str]:
-    """What must be known of these figures."""
+    """Return caveats of these figures."""
     told = []
     share = max(point["extrapolated"]["share"] for point in points)
     if share:
         names = sorted({name for point in points for name in point["extrapolated"]["steps"]})
-        told.append(f"extrapolated: up to {share:.1%} of the steps are larger than any that the cost model was fitted "
-                    f"on, in {', '.join(name.replace('_', ' ') for name in names)}")
+        told.append(f"extrapolated: up to {share:.1%} of the steps are beyond the range of the fitted cost model, "
+                    f"in {', '.join(name.replace('_', ' ') for name in names)}")
     return [""] * bool(told) + told
 
 
 def sweep_plots(result: Result) -> dict[str, LinePlot]:
-    """File name -> plot: each simulation a point, tokens a second against latency. The values of the first name of the
-    sweep are lines."""
+    """Return file name -> plot of latency over tokens per second. Each simulation is a point, each value of the first
+    swept setting a line."""
     points = result["points"]
     first, *others = points[0]["settings"]
     groups: dict[str, list[Result]] = {}

@@ -1,4 +1,4 @@
-"""Which replica gets a request, by what a router in front of them can know."""
+"""Rules that assign requests to replicas, from what a router can observe."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from .traffic import Traffic
 
 class Router(Protocol):
     def choose(self, index: int) -> int:
-        """The number of the replica that gets a request of the traffic."""
+        """Return the number of the replica for a request of the traffic."""
 
 
 class RoundRobin:
-    """One after the other."""
+    """Assigns requests to the replicas in turn."""
 
     def __init__(self, replicas: Sequence[Replica], traffic: Traffic) -> None:
         self._count = len(replicas)
@@ -29,7 +29,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The one with the fewest unfinished requests; of several, the one that got a request least recently."""
+    """Chooses the replica with the fewest unfinished requests; of several, the least recently chosen one."""
 
     def __init__(self, replicas: Sequence[Replica], traffic: Traffic) -> None:
         self._replicas = replicas
@@ -47,19 +47,19 @@ class LeastLoaded:
 
 
 class LongestPrefix:
-    """The one that was sent the longest beginning of the prompt before, unless the load is out of balance.
+    """Chooses the replica that got the longest prefix of the prompt before, unless the load is unbalanced.
 
-    Source: the cache-aware policy of SGLang's router (sgl-router, 2024). It keeps, for each replica, the prompts that
-    it sent there. A prompt goes to the replica with the longest match if that covers more than MATCH_SHARE of it, or
-    else to the least loaded one. Where the loads differ by more than MOST_DIFFERENCE requests and by the factor
-    MOST_RATIO, the match is not looked at. Here a prompt is known by the ids of its blocks of PREFIX_TOKENS tokens, and
-    of each replica the blocks that were used latest are kept.
+    Source: the cache-aware policy of SGLang's router (sgl-router, 2024). It records the prompts sent to each replica. A
+    prompt goes to the replica with the longest match if the match covers more than MATCH_SHARE of it, otherwise to the
+    least loaded one. Matches are ignored if loads differ by more than MOST_DIFFERENCE requests and by more than the
+    factor MOST_RATIO. Here prompts are compared by the ids of their blocks of PREFIX_TOKENS tokens. Each replica keeps
+    its most recently used blocks.
     """
 
     MATCH_SHARE = 0.5
     MOST_DIFFERENCE = 32
     MOST_RATIO = 1.5
-    BLOCKS_KEPT = 1 << 16    # of each replica
+    BLOCKS_KEPT = 1 << 16    # per replica
 
     def __init__(self, replicas: Sequence[Replica], traffic: Traffic) -> None:
         self._replicas, self._traffic = replicas, traffic
@@ -80,7 +80,7 @@ class LongestPrefix:
         return chosen
 
     def _best_match(self, blocks: Sequence[int]) -> int | None:
-        """None: no replica has seen enough of the prompt, or the load is out of balance."""
+        """Return the replica with the best match; None if no match is long enough or the load is unbalanced."""
         loads = [replica.unfinished for replica in self._replicas]
         most, least = max(loads), min(loads)
         if not blocks or (most - least > self.MOST_DIFFERENCE and most > self.MOST_RATIO * least):
@@ -94,7 +94,7 @@ class LongestPrefix:
         return -number if length > self.MATCH_SHARE * len(blocks) else None
 
     def _blocks(self, index: int) -> list[int]:
-        """Ids of the blocks of a prompt, each of all that is before it as well."""
+        """Return the ids of the blocks of a prompt. An id also depends on all blocks before it."""
         if self._traffic.prefixes is not None:
             return list(self._traffic.prefixes[index])
         prompt = np.ascontiguousarray(self._traffic.prompt(index), np.int32)

@@ -1,4 +1,4 @@
-"""How steps scatter around what is predicted of them: factors, drawn in the order of the steps."""
+"""Random factors by which step times scatter around their predictions."""
 
 import numpy as np
 
@@ -8,26 +8,26 @@ AT_A_TIME = 1 << 14
 
 
 class Scatter:
-    """Of one engine. The factor of a step depends on its number alone, and on whether it has a context."""
+    """The factors of one engine. A factor depends on the seed, the number of the step and whether it has a context."""
 
     def __init__(self, cost: CostModel, seed: tuple[int, ...]) -> None:
         self._generation = np.array(cost.generation_spread or (1.0,))
         self._mixed = np.array(cost.mixed_spread or (1.0,))
         self._random = np.random.default_rng(seed)
         self._draws = np.empty(0)
-        self._first = 0             # the number of the step that the first of the draws is for
+        self._first = 0             # step of the first draw
 
     def factor(self, step: int, *, has_context: bool) -> float:
         spread = self._mixed if has_context else self._generation
         return float(_at(spread, self._draws_for(step, 1))[0])
 
     def generation_factors(self, step: int, count: int) -> np.ndarray:
-        """Of so many steps without a context, from this one on."""
+        """Return the factors of `count` steps without contexts, from this one on."""
         return _at(self._generation, self._draws_for(step, count))
 
     def _draws_for(self, step: int, count: int) -> np.ndarray:
         while step + count > self._first + len(self._draws):
-            kept = max(step - self._first, 0)       # steps are asked for in ascending order
+            kept = max(step - self._first, 0)       # steps come in ascending order
             self._draws = np.concatenate([self._draws[kept:], self._random.random(AT_A_TIME)])
             self._first += kept
         return self._draws[step - self._first:step - self._first + count]

@@ -1,4 +1,4 @@
-"""What the time of a step depends on."""
+"""The shape of a step, which determines its time."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from ...stats.trace import IterationTrace
 class StepShape:
     """The amounts of work in one step.
 
-    context_requests      sequences with a part of their prompt
-    context_tokens        tokens of these parts
-    context_attention     pairs of a token of these parts and a token that it attends to, itself included
-    generation_requests   sequences that generate
-    cached_tokens         tokens in the KV cache that these attend to, the input tokens of the step included
-    shared_tokens         those of them that count more than once, because several of these sequences found the same
-                          beginning in the cache: memory is read once for them
+    context_requests      sequences with a context chunk
+    context_tokens        tokens of these chunks
+    context_attention     pairs of a chunk token and a token that it attends to, itself included
+    generation_requests   generating sequences
+    cached_tokens         tokens in the KV cache that these attend to, including the input tokens of the step
+    shared_tokens         repeated ones among them: prefixes that several of these sequences found in the cache, whose
+                          memory is read once
     """
 
     context_requests: int = 0
@@ -31,7 +31,7 @@ class StepShape:
 
 
 def shape_of_batch(batch: ScheduledBatch, found_tokens: np.ndarray) -> StepShape:
-    """Of what a backend is given. Without beams and draft tokens.
+    """Return the shape of a backend's batch, without beams and draft tokens.
 
     found_tokens   [slots] tokens of each sequence that were found in the cache when it started
     """
@@ -47,8 +47,8 @@ def shape_of_batch(batch: ScheduledBatch, found_tokens: np.ndarray) -> StepShape
 
 
 def shared_tokens(found: np.ndarray) -> int:
-    """The amount of this name. Sequences that found as many tokens are taken to have found the same ones: a trace has
-    no tokens.
+    """Return the amount of this name. Sequences that found equally many tokens are assumed to share them, because a
+    trace has no tokens.
 
     found   [n] tokens that each sequence found in the cache
     """
@@ -56,10 +56,10 @@ def shared_tokens(found: np.ndarray) -> int:
 
 
 def shapes_of_trace(iterations: Iterable[IterationTrace]) -> Iterator[tuple[IterationTrace, StepShape]]:
-    """Each iteration of a trace with the shape of the step that it launched.
+    """Yield each iteration of a trace with the shape of the step that it launched.
 
-    A trace does not say how many tokens of a generating request are cached. They are counted here, from the last part
-    of its prompt on. A request whose prompt is not in the trace is counted from its first generated token.
+    A trace does not record the cached tokens of a generating request. They are counted from the last chunk of its
+    prompt, or from its first generated token if the prompt is not in the trace.
     """
     cached: dict[int, int] = {}
     found: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""What one command simulates: one setting, or each of a sweep."""
+"""The simulations of one command: one setting, or a sweep."""
 
 import argparse
 import sys
@@ -28,9 +28,10 @@ OF_THE_RUN = ("model", "precision", "threads", "kv_precision", "cpu_compile", "m
 
 
 class Study:
-    """options: as `parse_options` returns them, without --fit
+    """Runs the simulations of a command.
 
-    points   what was simulated so far
+    options   of `parse_options`, without --fit
+    points    figures of the simulations so far
 
     Raises InputError for a cost model or a workload that cannot be read.
     """
@@ -46,15 +47,15 @@ class Study:
 
     @property
     def notes(self) -> list[str]:
-        """What was changed of the workload, in sentences."""
+        """Sentences about changes to the workload."""
         return self._report.notes()
 
     def run(self, files: OutputFiles) -> dict[str, Any]:
-        """The result, as it stands in the file.
+        """Run all simulations. Return the result.
 
-        files   where --trace is written
+        files   outputs of the command; --trace is added
 
-        Raises ConfigError for settings that a manager would refuse, OSError where the trace cannot be written.
+        Raises ConfigError for settings that a manager would refuse, OSError if the trace cannot be written.
         """
         options = self._options
         trace = None if options.trace is None else TraceWriter(files.open(options.trace, "wb"))
@@ -110,8 +111,8 @@ class Study:
         except (DatasetError, OSError) as error:
             raise InputError(str(error)) from error
         if not len(traffic):
-            raise InputError(f"{options.workload} has no requests to simulate; expected one at least; change what is "
-                             "selected of it")
+            raise InputError(f"{options.workload} has no selected requests; expected at least one; change the "
+                             "selection")
         return traffic
 
     def _shared(self) -> dict[str, Any]:
@@ -132,7 +133,7 @@ class Study:
 
 
 def words_of(changed: dict[str, Any]) -> str:
-    """A setting of a sweep in words: "max_batch 8, policy max_utilization"."""
+    """Format a setting of a sweep: "max_batch 8, policy max_utilization"."""
     return ", ".join(f"{name} {value_words(value)}" for name, value in changed.items())
 
 
@@ -150,7 +151,7 @@ def _selection(options: argparse.Namespace) -> Selection:
 
 
 class _Progress:
-    """A line on stderr, where that is a terminal."""
+    """A progress line on stderr, if that is a terminal."""
 
     def __init__(self, options: argparse.Namespace, total: int, label: str) -> None:
         self._shows = not options.quiet and sys.stderr.isatty()

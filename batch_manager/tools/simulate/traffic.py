@@ -1,4 +1,4 @@
-"""The requests of a simulation: columns of numbers, and prompts that are made when they are asked for."""
+"""The requests of a simulation: columns of numbers, and prompts that are generated on demand."""
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -17,12 +17,12 @@ class Traffic:
     """Requests in the order of their arrival.
 
     arrival_s       [n] float64, seconds, ascending, the first at 0 or later
-    input_tokens    [n] int64, of the prompt
-    output_tokens   [n] int64, that are generated
-    prompt          (index) -> [input tokens] int32; two prompts that begin with the same tokens share their beginning
-    prefixes        index -> ids of its blocks of PREFIX_TOKENS tokens, where they are known
+    input_tokens    [n] int64, length of the prompt
+    output_tokens   [n] int64, length of the output
+    prompt          (index) -> [input tokens] int32; equal prefixes can be reused
+    prefixes        index -> ids of its blocks of PREFIX_TOKENS tokens; None: unknown
 
-    Raises ValueError for columns that do not belong together.
+    Raises ValueError for columns of different lengths.
     """
 
     def __init__(self, arrival_s: np.ndarray, input_tokens: np.ndarray, output_tokens: np.ndarray, prompt: Prompt, *,
@@ -37,8 +37,8 @@ class Traffic:
 
     @classmethod
     def of_records(cls, records: Iterable[Record]) -> "Traffic":
-        """Of the requests of a file, which come in the order of their arrival. Prompts whose tokens the file has keep
-        them. The others share what their prefix ids say, and nothing else."""
+        """Make the traffic of records in order of arrival. Prompts with tokens keep them. Others share only the blocks
+        with equal prefix ids."""
         times, inputs, outputs = array("d"), array("q"), array("q")
         prefixes: list[tuple[int, ...]] = []
         prompts: dict[int, np.ndarray] = {}
@@ -61,14 +61,14 @@ class Traffic:
 
     @classmethod
     def of_lengths(cls, arrival_s: np.ndarray, input_tokens: np.ndarray, output_tokens: np.ndarray) -> "Traffic":
-        """Prompts that share nothing."""
+        """Make traffic whose prompts share nothing."""
         return cls(arrival_s, input_tokens, output_tokens, PromptMaker(input_tokens, None))
 
 
 class PromptMaker:
-    """Prompts of made-up tokens: a block of PREFIX_TOKENS tokens is a function of its id, the rest of the request.
+    """Generates prompts: a block of PREFIX_TOKENS tokens depends on its id, the rest on the request.
 
-    A call costs little more than the copy of its tokens.
+    A call costs little more than a copy of the tokens.
     """
 
     def __init__(self, input_tokens: np.ndarray, prefixes: Sequence[tuple[int, ...]] | None) -> None:

@@ -1,4 +1,4 @@
-"""A clock that moves when the simulation says so."""
+"""A clock that the simulation advances."""
 
 from ...clock import SystemClock
 
@@ -12,5 +12,5 @@ class VirtualClock(SystemClock):
     def monotonic(self) -> float:
         return self.now
 
-    def timestamp(self) -> str:  
+    def timestamp(self) -> str:
         return f"{self.now:.6f}"

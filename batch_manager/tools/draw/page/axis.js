@@ -1,9 +1,9 @@
-// Horizontal axes: from iterations to positions, which are iterations or seconds.
+// Horizontal axes: map iterations to positions, in iterations or seconds.
 
 const MIN_SECONDS_SHOWN = 1e-5, MIN_ITERATIONS_SHOWN = 2;
 
 class Axis {
-  /** positions: where each iteration begins, and where the last one ends.
+  /** positions: start of each iteration, and end of the last one.
    *  ends: where each ends; before the next one begins where the engine was idle between them. */
   constructor(name, positions, ends, minShown) {
     this.name = name;
@@ -12,18 +12,18 @@ class Axis {
     this.minShown = minShown;
   }
 
-  /** Where a span of a row ends. The last one of a row does not last while the engine is idle. */
+  /** End of a span of a row. The last one of a row does not extend into idle time. */
   spanEnd(run, row, span) {
     const end = run.spanEnd(row, span);
     return end === run.rowEnd[row] ? this.ends[end - 1] : this.positions[end];
   }
 
-  /** Where the last span of a row ends. */
+  /** End of the last span of a row. */
   rowEnd(run, row) { return this.ends[run.rowEnd[row] - 1]; }
 
   get end() { return this.positions[this.positions.length - 1]; }
 
-  /** The iteration at a position: the last one that begins there or before. */
+  /** The iteration at a position: the last one that begins at or before it. */
   indexAt(position) {
     const last = this.positions.length - 2;
     if (this.name === "iteration") return Math.max(0, Math.min(last, Math.floor(position)));
@@ -47,7 +47,7 @@ function timeAxis(run) {
   return new Axis("time", beginUs.map((us) => us / 1e6), run.endUs.map((us) => us / 1e6), MIN_SECONDS_SHOWN);
 }
 
-/** 1, 2 or 5 times a power of ten, at least `least`. */
+/** The smallest 1, 2 or 5 times a power of ten that is at least `least`. */
 function niceStep(least) {
   const power = 10 ** Math.floor(Math.log10(least));
   return [1, 2, 5, 10].map((each) => each * power).find((step) => step >= least * (1 - 1e-9));

@@ -1,5 +1,5 @@
-// Charts of a value an iteration, under the rows and on the same axis. A pixel column shows the mean of its iterations,
-// from sums that are made once; a faint shape shows the largest of them.
+// Charts of one value per iteration, below the rows and on the same axis. A pixel column shows the mean of its iterations,
+// from prefix sums; a faint shape shows the largest value.
 
 const CHART_HEIGHT = 54, CHART_GAP = 30, COUNTERS_TOP = 4, WIDTH_WITH_GAP = 8;
 
@@ -60,7 +60,7 @@ function chartsOf(run) {
   return charts;
 }
 
-/** A chart without any value is its title. */
+/** A chart without values shows its title only. */
 function heightWithTitle(chart) { return CHART_GAP + (chart.largest.all > 0 ? CHART_HEIGHT : 0); }
 
 class CountersChart {
@@ -88,7 +88,7 @@ class CountersChart {
     }
   }
 
-  /** The iterations of each pixel column: first and after the last; equal where there are none. */
+  /** The iterations of each pixel column: first, and the one after the last; equal if there are none. */
   columns() {
     const { view, run } = this, count = Math.round(view.width * devicePixelRatio);
     const first = new Int32Array(count), end = new Int32Array(count);

@@ -1,6 +1,6 @@
-// What stands at a point, in words.
+// Descriptions of a point of the charts.
 
-/** {title, colour, facts: [[name, text], ...]} of a row (-1: none) and an iteration. */
+/** Returns {title, colour, facts: [[name, text], ...]} of a row (-1: none) and an iteration. */
 function describe(run, theme, { row, index, isOver = false }) {
   const span = row < 0 ? undefined : spanHolding(run, row, index, isOver);
   const facts = [["iteration", countText(run.iterations[index])], ...timeOf(run, index)];

@@ -1,4 +1,4 @@
-// The page: reads the data, lays out the charts, listens to pointer and keys.
+// The page: reads the data, lays out the charts, handles pointer and keys.
 
 const WHEEL_ZOOM = 0.0015, KEY_ZOOM = 1.5, KEY_PAN = 0.12, DRAG_DISTANCE = 4;
 const LEAST_ROWS_HEIGHT = 120, DETAILS_GAP = 14, WIDTH_OF_LABEL = 7, LEAST_LEFT = 62, RIGHT_MARGIN = 12;
@@ -39,7 +39,7 @@ class Page {
     this.wanted();
   }
 
-  /** Draw soon: once, however many events ask for it. */
+  /** Request a frame. Several requests before it draw one frame. */
   wanted() {
     this.frame ??= requestAnimationFrame(() => {
       this.frame = undefined;
@@ -78,7 +78,7 @@ class Page {
     this.wanted();
   }
 
-  // ------------------------------------------------------------ what stands under the pointer
+  // ------------------------------------------------------------ description under the pointer
 
   showDetails() {
     const at = this.pinned ?? this.underPointer(), details = byId("details");
@@ -112,12 +112,12 @@ class Page {
                                 height: `${Math.max(2, view.rowHeight)}px` });
   }
 
-  /** The row and iteration under the pointer now: what is there changes while it rests, by keys and the wheel. */
+  /** The row and iteration under the pointer. They change under a resting pointer, by keys and the wheel. */
   underPointer() {
     return this.pointer && this.view.at(this.pointer.x, this.pointer.y - AXIS_HEIGHT);
   }
 
-  /** Where an event happened on the charts. */
+  /** Position of an event on the charts. */
   pointOf(event) {
     const box = byId("charts").getBoundingClientRect();
     return { x: event.clientX - box.left, y: event.clientY - box.top };
@@ -152,7 +152,7 @@ class Page {
   onWheel(event) {
     event.preventDefault();
     const { x, y } = this.pointOf(event);
-    // With Shift, some browsers turn the wheel sideways.
+    // With Shift, some browsers report horizontal scrolling.
     const along = event.shiftKey ? event.deltaY || event.deltaX : event.deltaY;
     const factor = Math.exp(-along * (event.deltaMode ? 30 : 1) * WHEEL_ZOOM);
     this.change((view) => {
@@ -222,7 +222,7 @@ class Page {
     document.querySelector(`input[value=${name}]`).checked = true;
   }
 
-  /** Show the life of a request; found again, that of the next one with the same id. */
+  /** Show the life of a request. Repeated searches show the next life with the same id. */
   find(id) {
     const after = this.pinned && this.run.ids[this.pinned.row] === id ? this.pinned.row + 1 : 0;
     const row = [this.run.ids.indexOf(id, after), this.run.ids.indexOf(id)].find((each) => each >= 0);
@@ -233,7 +233,7 @@ class Page {
   }
 }
 
-/** The colours of this moment: those of the kinds from the data, the others from the style sheet. */
+/** The current colours: of kinds from the data, others from the style sheet. */
 function readTheme(run) {
   const isDark = matchMedia("(prefers-color-scheme: dark)").matches ? 1 : 0;
   const style = getComputedStyle(document.documentElement);

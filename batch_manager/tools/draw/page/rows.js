@@ -1,11 +1,11 @@
-// The chart of requests: a row each, drawn span by span where there are few, from tiles where there are many.
+// The chart of requests, one row each: drawn span by span if there are few spans, else from tiles.
 
 const AXIS_HEIGHT = 24, LABEL_GAP = 10, TICK_DISTANCE = 76, LABEL_DISTANCE = 15;
-const MOST_SPANS = 6000;               // of a frame; more are drawn from tiles
+const MOST_SPANS = 6000;               // in a frame drawn span by span
 const SHORTEST_ROW_OF_SPANS = 3, SHORTEST_ROW_WITH_GAP = 6, SHORTEST_ROW_WITH_TEXT = 13;
 const ENDED_WIDTH = 3, WIDTH_OF_DIGIT = 7;
-const COUNTING_MS = 10;                // of a frame; tiles that are not counted by then come in the next one
-const COARSER_LEVELS = 8;              // that stand in for a tile that is not there yet
+const COUNTING_MS = 10;                // per frame; the remaining tiles are counted in the next frame
+const COARSER_LEVELS = 8;              // levels searched to replace a missing tile
 
 class RowsChart {
   constructor(canvas, view, run, theme) {
@@ -20,7 +20,7 @@ class RowsChart {
     this.hatch = hatching(this.context, theme);
   }
 
-  /** Draw one frame. True where tiles are missing and another frame is wanted. */
+  /** Draw one frame. Returns whether tiles are missing, so that another frame is needed. */
   draw() {
     const { context, view, theme } = this;
     scaleToPixels(context, this.canvas);
@@ -144,7 +144,7 @@ class RowsChart {
     return isUnfinished;
   }
 
-  /** False where a coarser tile stood in for the one that was asked for, or none. */
+  /** Returns false if the tile is missing, also if a coarser one replaced it. */
   drawTile(level, column, line, mayCount) {
     const tile = this.tiles.tile(this.view.axis, level, column, line, mayCount);
     const whole = { x: 0, width: TILE_BINS };
@@ -194,13 +194,13 @@ function fillBox(context, [x, y, width, height]) {
   }
 }
 
-/** Marks at round iterations or times, and above them what they are. */
+/** Marks at round iterations or times, with labels above. */
 function drawTicks(context, view, run, theme, height) {
   const isTime = view.axis.name === "time", shown = view.end - view.begin;
   const least = shown / view.width * TICK_DISTANCE;
   const step = isTime ? niceStep(least) : Math.max(1, niceStep(least));
   const first = Math.ceil(view.begin / step), last = Math.floor(Math.min(view.end, view.axis.end) / step);
-  const middle = !isTime && view.width / shown > 4 ? 0.5 : 0;      // of a cell, where cells can be seen
+  const middle = !isTime && view.width / shown > 4 ? 0.5 : 0;      // middle of a cell, if cells are visible
   context.font = "11px system-ui, sans-serif";
   context.textAlign = "center";
   context.textBaseline = "alphabetic";
@@ -217,7 +217,7 @@ function drawTicks(context, view, run, theme, height) {
   context.fillText("request", view.left - LABEL_GAP, height - 9);
 }
 
-/** Diagonal lines over the colour of queued requests: they are told apart from the page without colour. */
+/** Diagonal lines over queued requests distinguish them from the background without colour. */
 function hatching(context, theme) {
   const size = 6, tile = document.createElement("canvas");
   tile.width = tile.height = size;
@@ -232,7 +232,7 @@ function hatching(context, theme) {
   return context.createPattern(tile, "repeat");
 }
 
-/** A canvas has as many pixels as the screen under it. */
+/** Give a canvas the resolution of the screen. */
 function scaleToPixels(context, canvas) {
   const width = Math.round(canvas.clientWidth * devicePixelRatio);
   const height = Math.round(canvas.clientHeight * devicePixelRatio);
@@ -240,7 +240,7 @@ function scaleToPixels(context, canvas) {
   context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
 }
 
-/** On an edge between pixels of the screen, so that neighbours leave no seam. */
+/** Round to an edge between screen pixels, so that neighbours leave no seam. */
 function toPixel(length) { return Math.round(length * devicePixelRatio) / devicePixelRatio; }
 
 function rgbOf(colour) { return [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16)); }

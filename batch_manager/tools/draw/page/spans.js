@@ -1,4 +1,4 @@
-// A run: requests as rows of spans, and a value an iteration of each counter.
+// A run: requests as rows of spans, and counters with one value per iteration.
 
 class Run {
   constructor(header, columns) {
@@ -24,7 +24,7 @@ class Run {
 
   get count() { return this.iterations.length; }
 
-  /** The span of a row that holds an iteration, or the next one after it; rowFirst[row + 1] where there is none. */
+  /** The span of a row that contains an iteration, or the next one; rowFirst[row + 1] if there is none. */
   spanAt(row, index) {
     if (index >= this.rowEnd[row]) return this.rowFirst[row + 1];
     let low = this.rowFirst[row], high = this.rowFirst[row + 1] - 1;
@@ -41,7 +41,7 @@ class Run {
     return span + 1 < this.rowFirst[row + 1] ? this.spanStart[span + 1] : this.rowEnd[row];
   }
 
-  /** How long a span of a row lasted, in microseconds. */
+  /** Duration of a span of a row, in microseconds. */
   spanUs(row, span) {
     const end = this.spanEnd(row, span);
     return (end === this.rowEnd[row] ? this.endUs[end - 1] : this.beginUs[end]) - this.beginUs[this.spanStart[span]];
@@ -57,7 +57,7 @@ class Run {
   }
 }
 
-/** When the phases of each iteration had ended; where the trace has none, when the next one began. */
+/** End of the phases of each iteration; start of the next iteration if the trace has no phases. */
 function endOfEach(columns, phases) {
   const ends = columns.begin_us.slice(1);
   ends.forEach((next, i) => {
@@ -67,14 +67,14 @@ function endOfEach(columns, phases) {
   return ends;
 }
 
-/** Sums of all values before each: where the spans of each row begin. */
+/** Exclusive prefix sums: index of the first span of each row. */
 function firstOfEach(counts) {
   const first = new Uint32Array(counts.length + 1);
   counts.forEach((count, i) => { first[i + 1] = first[i] + count; });
   return first;
 }
 
-/** The number of each span among those of contexts: where its chunk stands. */
+/** Index of each span among the context spans, which is the index of its chunk. */
 function chunkOfEach(spanKind, kinds) {
   const context = kinds.findIndex((each) => each.kind === "context");
   const chunkOf = new Uint32Array(spanKind.length);

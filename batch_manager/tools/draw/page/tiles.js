@@ -1,9 +1,9 @@
-// Levels of detail. Where cells are smaller than pixels, rows are taken together in groups and iterations in bins, both
-// by powers of two, and each pixel shows what most of its group did in its bin. A level is cut into tiles, which are
-// counted when they are first seen and kept, so that a frame copies tiles and looks at no span.
+// Levels of detail. If cells are smaller than pixels, rows are combined into groups and iterations into bins, both by
+// powers of two. Each pixel shows the most frequent kind of its group and bin. A level is cut into tiles, which are
+// counted when first visible and cached, so that a frame copies tiles and reads no spans.
 
 const TILE_BINS = 512, TILE_GROUPS = 64, MOST_TILES = 600;
-const FAINTEST = 0.4;     // opacity of a bin in which a request did something for a moment
+const FAINTEST = 0.4;     // opacity of a bin in which a request is alive for a moment
 
 /**
  * What most of a tile's rows did: kind codes and the share of the bin that has any, a byte each.
@@ -25,7 +25,7 @@ function countTile(run, axis, { binWidth, firstBin, rowsPerGroup, firstGroup, bi
   return { kind, share };
 }
 
-/** Add to counts[bin * kinds + kind] how long a row did what in each bin. False where the row is not in the window. */
+/** Add the time a row spends in each kind to counts[bin * kinds + kind]. Returns false for a row outside the window. */
 function addRow(run, axis, row, { begin, binWidth, bins }, counts) {
   const positions = axis.positions, end = begin + bins * binWidth, kinds = run.kinds.length;
   if (positions[run.rowStart(row)] >= end || axis.rowEnd(run, row) <= begin) return false;
@@ -33,7 +33,7 @@ function addRow(run, axis, row, { begin, binWidth, bins }, counts) {
     const from = Math.max(positions[run.spanStart[span]], begin);
     const to = Math.min(axis.spanEnd(run, row, span), end);
     if (from >= end) break;
-    if (to <= from) continue;             // it ended before the window, which begins while the engine is idle
+    if (to <= from) continue;             // the row ends before the window, which begins in idle time
     const kind = run.spanKind[span];
     const firstBin = Math.floor((from - begin) / binWidth), lastBin = Math.min(bins - 1, Math.floor((to - begin) / binWidth));
     if (firstBin >= lastBin) {
@@ -47,7 +47,7 @@ function addRow(run, axis, row, { begin, binWidth, bins }, counts) {
   return true;
 }
 
-/** The kind with the largest count of each bin, the first of equal ones; what share of `whole` all kinds have. */
+/** The kind with the largest count of each bin, first of equal ones, and the share of all kinds in `whole`. */
 function pickDominant(counts, kinds, whole, kind, share, offset, bins) {
   for (let bin = 0; bin < bins; bin++) {
     let best = 0, most = 0, sum = 0;
@@ -66,10 +66,10 @@ class Tiles {
   constructor(run, colours) {
     this.run = run;
     this.colours = colours;
-    this.kept = new Map();      // in order of last use
+    this.kept = new Map();      // least recently used first
   }
 
-  /** A canvas of one tile, or undefined where it is not there yet and `mayCount` is false. */
+  /** The canvas of a tile; undefined if it is not cached and `mayCount` is false. */
   tile(axis, level, column, line, mayCount) {
     const key = `${axis.name} ${level.log2Bin} ${level.log2Group} ${column} ${line}`;
     let tile = this.kept.get(key);

@@ -1,8 +1,8 @@
-// The data of the page. packing.py, next to this folder, says what the bytes are.
+// The data of the page. ../packing.py describes the format.
 
 const MORE_FOLLOWS = 128, GROUP_VALUES = 128;
 
-/** The header, and name -> Float64Array of each column. */
+/** Returns the header, and name -> Float64Array of each column. */
 async function unpack(base64) {
   const packed = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
@@ -19,7 +19,7 @@ function unpackColumns(bytes, begin, named) {
     const values = new Float64Array(count);
     let before = 0;
     for (let i = 0; i < count; i++) {
-      // Not with shifts: those are of 32 bits, and microseconds of a long run are more.
+      // No shifts: they have 32 bits, too few for the microseconds of a long run.
       let folded = 0, scale = 1, byte;
       do {
         byte = bytes[at++];

@@ -1,4 +1,4 @@
-// What of the run is visible: a range of the axis, and a range of the rows. All lengths are CSS pixels.
+// The visible part of the run: a range of the axis and a range of rows. Lengths are CSS pixels.
 
 const TALLEST_ROW = 24, MARGIN_OF_LIFE = 0.04, FOUND_ROW = 18;
 
@@ -7,13 +7,13 @@ class View {
     this.run = run;
     this.axes = axes;
     this.axis = axes.iteration;
-    this.left = 0;              // of the charts: labels stand before
+    this.left = 0;              // left edge of the charts, right of the labels
     this.width = 1;
-    this.height = 1;            // of the rows
+    this.height = 1;            // height of the rows
     this.fit();
   }
 
-  /** Tell the size of the area in which rows are drawn. Everything stays visible where everything was. */
+  /** Set the size of the area of the rows. A view of everything keeps showing everything. */
   resize(left, width, height) {
     const wasAll = this.showsAll;
     Object.assign(this, { left, width, height });
@@ -111,7 +111,7 @@ class View {
     this.clamp();
   }
 
-  /** As few rows as hold all requests that are alive in the visible iterations. */
+  /** Show the fewest rows that contain all requests alive in the visible iterations. */
   showRowsInView() {
     const from = this.axis.indexAt(this.begin), to = this.axis.indexAt(this.end);
     let first = -1, last = -1;
