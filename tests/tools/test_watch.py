@@ -118,8 +118,8 @@ def test_metrics_and_the_file_tell_the_same(served, tmp_path, source_of):
 
 
 @pytest.mark.parametrize("text, told", [
-    ("", "no metrics of this package"), ("<html>\n", "not in Prometheus format"), ("up 1\n", "no metrics of this package"),
-    ('vllm:generation_tokens_total{model_name="m"} much\n', "not in Prometheus format")])
+    ("", "no metrics of this package"), ("<html>\n", "not in Prometheus"), ("up 1\n", "no metrics of this package"),
+    ('vllm:generation_tokens_total{model_name="m"} much\n', "not in Prometheus")])
 def test_what_is_no_exposition_is_told(text, told):
     with pytest.raises(SourceError, match=told):
         read_metrics(text, 0.0)
@@ -333,7 +333,7 @@ def test_a_source_that_is_away_is_told_and_given_up(server, served, tmp_path):
     server.answers = [exposition, 503, exposition, exposition, 503]
     result = watched("--url", f"{server.url}/metrics", "--interval", "0.2", "--timeout", "1.5")
     assert result.returncode == 1
-    assert re.fullmatch(r"watch: \S+/metrics was not readable for \S+ s: it answers 503; an engine .* is expected; "
+    assert re.fullmatch(r"watch: \S+/metrics was not readable for \S+ s: it answers 503; expected the statistics of an engine; "
                         r"start it, .*\n", result.stderr)
     lines = [fields_of(line) for line in result.stdout.splitlines()]
     states = [fields["state"] for fields in lines]
