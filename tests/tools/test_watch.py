@@ -333,8 +333,8 @@ def test_a_source_that_is_away_is_told_and_given_up(server, served, tmp_path):
     server.answers = [exposition, 503, exposition, exposition, 503]
     result = watched("--url", f"{server.url}/metrics", "--interval", "0.2", "--timeout", "1.5")
     assert result.returncode == 1
-    assert re.fullmatch(r"watch: \S+/metrics was not readable for \S+ s: it answers 503; expected the statistics of an engine; "
-                        r"start it, .*\n", result.stderr)
+    assert re.fullmatch(r"watch: \S+/metrics was not readable for \S+ s: it answers 503; expected the "
+                        r"statistics of an engine; start it, .*\n", result.stderr)
     lines = [fields_of(line) for line in result.stdout.splitlines()]
     states = [fields["state"] for fields in lines]
     assert states[:4] == ["unreachable", "ok", "ok", "unreachable"] and set(states[4:]) <= {"unreachable"}
