@@ -192,3 +192,10 @@ def test_no_torch_is_imported(folder):
             "status = main(['simulate', '--cost', 'cost.json', '--workload', 'w.json']); "
             "sys.exit(status or 'torch' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", code], cwd=folder, stdout=subprocess.DEVNULL).returncode == 0
+
+
+@pytest.mark.parametrize("option, value", [("--seed", "x"), ("--replicas", "1.5")])
+def test_what_is_no_whole_number_is_named(option, value, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--cost", "c", "--workload", "w", option, value])
+    assert f"argument {option}: '{value}' is not a whole number" in capsys.readouterr().err
