@@ -93,7 +93,7 @@ def test_c17_while_the_interpreter_exits_no_manager_can_be_made_that_would_hold_
             try:
                 kept.append(make())
             except ManagerClosedError as error:
-                os.write(1, f"{where} {str(error)[:25]}\\n".encode())
+                os.write(1, f"{where} {str(error)[:26]}\\n".encode())
 
         def after_the_main_thread():
             threading.main_thread().join()
