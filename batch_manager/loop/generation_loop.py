@@ -333,7 +333,7 @@ class GenerationLoop:
         if self.finals.ended:
             record.finished = self.finals.take_ended()
         if self.intake.arrived:
-            record.arrived = self.intake.take_arrived()
+            record.arrived, record.arrived_at_s = self.intake.take_arrived()
         if record.active_requests or record.had_refusals and self.failure is None:
             if record.kv_cache is None:    # nothing was launched
                 record.kv_cache = self.kv.usage()

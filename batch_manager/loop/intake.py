@@ -44,7 +44,7 @@ class Intake:
     Items come from `GuardedCallbacks.fetched`; `GuardedCallbacks.unanswered` lists them until their final response.
 
     num_accepted, num_refused, unaddressable   items decided since construction
-    arrived         ids accepted since the last call of `take_arrived`
+    arrived         (id, arrival time) of requests accepted since the last call of `take_arrived`
     timings         times of the accepted requests
     num_prompt_tokens   prompt tokens of the accepted requests, since construction
     came_late       whether a request was accepted after its deadline, which counts from its arrival_time; `expired`
@@ -71,7 +71,7 @@ class Intake:
         self._bytes_in_flight = 0
         self.came_late = False
         self._deadlines: dict[int, tuple[float, float]] = {}     # request id -> (time of the deadline, deadline_s)
-        self.arrived: list[int] = []
+        self.arrived: list[tuple[int, float]] = []
         self.is_terminating = False
         self.num_warnings = 0
         self.num_prompt_tokens = 0
@@ -210,13 +210,13 @@ class Intake:
 
     def _note_accepted(self, admitted: Admitted) -> None:
         request_id = admitted.request.request_id
-        self.arrived.append(request_id)
         self.num_prompt_tokens += admitted.request.prompt_len
         self._bytes_of[request_id] = admitted.num_bytes
         self._bytes_in_flight += admitted.num_bytes
         arrived_at = now = self._clock.monotonic()
         if admitted.arrival_time is not None:
             arrived_at = min(admitted.arrival_time, arrived_at)
+        self.arrived.append((request_id, arrived_at))
         self.timings.accept(admitted, arrived_at)
         if admitted.response.deadline_s is not None:
             deadline_s = admitted.response.deadline_s
@@ -245,10 +245,10 @@ class Intake:
         self._queued_tokens -= admitted.request.prompt_len
         return admitted
 
-    def take_arrived(self) -> tuple[int, ...]:
-        """Return the ids accepted since the last call of this method."""
-        arrived, self.arrived = tuple(self.arrived), []
-        return arrived
+    def take_arrived(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Return (ids, arrival times) of the requests accepted since the last call of this method."""
+        arrived, self.arrived = self.arrived, []
+        return tuple([request_id for request_id, _ in arrived]), tuple([time for _, time in arrived])
 
     def withdraw(self, request_ids: Set[int]) -> list[Admitted]:
         """Remove these requests from the queue and return them. Ids that are not queued are ignored."""

@@ -25,6 +25,7 @@ class IterationRecord:
     had_refusals       whether items were refused
     figures            name of a statistic -> value, of resources besides KV cache blocks
     arrived, finished  ids of the requests that were accepted, and of accepted ones that ended
+    arrived_at_s       when each request of `arrived` arrived, in seconds of the engine's clock
     end_reasons        reason -> ids of the requests that got their final response; filled for traces only
     waiting            reason -> ids of the active requests in no step; filled for traces only
     """
@@ -41,6 +42,7 @@ class IterationRecord:
     had_refusals: bool = False
     figures: dict[str, int] = field(default_factory=dict)
     arrived: tuple[int, ...] = ()
+    arrived_at_s: tuple[float, ...] = ()
     finished: tuple[int, ...] = ()
     waiting: dict[str, tuple[int, ...]] = field(default_factory=dict)
     end_reasons: dict[str, tuple[int, ...]] = field(default_factory=dict)

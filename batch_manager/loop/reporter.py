@@ -44,7 +44,7 @@ class Reporter:
             record.number, tuple(record.chunks), tuple([r.request_id for r in plan.generation_requests]),
             tuple([r.request_id for r in plan.paused_requests]), record.finished, record.arrived,
             self._last_started_at, phases_us, record.waiting, queued_requests, kv_cache.live_blocks,
-            kv_cache.cached_blocks, kv_cache.free_blocks, record.end_reasons)
+            kv_cache.cached_blocks, kv_cache.free_blocks, record.end_reasons, record.arrived_at_s)
         hook = self._trace
         assert hook is not None
         with self._in_trace:

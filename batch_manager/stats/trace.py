@@ -42,6 +42,8 @@ class IterationTrace:
                  none but reusable, and empty
     end_reasons  reason -> ids of the requests that got their final response: a FinishReason or an ErrorCode by name.
                  Refused requests are listed here only. Empty in traces written before this field existed
+    arrived_at_s   when each request of `arrived` arrived, in seconds of the engine's clock: its arrival_time, or its
+                 admission if it has none. Empty in traces written before this field existed
     """
 
     iteration: int
@@ -58,9 +60,10 @@ class IterationTrace:
     cached_blocks: int = 0
     free_blocks: int = 0
     end_reasons: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    arrived_at_s: tuple[float, ...] = ()
 
 
-REQUIRED = frozenset(f.name for f in fields(IterationTrace)) - {"end_reasons"}
+REQUIRED = frozenset(f.name for f in fields(IterationTrace)) - {"end_reasons", "arrived_at_s"}
 
 
 @dataclass(slots=True)
@@ -283,6 +286,7 @@ def _iteration(record: Any) -> IterationTrace:
         cached_blocks=_count("cached_blocks", record["cached_blocks"]),
         free_blocks=_count("free_blocks", record["free_blocks"]),
         end_reasons={reason: _ids(f"end_reasons.{reason}", ids) for reason, ids in _items("end_reasons", record)},
+        arrived_at_s=_times(record),
     )
 
 
@@ -305,6 +309,14 @@ def _seconds(value: Any) -> float:
     if type(value) not in (int, float) or not isfinite(value):
         _refuse(f"started_at_s is {_quoted(value)}", "a finite number")
     return float(value)
+
+
+def _times(record: dict[str, Any]) -> tuple[float, ...]:
+    times = record.get("arrived_at_s", [])
+    if type(times) is not list or not all(type(time) in (int, float) and isfinite(time) for time in times) or (
+            len(times) not in (0, len(record["arrived"]))):
+        _refuse(f"arrived_at_s is {_quoted(times)}", "a finite number for each id of arrived")
+    return tuple(map(float, times))
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:

@@ -11,13 +11,15 @@ from ..stats.trace import IterationTrace
 REFUSALS = (ErrorCode.INVALID_REQUEST.name, ErrorCode.DUPLICATE_REQUEST_ID.name,
             ErrorCode.TOO_LARGE_FOR_KV_CACHE.name, ErrorCode.QUEUE_FULL.name)
 CONTEXT, GENERATION, PAUSED, QUEUED, WAITING = "context", "generation", "paused", "queued", "waiting"
+CLIENT = "client"
 
 
 @dataclass(slots=True)
 class Span:
     """Successive iterations in which a request did the same.
 
-    kind        CONTEXT, GENERATION, PAUSED, QUEUED (accepted, but not active) or WAITING (active, but in no step)
+    kind        CONTEXT, GENERATION, PAUSED, CLIENT (arrived, but not accepted), QUEUED (accepted, but not active) or
+                WAITING (active, but in no step)
     reason      of WAITING, one of batch_manager/scheduling/waiting.py
     begin_s, end_s   seconds of the engine's clock: start of its first iteration, and start of the next span
     iterations  number of iterations
@@ -99,13 +101,17 @@ def _note(iteration: IterationTrace, end_s: float, alive: dict[int, Life]) -> It
     for request_id in did:
         if request_id not in alive:
             alive[request_id] = Life(request_id, number, number)
+    for request_id, arrived_at_s in zip(iteration.arrived, iteration.arrived_at_s):
+        if arrived_at_s < begin_s:
+            alive[request_id].spans.append(Span(CLIENT, "", arrived_at_s, begin_s, 0))
     if end_s == math.inf or alive.keys() <= {*iteration.finished}:     # the engine is idle until the next request
         end_s = min(end_s, begin_s + 1e-6 * sum(iteration.phases_us.values()))
     for request_id, life in alive.items():
         life.last_iteration = number
         last = life.spans[-1] if life.spans else None
         kind, reason, first, tokens = did.get(request_id) or (
-            (QUEUED, "", 0, 0) if last is None else (last.kind, last.reason, last.first + last.tokens, 0))
+            (QUEUED, "", 0, 0) if last is None or last.kind == CLIENT
+            else (last.kind, last.reason, last.first + last.tokens, 0))
         if last is None or (kind, reason) != (last.kind, last.reason) or (
                 kind == CONTEXT and tokens and first < last.first + last.tokens):
             last = Span(kind, reason, begin_s, end_s, 0, 0, first)

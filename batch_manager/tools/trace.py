@@ -25,7 +25,7 @@ from ..scheduling import waiting
 from ..stats.trace import IterationTrace, read_trace
 from .__main__ import run_as
 from .output_file import OutputError, output_file, why_not_writable
-from .request_spans import CONTEXT, GENERATION, PAUSED, QUEUED, WAITING, Life, Span, lives
+from .request_spans import CLIENT, CONTEXT, GENERATION, PAUSED, QUEUED, WAITING, Life, Span, lives
 from .standard_output import discard_standard_output, print_flushed
 
 SENTENCES = {
@@ -48,8 +48,9 @@ def why(life: Life) -> list[str]:
         return [f"request {life.request_id}: refused in iteration {life.last_iteration} ({life.end_reason})"]
     reason = f" ({life.end_reason})" if life.end_reason else ""
     ended = f"to its end{reason}" if life.has_ended else "to the end of the trace, where it is still alive"
-    lines = [f"request {life.request_id}: {_time(life.seconds)} from its arrival in iteration {life.first_iteration} "
-             f"{ended} in iteration {life.last_iteration}"]
+    arrival = "before" if life.spans[0].kind == CLIENT else "in"
+    lines = [f"request {life.request_id}: {_time(life.seconds)} from its arrival {arrival} iteration "
+             f"{life.first_iteration} {ended} in iteration {life.last_iteration}"]
     groups: dict[str, list[Span]] = defaultdict(list)
     for span in life.spans:
         groups[span.reason if span.kind == WAITING else span.kind].append(span)
@@ -69,6 +70,8 @@ def _sentence(key: str, spans: list[Span]) -> str:
     if key == GENERATION:
         step = statistics.median(span.seconds / span.iterations for span in spans)
         return f"generated: {_count(iterations, 'iteration')} of {_time(step)} each"
+    if key == CLIENT:
+        return "waited in the client, until the get callback returned it"
     others = sorted(set().union(*(span.running for span in spans)))
     named = ", ".join(map(str, others[:MOST_NAMED])) + (f" and {len(others) - MOST_NAMED} more" if
                                                          others[MOST_NAMED:] else "")
@@ -92,6 +95,7 @@ def write_perfetto(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
     """
     origin: list[float] = []
     tracks: dict[int, int] = {}
+    track_is_free_at: dict[int, int] = {}
     worker_is_free_at = 0
 
     def microseconds(seconds: float) -> int:
@@ -125,9 +129,11 @@ def write_perfetto(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
                    "args": {"name": f"request {life.request_id}"}}
         for span in life.spans:
             arguments = {"iterations": span.iterations} | ({"tokens": span.tokens} if span.kind == CONTEXT else {})
-            begin = microseconds(span.begin_s)
+            # A request may arrive before the trace begins, or before a request with the same id ends.
+            begin = max(microseconds(span.begin_s), track_is_free_at.get(life.request_id, 0))
+            end = track_is_free_at[life.request_id] = max(microseconds(span.end_s), begin)
             yield {"ph": "X", "pid": 1, "tid": tracks[life.request_id], "ts": begin,
-                   "dur": microseconds(span.end_s) - begin, "args": arguments,
+                   "dur": end - begin, "args": arguments,
                    "name": f"{span.kind}: {span.reason}" if span.reason else span.kind}
 
     def write(events: Iterable[dict]) -> None:

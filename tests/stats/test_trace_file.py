@@ -44,6 +44,8 @@ def read(content):
     ("waiting", {"order": 4}, "waiting.order is 4"), ("queued_requests", -1, "queued_requests is -1"),
     ("live_blocks", -3, "live_blocks is -3"), ("free_blocks", None, "free_blocks is null"),
     ("started_at_s", "1", 'started_at_s is "1"'), ("started_at_s", -99.0, "started_at_s is -99.0, less than 0.0"),
+    ("arrived_at_s", [1.0, "x"], 'arrived_at_s is [1.0,"x"]'),
+    ("arrived_at_s", [1.0] * 9, "a finite number for each id"),
     ("end_reasons", {"LENGTH": [1.0]}, "end_reasons.LENGTH is [1.0]")])
 def test_a_wrong_field_is_named_with_its_line(field, value, told):
     first, *_ = rest = [json.loads(line) for line in lines_of(record(0), record(1))[1:]]
@@ -64,7 +66,7 @@ def test_a_missing_field_is_named(field):
 
 def test_a_trace_from_before_end_reasons_were_recorded_is_read():
     old = json.loads(lines_of(record(3))[1])
-    del old["end_reasons"]
+    del old["end_reasons"], old["arrived_at_s"]
     assert read(HEADER + json.dumps(old).encode()) == [record(3)]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from batch_manager import Parts
+from batch_manager.stats.trace import read_trace
 from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.tools.bench import __main__ as program
 from batch_manager.tools.bench import measurement as measuring
@@ -22,6 +23,7 @@ from batch_manager.tools.bench.metrics import Bounds
 from batch_manager.tools.bench.options import parse_options
 from batch_manager.tools.bench.result import FORMAT_VERSION, read_result
 from batch_manager.tools.bench.saturation import find_saturation, is_sustained
+from batch_manager.tools.request_spans import CLIENT, lives
 from batch_manager.tools.workload import Lengths, make_workload
 
 TEN = make_workload(count=10, vocab_size=1000, prompts=Lengths(20, 0.5, 4, 60), outputs=Lengths(6, 0.5, 2, 12))
@@ -293,3 +295,15 @@ def test_ctrl_c_ends_the_engine_and_says_what_was_measured(tmp_path):
     assert process.returncode == 130
     assert "0 of 4 requests were done" in error and "Traceback" not in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["long.json"]
+
+
+def test_times_of_a_trace_count_from_the_arrival_of_the_client(setting):
+    run, folder = setting
+    assert run("--max-batch", "1", "--max-num-sequences", "1", "--trace", "t.trace", "--out", "r.json",
+               step_seconds=0.002) == 0
+    with Path("t.trace").open("rb") as file:
+        found = list(lives(read_trace(file)))
+    longest = max(life.seconds for life in found)
+    assert len(found) == 10 and longest * 1e3 == pytest.approx(
+        read_result(Path("r.json"))["latency_ms"]["e2e"]["max"], rel=0.25)
+    assert sum(life.spans[0].kind == CLIENT for life in found) >= 8

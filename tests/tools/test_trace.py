@@ -17,7 +17,7 @@ import pytest
 from batch_manager import IterationTrace, SchedulerPolicy, Trace
 from batch_manager.scheduling import waiting
 from batch_manager.stats.trace import write_trace
-from batch_manager.tools.request_spans import CONTEXT, GENERATION, PAUSED, QUEUED, WAITING, lives
+from batch_manager.tools.request_spans import CLIENT, CONTEXT, GENERATION, PAUSED, QUEUED, WAITING, lives
 from batch_manager.tools.trace import main, why, write_csv, write_perfetto
 from tests.tools.chrome_trace import faults
 
@@ -273,3 +273,26 @@ def test_a_file_that_is_no_trace(content, told, tmp_path, capsys):
         shown = capsys.readouterr().err
         assert told in shown and str(path) in shown and "Traceback" not in shown
     assert sorted(each.name for each in tmp_path.iterdir()) == (["trace.jsonl"] if content is not None else [])
+
+
+def test_the_wait_in_the_client_is_a_part(traced, new_request):
+    requests = [new_request(i, [i] * 4, 2) for i in (1, 2)]
+    iterations = traced(requests, max_batch_size=1, max_num_sequences=1, max_queued_requests=0)
+    arrived = iterations[0].started_at_s - 0.25
+    iterations = [replace(each, arrived_at_s=tuple(arrived for _ in each.arrived)) for each in iterations]
+    for life in lives(iterations):
+        assert life.spans[0].kind == CLIENT and life.spans[0].begin_s == arrived
+        assert why(life)[0].startswith(f"request {life.request_id}: ") and "arrival before iteration" in why(life)[0]
+        assert any("waited in the client" in line for line in why(life)[1:])
+        times = [float(line.split()[0]) * (1 if line.split()[1] == "s" else 1e-3) for line in why(life)[1:]]
+        assert sum(times) == pytest.approx(life.seconds, abs=1e-5)
+    file = StringIO()
+    write_perfetto(iterations, file)
+    assert not faults(json.loads(file.getvalue()))
+
+
+def test_the_engine_records_when_requests_arrived(traced, new_request):
+    late = new_request(1, [1] * 4, 2)
+    late.arrival_time = 0.0
+    (first, *_) = [each for each in traced([late, new_request(2, [2] * 4, 2)]) if each.arrived]
+    assert first.arrived == (1, 2) and first.arrived_at_s == (0.0, first.started_at_s)
