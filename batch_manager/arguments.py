@@ -14,26 +14,26 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
                     terminate_req_id: Any = None, max_draft_tokens: Any = None) -> None:
     """Validate the arguments of GptManager's constructor. Raises ConfigError."""
     if not isinstance(model_type, TrtGptModelType):
-        raise ConfigError(f"model_type is {model_type!r}", "a member of TrtGptModelType",
+        raise ConfigError(f"model_type is {model_type!r}", "expected a member of TrtGptModelType",
                           "for instance TrtGptModelType.InflightFusedBatching")
     if not isinstance(scheduler_policy, SchedulerPolicy):
-        raise ConfigError(f"scheduler_policy is {scheduler_policy!r}", "a member of SchedulerPolicy",
+        raise ConfigError(f"scheduler_policy is {scheduler_policy!r}", "expected a member of SchedulerPolicy",
                           "for instance SchedulerPolicy.GUARANTEED_NO_EVICT")
     if isinstance(max_beam_width, bool) or not isinstance(max_beam_width, int) or max_beam_width < 1:
-        raise ConfigError(f"max_beam_width is {max_beam_width!r}", "an integer of at least 1",
+        raise ConfigError(f"max_beam_width is {max_beam_width!r}", "expected an integer of at least 1",
                           "use 1 without beam search")
     for name, callback in (("get_inference_requests_cb", get_cb), ("send_response_cb", send_cb)):
         if not callable(callback):
-            raise ConfigError(f"{name} is a {type(callback).__name__}", "a callable", "pass a function")
+            raise ConfigError(f"{name} is a {type(callback).__name__}", "expected a callable", "pass a function")
     for name, callback in (("poll_stop_signal_cb", poll_cb), ("return_batch_manager_stats_cb", stats_cb)):
         if callback is not None and not callable(callback):
-            raise ConfigError(f"{name} is a {type(callback).__name__}", "a callable or None",
+            raise ConfigError(f"{name} is a {type(callback).__name__}", "expected a callable or None",
                               "pass a function, or leave it out")
     if not isinstance(params, TrtGptModelOptionalParams):
-        raise ConfigError(f"optional_params is a {type(params).__name__}", "a TrtGptModelOptionalParams",
+        raise ConfigError(f"optional_params is a {type(params).__name__}", "expected a TrtGptModelOptionalParams",
                           "leave it out, or construct one")
     if not isinstance(parts, Parts):
-        raise ConfigError(f"parts is a {type(parts).__name__}", "a Parts", "leave it out, or construct one")
+        raise ConfigError(f"parts is a {type(parts).__name__}", "expected a Parts", "leave it out, or construct one")
     hooks = [(f"Parts.{name}", getattr(parts, name), takes) for name, takes in (
         ("trace", ("iteration_trace",)), ("after_responses", ()), ("at_end", ("health",)))]
     for name, callback, takes in (
@@ -50,13 +50,13 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
                               "accept these parameters, or *args")
     if terminate_req_id is not None and (isinstance(terminate_req_id, bool) or not isinstance(terminate_req_id, int)
                                          or not 0 <= terminate_req_id < 2**64):
-        raise ConfigError(f"terminate_req_id is {terminate_req_id!r}", "an id in 0..2^64-1, or None",
+        raise ConfigError(f"terminate_req_id is {terminate_req_id!r}", "expected an id in 0..2^64-1, or None",
                           "leave it out if no request is to end the worker")
     if max_draft_tokens is not None and (type(max_draft_tokens) is not int or max_draft_tokens):
         raise ConfigError(f"max_draft_tokens is {max_draft_tokens!r}", "None or 0: draft tokens are not supported yet",
                           "leave it out")
     if not isinstance(exclude_input_in_output, bool):
-        raise ConfigError(f"exclude_input_in_output is {exclude_input_in_output!r}", "True or False",
+        raise ConfigError(f"exclude_input_in_output is {exclude_input_in_output!r}", "expected True or False",
                           "leave it out for False")
 
 

@@ -69,7 +69,8 @@ def build_loop(
     try:
         info = backend.info
         if not isinstance(info, BackendInfo):
-            raise ConfigError(f"the info of Parts.backend is a {type_name(info)}", "a batch_manager.BackendInfo")
+            raise ConfigError(f"the info of Parts.backend is a {type_name(info)}",
+                              "expected a batch_manager.BackendInfo")
         limits = resolve_limits(optional_params, info, max_beam_width, scheduler_policy)
         if static_batch:    # max_batch_size alone bounds a padded step
             limits = replace(limits, max_num_tokens=limits.max_batch_size * limits.max_seq_len)
@@ -136,10 +137,12 @@ def plans_by_lengths(scheduler: object) -> bool:
     try:
         value = getattr(scheduler, "plans_by_lengths", False)
     except Exception as error:
-        raise ConfigError(f"plans_by_lengths of a {type_name(scheduler)} raised {type_name(error)}", "True or False",
+        raise ConfigError(f"plans_by_lengths of a {type_name(scheduler)} raised {type_name(error)}",
+                          "expected True or False",
                           "make it an attribute") from error
     if type(value) is not bool:
-        raise ConfigError(f"plans_by_lengths of a {type_name(scheduler)} is a {type_name(value)}", "True or False",
+        raise ConfigError(f"plans_by_lengths of a {type_name(scheduler)} is a {type_name(value)}",
+                          "expected True or False",
                           "set it to True if the scheduler does not look at tokens")
     return value
 

@@ -163,7 +163,7 @@ class TrtGptModelOptionalParams:
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv_cache_config, KvCacheConfig):
-            raise ConfigError(f"kv_cache_config is a {type(self.kv_cache_config).__name__}", "a KvCacheConfig",
+            raise ConfigError(f"kv_cache_config is a {type(self.kv_cache_config).__name__}", "expected a KvCacheConfig",
                               "pass KvCacheConfig(max_tokens=...)")
         for name in ("enable_trt_overlap", "enable_chunked_context", "normalize_log_probs", "gather_context_logits",
                      "gather_generation_logits", "deterministic", "flush_stats_when_idle", "log_callback_errors"):
@@ -177,7 +177,7 @@ class TrtGptModelOptionalParams:
                               "leave one of them out")
         if not isinstance(self.context_chunking_policy, ContextChunkingPolicy):
             raise ConfigError(f"context_chunking_policy is {self.context_chunking_policy!r}",
-                              "a member of ContextChunkingPolicy", "FIRST_COME_FIRST_SERVED is the default")
+                              "expected a member of ContextChunkingPolicy", "FIRST_COME_FIRST_SERVED is the default")
         for name in ("max_batch_size", "max_num_tokens", "max_request_bytes", "max_bytes_in_flight",
                      "max_admissions_per_iteration"):
             _require_count(name, getattr(self, name))
@@ -188,13 +188,14 @@ class TrtGptModelOptionalParams:
         if type(self.max_num_sequences) is not int or self.max_num_sequences != -1:
             _require_count("max_num_sequences", self.max_num_sequences, optional=True)
         if self.device is not None and not isinstance(self.device, str):
-            raise ConfigError(f"device is {self.device!r}", 'one of "cpu", "cuda", "cuda:1", ..., or None',
+            raise ConfigError(f"device is {self.device!r}", 'expected one of "cpu", "cuda", "cuda:1", ..., or None',
                               "leave it None for a GPU if there is one")
         for name, allowed in (("dtype", DTYPES), ("load_format", LOAD_FORMATS),
                               ("model_implementation", MODEL_IMPLEMENTATIONS)):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in allowed:
-                raise ConfigError(f"{name} is {value!r}", f"one of {', '.join(allowed)}", '"auto" is the default')
+                raise ConfigError(f"{name} is {value!r}",
+                                  f"expected one of {', '.join(allowed)}", '"auto" is the default')
         _require_seconds("idle_poll_interval_s", self.idle_poll_interval_s, positive=True)
         _require_seconds("hang_warning_s", self.hang_warning_s, positive=False)
 
@@ -239,7 +240,7 @@ class Parts:
     def __post_init__(self) -> None:
         if self.stages is not None and not callable(self.stages) and not isinstance(self.stages, list | tuple):
             raise ConfigError(f"Parts.stages is a {type(self.stages).__name__}",
-                              "a list or tuple of LogitsStages, a factory (num_slots, device) of one, or None",
+                              "expected a list or tuple of LogitsStages, a factory (num_slots, device) of one, or None",
                               "put the stages into a list, or leave it None")
         for name, takes in (("attention", "spec, kv_pool"), ("trace", "iteration_trace"), ("after_responses", ""),
                             ("at_end", "health"),
@@ -251,11 +252,11 @@ class Parts:
         if self.clock is not None and not all(callable(getattr(self.clock, name, None))
                                               for name in ("monotonic", "timestamp")):
             raise ConfigError(f"Parts.clock is a {type(self.clock).__name__}",
-                              "an object with monotonic() and timestamp(), see batch_manager.Clock, or None",
+                              "expected an object with monotonic() and timestamp(), see batch_manager.Clock, or None",
                               "give it both methods, or leave it None")
         if self.backend is not None and not callable(self.backend) and not hasattr(self.backend, "start"):
             raise ConfigError(f"Parts.backend is a {type(self.backend).__name__}",
-                              "a ModelBackend, a factory () of one, or None",
+                              "expected a ModelBackend, a factory () of one, or None",
                               "give it the methods of batch_manager.ModelBackend, or leave it None")
 
 
@@ -358,7 +359,7 @@ def _require_count(name: str, value: object, *, minimum: int = 1, optional: bool
 
 def _require_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}", "True or False")
+        raise ConfigError(f"{name} is {value!r}", "expected True or False")
 
 
 def _require_seconds(name: str, value: object, *, positive: bool) -> None:
@@ -366,4 +367,4 @@ def _require_seconds(name: str, value: object, *, positive: bool) -> None:
         (value > 0 if positive else value >= 0) and value <= LONGEST_WAIT_S)
     if not good:
         raise ConfigError(f"{name} is {value!r}",
-                          f"seconds, {'more than 0' if positive else '0 or more'}, at most {LONGEST_WAIT_S:,}")
+                          f"expected seconds, {'more than 0' if positive else '0 or more'}, at most {LONGEST_WAIT_S:,}")

@@ -29,7 +29,7 @@ def custom_backend(part: Any, params: TrtGptModelOptionalParams) -> ModelBackend
     if isinstance(part, type) or not hasattr(part, "start"):
         part = part()
         if not hasattr(part, "start"):
-            raise ConfigError(f"the factory in Parts.backend returned a {type_name(part)}", "a ModelBackend",
+            raise ConfigError(f"the factory in Parts.backend returned a {type_name(part)}", "expected a ModelBackend",
                               "return an object with the methods of batch_manager.ModelBackend")
     _check_backend_methods(part)
     backend: ModelBackend = part
@@ -45,7 +45,7 @@ def _check_backend_methods(backend: Any) -> None:
     if "close" not in missing:
         backend.close()
     raise ConfigError(f"a {type_name(backend)} in Parts.backend has no {', '.join(missing)}",
-                      "a ModelBackend with all of its methods", "see batch_manager.ModelBackend")
+                      "expected a ModelBackend with all of its methods", "see batch_manager.ModelBackend")
 
 
 def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -60,7 +60,7 @@ def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] 
             missing.append("dispatch")
         if missing:
             raise ConfigError(f"the factory in Parts.attention returned a {type_name(attention)}, which has no "
-                              f"{', '.join(missing)}", "an attention implementation",
+                              f"{', '.join(missing)}", "expected an attention implementation",
                               "see attention.interface.Attention")
         return attention
 
@@ -76,9 +76,9 @@ def checked_stages(part: Any) -> Callable[..., tuple[Any, ...]] | None:
         made = part(num_slots, device) if callable(part) else part
         if not isinstance(made, list | tuple):
             raise ConfigError(f"the factory in Parts.stages returned a {type_name(made)}",
-                              "a list or tuple of LogitsStages", "return the stages in a list")
+                              "expected a list or tuple of LogitsStages", "return the stages in a list")
         if len(made) > MOST_OWN_STAGES:
-            raise ConfigError(f"Parts.stages has {len(made)} stages", f"at most {MOST_OWN_STAGES}",
+            raise ConfigError(f"Parts.stages has {len(made)} stages", f"expected at most {MOST_OWN_STAGES}",
                               "combine several stages into one")
         for stage in made:
             _check_stage(stage)
@@ -94,7 +94,7 @@ def _check_stage(stage: Any) -> None:
     if not isinstance(reads, list | tuple):
         missing.append("reads")
     if isinstance(stage, type):
-        raise ConfigError(f"Parts.stages has the class {stage.__name__}", "LogitsStages: objects, not classes",
+        raise ConfigError(f"Parts.stages has the class {stage.__name__}", "expected LogitsStages: objects, not classes",
                           f"pass {stage.__name__}(...)")
     if missing:
         raise ConfigError(f"Parts.stages has a {type_name(stage)}, which has no {', '.join(missing)}",
@@ -103,7 +103,7 @@ def _check_stage(stage: Any) -> None:
     unknown = [name for name in reads if name not in PARAMETERS and name not in ("end_id", "prompt_length")]
     if unknown:
         raise ConfigError(f"`reads` of a {type_name(stage)} in Parts.stages holds {unknown[0]!r}",
-                          f"end_id, prompt_length or a field of SamplingConfig: {', '.join(PARAMETERS)}",
+                          f"expected end_id, prompt_length or a field of SamplingConfig: {', '.join(PARAMETERS)}",
                           "correct `reads`, or use the setup that set_up gets")
 
 
@@ -120,12 +120,12 @@ def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager
         return scheduler
     if not callable(part):
         raise ConfigError(f"Parts.scheduler is a {type_name(part)}",
-                          f"{SCHEDULERS}, or a factory (limits, kv_cache_manager) of one",
+                          f"expected {SCHEDULERS}, or a factory (limits, kv_cache_manager) of one",
                           "inherit one of them, or leave it None")
     if isinstance(part, type) and not can_be_called_with(part, 2):
         if not can_be_called_with(part, 0):
             raise ConfigError(f"the class {part.__name__} in Parts.scheduler takes other constructor arguments",
-                              "either (limits, kv_cache_manager) or no arguments",
+                              "expected either (limits, kv_cache_manager) or no arguments",
                               "pass an object, or a factory (limits, kv_cache_manager)")
         made = part()
     else:

@@ -1,6 +1,7 @@
 """The two values that cross between the towers: `ScheduledBatch` down, `StepOutput` up.
 
-They hold integers and numpy arrays only: no request objects, no torch tensors. A *slot* is a row of the device's
+They hold integers, numpy arrays and, by reference, a request's logits post-processor: no request objects, no torch
+tensors. A *slot* is a row of the device's
 per-sequence state. The host picks it when a request becomes active and may reuse it once it is released. The options of
 a request cross once, as `SlotSetup`, with its first context chunk (and again after a pause). From then on the device
 keeps the last token of every slot, so a generation step carries slots and lengths only.

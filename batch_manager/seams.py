@@ -58,12 +58,12 @@ class BackendInfo:
         if self.attention_window is not None:
             self._check("attention_window", 1)
         if not isinstance(self.end_ids, tuple) or not all(type(token) is int for token in self.end_ids):
-            raise ConfigError(f"BackendInfo.end_ids is {self.end_ids!r}", "a tuple of integers")
+            raise ConfigError(f"BackendInfo.end_ids is {self.end_ids!r}", "expected a tuple of integers")
 
     def _check(self, name: str, lowest: int) -> None:
         value = getattr(self, name)
         if type(value) is not int or value < lowest:
-            raise ConfigError(f"BackendInfo.{name} is {value!r}", f"an integer of at least {lowest}")
+            raise ConfigError(f"BackendInfo.{name} is {value!r}", f"expected an integer of at least {lowest}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,9 @@ class ModelBackend(Protocol):
         run in launch order and read the state that earlier ones left on the device.
 
         Before the step, apply the block table updates of the batch. Then run its operations in order, except those that
-        ran for an earlier batch (`ScheduledBatch.new_operations`). Once `start` has returned, both must take effect
-        even if the step fails: table updates are not repeated. If `start` raises, they are.
+        ran for an earlier batch (`ScheduledBatch.new_operations`). Table updates take effect once `start` has returned,
+        even if the step fails: they are not repeated. If `start` raises, they are. Operations are repeated until a step
+        that carries them is read.
 
         May raise any exception: MemoryError and torch's out-of-memory errors are reported as such, and DeviceLostError
         means that nothing can run any more. The same holds for `finish`. After an exception, running the batch or a

@@ -21,8 +21,8 @@ So a ban makes no other token more likely. Beams without an active stage skip th
 
 Steps 5 to 7 are one operation, `sample_token`, because a greedy row needs none of the passes over the vocabulary that a
 sampled row needs. Steps 1 to 4 are instances of `LogitsStage`; a stage that is active for no row of a step is skipped.
-A new parameter takes a field of SamplingConfig, a file with the stage that lists it in `reads`, and a line in
-`default_stages`.
+A new parameter takes a field of SamplingConfig, its name in requests/tensor_attributes.py, a file with the stage that
+lists it in `reads`, and a line in `default_stages`.
 """
 
 from collections.abc import Sequence

@@ -22,7 +22,8 @@ class JsonlStatistics:
     num_kept     number of renamed files to keep
 
     Lines are written once a second, when the engine becomes idle, and at `close`. A write error, such as a full disk,
-    raises OSError in the callback; the engine counts and logs it, and later records are written normally. Not
+    raises OSError in the callback and loses the pending lines; the engine counts and logs it, and later records are
+    written normally. Not
     thread-safe.
     """
 

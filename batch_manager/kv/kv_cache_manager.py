@@ -131,7 +131,7 @@ class KvCacheManager:
         pool = self.pool
         free, live = len(pool.free), self.sequences.num_mentions() - pool.extra_owners
         if free + live != pool.num_blocks:
-            raise InternalError(f"{free} blocks are free and {live} are held", f"{pool.num_blocks} in total")
+            raise InternalError(f"{free} blocks are free and {live} are held", f"expected {pool.num_blocks} in total")
 
     def owns(self, request: LlmRequest) -> bool:
         """Whether the request holds blocks."""
@@ -288,7 +288,8 @@ class KvCacheManager:
         lengths = sequences.kv_lengths[slots] + tokens
         ends = -(-lengths // self.tokens_per_block)
         if self._slides or (ends > sequences.last_blocks[slots]).any():
-            raise InternalError(f"{tokens} tokens are claimed at once", "no window, and no tokens beyond the last one")
+            raise InternalError(f"{tokens} tokens are claimed at once",
+                                "expected no window, and no tokens beyond the last one")
         counts = ends - sequences.ends[slots]
         growing = counts > 0
         if self.pool.has_timed_priorities:
@@ -378,7 +379,8 @@ class KvCacheManager:
         """
         drafts = np.asarray(num_drafts, np.int64)
         if drafts.shape != slots.shape:
-            raise InternalError(f"num_drafts has shape {drafts.shape} for {len(slots)} requests", "one number for each")
+            raise InternalError(f"num_drafts has shape {drafts.shape} for {len(slots)} requests",
+                                "expected one number for each")
         grown = lengths + 1 + drafts
         ends, last = -(-grown // self.tokens_per_block), self.sequences.last_blocks[slots]
         wrong = (drafts < 0) | (drafts > self.window.max_draft_len) | ((ends > last) & (drafts > 0))
@@ -386,7 +388,7 @@ class KvCacheManager:
             index = int(wrong.argmax())
             raise InternalError(
                 f"{generation[index]} claims {drafts[index]} drafts after {lengths[index]} tokens",
-                f"0 to {self.window.max_draft_len} drafts within the {last[index]} blocks of its final length")
+                f"expected 0 to {self.window.max_draft_len} drafts within the {last[index]} blocks of its final length")
         counts = ends - self.sequences.ends[slots]
         growing = counts > 0
         return grown, counts[growing], slots[growing]

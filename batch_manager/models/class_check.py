@@ -21,15 +21,16 @@ def refuse_wrong_class(model_class: object) -> None:
     """Raise ConfigError unless `model_class` is a class with valid members of models.registry.Model."""
     if not isinstance(model_class, type):
         raise ConfigError(f"register_model got an object of type {type_name(model_class)}",
-                          "a class, which the engine instantiates", "pass the class itself")
+                          "expected a class, which the engine instantiates", "pass the class itself")
     name = model_class.__name__
     missing = [member for member in ("harmless_tensors", *_METHODS) if getattr(model_class, member, None) is None]
     if missing:
-        raise ConfigError(f"{name} has no {', '.join(missing)}", "a class with the members of models.registry.Model",
+        raise ConfigError(f"{name} has no {', '.join(missing)}",
+                          "expected a class with the members of models.registry.Model",
                           "")
     for member in _METHODS:
         if not callable(getattr(model_class, member)):
-            raise ConfigError(f"{name}.{member} is {shown(getattr(model_class, member))}", "a method", "")
+            raise ConfigError(f"{name}.{member} is {shown(getattr(model_class, member))}", "expected a method", "")
     _refuse_read_spec(model_class)
     _refuse_no_strings(name, "understands", getattr(model_class, "understands", ()), "field names")
     _refuse_no_strings(name, "harmless_tensors", model_class.harmless_tensors, "patterns of tensor names")
@@ -38,10 +39,10 @@ def refuse_wrong_class(model_class: object) -> None:
             re.compile(pattern)
         except re.error as fault:
             raise ConfigError(f"{name}.harmless_tensors contains {shown(pattern)}",
-                              f"valid regular expressions ({fault})", "") from None
+                              f"expected valid regular expressions ({fault})", "") from None
     deterministic = getattr(model_class, "deterministic", False)
     if not isinstance(deterministic, bool):
-        raise ConfigError(f"{name}.deterministic is {shown(deterministic)}", "True or False", "")
+        raise ConfigError(f"{name}.deterministic is {shown(deterministic)}", "expected True or False", "")
 
 
 def _refuse_read_spec(model_class: type) -> None:
@@ -60,24 +61,24 @@ def _refuse_read_spec(model_class: type) -> None:
 
 def _refuse_no_strings(class_name: str, member: str, value: object, what: str) -> None:
     if not isinstance(value, _COLLECTIONS) or not all(isinstance(name, str) for name in value):
-        raise ConfigError(f"{class_name}.{member} is {shown(value)}", f"a tuple of strings: {what}", "")
+        raise ConfigError(f"{class_name}.{member} is {shown(value)}", f"expected a tuple of strings: {what}", "")
 
 
 def refuse_wrong_spec(model_class: type, spec: object) -> None:
     """Raise ConfigError unless `spec` is a ModelSpec with valid fields. `check_spec` checks that they fit together."""
     name = f"{model_class.__name__}.read_spec"
     if not isinstance(spec, ModelSpec):
-        raise ConfigError(f"{name} returned {shown(spec)}", "a ModelSpec", "")
+        raise ConfigError(f"{name} returned {shown(spec)}", "expected a ModelSpec", "")
     for field, expectation, is_valid in _fields(spec):
         if not is_valid:
             raise ConfigError(f"{name} returned a spec whose {field} is {shown(getattr(spec, field))}", expectation, "")
     if len(spec.attention) != spec.num_layers:
         raise ConfigError(f"{name} returned a spec with {spec.num_layers} layers and {len(spec.attention)} entries in "
-                          "attention", "one entry for each layer", "")
+                          "attention", "expected one entry for each layer", "")
     for layer, how in enumerate(spec.attention):
         if how.alibi_slopes is not None and len(how.alibi_slopes) != spec.num_heads:
             raise ConfigError(f"{name} returned a spec with {spec.num_heads} heads and {len(how.alibi_slopes)} "
-                              f"alibi_slopes in layer {layer}", "one slope for each query head", "")
+                              f"alibi_slopes in layer {layer}", "expected one slope for each query head", "")
 
 
 def _fields(spec: ModelSpec) -> Iterable[tuple[str, str, bool]]:

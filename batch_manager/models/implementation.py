@@ -30,13 +30,13 @@ def choose_implementation(config: Fields, architecture: str, wanted: str) -> str
         raise UnsupportedModelError(
             f"{config.where}: model_implementation is {TRANSFORMERS!r}, but model type {shown(model_type)} does not "
             "run through transformers" + ("" if reason is None else f": {reason}"),
-            f"one of the model types {', '.join(sorted(PROVEN))}",
+            f"expected one of the model types {', '.join(sorted(PROVEN))}",
             f"leave model_implementation out, so that a native class runs {architecture}")
     raise UnsupportedModelError(
         f"{config.where}: the architecture {shown(architecture)} is not known, and model type {shown(model_type)} "
         "does not run through transformers" + ("" if reason is None else f": {reason}"),
-        f"an architecture of this package: {', '.join(known_architectures())}; or a model type that runs through "
-        f"transformers: {', '.join(sorted(PROVEN))}",
+        f"expected an architecture of this package: {', '.join(known_architectures())}; or a model type that runs "
+        f"through transformers: {', '.join(sorted(PROVEN))}",
         "add the architecture with register_model(architecture, model_class)")
 
 

@@ -62,9 +62,9 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     device = torch.device(device)
     if model_implementation not in MODEL_IMPLEMENTATIONS:
         raise ConfigError(f"model_implementation is {model_implementation!r}",
-                          f"one of {', '.join(MODEL_IMPLEMENTATIONS)}", "leave it out for auto")
+                          f"expected one of {', '.join(MODEL_IMPLEMENTATIONS)}", "leave it out for auto")
     if load_format not in LOAD_FORMATS:
-        raise ConfigError(f"load_format is {load_format!r}", f"one of {', '.join(LOAD_FORMATS)}",
+        raise ConfigError(f"load_format is {load_format!r}", f"expected one of {', '.join(LOAD_FORMATS)}",
                           "leave it out to load the checkpoint's tensors")
     checkpoint = open_checkpoint(path)
     model_class, spec, implementation = class_and_spec(checkpoint, model_implementation)
@@ -72,11 +72,11 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     dtype = resolve_dtype(dtype, spec, device)
     if deterministic and implementation == TRANSFORMERS:
         raise ConfigError(f"deterministic was asked for, but layers of transformers compute {spec.architecture}",
-                          "a model class of this package", "leave deterministic out")
+                          "expected a model class of this package", "leave deterministic out")
     if deterministic and not getattr(model_class, "deterministic", False):
         raise ConfigError(f"deterministic was asked for with {model_class.__name__}, which does not support it",
-                          "a class with deterministic = True: it computes only with layers of batch_manager.layers and "
-                          "element-wise sums and products between them",
+                          "expected a class with deterministic = True: it computes only with layers of "
+                          "batch_manager.layers and element-wise sums and products between them",
                           "set deterministic = True in the class if this is so, or leave the option out")
 
     context = LayerContext(device=device, dtype=dtype, deterministic=deterministic, compiled_step=compiled_step)
@@ -100,7 +100,7 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
             raise
         raise InsufficientMemoryError(
             f"the weights of {checkpoint.path} in {dtype} do not fit into the memory of {device}",
-            "enough memory for all weights", "use a smaller dtype or a larger device") from fault
+            "expected enough memory for all weights", "use a smaller dtype or a larger device") from fault
 
 
 def check_tensors(checkpoint: Checkpoint, model_class: type[Model], spec: ModelSpec, dtype: torch.dtype) -> None:
@@ -173,7 +173,7 @@ def _refuse_composite(config: Fields, architecture: str) -> None:
     raise UnsupportedModelError(
         f"{config.where}: the architecture {shown(architecture)} combines a text model"
         + (f" of type {shown(kind)}" if isinstance(kind, str) else "") + " with another model",
-        f"a text model: {', '.join(known_architectures())}",
+        f"expected a text model: {', '.join(known_architectures())}",
         "save the text model as a separate checkpoint, with AutoModelForCausalLM of transformers")
 
 
@@ -181,7 +181,7 @@ def resolve_dtype(dtype: torch.dtype | str, spec: ModelSpec, device: torch.devic
     """Return the dtype in which `load_model` loads the weights. Raises ConfigError."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}", f"one of {', '.join(DTYPES)}", "leave it out for auto")
+        raise ConfigError(f"dtype is {dtype!r}", f"expected one of {', '.join(DTYPES)}", "leave it out for auto")
     if name == "auto":
         name = "float32" if device.type == "cpu" else spec.dtype or "float32"
     return getattr(torch, name)

@@ -320,7 +320,7 @@ def check_spec(config: Fields, spec: ModelSpec, class_name: str, *, is_shipped: 
     total = spec.num_layers * (attention + 2 * spec.intermediate_size * spec.hidden_size) + (
         spec.vocab_size * spec.hidden_size)
     if total > MAX_WEIGHTS:
-        raise ModelLoadError(f"{config.where}: the sizes imply {total:,} weights", f"at most {MAX_WEIGHTS:,}",
+        raise ModelLoadError(f"{config.where}: the sizes imply {total:,} weights", f"expected at most {MAX_WEIGHTS:,}",
                              "check that config.json belongs to this checkpoint")
 
 
@@ -457,7 +457,8 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
              "mscale_all_dim", "truncate"} | ({"short_factor", "long_factor"} if kind == "longrope" else set())
     unknown = sorted(name for name in rope.values.keys() - known if name in rope)
     if kind not in KINDS:
-        raise ModelLoadError(f"{rope.where}: the rotary embedding has type {kind!r}", f"one of {', '.join(KINDS)}",
+        raise ModelLoadError(f"{rope.where}: the rotary embedding has type {kind!r}",
+                             f"expected one of {', '.join(KINDS)}",
                              "use a model with one of these types")
     if unknown:
         raise rope.fault(unknown[0], "not supported")
@@ -533,7 +534,7 @@ def _rotary_size(config: Fields, head_size: int, default: float) -> int:
     size = int(head_size * factor)
     if not 0 < size <= head_size or size % 2:
         raise ModelLoadError(f"{config.where}: partial_rotary_factor is {factor:g} and the head size is {head_size}",
-                             f"an even number of rotated entries, from 2 to {head_size}",
+                             f"expected an even number of rotated entries, from 2 to {head_size}",
                              "check head_dim and partial_rotary_factor")
     return size
 
@@ -541,7 +542,7 @@ def _rotary_size(config: Fields, head_size: int, default: float) -> int:
 def _check_short_factors(config: Fields, rotary: RotaryParameters, size: int) -> None:
     if len(rotary.short_factors) != size // 2:
         raise ModelLoadError(f"{_rope_fields(config).where}: short_factor has {len(rotary.short_factors)} numbers",
-                             f"{size // 2}, one for each frequency", "check head_dim and short_factor")
+                             f"expected {size // 2}, one for each frequency", "check head_dim and short_factor")
 
 
 def _yarn_amplitude(rope: Fields, factor: float) -> float:

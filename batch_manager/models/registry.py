@@ -103,7 +103,8 @@ def register_model(architecture: str, model_class: type[Model]) -> None:
     Replaces an earlier class for that name. Raises ConfigError if a member is missing or invalid.
     """
     if not isinstance(architecture, str) or not architecture:
-        raise ConfigError(f"the architecture is {shown(architecture)}", "a name, as in architectures of config.json",
+        raise ConfigError(f"the architecture is {shown(architecture)}",
+                          "expected a name, as in architectures of config.json",
                           "")
     refuse_wrong_class(model_class)
     _models[architecture] = model_class
@@ -121,7 +122,7 @@ def find_model(architecture: str, named_by: str = "") -> type[Model]:
     if architecture not in _models:
         raise UnsupportedModelError(
             f"{named_by}the architecture {shown(architecture)} is not known",
-            f"one of {', '.join(known_architectures())}",
+            f"expected one of {', '.join(known_architectures())}",
             "add it with register_model(architecture, model_class)")
     found = _models[architecture]
     if isinstance(found, tuple):

@@ -35,7 +35,7 @@ def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> Inf
     draft tokens, or a decaying top-p with a reset id, and for tokens that are not integers.
     """
     if not isinstance(request, InferenceRequest):
-        raise InvalidRequestError(f"request is of type {type_name(request)}", "an InferenceRequest")
+        raise InvalidRequestError(f"request is of type {type_name(request)}", "expected an InferenceRequest")
     tensors = request.input_tensors
     tokens = _integers("tokens", tokens)
     if tokens:

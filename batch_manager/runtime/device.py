@@ -183,8 +183,8 @@ class Uploads:
                 for array, start in zip(arrays, starts)]
 
     def into(self, target: torch.Tensor, array: np.ndarray) -> None:
-        """Copy an array to `target`, a uint8 tensor of the same number of bytes on the device, after all work launched
-        before. The array may be overwritten as soon as this returns."""
+        """Queue a copy of an array to `target` on the device, a uint8 tensor of as many bytes, after the work launched
+        so far. The array may be overwritten as soon as this returns."""
         if self._shares_memory:
             target.copy_(torch.from_numpy(array))
             return

@@ -39,7 +39,7 @@ class CheckedModel:
         if isinstance(found, torch.Tensor):
             what = f"a tensor of shape {list(found.shape)} and dtype {_name(found.dtype)} on {found.device}"
         raise ConfigError(f"{type_name(self._model)}.{method} returned {what}",
-                          f"a tensor of shape {list(shape)} and dtype {' or '.join(map(_name, dtypes))} on "
+                          f"expected a tensor of shape {list(shape)} and dtype {' or '.join(map(_name, dtypes))} on "
                           f"{given.device}", "correct the model's class, or the spec that it reads")
 
 

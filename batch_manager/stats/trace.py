@@ -104,7 +104,7 @@ class TraceFile:
 
     def __init__(self, path: str | os.PathLike[str], *, seconds_between_flushes: float = 1.0) -> None:
         if not seconds_between_flushes >= 0:        # NaN is not
-            raise ConfigError(f"seconds_between_flushes is {seconds_between_flushes}", "0 or more seconds")
+            raise ConfigError(f"seconds_between_flushes is {seconds_between_flushes}", "expected 0 or more seconds")
         self._lines = _LineFile(os.fspath(path))
         self._append = self._lines.append
         self._seconds = seconds_between_flushes
@@ -156,7 +156,7 @@ class _LineFile:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"{self._path} is being written by another TraceFile", "a file for each trace",
+            raise ConfigError(f"{self._path} is being written by another TraceFile", "expected a file for each trace",
                               "close the other one, or name another file") from None
         except OSError:        # a file system without locks
             pass

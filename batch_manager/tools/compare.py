@@ -50,7 +50,7 @@ class Comparison:
     """One figure of two programs.
 
     first, second   median of the runs of each side
-    ratios          ratio of each pair, in order; above 1: the first program is better
+    ratios          advantage of the first over the second in each pair, in order; above 1: the first program is better
     """
 
     figure: str

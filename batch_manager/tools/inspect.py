@@ -6,7 +6,7 @@
 A checkpoint that cannot run is refused with the engine's own error. For the package's own models, the names and shapes
 of all tensors are checked against the configuration. Models of transformers and registered classes get this check only
 when they are loaded. The first inspection on a CPU may compile the package's C code, as the first engine does. Settings
-that are no option here have the defaults of GptManager.
+without an option here have the defaults of GptManager.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     params = TrtGptModelOptionalParams(device=device, dtype=dtype, max_seq_len=max_seq_len, kv_cache_config=kv,
                                        model_implementation=model_implementation)
     if free_bytes is not None and free_bytes < 1:
-        raise ConfigError(f"the free memory to plan for is {free_bytes:,} bytes", "at least 1 byte",
+        raise ConfigError(f"the free memory to plan for is {free_bytes:,} bytes", "expected at least 1 byte",
                           "state the device's free memory, or leave it out to use what is free on this machine")
     is_elsewhere = free_bytes is not None and device is not None and named_device(device).type == "cuda"
     target = torch.device("cuda") if is_elsewhere else resolve_device(device)

@@ -69,7 +69,7 @@ def gguf_file(path: str | os.PathLike) -> CheckpointFile:
     found = existing_path(path)
     target = found.resolve()
     if not target.is_file():
-        raise ModelLoadError(f"{found} is not a regular file", "a GGUF file")
+        raise ModelLoadError(f"{found} is not a regular file", "expected a GGUF file")
     return CheckpointFile(found, target)
 
 
@@ -97,7 +97,7 @@ class CheckpointFolder:
         where = f" (named by {named_by})" if named_by else ""
         if not name or name in (".", "..") or not name.isprintable() or any(sign in name for sign in "/\\:"):
             raise ModelLoadError(f"{shown(name)}{where} is not a bare file name",
-                                 f"the name of a file directly in {self.path}")
+                                 f"expected the name of a file directly in {self.path}")
         path = self.path / name
         try:
             target = path.resolve(strict=True) if path.is_symlink() else path
@@ -107,8 +107,8 @@ class CheckpointFolder:
                                  "a complete checkpoint has this file", "copy it into the folder") from None
         if target.parent not in (self.path, self._blobs):
             raise ModelLoadError(f"{path}{where} is a link that leads out of the folder, to {target}",
-                                 "a link to a file of the folder, or to one in blobs of the same repository of a "
-                                 "Hugging Face cache",
+                                 "expected a link to a file of the folder, or to one in the blobs of the same "
+                                 "repository of a Hugging Face cache",
                                  "copy the folder with links followed, for example with cp -rL")
         if not stat.S_ISREG(mode):
             raise ModelLoadError(f"{path}{where} is not a regular file")

@@ -48,7 +48,7 @@ def _read_shards(first: CheckpointFile) -> list[GgufHeader]:
     if count <= 1:
         return [header]
     if count > MAX_SHARDS:
-        raise ModelLoadError(f"{first}: split.count is {count:,}", f"at most {MAX_SHARDS:,} shards")
+        raise ModelLoadError(f"{first}: split.count is {count:,}", f"expected at most {MAX_SHARDS:,} shards")
     number, name = _number(header, "split.no"), SHARD_NAME.fullmatch(first.path.name)
     if name is None or (int(name[2]), int(name[3])) != (number + 1, count):
         raise ModelLoadError(f"{first} is shard {number + 1} of {count}, by split.no and split.count",
@@ -76,7 +76,8 @@ def _read_shards(first: CheckpointFile) -> list[GgufHeader]:
     total = _number(header, "split.tensors.count")
     if total != len(seen):
         raise ModelLoadError(f"{first}: split.tensors.count is {total:,}",
-                             f"{len(seen):,}, the number of tensors in the shards", "copy or download the shards again")
+                             f"expected {len(seen):,}, the number of tensors in the shards",
+                             "copy or download the shards again")
     return headers
 
 
@@ -84,5 +85,5 @@ def _number(header: GgufHeader, key: str, default: int | None = None) -> int:
     value = header.metadata.get(key, default)
     if type(value) is not int or value < 0:
         raise ModelLoadError(f"{header.file}: {key} is {'missing' if value is None else shown(value)}",
-                             "an integer of at least 0", "copy or download the file again")
+                             "expected an integer of at least 0", "copy or download the file again")
     return value

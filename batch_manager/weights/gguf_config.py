@@ -61,7 +61,8 @@ class Metadata:
         self.architecture = header.metadata.get("general.architecture")
         if not isinstance(self.architecture, str) or self.architecture not in FAMILIES:
             raise UnsupportedModelError(
-                f"{self.where}: general.architecture is {shown(self.architecture)}", f"one of {', '.join(FAMILIES)}",
+                f"{self.where}: general.architecture is {shown(self.architecture)}",
+                f"expected one of {', '.join(FAMILIES)}",
                 "use a model of one of these architectures, or the model's Hugging Face checkpoint")
         self._read: set[str] = set()
 
@@ -111,7 +112,7 @@ class Metadata:
 class Family:
     """How to turn one architecture's metadata into a configuration.
 
-    name, model_type   architecture and model type in Hugging Face's config.json
+    name, model_type   `architectures` and `model_type` in Hugging Face's config.json
     special_fields     (metadata, heads, fields so far) -> fields of this family only; it can remove fields from the
                        third argument
     norm               field with the epsilon of the norms
@@ -183,18 +184,18 @@ def read_end_ids(header: GgufHeader) -> Fields | None:
     ids = [header.metadata[key] for key in keys if key in header.metadata]
     for key in keys:
         if type(header.metadata.get(key, 0)) is not int:
-            raise ModelLoadError(f"{header.file}: {key} is {shown(header.metadata[key])}", "an integer")
+            raise ModelLoadError(f"{header.file}: {key} is {shown(header.metadata[key])}", "expected an integer")
     return Fields({"eos_token_id": ids}, str(header.file)) if ids else None
 
 
 def _refuse_other_files(metadata: Metadata) -> None:
     kind = metadata.header.metadata.get("general.type", "model")
     if kind != "model":
-        raise ModelLoadError(f"{metadata.where}: general.type is {shown(kind)}", "'model'",
+        raise ModelLoadError(f"{metadata.where}: general.type is {shown(kind)}", "expected 'model'",
                              "pass the file of the language model")
     version = metadata.header.metadata.get("general.quantization_version", 2)
     if version != 2:
-        raise ModelLoadError(f"{metadata.where}: general.quantization_version is {shown(version)}", "2",
+        raise ModelLoadError(f"{metadata.where}: general.quantization_version is {shown(version)}", "expected 2",
                              "quantise the model again, with a newer tool")
 
 
@@ -203,7 +204,7 @@ def _vocab_size(metadata: Metadata) -> int:
     if table is None or len(table.shape) != 2:
         raise ModelLoadError(
             f"{metadata.where}: token_embd.weight is {'missing' if table is None else 'not a matrix'}",
-            "the token embeddings, a matrix", "check that the file is complete and contains a language model")
+            "expected the token embeddings, a matrix", "check that the file is complete and contains a language model")
     if metadata.get("vocab_size", table.shape[0]) != table.shape[0]:
         raise metadata.fault("vocab_size", f"{table.shape[0]:,}, the number of rows of token_embd.weight")
     return table.shape[0]
@@ -301,7 +302,7 @@ def _frequency_factors(metadata: Metadata, heads: Heads, factors: Callable[[str]
     numbers = factors("rope_freqs.weight")
     if len(numbers) != heads.size // 2 or not all(MIN_NUMBER <= number <= MAX_NUMBER for number in numbers):
         raise ModelLoadError(f"{metadata.where}: rope_freqs.weight contains {shown(numbers)}",
-                             f"a positive number for each of the {heads.size // 2} frequencies",
+                             f"expected a positive number for each of the {heads.size // 2} frequencies",
                              "convert the model again, with a newer tool")
     return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, "short_factor": numbers,
             "long_factor": numbers, "original_max_position_embeddings": metadata.need("context_length")}

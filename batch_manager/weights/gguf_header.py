@@ -121,7 +121,7 @@ def read_gguf_array(header: GgufHeader, key: str) -> list[str] | np.ndarray:
     """
     array, where = header.metadata.get(key), f"{header.file}: {shown(key)}"
     if not isinstance(array, GgufArray):
-        raise ModelLoadError(f"{where} is {'missing' if array is None else shown(array)}", "an array")
+        raise ModelLoadError(f"{where} is {'missing' if array is None else shown(array)}", "expected an array")
     try:
         with open_again(header) as file:
             file.seek(array.begin)
@@ -143,12 +143,14 @@ def read_gguf_array(header: GgufHeader, key: str) -> list[str] | np.ndarray:
         try:
             texts.append(data[start:end].decode())
         except UnicodeDecodeError:
-            raise ModelLoadError(f"{where}[{len(texts)}] is {shown(data[start:end])}", "a UTF-8 string") from None
+            raise ModelLoadError(f"{where}[{len(texts)}] is {shown(data[start:end])}",
+                                 "expected a UTF-8 string") from None
     return texts
 
 
 def incomplete(file: CheckpointFile, reason: str) -> ModelLoadError:
-    return ModelLoadError(f"{file} is not a complete GGUF file ({reason})", "header and data as the format describes",
+    return ModelLoadError(f"{file} is not a complete GGUF file ({reason})",
+                          "expected header and data as the format describes",
                           "copy or download the file again")
 
 
@@ -167,7 +169,7 @@ def _identity(file: BinaryIO) -> tuple[int, ...]:
 
 
 def changed(file: CheckpointFile) -> ModelLoadError:
-    return ModelLoadError(f"{file} has changed since its header was read", "an unchanged file",
+    return ModelLoadError(f"{file} has changed since its header was read", "expected an unchanged file",
                           "load the model again, and replace no file meanwhile")
 
 
@@ -188,7 +190,7 @@ class _Reader:
         for _ in range(num_entries):
             key = self._short_text("a key", MAX_KEY_BYTES)
             if key in metadata:
-                raise ModelLoadError(f"{self.where}: the key {shown(key)} occurs twice", "unique keys")
+                raise ModelLoadError(f"{self.where}: the key {shown(key)} occurs twice", "expected unique keys")
             metadata[key] = self._value(f"{shown(key)}", self._unsigned(_SHORT_LENGTH, "a value's type"))
         descriptions = {}
         for _ in range(num_tensors):
@@ -206,21 +208,23 @@ class _Reader:
     def _version(self) -> int:
         magic = bytes(self._take(4, "its first four bytes"))
         if magic != MAGIC:
-            raise ModelLoadError(f"{self.where} begins with {shown(magic)}", f"a GGUF file, which begins with {MAGIC}",
+            raise ModelLoadError(f"{self.where} begins with {shown(magic)}",
+                                 f"expected a GGUF file, which begins with {MAGIC}",
                                  "pass a GGUF file, or the folder of a Hugging Face checkpoint")
         version = self._unsigned(_SHORT_LENGTH, "its version")
         if version in VERSIONS:
             return version
         if version & 0xFFFF == 0 and int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
-            raise ModelLoadError(f"{self.where} is a big-endian GGUF file", "a little-endian one",
+            raise ModelLoadError(f"{self.where} is a big-endian GGUF file", "expected a little-endian one",
                                  "convert it with gguf-convert-endian of the gguf library")
         raise ModelLoadError(f"{self.where} has GGUF version {version}",
-                             f"version {' or '.join(map(str, VERSIONS))}", "convert the model again with a newer tool")
+                             f"expected version {' or '.join(map(str, VERSIONS))}",
+                             "convert the model again with a newer tool")
 
     def _count(self, name: str) -> int:
         count = self._unsigned(_LENGTH, name)
         if count > MAX_ENTRIES:
-            raise ModelLoadError(f"{self.where}: {name} is {count:,}", f"at most {MAX_ENTRIES:,}")
+            raise ModelLoadError(f"{self.where}: {name} is {count:,}", f"expected at most {MAX_ENTRIES:,}")
         return count
 
     def _value(self, key: str, kind: int) -> Any:
@@ -229,17 +233,17 @@ class _Reader:
             self._text_bytes += length
             if self._text_bytes > MAX_TEXT_BYTES:
                 raise ModelLoadError(f"{self.where}: up to {key}, the strings in the metadata take "
-                                     f"{self._text_bytes:,} bytes", f"at most {MAX_TEXT_BYTES:,}")
+                                     f"{self._text_bytes:,} bytes", f"expected at most {MAX_TEXT_BYTES:,}")
             return self._text(self._take(length, key), key)
         if kind == _ARRAY:
             return self._array(key)
         if kind not in _VALUE_TYPES:
             raise ModelLoadError(f"{self.where}: {key} has value type {kind}",
-                                 "a value type of GGUF version 3: 0 to 12")
+                                 "expected a value type of GGUF version 3: 0 to 12")
         layout = np.dtype(_VALUE_TYPES[kind][1])
         data = self._take(layout.itemsize, key)
         if kind == _BOOL and data[0] > 1:
-            raise ModelLoadError(f"{self.where}: {key} is a flag with the value {data[0]}", "0 or 1")
+            raise ModelLoadError(f"{self.where}: {key} is a flag with the value {data[0]}", "expected 0 or 1")
         value = np.frombuffer(data, layout)[0].item()
         return bool(value) if kind == _BOOL else value
 
@@ -247,20 +251,21 @@ class _Reader:
         kind, count = self._unsigned(_SHORT_LENGTH, key), self._length(key)
         if kind == _TEXT:
             if count > MAX_TEXTS:
-                raise ModelLoadError(f"{self.where}: {key} has {count:,} strings", f"at most {MAX_TEXTS:,}")
+                raise ModelLoadError(f"{self.where}: {key} has {count:,} strings", f"expected at most {MAX_TEXTS:,}")
             begin = self._offset
             self._skip_texts(count, key)
             return GgufArray("text", count, begin, self._offset)
         if kind == _ARRAY:
-            raise ModelLoadError(f"{self.where}: {key} is an array of arrays", "an array of strings, numbers or flags")
+            raise ModelLoadError(f"{self.where}: {key} is an array of arrays",
+                                 "expected an array of strings, numbers or flags")
         if kind not in _VALUE_TYPES:
             raise ModelLoadError(f"{self.where}: {key} is an array of value type {kind}",
-                                 "a value type of GGUF version 3: 0 to 12")
+                                 "expected a value type of GGUF version 3: 0 to 12")
         name, layout = _VALUE_TYPES[kind]
         begin = self._offset
         self._skip(count * np.dtype(layout).itemsize, key)
         if kind == _BOOL and any(self._data[begin : self._offset].translate(None, b"\0\1")):
-            raise ModelLoadError(f"{self.where}: {key} has a flag that is neither 0 nor 1", "0 or 1")
+            raise ModelLoadError(f"{self.where}: {key} has a flag that is neither 0 nor 1", "expected 0 or 1")
         return GgufArray(name, count, begin, self._offset)
 
     def _skip_texts(self, count: int, key: str) -> None:
@@ -278,21 +283,21 @@ class _Reader:
         """Read one tensor's type, shape, bytes per row, bytes, and offset in the data."""
         rank = self._unsigned(_SHORT_LENGTH, name)
         if not 1 <= rank <= MAX_RANK:
-            raise ModelLoadError(f"{self.where}: {shown(name)} has {rank:,} dimensions", f"1 to {MAX_RANK}")
+            raise ModelLoadError(f"{self.where}: {shown(name)} has {rank:,} dimensions", f"expected 1 to {MAX_RANK}")
         shape = tuple(self._unsigned(_LENGTH, name) for _ in range(rank))[::-1]
         if not all(1 <= size <= MAX_COUNT for size in shape) or math.prod(shape) > MAX_COUNT:
             raise ModelLoadError(f"{self.where}: {shown(name)} has shape {list(shape)}",
-                                 f"sizes >= 1 with a product of at most {MAX_COUNT:,}")
+                                 f"expected sizes >= 1 with a product of at most {MAX_COUNT:,}")
         kind = self._unsigned(_SHORT_LENGTH, name)
         if kind not in TENSOR_TYPES:
             removed = f" ({_REMOVED_TYPES[kind]}, which was removed from the format)" if kind in _REMOVED_TYPES else ""
             raise ModelLoadError(f"{self.where}: {shown(name)} has tensor type {kind}{removed}",
-                                 f"one of {', '.join(known for known, _, _ in TENSOR_TYPES.values())}",
+                                 f"expected one of {', '.join(known for known, _, _ in TENSOR_TYPES.values())}",
                                  "convert or quantise the model again")
         kind_name, block, block_bytes = TENSOR_TYPES[kind]
         if shape[-1] % block:
             raise ModelLoadError(f"{self.where}: {shown(name)} has rows of {shape[-1]:,} elements in {kind_name}",
-                                 f"a multiple of {block}, the block size of that type")
+                                 f"expected a multiple of {block}, the block size of that type")
         row_bytes = shape[-1] // block * block_bytes
         return kind_name, shape, row_bytes, row_bytes * math.prod(shape[:-1]), self._unsigned(_LENGTH, name)
 
@@ -300,14 +305,14 @@ class _Reader:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             raise ModelLoadError(f"{self.where}: general.alignment is {shown(alignment)}",
-                                 f"a power of two up to {MAX_ALIGNMENT:,}")
+                                 f"expected a power of two up to {MAX_ALIGNMENT:,}")
         return alignment
 
     def _tensor(self, name: str, start: int, alignment: int, kind: str, shape: tuple[int, ...], row_bytes: int,
                 num_bytes: int, offset: int) -> GgufTensor:
         if offset % alignment:
             raise ModelLoadError(f"{self.where}: {shown(name)} has offset {offset:,}",
-                                 f"a multiple of the alignment, {alignment}")
+                                 f"expected a multiple of the alignment, {alignment}")
         if start + offset + num_bytes > self.file_bytes:
             raise incomplete(self.where, f"{shown(name)} ends at byte {start + offset + num_bytes:,}; the file has "
                                          f"{self.file_bytes:,}")
@@ -326,14 +331,14 @@ class _Reader:
     def _short_text(self, what: str, max_bytes: int) -> str:
         length = self._length(what)
         if not 1 <= length <= max_bytes:
-            raise ModelLoadError(f"{self.where}: {what} has {length:,} bytes", f"1 to {max_bytes:,}")
+            raise ModelLoadError(f"{self.where}: {what} has {length:,} bytes", f"expected 1 to {max_bytes:,}")
         return self._text(self._take(length, what), what)
 
     def _text(self, data: bytearray, what: str) -> str:
         try:
             return data.decode()
         except UnicodeDecodeError:
-            raise ModelLoadError(f"{self.where}: {what} is {shown(bytes(data))}", "UTF-8") from None
+            raise ModelLoadError(f"{self.where}: {what} is {shown(bytes(data))}", "expected UTF-8") from None
 
     def _length(self, what: str) -> int:
         """Read a length or count. Each entry takes at least one byte, so it is at most the bytes left in the file."""
@@ -362,7 +367,7 @@ class _Reader:
             raise incomplete(self.where, f"{what} ends at byte {end:,}; the file has {self.file_bytes:,}")
         if end > MAX_HEADER_BYTES:
             raise ModelLoadError(f"{self.where}: {what} ends at byte {end:,} of the header",
-                                 f"a header of at most {MAX_HEADER_BYTES:,} bytes")
+                                 f"expected a header of at most {MAX_HEADER_BYTES:,} bytes")
         self._data += self._file.read(max(end - len(self._data), _READ_BYTES))
         if end > len(self._data):
             raise changed(self.where)

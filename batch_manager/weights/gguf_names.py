@@ -180,7 +180,7 @@ def locate(architecture: str, tensors: Mapping[str, GgufTensor], heads: Heads,
             counterpart, prefix = names.outside[name], ""
         else:
             raise ModelLoadError(f"{file} contains tensor {shown(tensor)}",
-                                 f"only tensors that llama.cpp's converter writes for {architecture}",
+                                 f"expected only tensors that llama.cpp's converter writes for {architecture}",
                                  "use another model, because this variant of the architecture is not supported")
         if name in names.by_head:
             found.update({f"{prefix}.{counterpart}.{row}.{kind}": Location(tensor, range(row, row + 1), is_one_row=True)

@@ -30,7 +30,7 @@ def numbers_of(headers: Sequence[GgufHeader], name: str) -> list[float]:
     tensor = header.tensors[name]
     if tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_FACTORS:
         raise ModelLoadError(f"{header.file}: {shown(name)} has shape {list(tensor.shape)} and type {tensor.kind}",
-                             f"one dimension of at most {MAX_FACTORS:,} elements in F32")
+                             f"expected one dimension of at most {MAX_FACTORS:,} elements in F32")
     with _Files(headers).reading(name) as read:
         return np.frombuffer(read(0, tensor.end - tensor.begin), "<f4").tolist()
 
@@ -99,7 +99,7 @@ class GgufWeights:
             more = f" and {len(left) - 1} more" if left[1:] else ""
             raise ModelLoadError(f"{self._file_of(left[0])} contains tensor {shown(self._locations[left[0]].tensor)}"
                                  f"{more}, which the model does not use",
-                                 "only tensors of the model that the metadata describes",
+                                 "expected only tensors of the model that the metadata describes",
                                  "check that the file is complete")
 
     def _file_of(self, name: str) -> CheckpointFile:
@@ -107,7 +107,8 @@ class GgufWeights:
 
     def _check(self, name: str, shape: Shape) -> None:
         if name not in self._locations:
-            raise ModelLoadError(f"{self._first} has no tensor for {name!r}", f"a tensor of shape {list(shape)}",
+            raise ModelLoadError(f"{self._first} has no tensor for {name!r}",
+                                 f"expected a tensor of shape {list(shape)}",
                                  "check that the file is complete, with all of its shards")
         location = self._locations[name]
         stored = self._tensors[location.tensor]
@@ -118,7 +119,7 @@ class GgufWeights:
             found = found[1:]
         if found != tuple(shape):
             raise ModelLoadError(f"{self._file_of(name)}: {location.tensor!r} has shape {list(stored.shape)}",
-                                 f"{list(shape)} for {name!r}, by the metadata",
+                                 f"expected {list(shape)} for {name!r}, by the metadata",
                                  "check that the file is complete")
 
     def _fill(self, target: torch.Tensor, location: Location) -> None:
@@ -201,7 +202,7 @@ def _decoder(kind: str, file: CheckpointFile) -> Decoder:
         from gguf.quants import dequantize
     except ImportError as error:
         raise ModelLoadError(f"{file} has tensors of type {kind}, and the gguf library cannot be imported ({error})",
-                             "an installed gguf library, which decodes quantised tensors",
+                             "expected an installed gguf library, which decodes quantised tensors",
                              'pip install "batch-manager[gguf]"') from error
     known: Any = GGMLQuantizationType.__members__.get(kind)
     try:
@@ -209,7 +210,7 @@ def _decoder(kind: str, file: CheckpointFile) -> Decoder:
             raise NotImplementedError
         dequantize(np.zeros((1, GGML_QUANT_SIZES[known][1]), np.uint8), known)
     except NotImplementedError:
-        raise ModelLoadError(f"{file} has tensors of type {kind}", "a type that the gguf library decodes",
+        raise ModelLoadError(f"{file} has tensors of type {kind}", "expected a type that the gguf library decodes",
                              "quantise the model in another way, for example as Q4_K_M or Q8_0") from None
 
     def decoded(data: bytearray, rows: int) -> torch.Tensor:

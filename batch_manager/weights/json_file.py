@@ -43,11 +43,11 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
     except RecursionError:
-        raise ModelLoadError(f"{where} is nested too deeply", "a plain JSON object") from None
+        raise ModelLoadError(f"{where} is nested too deeply", "expected a plain JSON object") from None
     except ValueError as fault:         # from json, the UTF-8 decoder, and the two functions below
         raise ModelLoadError(f"{where} is not valid JSON ({fault})") from None
     if not isinstance(value, dict):
-        raise ModelLoadError(f"{where} contains a {type(value).__name__}", "a JSON object")
+        raise ModelLoadError(f"{where} contains a {type(value).__name__}", "expected a JSON object")
     return value
 
 

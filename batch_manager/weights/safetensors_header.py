@@ -46,7 +46,7 @@ def read_header(checkpoint_file: CheckpointFile) -> dict[str, StoredTensor]:
                 raise incomplete(where, f"it has {file_bytes} bytes; the length field alone takes {LENGTH_BYTES}")
             (length,) = struct.unpack("<Q", file.read(LENGTH_BYTES))
             if length > file_bytes - LENGTH_BYTES:
-                raise incomplete(where, f"it has {file_bytes:,} bytes; its header should take {length:,}")
+                raise incomplete(where, f"it has {file_bytes:,} bytes; its length field gives a header of {length:,}")
             header = file.read(min(length, MAX_JSON_BYTES + 1))
     except OSError as fault:
         raise ModelLoadError(f"{where} cannot be read ({fault.strerror})") from None
@@ -58,7 +58,7 @@ def read_header(checkpoint_file: CheckpointFile) -> dict[str, StoredTensor]:
 
 def incomplete(path: Path, reason: str) -> ModelLoadError:
     return ModelLoadError(f"{path} is not a complete safetensors file ({reason})",
-                          "header and data as the format describes", "copy or download the file again")
+                          "expected header and data as the format describes", "copy or download the file again")
 
 
 def _stored(path: Path, name: str, fields: Fields) -> StoredTensor:

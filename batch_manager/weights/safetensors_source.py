@@ -106,7 +106,7 @@ class SafetensorsWeights:
         if left:
             more = f" and {len(left) - 1} more" if left[1:] else ""
             raise ModelLoadError(f"{self._tensors[left[0]].path} contains tensor {shown(left[0])}{more}, which the "
-                                 "model does not use", "only tensors of the architecture in config.json",
+                                 "model does not use", "expected only tensors of the architecture in config.json",
                                  "check the architecture, the sizes and tie_word_embeddings in config.json")
         self._tensors.clear()
 
@@ -129,11 +129,11 @@ class SafetensorsWeights:
             if weight_map.values.get(name) != tensor.path.name:
                 raise ModelLoadError(f"{tensor.path} contains tensor {shown(name)}, which {index} "
                                      + (f"lists in {shown(weight_map.values[name])}" if name in weight_map.values
-                                        else "does not list"), "an index that matches its shards")
+                                        else "does not list"), "expected an index that matches its shards")
         for name, shard in weight_map.values.items():
             if name not in self._tensors:
                 raise ModelLoadError(f"{index} lists tensor {shown(name)} in {shown(shard)}, which does not contain it",
-                                     "an index that matches its shards")
+                                     "expected an index that matches its shards")
 
     def _open(self, file: CheckpointFile) -> None:
         tensors = read_header(file)
@@ -154,16 +154,17 @@ class SafetensorsWeights:
 
     def _check(self, name: str, shape: Shape) -> None:
         if name not in self._tensors:
-            raise ModelLoadError(f"{self.folder.path} has no tensor {name!r}", f"a tensor of shape {list(shape)}",
+            raise ModelLoadError(f"{self.folder.path} has no tensor {name!r}",
+                                 f"expected a tensor of shape {list(shape)}",
                                  "check that the checkpoint is complete, and that config.json and the model class fit "
                                  "it")
         path, stored = self._tensors[name].path, self._tensors[name].stored
         if stored.shape != tuple(shape):
             raise ModelLoadError(f"{path}: {name!r} has shape {shown(list(stored.shape))}",
-                                 f"{list(shape)}, by the spec that the model class read from config.json",
+                                 f"expected {list(shape)}, by the spec that the model class read from config.json",
                                  "check that config.json and the model class fit these weights")
         if stored.dtype not in ELEMENT_BYTES:
-            raise ModelLoadError(f"{path}: {name!r} has type {shown(stored.dtype)}", "F32, F16 or BF16",
+            raise ModelLoadError(f"{path}: {name!r} has type {shown(stored.dtype)}", "expected F32, F16 or BF16",
                                  "use unquantised weights, or a GGUF file")
 
     def _read(self, name: str) -> torch.Tensor:

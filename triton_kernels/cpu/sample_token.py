@@ -180,7 +180,7 @@ def _from_largest(batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _by_mass(batch: _Batch) -> torch.Tensor:
-    """Sample with top-p alone."""
+    """Sample with top-p, and min-p if there is one, without top-k."""
     blocks = block_maxima(batch.logits)
     all_weights = batch.weights(batch.logits, blocks.amax(1))
     target = batch.top_p * block_sums(all_weights).double().sum(1)

@@ -56,7 +56,7 @@ def _attend(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, val
             attention_mask: Any = None, **keywords: Any) -> tuple[torch.Tensor, None]:
     step = _step.get()
     if step is None:
-        raise InternalError("attention was called outside of a step", "calls within `in_step`",
+        raise InternalError("attention was called outside of a step", "expected calls within `in_step`",
                             "report it with the model type")
     return step.attend(module, query, key, value, attention_mask, keywords), None
 

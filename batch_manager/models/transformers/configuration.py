@@ -53,14 +53,14 @@ def make_configuration(config: Fields, model_type: str) -> Any:
         made = configuration_class(**values)
     except Exception as fault:
         raise ModelLoadError(f"{config.where}: transformers rejects it as a configuration of type {model_type!r} "
-                             f"({first_words(fault)})", "a configuration saved by transformers") from None
+                             f"({first_words(fault)})", "expected a configuration saved by transformers") from None
     made.use_cache = False
     for name, most in _SIZES:
         size = getattr(made, name, None)
         if size is None and name == "num_attention_heads":      # some families count heads in other fields
             continue
         if type(size) is not int or not 1 <= size <= most:
-            raise ModelLoadError(f"{config.where}: {name} is {shown(size)}", f"an integer in 1..{most:,}",
+            raise ModelLoadError(f"{config.where}: {name} is {shown(size)}", f"expected an integer in 1..{most:,}",
                                  "correct the file, or use a model of another type")
     return made
 
@@ -75,7 +75,8 @@ def most_positions(configuration: Any, where: str) -> int | None:
         return None
     if type(positions) is not int or not 1 <= positions <= MAX_POSITIONS:
         raise UnsupportedModelError(f"{where}: max_position_embeddings is {shown(positions)}",
-                                    f"an integer in 1..{MAX_POSITIONS:,}", "add the number of positions to the file")
+                                    f"expected an integer in 1..{MAX_POSITIONS:,}",
+                                    "add the number of positions to the file")
     for rope in _ropes(getattr(configuration, "rope_parameters", None)):
         original = rope.get("original_max_position_embeddings")
         if rope.get("rope_type") == "longrope" and type(original) is int and original > 0:
@@ -122,5 +123,5 @@ def _refuse_large_numbers(values: dict[str, Any], where: str) -> None:
             left.extend((name, item) for item in value)
         elif type(value) is int and abs(value) > LARGEST_INTEGER and "theta" not in name and "base" not in name:
             raise ModelLoadError(f"{where}: {name if len(name) <= 120 else shown(name)} is or contains {shown(value)}",
-                                 f"integers of at most {LARGEST_INTEGER:,}",
+                                 f"expected integers of at most {LARGEST_INTEGER:,}",
                                  "check that config.json belongs to this checkpoint")

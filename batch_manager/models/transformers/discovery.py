@@ -130,21 +130,22 @@ def discover(model: Any, base: Any, hidden_size: int, max_positions: int, where:
                                     "use a model of another type") from None
     if last.shape != hidden.shape:
         raise UnsupportedModelError(f"{where}: {type(model).__name__} turns embeddings {list(hidden.shape)} into "
-                                    f"hidden states {list(last.shape)}", "equal shapes", "use a model of another type")
+                                    f"hidden states {list(last.shape)}",
+                                    "expected equal shapes", "use a model of another type")
     layers = discovery.layers
     if not layers:
         raise UnsupportedModelError(f"{where}: no layer of {type(model).__name__} calls transformers' attention "
-                                    "interface", "a decoder in which every layer calls it",
+                                    "interface", "expected a decoder in which every layer calls it",
                                     "use a model of another type")
     if len(layers) != model.config.num_hidden_layers:
         raise UnsupportedModelError(f"{where}: {len(layers)} of {model.config.num_hidden_layers} layers attend",
-                                    "attention in every layer, because other layers, such as recurrent ones, keep "
-                                    "state outside the KV cache", "use a model of another type")
+                                    "expected attention in every layer, because other layers, such as recurrent "
+                                    "ones, keep state outside the KV cache", "use a model of another type")
     if len({layer.sizes for layer in layers}) > 1:
         different = next(layer for layer in layers if layer.sizes != layers[0].sizes)
         raise UnsupportedModelError(f"{where}: (query heads, key heads, head size) are {layers[0].sizes} in "
                                     f"{layers[0].module} and {different.sizes} in {different.module}",
-                                    "the same in all layers", "use a model of another type")
+                                    "expected the same in all layers", "use a model of another type")
     return tuple(layers)
 
 

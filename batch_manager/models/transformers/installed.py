@@ -15,10 +15,11 @@ def transformers() -> Any:
         import transformers as library
     except ImportError as error:
         raise ConfigError(f"the model runs through transformers, which cannot be imported ({error})",
-                          f"transformers {OLDEST} or newer, from the extra hf", 'pip install "batch-manager[hf]"'
+                          f"expected transformers {OLDEST} or newer, from the extra hf",
+                          'pip install "batch-manager[hf]"'
                           ) from error
     if int(library.__version__.split(".")[0]) < OLDEST:
-        raise ConfigError(f"transformers is {library.__version__}", f"version {OLDEST} or newer",
+        raise ConfigError(f"transformers is {library.__version__}", f"expected version {OLDEST} or newer",
                           'pip install -U "batch-manager[hf]"')
     if library.__version__ != VERSIONS["transformers"]:
         log.info("transformers is %s; the list of model types was tested with %s. Each model is checked when it is "
@@ -34,7 +35,7 @@ def checkpoint_names() -> tuple[Any, Any]:
         from transformers import conversion_mapping, core_model_loading
     except ImportError as error:
         raise ConfigError(f"transformers is {library.__version__}, which cannot map tensor names of checkpoints "
-                          f"({error})", f"a version such as {VERSIONS['transformers']}",
+                          f"({error})", f"expected a version such as {VERSIONS['transformers']}",
                           f'pip install "transformers=={VERSIONS["transformers"]}"') from error
     return conversion_mapping, core_model_loading
 

@@ -51,7 +51,8 @@ def refuse_different_logits(wrapped: Any, model: Any, spec: Any, context: LayerC
             f"{spec.where}: logits of {type(model).__name__} through the engine's attention differ by up to "
             f"{float(rows.nan_to_num(torch.inf).max()):.3g} from its own, with a largest logit of {scale:.3g}; "
             f"{within:.0%} of {len(rows)} tokens differ by at most {tolerance:g} of the largest logit",
-            f"{share:.0%} of the tokens", "use another model, because this one attends in a way that is not supported")
+            f"expected {share:.0%} of the tokens",
+            "use another model, because this one attends in a way that is not supported")
 
 
 def _reference_logits(model: Any, context: LayerContext, prompts: list[np.ndarray]) -> list[torch.Tensor]:

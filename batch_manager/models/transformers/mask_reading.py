@@ -49,5 +49,5 @@ def _row(sees: Callable[..., Any], query: int) -> torch.Tensor:
 
 def _unsupported(layer: str, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"the mask of {layer} is not causal with one window: {reason}",
-                                 "a mask that shows all earlier tokens, or a fixed number of them",
+                                 "expected a mask that shows all earlier tokens, or a fixed number of them",
                                  "use a model without that mask")

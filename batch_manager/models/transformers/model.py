@@ -152,7 +152,7 @@ def _base_of(model: Any, where: str) -> Any:
         base = getattr(model, "model", model)
     if base is model or not isinstance(base, torch.nn.Module):
         raise UnsupportedModelError(f"{where}: {type(model).__name__} has no base model that computes hidden states",
-                                    "a base model and a head", "use a model of another type")
+                                    "expected a base model and a head", "use a model of another type")
     return base
 
 
@@ -162,8 +162,9 @@ def _check_tokens(model: Any, configuration: Any, where: str) -> None:
     sizes = tuple(getattr(getattr(tokens, "weight", None), "shape", ()))
     if sizes != (configuration.vocab_size, configuration.hidden_size):
         raise UnsupportedModelError(f"{where}: the embedding of {type(model).__name__} has shape {shown(list(sizes))}",
-                                    f"[{configuration.vocab_size}, {configuration.hidden_size}], by vocab_size and "
-                                    "hidden_size", "leave model_implementation out, or use a model of another type")
+                                    f"expected [{configuration.vocab_size}, {configuration.hidden_size}], "
+                                    "by vocab_size and hidden_size",
+                                    "leave model_implementation out, or use a model of another type")
 
 
 def _check_tables_and_logits(model: Any, configuration: Any, positions: int, where: str) -> None:
@@ -173,18 +174,19 @@ def _check_tables_and_logits(model: Any, configuration: Any, positions: int, whe
         if isinstance(module, torch.nn.Embedding) and module is not tokens and module.num_embeddings < positions and (
                 "pos" in name.lower() or "wpe" in name):
             raise UnsupportedModelError(f"{where}: {name} has {module.num_embeddings:,} rows",
-                                        f"one for each of {positions:,} positions", "use a model of another type")
+                                        f"expected one for each of {positions:,} positions",
+                                        "use a model of another type")
     hidden = torch.empty(1, configuration.hidden_size, dtype=torch.float32, device="meta")
     try:
         with torch.inference_mode():
             logits = _Head(model, _base_of(model, where))(hidden)
     except Exception as fault:
         raise UnsupportedModelError(f"{where}: {type(model).__name__} cannot compute logits from hidden states alone "
-                                    f"({first_words(fault)})", "a base model and a head",
+                                    f"({first_words(fault)})", "expected a base model and a head",
                                     "use a model of another type") from None
     if logits.shape != (1, configuration.vocab_size):
         raise UnsupportedModelError(f"{where}: {type(model).__name__} computes logits {list(logits.shape)} for one "
-                                    "token", f"[1, {configuration.vocab_size}], by vocab_size",
+                                    "token", f"expected [1, {configuration.vocab_size}], by vocab_size",
                                     "use a model of another type")
 
 

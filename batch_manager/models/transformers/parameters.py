@@ -29,7 +29,8 @@ def fill(model: Any, weights: Weights, device: torch.device, dtype: torch.dtype,
             if tensor.device.type == "meta"]
     if left:
         raise UnsupportedModelError(f"{where}: {len(left)} tensors of the model get no value, the first is {left[0]}",
-                                    "a tensor of the checkpoint for each parameter", "use a model of another type")
+                                    "expected a tensor of the checkpoint for each parameter",
+                                    "use a model of another type")
 
 
 def _from_files(model: Any, stored: dict[str, torch.Tensor], tied: dict[str, str], weights: Weights, where: str,
@@ -70,13 +71,14 @@ def _from_files(model: Any, stored: dict[str, torch.Tensor], tied: dict[str, str
             made = converter.convert(renamed, model=model, config=model.config)
         except Exception as fault:
             raise UnsupportedModelError(f"{where}: {renamed} cannot be assembled from {parts[0][0]} and others "
-                                        f"({first_words(fault)})", "tensors saved by transformers",
+                                        f"({first_words(fault)})", "expected tensors saved by transformers",
                                         "save the model again with the newest transformers") from None
         for name, tensor in made.items():
             tensor = tensor[0] if isinstance(tensor, list) else tensor
             if name not in stored or tensor.shape != stored[name].shape:
                 raise UnsupportedModelError(f"{where}: {name}, assembled from {parts[0][0]} and others, has shape "
-                                            f"{list(tensor.shape)}", "a tensor of the model, with the model's shape",
+                                            f"{list(tensor.shape)}",
+                                            "expected a tensor of the model, with the model's shape",
                                             "save the model again with the newest transformers")
             given.add(name)
             yield name, tensor
@@ -124,7 +126,8 @@ def _compute_buffers(model: Any, device: torch.device, where: str) -> None:
         is_unset = buffer.isnan() if buffer.is_floating_point() else buffer == _placeholder(buffer.dtype)
         if buffer.dtype != torch.bool and bool(is_unset.any()):
             raise UnsupportedModelError(f"{where}: transformers does not compute {name} of {type(model).__name__}",
-                                        "a value for every buffer that no file stores", "use a model of another type")
+                                        "expected a value for every buffer that no file stores",
+                                        "use a model of another type")
 
 
 def _placeholder(dtype: torch.dtype) -> float | int | bool:
@@ -142,5 +145,5 @@ def _refuse_other_dtypes(model: Any, dtype: torch.dtype, where: str) -> None:
     names = [name for name in model.state_dict() if any(part in name for part in kept)]
     if dtype != torch.float32 and names:
         raise ConfigError(f"{where}: {type(model).__name__} keeps {names[0]} in float32, but dtype is "
-                          f"{str(dtype).removeprefix('torch.')}", "one dtype for the whole model",
+                          f"{str(dtype).removeprefix('torch.')}", "expected one dtype for the whole model",
                           'set dtype="float32"')

@@ -56,18 +56,18 @@ def make_skeleton(configuration: Any, architecture: str, where: str, attention: 
             model = model_class(configuration)
     except _TooManyCallsError:
         raise ModelLoadError(f"{where}: creating the model takes more than {MOST_CALLS:,} calls of torch",
-                             "a model with fewer modules", "check that config.json belongs to this checkpoint"
+                             "expected a model with fewer modules", "check that config.json belongs to this checkpoint"
                              ) from None
     except Exception as fault:
         raise ModelLoadError(f"{where}: transformers cannot create the model ({first_words(fault)})",
-                             "a configuration saved by transformers") from None
+                             "expected a configuration saved by transformers") from None
     model.eval().requires_grad_(False)
     total = sum(parameter.numel() for parameter in model.parameters())
     if total > MAX_WEIGHTS:
-        raise ModelLoadError(f"{where}: the sizes imply {total:,} weights", f"at most {MAX_WEIGHTS:,}",
+        raise ModelLoadError(f"{where}: the sizes imply {total:,} weights", f"expected at most {MAX_WEIGHTS:,}",
                              "check that config.json belongs to this checkpoint")
     num_bytes = sum(buffer.nbytes for buffer in model.buffers())
     if num_bytes > MOST_BUFFER_BYTES:
         raise ModelLoadError(f"{where}: the sizes imply buffers of {num_bytes:,} bytes",
-                             f"at most {MOST_BUFFER_BYTES:,}", "lower max_position_embeddings")
+                             f"expected at most {MOST_BUFFER_BYTES:,}", "lower max_position_embeddings")
     return model

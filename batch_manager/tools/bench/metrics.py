@@ -64,7 +64,7 @@ def figures(requests: Sequence[Mapping[str, Any]], receipts: Mapping[int, Receip
 
 def figures_of(stamps: Stamps, failures: Sequence[tuple[int, str]], wall_s: float, *, streaming: bool = True,
                bounds: Bounds = Bounds(), counts_early_ends: bool = True) -> dict[str, Any]:
-    """Like `figures`, from columns.
+    """Like `figures`, from `Stamps`.
 
     failures   (id, error) of each failed request
     """

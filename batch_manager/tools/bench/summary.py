@@ -71,7 +71,7 @@ def table(result: Result) -> str:
                      ["generated tokens/s", number(result["output_tok_s"])],
                      ["all tokens/s", number(result["total_tok_s"])],
                      *goodput_rows(result)]), ""]
-    titles = {"ttft": "time to first token", "itl": "between tokens", "tpot": "a request's mean of it",
+    titles = {"ttft": "time to first token", "itl": "between tokens", "tpot": "mean of one request",
               "e2e": "end to end", "queue": "in the queue"}
     rows = [["", *NAMES]]
     rows += [[f"{titles[name]}, ms", *(number(values[which]) for which in NAMES)]

@@ -140,7 +140,8 @@ def _refuse_one_name_for_two(options: argparse.Namespace) -> None:
     named: dict[str, str] = {}
     for option, path in _outputs(options).items():
         if (other := named.setdefault(os.path.realpath(path), option)) != option:
-            raise ConfigError(f"--{other} and --{option} both name {path}", "a file for each", "name another one")
+            raise ConfigError(f"--{other} and --{option} both name {path}",
+                              "expected a file for each", "name another one")
 
 
 def _title(options: argparse.Namespace) -> str:
@@ -151,7 +152,7 @@ def _demo(options: argparse.Namespace) -> tuple[list[str], list[IterationTrace]]
     """Run the demonstration. Return (lines that describe it, its trace)."""
     for name, most in MOST_OF_DEMO.items():
         if not 1 <= (value := getattr(options, name)) <= most:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}", f"1 to {most:,}")
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}", f"expected 1 to {most:,}")
     chunking = CHUNKING[options.chunking]
     params = TrtGptModelOptionalParams(
         kv_cache_config=KvCacheConfig(tokens_per_block=options.tokens_per_block),

@@ -33,7 +33,8 @@ def parse_requests(text: str) -> list[DemoRequest]:
         if not all(number.isdecimal() and len(number) < 10 for number in digits) or not (
                 1 <= int(prompt) <= MOST_TOKENS and 1 <= int(output) <= MOST_TOKENS):
             raise ConfigError(f"{item.strip()!r} is not a request",
-                              f"PROMPT+OUTPUT or PROMPT+OUTPUT@ITERATION, with 1 to {MOST_TOKENS:,} tokens each",
+                              "expected PROMPT+OUTPUT or PROMPT+OUTPUT@ITERATION, "
+                              f"with 1 to {MOST_TOKENS:,} tokens each",
                               "write 20+12@3, for example")
         requests.append(DemoRequest(*map(int, digits)))
     return requests

@@ -89,7 +89,7 @@ class PagedSequences:
 
     @property
     def causal_operations(self) -> float:
-        """Operations of one layer: two products of 2 D operations for each query and visible key."""
+        """Operations of one layer: two products of 2 * head size operations for each query and visible key."""
         first = self.lengths - self.new_tokens
         pairs = self.new_tokens * first + self.new_tokens * (self.new_tokens + 1) // 2
         return 4.0 * self.heads.query * self.heads.size * float(pairs.sum())
