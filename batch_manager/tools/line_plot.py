@@ -77,11 +77,11 @@ class LinePlot:
                 out.append(f'<path class="range" d="M{x:.2f} {frame.at_y(point.low):.2f}V{frame.at_y(point.high):.2f}" '
                            f'stroke="{colour}" stroke-width="6" stroke-opacity="0.35"/>')
                 out.append(f'<circle cx="{x:.2f}" cy="{frame.at_y(point.y):.2f}" r="3.5" fill="{colour}">'
-                           f"<title>{escape(_told(line, point))}</title></circle>")
+                           f"<title>{escape(_tooltip(line, point))}</title></circle>")
         return frame.document(out + list(_labels(self.lines, frame)))
 
 
-def _told(line: Line, point: Point) -> str:
+def _tooltip(line: Line, point: Point) -> str:
     """Return the tooltip of a point."""
     where = f"{line.name}{': ' if line.name else ''}{number(point.x)}: {number(point.y)}"
     return f"{where} ({point.label or f'{number(point.low)} to {number(point.high)}'})"

@@ -20,7 +20,7 @@ from .watch_sources import Source
 
 WIDEST = 80
 NUM_RATES = 24                  # in the sparkline
-TOLD_S = 3.0                    # an older latest record is shown with its age
+STALE_S = 3.0                   # the age is shown if the latest record is older
 LABEL, ACCENT, QUIET, BAD = "dim", "cyan", "dim", "bold red"
 SPARKS, PLAIN_SPARKS = "▁▂▃▄▅▆▇█", "_.-=*#"
 BLOCKS, PLAIN_BLOCKS = "━━━", "#=."      # used, free with content, free
@@ -30,7 +30,7 @@ UNKNOWN = "–"
 
 
 class Picture:
-    """The live view in the terminal, redrawn by each call within `with`. The last one stays on the screen."""
+    """The live view in the terminal. Each call within `with` redraws it; the last view stays on the screen."""
 
     def __init__(self, source: Source) -> None:
         self._source, self._rates = source, deque(maxlen=NUM_RATES)
@@ -48,7 +48,7 @@ class Picture:
         if figures.tokens_per_s is not None and not problem:
             self._rates.append(figures.tokens_per_s)
         age_s = self._source.age_s or 0.0
-        note = f"the latest record is {duration(age_s)} old" if age_s > TOLD_S else ""
+        note = f"the latest record is {duration(age_s)} old" if age_s > STALE_S else ""
         self._live.update(View(self._source.name, figures, self._rates, problem, note), refresh=True)
 
 
@@ -57,7 +57,7 @@ class View:
 
     title      name of the source
     rates      tokens per second of the last periods
-    problem    why there are no new figures; "": there are
+    problem    why new figures are missing; "": they are not
     note       a milder warning
     """
 
@@ -106,7 +106,7 @@ class View:
 
     def _tokens(self) -> Table:
         figures = self.figures
-        told = Text(self._unknown if figures.tokens_per_s is None else rate(figures.tokens_per_s), "bold")
+        current = Text(self._unknown if figures.tokens_per_s is None else rate(figures.tokens_per_s), "bold")
         row = Table.grid(padding=(0, 2))
         row.add_column(min_width=7)
         row.add_column(style=ACCENT)
@@ -115,7 +115,7 @@ class View:
         if figures.prompt_tokens_per_s:
             peak += f"   prompts {rate(figures.prompt_tokens_per_s)}"
         marks = PLAIN_SPARKS if self._is_plain else SPARKS
-        row.add_row(told, sparkline(self.rates, marks).ljust(NUM_RATES), peak)
+        row.add_row(current, sparkline(self.rates, marks).ljust(NUM_RATES), peak)
         return row
 
     def _shares(self) -> Text:
@@ -159,7 +159,7 @@ class View:
 
 
 class Bar:
-    """A bar of the KV cache blocks, as wide as the terminal permits, and their numbers."""
+    """A bar of the KV cache blocks, with their numbers; at most 40 cells wide, and narrower in a narrow terminal."""
 
     def __init__(self, used: float, cached: float, most: float, is_plain: bool) -> None:
         self.used, self.cached, self.most, self.marks = used, cached, most, PLAIN_BLOCKS if is_plain else BLOCKS

@@ -368,7 +368,7 @@ def test_idle_time_is_no_time_of_the_last_request():
     assert [*axis["positions"].values()] == pytest.approx([0, 0.01, 2.0, 2.009])
     assert [*axis["ends"].values()] == pytest.approx([0.009, 0.019, 2.009])
     assert second["title"] == "request 7: generation" and dict(second["facts"])["for"] == "9.00 ms"
-    assert idle["title"] == "request 7: gone" and "for" not in dict(idle["facts"])
+    assert idle["title"] == "request 7: ended" and "for" not in dict(idle["facts"])
     assert other["title"] == "request 8: context" and dict(other["facts"])["for"] == "9.00 ms"
 
 

@@ -26,7 +26,7 @@ class Receipt:
     error       text of an error response; "": none
     arrival_s   arrival of the request; latencies count from it
     final_s     time of its final response; None: not yet
-    queue_s     seconds from arrival to its first step, if the request asked for timings
+    queue_s     seconds from arrival to the first step, if timings were requested
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Client:
             receipt.error = error_message
         else:
             output_ids = tensors[0].array.tolist()[0][0]
-            if not self._streaming:                     # rows of beams are padded to the longest
+            if not self._streaming:                     # the rows of beams are padded to the longest beam
                 output_ids = output_ids[:int(tensors[1].array.flat[0])]
                 if self._prompt_lengths is not None:
                     output_ids = output_ids[self._prompt_lengths[request_id]:]
@@ -146,7 +146,7 @@ class Client:
         concurrency   requests in progress at a time: the next one arrives when one is done, and arrival times are
                       ignored; 0: requests arrive at their times
         options       for every request
-        gate          holds arrived requests back; None: nothing does
+        gate          limits the submission of arrived requests; None: no limit
 
         Raises BenchmarkError if the time limit passes or the engine stops answering.
         """
@@ -187,10 +187,10 @@ class Client:
 
     def _check(self, manager: GptManager, limit_s: float) -> None:
         if manager.wait_until_terminate(0) or manager.health()["callback_failures"]["send"]:
-            raise BenchmarkError("the engine stopped before all requests were answered; its health is "
-                                 f"{manager.health()}")
+            raise BenchmarkError("the engine stopped before all requests were answered; expected a final response for "
+                                 f"each; see its health: {manager.health()}")
         if time.perf_counter() - self._started > limit_s:
-            raise BenchmarkError(f"{self._num_open} of {len(self._receipts)} requests are not done after the time "
+            raise BenchmarkError(f"{self._num_open} of {len(self._receipts)} requests are unfinished after the time "
                                  f"limit of {limit_s:.0f} s")
 
     def _arrive(self, requests: list[dict[str, Any]], now: float) -> None:

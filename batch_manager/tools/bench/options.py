@@ -59,7 +59,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     flag = argparse.BooleanOptionalAction
     add("--model", type=Path, required=True, metavar="FOLDER",
         help="folder of a Hugging Face checkpoint, or a .gguf file")
-    add("--api", choices=("gptManager",), default="gptManager", help="the only one")
+    add("--api", choices=("gptManager",), default="gptManager",
+        help="for command lines of gptManagerBenchmark; only gptManager is available")
     add("--type", type=lambda name: TYPES.get(name, name), choices=TrtGptModelType.__members__,
         default=TrtGptModelType.InflightFusedBatching.name, metavar="NAME",
         help=f"batching scheme: {', '.join(TrtGptModelType.__members__)} (InflightFusedBatching)")
@@ -92,9 +93,10 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=at_least(1), metavar="N", default=2, help="threads of a CPU backend (2)")
     add("--dtype", choices=DTYPES, default="bfloat16",
         help="data type of weights and KV cache; auto: as GptManager and batch-manager inspect choose it (bfloat16)")
-    add("--load-format", choices=LOAD_FORMATS, default="auto", help='"dummy": random weights, config.json is enough')
+    add("--load-format", choices=LOAD_FORMATS, default="auto",
+        help='"dummy": random weights; only config.json is needed (auto)')
     add("--cpu-compile", action=flag, default=None,
-        help="run CPU steps in compiled code (if the model and the processor allow it)")
+        help="run CPU steps as compiled code (on if the model and the processor support it)")
     add("--cuda-graphs", action=flag, default=None, help="replay captured graphs on a GPU (off)")
     add("--model-implementation", choices=MODEL_IMPLEMENTATIONS, default="auto",
         help="implementation of the model (auto)")
@@ -144,8 +146,8 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     add("--eos-id", type=at_least(-1), metavar="N", default=-1,
         help="end id, which may end outputs early; -1: none (-1)")
     add("--pad-id", type=at_least(-1), metavar="N", default=-1, help="pad id; -1: none (-1)")
-    add("--return-context-logits", action=flag, default=False, help="responses include them (off)")
-    add("--return-generation-logits", action=flag, default=False, help="responses include them (off)")
+    add("--return-context-logits", action=flag, default=False, help="responses include context logits (off)")
+    add("--return-generation-logits", action=flag, default=False, help="responses include generation logits (off)")
     add("--exclude-input-in-output-seq", action=flag, default=True,
         help="non-streamed responses do not include the prompt (on)")
 
@@ -270,15 +272,15 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
             parser.error(f"{first} and {second} were both given; expected at most one of them; leave one out")
     if options.time_scale != 1 and (options.request_rate is not None or options.concurrency or options.sweep
                                     or options.find_saturation):
-        parser.error("--time-scale was given with a rate or a concurrency, which replace the recorded times; leave out "
-                     "one of the two")
+        parser.error("--time-scale was given with a rate or a concurrency, which replaces the recorded times; "
+                     "expected one of the two; leave out the other")
     swept = options.sweep is not None and options.sweep[0] == "request_rate"
     if options.enable_exp_delays and not (options.request_rate or swept or options.find_saturation):
         parser.error("--enable-exp-delays was given without a rate; expected --request-rate, a sweep of it, or "
                      "--find-saturation; add one, or leave out --enable-exp-delays")
     if options.plot is not None and options.type == TrtGptModelType.V1.name:
-        parser.error("--plot was given with --type V1; plots need statistics of iterations, and V1 has those of static "
-                     "batches only; choose another type, or leave out --plot")
+        parser.error("--plot was given with --type V1, which has no statistics of iterations; expected an in-flight "
+                     "type; choose one, or leave out --plot")
     outputs = {f"--{name.replace('_', '-')}": path for name in OUTPUT_FILES
                if (path := getattr(options, name)) is not None}
     for option, path in outputs.items():

@@ -8,7 +8,7 @@ class Goal:
     """One goal.
 
     text      definition of the ratio
-    floor     the least ratio that meets the goal; None: only reported
+    floor     smallest ratio that meets the goal; None: only reported
     lower_is_better   the floor is an upper bound instead
     """
 
@@ -19,40 +19,40 @@ class Goal:
 
 
 _ROWS = (
-    Goal("G1", "decode attention, bytes of keys and values read in a second / copy bandwidth; 8 KV heads of 128 with 4 "
+    Goal("G1", "decode attention, bytes of keys and values read per second / copy bandwidth; 8 KV heads of 128 with 4 "
          "query heads each, 64 sequences of 4,096 tokens", 0.90),
     Goal("G1-ragged", "the same with lengths drawn from 1 to 8,192", 0.85),
     Goal("G1b", "decode attention / copy bandwidth; 3 KV heads of 64 with 3 query heads each, 256 sequences of 512",
          0.80),
-    Goal("G1c", "decode attention of one sequence, time of a layer / that of the peer", 1.2, lower_is_better=True),
-    Goal("G2", "context attention, rate of causal operations / rate of a matrix product; heads of 128", 0.50),
-    Goal("G2b", "context attention / that of the peer, heads of 128", 0.75),
-    Goal("G2b-64", "context attention / that of the peer, heads of 64", 0.85),
-    Goal("G3", "decode step of an 8B Llama, least time by bandwidth and arithmetic / measured time", 0.75),
-    Goal("G3b-1B", "the same of a 1B Llama, one sequence", 0.60),
-    Goal("G3b-135M", "the same of a 135M Llama, 256 sequences", 0.50),
-    Goal("G3-fused", "time of norm, matrix product and activation in launches of their own / in one launch", None),
-    Goal("G4", "time between decode steps in which the GPU idles / 20 microseconds", 1.0, lower_is_better=True),
-    Goal("G4-share", "time in which the GPU idles / time of a decode step", 0.02, lower_is_better=True),
-    Goal("G5", "host time of an iteration, 256 streaming requests, model left out / 500 microseconds", 1.0,
+    Goal("G1c", "decode attention of one sequence, time per layer / time of the peer", 1.2, lower_is_better=True),
+    Goal("G2", "context attention, causal operations per second / rate of a matrix product; heads of 128", 0.50),
+    Goal("G2b", "context attention / rate of the peer, heads of 128", 0.75),
+    Goal("G2b-64", "context attention / rate of the peer, heads of 64", 0.85),
+    Goal("G3", "decode step of an 8B Llama, lower bound by bandwidth and arithmetic / measured time", 0.75),
+    Goal("G3b-1B", "the same for a 1B Llama, one sequence", 0.60),
+    Goal("G3b-135M", "the same for a 135M Llama, 256 sequences", 0.50),
+    Goal("G3-fused", "time of norm, matrix product and activation in separate launches / in one launch", None),
+    Goal("G4", "idle time of the GPU between decode steps / 20 microseconds", 1.0, lower_is_better=True),
+    Goal("G4-share", "idle time of the GPU / time of a decode step", 0.02, lower_is_better=True),
+    Goal("G5", "host time of an iteration, 256 streaming requests, without the model / 500 microseconds", 1.0,
          lower_is_better=True),
     Goal("G5b", "the same without streaming / 150 microseconds", 1.0, lower_is_better=True),
-    Goal("G6", "output tokens in a second / those of a peer; Qwen3-0.6B, 256 requests of 100 to 1,024 tokens, outputs "
-         "likewise", 1.0),
+    Goal("G6", "output tokens per second / rate of a peer; Qwen3-0.6B, 256 requests, prompts and outputs of 100 to "
+         "1,024 tokens", 1.0),
     Goal("G6b", "the same / transformers' continuous batching", 3.0),
     Goal("G7", "time between tokens under random arrivals with chunked contexts, p99 / p50", 2.0,
          lower_is_better=True),
-    Goal("G8", "135M Llama, 256 sequences: tokens in a second running ahead / in lockstep", 1.3),
+    Goal("G8", "135M Llama, 256 sequences: tokens per second with run_ahead / in lockstep", 1.3),
     Goal("G8-overlap", "the same: two micro-batches / lockstep", None),
-    Goal("G9", "time of four workloads on an 8B Llama by TensorRT-LLM's published FP8 rates on an H200 / measured time "
+    Goal("G9", "time of four workloads on an 8B Llama at TensorRT-LLM's published FP8 rates on an H200 / measured time "
          "in bf16", 0.5),
 )
 GOALS = {goal.name: goal for goal in _ROWS}
 
-# Prerequisites of the goals. They are reported in the same form and always measured.
-CORRECTNESS = Goal("correctness", "relative error of a kernel against its oracle / what is allowed", 1.0,
+# Prerequisites of the goals, always measured and reported in the same form.
+CORRECTNESS = Goal("correctness", "relative error of a kernel against its oracle / allowed error", 1.0,
                    lower_is_better=True)
-DENOMINATOR = Goal("denominator", "what this GPU does with memory and matrices", None)
+DENOMINATOR = Goal("denominator", "measured rates of this GPU for memory access and matrix products", None)
 FACT = Goal("fact", "a property of the engine on this GPU", None)
 ALL = {**GOALS, **{goal.name: goal for goal in (CORRECTNESS, DENOMINATOR, FACT)}}
 

@@ -4,7 +4,7 @@ const MIN_SECONDS_SHOWN = 1e-5, MIN_ITERATIONS_SHOWN = 2;
 
 class Axis {
   /** positions: start of each iteration, and end of the last one.
-   *  ends: where each ends; before the next one begins where the engine was idle between them. */
+   *  ends: end of each iteration; earlier than the next start if the engine was idle in between. */
   constructor(name, positions, ends, minShown) {
     this.name = name;
     this.positions = positions;

@@ -1,5 +1,5 @@
-// Charts of one value per iteration, below the rows and on the same axis. A pixel column shows the mean of its iterations,
-// from prefix sums; a faint shape shows the largest value.
+// Charts of one value per iteration, below the rows and on the same axis. A pixel column shows the mean of its
+// iterations, from prefix sums; a faint shape shows the largest value.
 
 const CHART_HEIGHT = 54, CHART_GAP = 30, COUNTERS_TOP = 4, WIDTH_WITH_GAP = 8;
 
@@ -13,7 +13,7 @@ class Series {
   mean(from, to) { return (this.sums[to] - this.sums[from]) / (to - from); }
 }
 
-/** The largest value of any range, from the largest of ranges of 1, 2, 4, ... values. */
+/** The largest value of any range, from the maxima of ranges of 1, 2, 4, ... values. */
 class Largest {
   constructor(values) {
     this.levels = [values];
@@ -39,8 +39,8 @@ class Largest {
 }
 
 /**
- * The charts of a run: title, unit of the largest value, and series that stand on each other, the first lowest.
- * followsView: the scale is that of the visible iterations, so that one large value does not flatten all others.
+ * The charts of a run: title, stacked series with the first at the bottom, and `text`, which formats a value.
+ * followsView: the scale fits the visible iterations, so that one large value does not flatten all others.
  */
 function chartsOf(run) {
   const column = (name) => run.columns[name];
@@ -60,7 +60,7 @@ function chartsOf(run) {
   return charts;
 }
 
-/** A chart without values shows its title only. */
+/** Height of a chart and its title; a chart without values has only the title. */
 function heightWithTitle(chart) { return CHART_GAP + (chart.largest.all > 0 ? CHART_HEIGHT : 0); }
 
 class CountersChart {
@@ -88,7 +88,7 @@ class CountersChart {
     }
   }
 
-  /** The iterations of each pixel column: first, and the one after the last; equal if there are none. */
+  /** The iterations of each pixel column, first (inclusive) and end (exclusive); equal if the column has none. */
   columns() {
     const { view, run } = this, count = Math.round(view.width * devicePixelRatio);
     const first = new Int32Array(count), end = new Int32Array(count);

@@ -1,6 +1,6 @@
-// Descriptions of a point of the charts.
+// The description of the request and the iteration at a point of the charts.
 
-/** Returns {title, colour, facts: [[name, text], ...]} of a row (-1: none) and an iteration. */
+/** Return {title, colour, facts: [[name, text], ...]} of a row (-1: none) and an iteration. */
 function describe(run, theme, { row, index, isOver = false }) {
   const span = row < 0 ? undefined : spanHolding(run, row, index, isOver);
   const facts = [["iteration", countText(run.iterations[index])], ...timeOf(run, index)];
@@ -18,7 +18,7 @@ function spanHolding(run, row, index, isOver) {
 }
 
 function wordsOutsideLife(run, row, index) {
-  return index < run.rowStart(row) ? "not here yet" : "gone";
+  return index < run.rowStart(row) ? "not arrived yet" : "ended";
 }
 
 function timeOf(run, index) {
@@ -35,7 +35,8 @@ function factsOfSpan(run, row, span) {
   if (reason) facts.push(["waits for", reason]);
   if (end - start > 1) {
     facts.push([kind === "generation" ? "generates in" : "lasts",
-                `${countText(run.iterations[start])} to ${countText(run.iterations[end - 1])}, ${countText(end - start)} iterations`]);
+                `${countText(run.iterations[start])} to ${countText(run.iterations[end - 1])}, ` +
+                `${countText(end - start)} iterations`]);
   }
   const us = run.spanUs(row, span);
   if (us > 0) facts.push(["for", durationText(us)]);
@@ -45,7 +46,8 @@ function factsOfSpan(run, row, span) {
 
 function factsOfIteration(run, index) {
   const at = (name) => run.columns[name][index];
-  const facts = [["tokens of the step", `${countText(at("context_tokens"))} context, ${countText(at("generation_tokens"))} generation`]];
+  const tokens = ["context", "generation"].map((name) => `${countText(at(`${name}_tokens`))} ${name}`);
+  const facts = [["tokens of the step", tokens.join(", ")]];
   const blocks = ["live", "cached", "free"].map((name) => `${countText(at(`${name}_blocks`))} ${name}`);
   facts.push(["KV cache blocks", blocks.join(", ")], ["queued requests", countText(at("queued_requests"))]);
   const us = run.phases.reduce((sum, phase) => sum + at(`phase ${phase}`), 0);
@@ -53,7 +55,7 @@ function factsOfIteration(run, index) {
   return facts;
 }
 
-/** Write a description into an element, as text: names come from the trace. */
+/** Write a description into an element, as text and never as HTML: names come from the trace. */
 function showDescription(element, { title, colour, facts }) {
   const heading = document.createElement("h2"), list = document.createElement("dl");
   if (colour) heading.append(swatch(colour));

@@ -39,7 +39,7 @@ class Page {
     this.wanted();
   }
 
-  /** Request a frame. Several requests before it draw one frame. */
+  /** Request a frame. Requests before the next frame are combined. */
   wanted() {
     this.frame ??= requestAnimationFrame(() => {
       this.frame = undefined;
@@ -112,7 +112,7 @@ class Page {
                                 height: `${Math.max(2, view.rowHeight)}px` });
   }
 
-  /** The row and iteration under the pointer. They change under a resting pointer, by keys and the wheel. */
+  /** The row and iteration under the pointer. Keys and the wheel change them without a pointer event. */
   underPointer() {
     return this.pointer && this.view.at(this.pointer.x, this.pointer.y - AXIS_HEIGHT);
   }
@@ -222,7 +222,7 @@ class Page {
     document.querySelector(`input[value=${name}]`).checked = true;
   }
 
-  /** Show the life of a request. Repeated searches show the next life with the same id. */
+  /** Show a request. Repeated searches show the next request with the same id. */
   find(id) {
     const after = this.pinned && this.run.ids[this.pinned.row] === id ? this.pinned.row + 1 : 0;
     const row = [this.run.ids.indexOf(id, after), this.run.ids.indexOf(id)].find((each) => each >= 0);
@@ -233,7 +233,7 @@ class Page {
   }
 }
 
-/** The current colours: of kinds from the data, others from the style sheet. */
+/** The current colours: those of kinds are in the data, the others in the style sheet. */
 function readTheme(run) {
   const isDark = matchMedia("(prefers-color-scheme: dark)").matches ? 1 : 0;
   const style = getComputedStyle(document.documentElement);
@@ -252,8 +252,8 @@ function showMessage(text) {
 
 async function open() {
   if (typeof DecompressionStream === "undefined") {
-    showMessage("This browser cannot unpack the data of this page: it has no DecompressionStream. Open the page with Chrome " +
-                "or Edge from version 99, Safari from 16.4 or Firefox from 113.");
+    showMessage("This browser cannot unpack the data of this page: it has no DecompressionStream. Open the page with " +
+                "Chrome or Edge from version 99, Safari from 16.4 or Firefox from 113.");
     return;
   }
   try {

@@ -20,7 +20,7 @@ class RowsChart {
     this.hatch = hatching(this.context, theme);
   }
 
-  /** Draw one frame. Returns whether tiles are missing, so that another frame is needed. */
+  /** Draw one frame. Return whether tiles are missing, so that another frame is needed. */
   draw() {
     const { context, view, theme } = this;
     scaleToPixels(context, this.canvas);
@@ -100,7 +100,7 @@ class RowsChart {
     if (run.isContext(span)) this.drawTokens(span, positions[start], view.axis.ends[start], row);
   }
 
-  /** The number of tokens in the cell of a context chunk. */
+  /** Draw the number of tokens in the cell of a context chunk. */
   drawTokens(span, begin, end, row) {
     const { context, view, run } = this;
     const text = String(run.chunkTokens[run.chunkOf[span]]);
@@ -144,7 +144,7 @@ class RowsChart {
     return isUnfinished;
   }
 
-  /** Returns false if the tile is missing, also if a coarser one replaced it. */
+  /** Draw a tile. Return false if it is missing, even if a coarser one replaces it. */
   drawTile(level, column, line, mayCount) {
     const tile = this.tiles.tile(this.view.axis, level, column, line, mayCount);
     const whole = { x: 0, width: TILE_BINS };
@@ -194,7 +194,7 @@ function fillBox(context, [x, y, width, height]) {
   }
 }
 
-/** Marks at round iterations or times, with labels above. */
+/** Draw marks at round iterations or times, with labels above. */
 function drawTicks(context, view, run, theme, height) {
   const isTime = view.axis.name === "time", shown = view.end - view.begin;
   const least = shown / view.width * TICK_DISTANCE;
@@ -217,7 +217,7 @@ function drawTicks(context, view, run, theme, height) {
   context.fillText("request", view.left - LABEL_GAP, height - 9);
 }
 
-/** Diagonal lines over queued requests distinguish them from the background without colour. */
+/** A pattern of diagonal lines, which distinguishes queued requests from the background without colour. */
 function hatching(context, theme) {
   const size = 6, tile = document.createElement("canvas");
   tile.width = tile.height = size;

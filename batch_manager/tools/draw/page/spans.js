@@ -24,7 +24,7 @@ class Run {
 
   get count() { return this.iterations.length; }
 
-  /** The span of a row that contains an iteration, or the next one; rowFirst[row + 1] if there is none. */
+  /** The span of a row that contains an iteration, or the next span; rowFirst[row + 1] after the last one. */
   spanAt(row, index) {
     if (index >= this.rowEnd[row]) return this.rowFirst[row + 1];
     let low = this.rowFirst[row], high = this.rowFirst[row + 1] - 1;
@@ -57,7 +57,7 @@ class Run {
   }
 }
 
-/** End of the phases of each iteration; start of the next iteration if the trace has no phases. */
+/** End of each iteration: the end of its phases, or the start of the next iteration if the trace has no phases. */
 function endOfEach(columns, phases) {
   const ends = columns.begin_us.slice(1);
   ends.forEach((next, i) => {
@@ -74,7 +74,7 @@ function firstOfEach(counts) {
   return first;
 }
 
-/** Index of each span among the context spans, which is the index of its chunk. */
+/** Index of the chunk of each context span: the number of context spans before it. */
 function chunkOfEach(spanKind, kinds) {
   const context = kinds.findIndex((each) => each.kind === "context");
   const chunkOf = new Uint32Array(spanKind.length);

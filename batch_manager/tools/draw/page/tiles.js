@@ -3,11 +3,11 @@
 // counted when first visible and cached, so that a frame copies tiles and reads no spans.
 
 const TILE_BINS = 512, TILE_GROUPS = 64, MOST_TILES = 600;
-const FAINTEST = 0.4;     // opacity of a bin in which a request is alive for a moment
+const FAINTEST = 0.4;     // opacity of a bin in which a request is alive only briefly
 
 /**
- * What most of a tile's rows did: kind codes and the share of the bin that has any, a byte each.
- * bins are `binWidth` positions wide, the first begins at firstBin * binWidth.
+ * Return the dominant kind of each cell of a tile, and the share of the cell that has any kind, one byte each.
+ * Bins are `binWidth` positions wide; the first one begins at firstBin * binWidth.
  */
 function countTile(run, axis, { binWidth, firstBin, rowsPerGroup, firstGroup, bins = TILE_BINS, groups = TILE_GROUPS }) {
   const kind = new Uint8Array(bins * groups), share = new Uint8Array(bins * groups);
@@ -25,7 +25,7 @@ function countTile(run, axis, { binWidth, firstBin, rowsPerGroup, firstGroup, bi
   return { kind, share };
 }
 
-/** Add the time a row spends in each kind to counts[bin * kinds + kind]. Returns false for a row outside the window. */
+/** Add the time of a row in each kind to counts[bin * kinds + kind]. Return false for a row outside the window. */
 function addRow(run, axis, row, { begin, binWidth, bins }, counts) {
   const positions = axis.positions, end = begin + bins * binWidth, kinds = run.kinds.length;
   if (positions[run.rowStart(row)] >= end || axis.rowEnd(run, row) <= begin) return false;
@@ -47,7 +47,8 @@ function addRow(run, axis, row, { begin, binWidth, bins }, counts) {
   return true;
 }
 
-/** The kind with the largest count of each bin, first of equal ones, and the share of all kinds in `whole`. */
+/** Write the kind with the largest count of each bin (the first of equal ones), and the share of all kinds in
+ *  `whole`. */
 function pickDominant(counts, kinds, whole, kind, share, offset, bins) {
   for (let bin = 0; bin < bins; bin++) {
     let best = 0, most = 0, sum = 0;

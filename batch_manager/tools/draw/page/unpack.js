@@ -2,7 +2,7 @@
 
 const MORE_FOLLOWS = 128, GROUP_VALUES = 128;
 
-/** Returns the header, and name -> Float64Array of each column. */
+/** Return the header, and name -> Float64Array of each column. */
 async function unpack(base64) {
   const packed = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));

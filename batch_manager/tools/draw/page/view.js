@@ -13,7 +13,7 @@ class View {
     this.fit();
   }
 
-  /** Set the size of the area of the rows. A view of everything keeps showing everything. */
+  /** Set the size of the area of the rows. A view that shows everything continues to show everything. */
   resize(left, width, height) {
     const wasAll = this.showsAll;
     Object.assign(this, { left, width, height });
@@ -44,8 +44,8 @@ class View {
 
   toRow(y) { return Math.floor(this.firstRow + y / this.rowHeight); }
 
-  /** The row and iteration at a point, row -1 below the last one; undefined outside the run. isOver: the iteration had
-   *  ended by then, and the next one had not begun. */
+  /** The row and iteration at a point; row -1 below the last one; undefined outside the run. isOver: the point is in
+   *  the idle time after the iteration. */
   at(x, y) {
     const position = this.toPosition(x), row = y < 0 || y > this.height ? -1 : this.toRow(y);
     if (position < 0 || position >= this.axis.end || x < this.left || !this.run.count) return undefined;
