@@ -254,7 +254,7 @@ def test_the_end_of_the_host_ends_the_process(end):
 
 def test_what_is_no_timeout_is_refused_and_changes_nothing(engine):
     async def test():
-        with pytest.raises(TypeError, match="timeout is a str; seconds, or None"):
+        with pytest.raises(TypeError, match="timeout is a str; expected seconds, or None"):
             await engine.close(timeout="soon")
         with pytest.raises(ValueError, match="timeout is NaN; expected seconds, or None"):
             await engine.close(timeout=float("nan"))

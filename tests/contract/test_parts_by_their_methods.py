@@ -116,7 +116,7 @@ def test_a_backend_with_these_methods_is_all_there_need_be_and_copies_are_needed
     (SimpleNamespace(plan=print, run=print), "a SimpleNamespace, which has no dispatch"),
     (SimpleNamespace(plan=print, run=5, dispatch="torch"), "a SimpleNamespace, which has no run")])
 def test_an_attention_that_is_none_is_refused_by_what_it_lacks(make_manager, new_client, made, lacks):
-    with pytest.raises(ConfigError, match=f"Parts.attention returned {lacks}; an attention implementation"):
+    with pytest.raises(ConfigError, match=f"Parts.attention returned {lacks}; expected an attention implementation"):
         make_manager(new_client(), model_path="examples/models/austen-4m", max_seq_len=64,
                      parts={"attention": lambda *given, **options: made})
 

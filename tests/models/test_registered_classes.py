@@ -47,16 +47,16 @@ def parts_of(error):
 
 
 @pytest.mark.parametrize("members, told", [
-    ({"understands": None}, "Mine.understands is None; a tuple of strings: field names"),
+    ({"understands": None}, "Mine.understands is None; expected a tuple of strings: field names"),
     ({"understands": "sliding_window"}, "Mine.understands is 'sliding_window'"),
     ({"understands": (1,)}, r"Mine.understands is \(1,\)"),
     ({"harmless_tensors": None}, "Mine has no harmless_tensors"),
-    ({"harmless_tensors": "model.norm"}, "Mine.harmless_tensors is 'model.norm'; a tuple of strings: patterns"),
-    ({"harmless_tensors": ("(",)}, r"Mine.harmless_tensors contains '\('; valid regular expressions"),
-    ({"deterministic": 1}, "Mine.deterministic is 1; True or False"),
+    ({"harmless_tensors": "model.norm"}, "Mine.harmless_tensors is 'model.norm'; expected a tuple of strings: patterns"),
+    ({"harmless_tensors": ("(",)}, r"Mine.harmless_tensors contains '\('; expected valid regular expressions"),
+    ({"deterministic": 1}, "Mine.deterministic is 1; expected True or False"),
     ({"deterministic": "no"}, "Mine.deterministic is 'no'"),
-    ({"embed": 5}, "Mine.embed is 5; a method"),
-    ({"read_spec": 5}, "Mine.read_spec is 5; a method"),
+    ({"embed": 5}, "Mine.embed is 5; expected a method"),
+    ({"read_spec": 5}, "Mine.read_spec is 5; expected a method"),
     ({"logits": None, "forward": None}, "Mine has no forward, logits"),
     ({"read_spec": lambda self, config, architecture: None},
      r"Mine.read_spec takes \(self, config, architecture\); .*static method"),
