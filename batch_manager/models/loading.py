@@ -126,7 +126,7 @@ def refuse_too_many_weights(num_weights: int, checkpoint: Checkpoint, device: to
     if free_bytes is not None and num_bytes > free_bytes:
         raise InsufficientMemoryError(
             f"the weights of {checkpoint.path} in {dtype} do not fit into the memory of {device}: they take "
-            f"{num_bytes:,} bytes", f"at most {free_bytes:,} bytes, which are free",
+            f"{num_bytes:,} bytes", f"expected at most {free_bytes:,} bytes, which are free",
             "use a smaller dtype or a larger device")
 
 

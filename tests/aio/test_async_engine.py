@@ -321,7 +321,7 @@ def test_the_hooks_of_the_user_are_called_too_and_what_they_raise_is_contained()
 
 def test_what_is_no_argument_and_what_is_over_is_refused():
     async def test():
-        with pytest.raises(ValueError, match="process is 'yes'; expected True or False"):
+        with pytest.raises(ValueError, match="process is 'yes'; expected a bool"):
             await AsyncEngine.start(process="yes")
         with pytest.raises(ValueError, match="takes_all is 1; expected True or False"):
             await AsyncEngine.start(takes_all=1)

@@ -67,7 +67,7 @@ def test_c8_a_pool_of_just_enough_blocks(make_world, new_request, row, policy, b
         world.step()
         final = world.client.final(1)
         assert final.code == "TOO_LARGE_FOR_KV_CACHE" and not final.tensors
-        assert f"{row.blocks} blocks of 8 tokens" in final.error and f"the pool has {pool}:" in final.error
+        assert f"{row.blocks} blocks of 8 tokens" in final.error and f"the pool has {pool};" in final.error
         return
     world.run()
     new = min(row.new, 64 - row.prompt)

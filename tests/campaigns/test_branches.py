@@ -34,4 +34,4 @@ def test_a_report_is_read_with_the_text_of_its_lines():
     report = {"files": {"batch_manager/kv/window.py": {"missing_branches": [[1, -1], [1, 2]]}}}
     first, second = missing_branches(report)
     assert first.target == "" and str(first).endswith("never goes on to the end of the function")
-    assert second.line == 1 and second.source.startswith('"""How far back')
+    assert second.line == 1 and second.source.startswith('"""The attention window')

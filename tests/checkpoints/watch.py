@@ -11,7 +11,7 @@ from pathlib import Path
 
 from batch_manager.weights import safetensors_source
 
-CPU_SECONDS, MEBIBYTES = 1.0, 64
+CPU_SECONDS, MEBIBYTES = 3.0, 64
 READING = {"open"}                    # every other audited event is one too many, but a look into the folder
 
 

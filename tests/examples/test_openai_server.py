@@ -329,7 +329,7 @@ def test_a_start_up_that_is_refused_says_what_to_do_without_a_stack(tmp_path):
     command = [sys.executable, REPOSITORY / "examples" / "openai_server.py", "--model", "nowhere", "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-    assert ended.returncode and "pass the path of one that is there" in ended.stderr
+    assert ended.returncode and "pass an existing path" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

@@ -63,5 +63,5 @@ def test_the_cheap_check_finds_a_block_that_is_gone(make_request):
     kv.claim([make_request(0, 9)], [])
     kv.check_totals()
     a_block_nowhere(kv)
-    with pytest.raises(InternalError, match="6 blocks are free and 3 are held; 10 in total"):
+    with pytest.raises(InternalError, match="6 blocks are free and 3 are held; expected 10 in total"):
         kv.check_totals()

@@ -81,5 +81,5 @@ def test_a_stop_word_that_is_not_whole_ended_nothing(tokens):
 
 
 def test_what_is_no_request_is_named():
-    with pytest.raises(InvalidRequestError, match="request is of type dict; expected an InferenceRequest; "):
+    with pytest.raises(InvalidRequestError, match="request is of type dict; expected an InferenceRequest"):
         resume({}, [1])

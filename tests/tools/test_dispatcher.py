@@ -60,8 +60,8 @@ def test_a_command_gets_its_arguments_and_gives_its_status(tmp_path):
     assert dispatcher.main(["watch", str(tmp_path / "none"), "--timeout", "0", "--interval", "0.1"]) == 1
 
 
-@pytest.mark.parametrize("arguments, told", [([], "no command was given"), (["banana"], "no command 'banana'"),
-                                             (["--watch"], "no command '--watch'")])
+@pytest.mark.parametrize("arguments, told", [([], "no command was given"), (["banana"], "unknown command 'banana'"),
+                                             (["--watch"], "unknown command '--watch'")])
 def test_what_is_no_command_is_status_two(arguments, told, capsys):
     assert dispatcher.main(arguments) == 2
     error = capsys.readouterr().err

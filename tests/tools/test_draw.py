@@ -289,7 +289,7 @@ def test_a_request_that_cannot_run_is_reported_and_not_drawn(capsys):
 @pytest.mark.parametrize("arguments, message", [
     (["--demo", "--requests", "20x4"], "'20x4' is not a request"),
     (["--demo", "--requests", "1000000000000+1"], "'1000000000000+1' is not a request"),
-    (["--demo", "--num-blocks", "1000000000000"], "--num-blocks is 1000000000000; 1 to 100,000"),
+    (["--demo", "--num-blocks", "1000000000000"], "--num-blocks is 1000000000000; expected 1 to 100,000"),
     (["--demo", "--max-batch-size", "1000000000000"], "--max-batch-size is 1000000000000"),
     (["--demo", "--num-blocks", "0"], "--num-blocks is 0"),
     (["--demo", "--tokens-per-block", "7"], "tokens_per_block is 7"),

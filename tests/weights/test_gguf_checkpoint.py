@@ -60,12 +60,12 @@ def test_a_whole_model(tmp_path):
 
 WRONG = {
     "an architecture nobody knows": (model("mamba"), UnsupportedModelError,
-                                     r"general\.architecture is 'mamba'; one of llama, "),
+                                     r"general\.architecture is 'mamba'; expected one of llama, "),
     "no architecture": (Draft([], []), UnsupportedModelError, r"general\.architecture is None"),
     "another kind of file": (model(extra=[Entry("general.type", TEXT, "adapter")]), ModelLoadError,
-                             r"general\.type is 'adapter'; 'model'"),
+                             r"general\.type is 'adapter'; expected 'model'"),
     "old quantisations": (model(extra=[Entry("general.quantization_version", UINT32, 1)]), ModelLoadError,
-                          r"general\.quantization_version is 1; 2"),
+                          r"general\.quantization_version is 1; expected 2"),
     "no layers said": (model(block_count=None), ModelLoadError, r"llama\.block_count is missing"),
     "many layers": (model(block_count=5000), ModelLoadError, r"llama\.block_count is 5000; at most 4,096"),
     "no context said": (model(context_length=None), ModelLoadError, r"llama\.context_length is missing"),
@@ -97,7 +97,7 @@ WRONG = {
                      llama_key("rope.scaling.yarn_attn_factor", FLOAT32, 1.2)]), ModelLoadError,
         r"llama\.rope\.scaling\.yarn_attn_factor is 1\.2\d*; not supported"),
     "an end id that is a text": (model(extra=[Entry("tokenizer.ggml.eos_token_id", TEXT, "2")]), ModelLoadError,
-                                 r"tokenizer\.ggml\.eos_token_id is '2'; an integer"),
+                                 r"tokenizer\.ggml\.eos_token_id is '2'; expected an integer"),
     "a base of 0": (model(extra=[llama_key("rope.freq_base", FLOAT32, 0.0)]), ModelLoadError,
                     r"llama\.rope\.freq_base is 0\.0; a number in 1e-30"),
 }
@@ -119,22 +119,22 @@ def replaced(name, *stand_ins):
 
 
 @pytest.mark.parametrize("draft, message", [
-    (replaced("token_embd.weight"), r"token_embd\.weight is missing; the token embeddings"),
-    (replaced("blk.1.ffn_up.weight"), r"has no tensor for 'model\.layers\.1\.mlp\.up_proj\.weight'; a tensor of shape"),
+    (replaced("token_embd.weight"), r"token_embd\.weight is missing; expected the token embeddings"),
+    (replaced("blk.1.ffn_up.weight"), r"has no tensor for 'model\.layers\.1\.mlp\.up_proj\.weight'; expected a tensor"),
     (replaced("blk.1.ffn_up.weight", tensor("blk.1.ffn_up.weight", 32, 48)),
-     r"'blk\.1\.ffn_up\.weight' has shape \[32, 48\]; \[48, 32\] for 'model\.layers\.1\.mlp\.up_proj\.weight'"),
+     r"'blk\.1\.ffn_up\.weight' has shape \[32, 48\]; expected \[48, 32\] for 'model\.layers\.1\.mlp\.up_proj"),
     (replaced("output_norm.weight", tensor("output_norm.weight", 32), tensor("blk.2.ffn_up.weight", 48, 32)),
      r"contains tensor 'blk\.2\.ffn_up\.weight', which the model does not use"),
     (replaced("output_norm.weight", tensor("output_norm.weight", 32), tensor("blk.0.ffn_gate_inp.weight", 8, 32)),
-     r"contains tensor 'blk\.0\.ffn_gate_inp\.weight'; only tensors that llama\.cpp's converter writes for llama"),
+     r"contains tensor 'blk\.0\.ffn_gate_inp\.weight'; expected only tensors that llama\.cpp's converter writes for"),
     (replaced("output_norm.weight", tensor("output_norm.weight", 32), tensor("blk.00.ffn_up.weight", 48, 32)),
-     r"contains tensor 'blk\.00\.ffn_up\.weight'; only tensors"),
+     r"contains tensor 'blk\.00\.ffn_up\.weight'; expected only tensors"),
     (replaced("output_norm.weight", tensor("output_norm.weight", 32), tensor("blk.0.attn_q.bias", 32)),
      r"has no tensor for 'model\.layers\.0\.self_attn\.k_proj\.bias'"),
     (replaced("output_norm.weight", tensor("output_norm.weight", 32), tensor("rope_freqs.weight", 4, kind=F16)),
-     r"'rope_freqs\.weight' has shape \[4\] and type F16; one dimension of at most"),
+     r"'rope_freqs\.weight' has shape \[4\] and type F16; expected one dimension of at most"),
     (replaced("output_norm.weight", tensor("output_norm.weight", 32), tensor("rope_freqs.weight", 3)),
-     r"rope_freqs\.weight contains \[.*\]; a positive number for each of the 4 frequencies"),
+     r"rope_freqs\.weight contains \[.*\]; expected a positive number for each of the 4 frequencies"),
 ], ids=lambda value: "" if isinstance(value, Draft) else value[:30])
 def test_tensors_that_are_not_the_models(tmp_path, draft, message):
     path = write(tmp_path, draft)
@@ -219,7 +219,7 @@ def test_shards_that_do_not_fit(tmp_path):
     assert "'token_embd.weight' is in" in refusal(parts)
     parts = shards()
     parts["m-00003-of-00003.gguf"].tensors.pop()
-    assert "split.tensors.count is 20; 19, the number of tensors in the shards" in refusal(parts)
+    assert "split.tensors.count is 20; expected 19, the number of tensors in the shards" in refusal(parts)
     parts = shards()
     parts["renamed.gguf"] = parts.pop("m-00001-of-00003.gguf")
     assert "is shard 1 of 3, by split.no and split.count; a name that ends in -00001-of-00003.gguf" in refusal(

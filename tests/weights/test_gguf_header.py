@@ -94,22 +94,22 @@ def with_tensor(*tensor) -> Draft:
 
 HUGE = 2**64 - 1
 WRONG = {
-    "another magic": (changed(magic=b"GGML"), r"begins with b'GGML'; a GGUF file"),
+    "another magic": (changed(magic=b"GGML"), r"begins with b'GGML'; expected a GGUF file"),
     "nothing": (b"", r"its first four bytes ends at byte 4; the file has 0"),
-    "version 1": (changed(version=1), r"has GGUF version 1; version 2 or 3"),
+    "version 1": (changed(version=1), r"has GGUF version 1; expected version 2 or 3"),
     "version 4": (changed(version=4), r"has GGUF version 4"),
-    "big-endian": (changed(version=3 << 24), r"is a big-endian GGUF file; a little-endian one"),
-    "many tensors": (changed(num_tensors=HUGE), r"tensor_count is 18,446,744,073,709,551,615; at most 65,536"),
+    "big-endian": (changed(version=3 << 24), r"is a big-endian GGUF file; expected a little-endian one"),
+    "many tensors": (changed(num_tensors=HUGE), r"tensor_count is 18,446,744,073,709,551,615; expected at most 65,536"),
     "many entries": (changed(num_entries=2**31), r"metadata_kv_count is 2,147,483,648"),
     "one entry more": (changed(num_entries=7), r"a tensor's name has a length of"),
     "one tensor more": (changed(num_tensors=3), r"a tensor's name"),
     "a long key": (with_entry("k" * 1025, UINT32, 1), r"a key has 1,025 bytes"),
     "an empty key": (with_entry("", UINT32, 1), r"a key has 0 bytes"),
-    "a key that is no text": (with_entry(b"\xff", UINT32, 1), r"a key is b'\\xff'; UTF-8"),
+    "a key that is no text": (with_entry(b"\xff", UINT32, 1), r"a key is b'\\xff'; expected UTF-8"),
     "a key twice": (with_entry("flag", BOOL, True), r"the key 'flag' occurs twice"),
     "a long text": (with_entry("t", TEXT, raw=struct.pack("<Q", HUGE)), r"'t' has a length of 18,446"),
     "texts together": (with_entry("t", TEXT, "x" * (8 * 2**20 + 1)), r"up to 't', the strings in the metadata take 8,"),
-    "a text that is none": (with_entry("t", TEXT, b"\xc3("), r"'t' is b'\\xc3\('; UTF-8"),
+    "a text that is none": (with_entry("t", TEXT, b"\xc3("), r"'t' is b'\\xc3\('; expected UTF-8"),
     "an unknown value type": (with_entry("v", 13, raw=b""), r"'v' has value type 13"),
     "a flag of two": (with_entry("v", BOOL, raw=b"\2"), r"'v' is a flag with the value 2"),
     "flags of two": (with_entry("v", ARRAY, raw=struct.pack("<IQ", BOOL, 2) + b"\1\2"), r"'v' has a flag that is nei"),
@@ -119,20 +119,20 @@ WRONG = {
     "an array past the end": (with_entry("v", ARRAY, raw=struct.pack("<IQ", 12, 100)), r"'v' ends at byte"),
     "texts past the end": (with_entry("v", ARRAY, raw=struct.pack("<IQ", TEXT, 1) + struct.pack("<Q", HUGE)),
                            r"'v' ends at byte"),
-    "no dimension": (with_tensor("x", [], 0, b""), r"'x' has 0 dimensions; 1 to 4"),
+    "no dimension": (with_tensor("x", [], 0, b""), r"'x' has 0 dimensions; expected 1 to 4"),
     "five dimensions": (with_tensor("x", [1] * 5, 0, bytes(4)), r"'x' has 5 dimensions"),
     "a dimension of nothing": (with_tensor("x", [4, 0], 0, b""), r"'x' has shape \[0, 4\]"),
     "an overflow": (with_tensor("x", [2**40, 2**40], 0, b""), r"'x' has shape"),
-    "an unknown type": (with_tensor("x", [32], 99, bytes(32)), r"'x' has tensor type 99; one of F32, F16"),
+    "an unknown type": (with_tensor("x", [32], 99, bytes(32)), r"'x' has tensor type 99; expected one of F32, F16"),
     "a removed type": (with_tensor("x", [32], 31, bytes(32)), r"'x' has tensor type 31 \(Q4_0_4_4, which"),
-    "half a block": (with_tensor("x", [48], 2, bytes(32)), r"'x' has rows of 48 elements in Q4_0; a multiple of 32"),
-    "an offset between": (with_tensor("x", [4], 0, bytes(16), 8), r"'x' has offset 8; a multiple of the"),
+    "half a block": (with_tensor("x", [48], 2, bytes(32)), r"'x' has rows of 48 elements in Q4_0; expected a multiple"),
+    "an offset between": (with_tensor("x", [4], 0, bytes(16), 8), r"'x' has offset 8; expected a multiple of the"),
     "an overlap": (with_tensor("x", [4], 0, bytes(16), 0), r"is not a complete GGUF file \('token_embd.weight' begins"),
     "an offset outside": (with_tensor("x", [4], 0, bytes(16), 2**40), r"'x' ends at byte 1,099,"),
     "an offset that overflows": (with_tensor("x", [4], 0, bytes(16), HUGE - 31), r"'x' ends at byte 18,446,"),
     "a tensor twice": (with_tensor("token_embd.weight", [4], 0, bytes(16)), r"the tensor 'token_embd.weight' occurs"),
     "a long name": (with_tensor("x" * 65, [4], 0, bytes(16)), r"a tensor's name has 65 bytes"),
-    "an alignment of 24": (with_entry("general.alignment", UINT32, 24), r"general.alignment is 24; a power of two"),
+    "an alignment of 24": (with_entry("general.alignment", UINT32, 24), r"general.alignment is 24; expected a power"),
     "an alignment of 0": (with_entry("general.alignment", UINT32, 0), r"general.alignment is 0"),
     "a broken alignment": (with_entry("general.alignment", FLOAT32, 32.0), r"general.alignment is 32.0"),
 }
@@ -188,7 +188,7 @@ def test_an_array_of_a_file_that_was_replaced(tmp_path):
     with pytest.raises(ModelLoadError, match="has changed since its header was read|UTF-8"):
         read_gguf_array(header, "tokenizer.ggml.tokens")
     header = read(tmp_path, small(extra=[Entry("t", ARRAY, raw=struct.pack("<IQ", TEXT, 1) + text(b"\xff"))]))
-    with pytest.raises(ModelLoadError, match=r"'t'\[0\] is b'\\xff'; a UTF-8"):
+    with pytest.raises(ModelLoadError, match=r"'t'\[0\] is b'\\xff'; expected a UTF-8"):
         read_gguf_array(header, "t")
 
 
