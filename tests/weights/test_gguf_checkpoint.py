@@ -226,7 +226,7 @@ def test_shards_that_do_not_fit(tmp_path):
         parts, "renamed.gguf")
     parts = shards()
     parts["m-00001-of-00003.gguf"].entries[-2].value = 60_000
-    assert "split.count is 60,000; at most 1,000 shards" in refusal(parts)
+    assert "split.count is 60,000; expected at most 1,000 shards" in refusal(parts)
 
 
 def test_a_shard_that_leads_out_of_the_folder_is_refused(tmp_path):
