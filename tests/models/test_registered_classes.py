@@ -51,7 +51,8 @@ def parts_of(error):
     ({"understands": "sliding_window"}, "Mine.understands is 'sliding_window'"),
     ({"understands": (1,)}, r"Mine.understands is \(1,\)"),
     ({"harmless_tensors": None}, "Mine has no harmless_tensors"),
-    ({"harmless_tensors": "model.norm"}, "Mine.harmless_tensors is 'model.norm'; expected a tuple of strings"),
+    ({"harmless_tensors": "model.norm"}, "Mine.harmless_tensors is 'model.norm'; "
+                                         "expected a tuple of strings: patterns"),
     ({"harmless_tensors": ("(",)}, r"Mine.harmless_tensors contains '\('; expected valid regular expressions"),
     ({"deterministic": 1}, "Mine.deterministic is 1; expected True or False"),
     ({"deterministic": "no"}, "Mine.deterministic is 'no'"),
@@ -69,7 +70,8 @@ def test_a_class_that_is_none_of_ours_is_not_registered(members, told, registere
 
 @pytest.mark.parametrize("given", [object.__new__(Llama), None, "Llama", lambda spec, weights, context: None])
 def test_an_object_in_the_place_of_a_class_is_not_registered(given):
-    with pytest.raises(ConfigError, match=f"register_model got an object of type {type(given).__name__}; expected a"):
+    with pytest.raises(ConfigError, match=f"register_model got an object of type {type(given).__name__}; "
+                                          "expected a class"):
         register_model("MyForCausalLM", given)
 
 
@@ -114,7 +116,8 @@ def test_a_spec_that_cannot_be_names_the_class_and_the_field(changes, expectatio
 
 def test_slopes_for_another_number_of_heads_name_the_layer(registered):
     layers = tuple(LayerAttention(scale=1.0, alibi_slopes=(0.5,) * count) for count in (4, 3, 4, 4))
-    with pytest.raises(ConfigError, match="a spec with 4 heads and 3 alibi_slopes in layer 1; expected one slope"):
+    with pytest.raises(ConfigError, match="a spec with 4 heads and 3 alibi_slopes in layer 1; "
+                                          "expected one slope for each"):
         registered(read_spec=reads(attention=layers))
 
 

@@ -120,13 +120,16 @@ def replaced(name, *stand_ins):
 
 @pytest.mark.parametrize("draft, message", [
     (replaced("token_embd.weight"), r"token_embd\.weight is missing; expected the token embeddings"),
-    (replaced("blk.1.ffn_up.weight"), r"has no tensor for 'model\.layers\.1\.mlp\.up_proj\.weight'; expected a tensor"),
+    (replaced("blk.1.ffn_up.weight"), r"has no tensor for 'model\.layers\.1\.mlp\.up_proj\.weight'; "
+                                        "expected a tensor of shape"),
     (replaced("blk.1.ffn_up.weight", tensor("blk.1.ffn_up.weight", 32, 48)),
-     r"'blk\.1\.ffn_up\.weight' has shape \[32, 48\]; expected \[48, 32\] for 'model\.layers\.1\.mlp\.up_proj"),
+     r"'blk\.1\.ffn_up\.weight' has shape \[32, 48\]; "
+     r"expected \[48, 32\] for 'model\.layers\.1\.mlp\.up_proj\.weight'"),
     (replaced("output_norm.weight", tensor("output_norm.weight", 32), tensor("blk.2.ffn_up.weight", 48, 32)),
      r"contains tensor 'blk\.2\.ffn_up\.weight', which the model does not use"),
     (replaced("output_norm.weight", tensor("output_norm.weight", 32), tensor("blk.0.ffn_gate_inp.weight", 8, 32)),
-     r"contains tensor 'blk\.0\.ffn_gate_inp\.weight'; expected only tensors that llama\.cpp's converter writes for"),
+     r"contains tensor 'blk\.0\.ffn_gate_inp\.weight'; "
+     r"expected only tensors that llama\.cpp's converter writes for llama"),
     (replaced("output_norm.weight", tensor("output_norm.weight", 32), tensor("blk.00.ffn_up.weight", 48, 32)),
      r"contains tensor 'blk\.00\.ffn_up\.weight'; expected only tensors"),
     (replaced("output_norm.weight", tensor("output_norm.weight", 32), tensor("blk.0.attn_q.bias", 32)),

@@ -125,14 +125,16 @@ WRONG = {
     "an overflow": (with_tensor("x", [2**40, 2**40], 0, b""), r"'x' has shape"),
     "an unknown type": (with_tensor("x", [32], 99, bytes(32)), r"'x' has tensor type 99; expected one of F32, F16"),
     "a removed type": (with_tensor("x", [32], 31, bytes(32)), r"'x' has tensor type 31 \(Q4_0_4_4, which"),
-    "half a block": (with_tensor("x", [48], 2, bytes(32)), r"'x' has rows of 48 elements in Q4_0; expected a multiple"),
+    "half a block": (with_tensor("x", [48], 2, bytes(32)), r"'x' has rows of 48 elements in Q4_0; "
+                                                                "expected a multiple of 32"),
     "an offset between": (with_tensor("x", [4], 0, bytes(16), 8), r"'x' has offset 8; expected a multiple of the"),
     "an overlap": (with_tensor("x", [4], 0, bytes(16), 0), r"is not a complete GGUF file \('token_embd.weight' begins"),
     "an offset outside": (with_tensor("x", [4], 0, bytes(16), 2**40), r"'x' ends at byte 1,099,"),
     "an offset that overflows": (with_tensor("x", [4], 0, bytes(16), HUGE - 31), r"'x' ends at byte 18,446,"),
     "a tensor twice": (with_tensor("token_embd.weight", [4], 0, bytes(16)), r"the tensor 'token_embd.weight' occurs"),
     "a long name": (with_tensor("x" * 65, [4], 0, bytes(16)), r"a tensor's name has 65 bytes"),
-    "an alignment of 24": (with_entry("general.alignment", UINT32, 24), r"general.alignment is 24; expected a power"),
+    "an alignment of 24": (with_entry("general.alignment", UINT32, 24), r"general.alignment is 24; "
+                                                                       "expected a power of two"),
     "an alignment of 0": (with_entry("general.alignment", UINT32, 0), r"general.alignment is 0"),
     "a broken alignment": (with_entry("general.alignment", FLOAT32, 32.0), r"general.alignment is 32.0"),
 }
