@@ -1,4 +1,4 @@
-"""Judges the beams of a final response: those of the oracle, whole or, of a request that was cut short, so far."""
+"""Checks that the beams of a final response are those of the oracle: the finished ones, or the live ones so far."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ REASONS = (*NATURAL, TIMED_OUT, CANCELLED)
 
 
 def beams_wrong(oracle: Oracle, max_seq_len: int, item: "Handed", sent: "Sent") -> str | None:
-    """What is wrong with the beams of a final response, in words."""
+    """Return what is wrong with the beams of a final response, or None."""
     limit = min(item.max_new_tokens, max_seq_len - len(item.prompt))
     start = 0 if item.excludes else len(item.prompt)
     got = [[tokens[start:], *rest] for tokens, *rest in sent.beams]

@@ -1,7 +1,7 @@
-"""The server around the engine: callbacks and hooks that hand over, receive, stop and count, and misbehave on order.
+"""The server around the engine: its callbacks and hooks, which check their arguments and misbehave on order.
 
-Every call is recorded as the history checker wants it. What a callback finds wrong it reports; raising would be
-contained by the very guard that is being tested.
+Every call is recorded for the history checker. Callbacks report violations through `check`: the guard, which is under
+test, would contain an exception.
 """
 
 from collections import Counter, deque
@@ -27,21 +27,21 @@ from .swarm import TERMINATE_ID
 if TYPE_CHECKING:
     from .world import SimulatedWorld
 
-FLOOD, LARGE_FLOOD = 1_200, 100_000  # the longest queue has 1,024 places
-MOST_ALIVE = 80                       # more say nothing new, and take long
+FLOOD, LARGE_FLOOD = 1_200, 100_000  # the longest queue holds 1,024 requests
+MOST_ALIVE = 80                       # more requests find nothing new and take long
 CANCELLED = int(FinishReason.CANCELLED)
 
 
 class Planted(Exception):
-    """Raised by a callback because it was told to."""
+    """An exception that a callback raises on order."""
 
 
 class PlantedInterrupt(KeyboardInterrupt):
-    """The same, and told from somebody at the keyboard."""
+    """A KeyboardInterrupt that a callback raises on order."""
 
 
 class Taken(list):
-    """A list that tells when an item of it is taken. Once it was, its prompt is overwritten where it is an array."""
+    """A list that reports when an item is read. If it has one item with an array as prompt, it then overwrites it."""
 
     def __init__(self, items: list[tuple[Any, Handed | None]], taken: Callable[[Any, Handed | None], None]) -> None:
         super().__init__(items)
@@ -56,10 +56,10 @@ class Taken(list):
 
 
 class SimulatedClient(Client):
-    """The callbacks of one simulated server. Every item is drawn, so `pending` is not used.
+    """The callbacks of one simulated server. Items are drawn at random, so `pending` is not used.
 
     again      ids that the next get returns
-    failures   callback -> calls that failed, as the engine must have counted them
+    failures   callback -> failed calls; the engine must count the same
     """
 
     def __init__(self, world: "SimulatedWorld", rng: Random) -> None:
@@ -83,7 +83,7 @@ class SimulatedClient(Client):
         self.endings = 0                                 # calls of at_end
         self.asked_to_terminate = False
 
-    # the four, and the hooks
+    # callbacks and hooks
 
     def items(self, max_num_requests: int) -> Any:
         world = self.world
@@ -241,12 +241,12 @@ class SimulatedClient(Client):
         return Taken(items, self._taken)
 
     def _taken(self, item: Any, handed: Handed | None) -> None:
-        """The engine has read an item."""
+        """Record that the engine has read an item."""
         if handed is None:
             self.asked_to_terminate = True
             self.world.terminate_was_read()
             return
-        handed = copy(handed)                                      # one object may be handed over many times
+        handed = copy(handed)                                      # one object may be read several times
         handed.time = self.world.clock.now
         if type(item) is InferenceRequest and handed.must == "" and handed.request_id % 7 == 3:
             self.world.mark("says when it arrived")
@@ -270,7 +270,7 @@ class SimulatedClient(Client):
         return items
 
     def hand_over_the_end(self) -> None:
-        """The next get returns the request that ends the worker."""
+        """Make the next get return the terminate request."""
         self.again.clear()
         self._items = lambda count: [(InferenceRequest(TERMINATE_ID), None)]
         self.again.append(TERMINATE_ID)
@@ -323,7 +323,7 @@ class SimulatedClient(Client):
         self.world.check(not has_tokens or bool(metrics.first_token_time_ns), "I33: tokens without a first one")
 
     def _check_top(self, handed: Handed, tokens: list[int], log_probs, ids, values) -> None:
-        """The scripted model's likeliest tokens are those after the one that it samples, each less likely by one."""
+        """Check the top tokens: the sampled id and the ids that follow it, each with a log-probability one lower."""
         self.world.mark("likeliest tokens asked for")
         ranks, vocab = np.arange(handed.top_log_probs), self.world.swarm.vocab_size
         known = ranks < vocab
@@ -368,7 +368,7 @@ class SimulatedClient(Client):
     # poll
 
     def _stop(self, request_ids: list, answer: Any = None) -> Any:
-        """Record who has to be told, and answer."""
+        """Record the live requests among `request_ids`, and return the ids or `answer`."""
         world = self.world
         alive = [request_id for request_id in request_ids if world.is_alive(request_id)]
         world.note_stops(request_ids, alive)
@@ -398,7 +398,7 @@ class SimulatedClient(Client):
         if kind == "finisher" and self.ended_this_turn:
             self.faults.hit(fault)
             return self._stop(self.ended_this_turn)
-        if kind == "reused" and self.recently_ended:               # it comes back, and is stopped at once
+        if kind == "reused" and self.recently_ended:               # it is sent again and stopped at once
             self.again.append(self.recently_ended[-1])
             self.means_to_stop_the_reused = True
         return self._stop([])
@@ -434,7 +434,7 @@ class SimulatedClient(Client):
     # between iterations
 
     def new_turn(self) -> None:
-        """An iteration begins."""
+        """Reset what belongs to one turn."""
         if self.ended_this_turn:
             self.ended_this_turn = []
         if self.reused_this_turn:

@@ -1,8 +1,8 @@
-"""The scripted model as the simulator drives it: it fails on order, and what is cleared is really gone.
+"""The simulator's scripted model: it fails on order, and clearing a block overwrites its content.
 
-The scripted backend reads tokens back through the block tables. What a real model has in a block depends on all that
-came before it as well, and nobody may read what was computed under another salt. So where prompts are reused every
-block is stamped with both by whoever writes its first token, and a prompt that is found must find its own stamps (I16).
+The scripted backend reads tokens back through the block tables. In a real model, the content of a block also depends on
+all earlier tokens, and no request may read a block that was computed with another salt. So with block reuse, the step
+that writes the first token of a block stamps the block with both. A cached prompt must have the request's stamps (I16).
 """
 
 from array import array
@@ -27,12 +27,12 @@ from .spoiling import one_row_too_few, one_row_too_many, one_token_too_few, with
 
 @dataclass(slots=True)
 class Order:
-    """What is to go wrong with one batch, whole or in parts.
+    """The faults of one batch and of its parts when it is bisected.
 
-    raises      (slots of a part) -> the error that part raises, or None
-    in_finish   when it is read, not when it runs
-    poisons     slot -> blocks, and the first token in each, that hold values which are not finite once a batch with
-                that slot has run
+    raises      (slots of a part) -> the error that the part raises, or None
+    in_finish   it raises when the step is read, not when it runs
+    poisons     slot -> (block, first token) pairs: from that token on, the block has non-finite values once a batch
+                with that slot has run
     """
 
     raises: Callable[[list[int]], BaseException | None] = lambda slots: None
@@ -48,12 +48,12 @@ NO_ORDER = Order()
 class SimulatedDevice(ScriptedBackend):
     """A scripted backend with orders.
 
-    blame        (request, code, iteration, must) called for everybody a fault of that step must cost, or may
-    blocks_of    (request, beam=0) -> the blocks one beam of it holds
-    table_of     (request) -> [beams, blocks] the same, with a place for each that it gave back
-    before_step  (batch) called once for every batch, before it runs
-    check        (holds, rule) where something is wrong
-    stamps       where prompts are reused: block -> (salt, checksum of the tokens before it)
+    blame        (request, code, iteration, must) called for each request that a fault of that step must or may fail
+    blocks_of    (request, beam=0) -> the blocks that one of its beams holds
+    table_of     (request) -> [beams, blocks] block table, in which released blocks keep their index
+    before_step  (batch) called once for each batch, before it runs
+    check        (holds, rule) notes a violation of the rule unless it holds
+    stamps       block -> (salt, checksum of the tokens before it); None without block reuse
     """
 
     def __init__(self, *, faults: Faults, owner_of: Callable[[int], LlmRequest],
@@ -64,7 +64,7 @@ class SimulatedDevice(ScriptedBackend):
         super().__init__(on_step=self._on_step, **options)
         self._faults = faults
         self._owner_of, self._blocks_of, self._table_of = owner_of, blocks_of, table_of
-        self._owners: dict[int, dict[int, LlmRequest]] = {}         # iteration -> slot -> whose it was at the launch
+        self._owners: dict[int, dict[int, LlmRequest]] = {}         # iteration -> slot -> its request at the launch
         self._failed: set[int] = set()                              # iterations that raised, or whose output is wrong
         self._blame = blame
         self._before_step, self._check_rule = before_step, check
@@ -84,7 +84,7 @@ class SimulatedDevice(ScriptedBackend):
     def start(self, batch: ScheduledBatch) -> "SimulatedStep":
         if self.is_lost:
             raise DeviceLostError("the device is lost")
-        if batch.iteration > self._newest:                          # else it is a part of one that failed
+        if batch.iteration > self._newest:                          # else a part of a failed batch
             self._newest = batch.iteration
             self._owners[batch.iteration] = {slot: self._owner_of(slot) for slot in batch.slots()}
             self._before_step(batch)
@@ -96,7 +96,7 @@ class SimulatedDevice(ScriptedBackend):
             self._orders[batch.iteration] = self._order(name, batch) if name else NO_ORDER
         else:
             self.num_bisected += 1
-            # A step that was launched before the one it follows failed may fail with it.
+            # A step that was launched before the previous one failed may fail with it.
             order = self.order_of(batch)
             self._check_rule(order.raises is not NO_ORDER.raises or order.spoils is not None
                              or batch.iteration - 1 in self._failed,
@@ -104,11 +104,11 @@ class SimulatedDevice(ScriptedBackend):
         if self.is_lost:
             raise DeviceLostError("the device is lost")
         if batch.iteration % 2 and not self.order_of(batch).in_finish:
-            self._raise(self.order_of(batch), batch)                # before it has looked at anything of the batch
+            self._raise(self.order_of(batch), batch)                # before the backend reads the batch
         return SimulatedStep(self, batch, super().start(batch))
 
     def _set_up(self, batch: ScheduledBatch) -> None:
-        super()._set_up(batch)                                      # behind the operations, ahead of what is written
+        super()._set_up(batch)                                      # after the operations, before tokens are written
         self.drawing.set_up(batch, self._owners[batch.iteration].__getitem__)
 
     def _lay_out(self, batch: ScheduledBatch):
@@ -118,7 +118,7 @@ class SimulatedDevice(ScriptedBackend):
         return layout
 
     def _sums(self, batch: ScheduledBatch, step) -> np.ndarray:
-        slots = batch.slots()                                       # some of them, where a step is run in parts
+        slots = batch.slots()                                       # not all of them if the batch is bisected
         for slot, blocks in self.order_of(batch).poisons.items():   # after its own tokens are written
             for block_id, first_token in blocks if slot in slots else ():
                 self._poisoned[block_id, first_token:] = self._any_poisoned = True
@@ -160,15 +160,16 @@ class SimulatedDevice(ScriptedBackend):
             self.num_brought_back += operation.from_host
 
     def run_all(self) -> None:
-        """Do what was launched, for somebody who wants to look."""
+        """Run all launched steps, so that the tensors can be checked."""
         while self._queue:
             self.run(self._queue.popleft())
 
     # stamps
 
     def _stamp(self, batch: ScheduledBatch) -> None:
-        """Check what new sequences found, then mark what the batch writes. The tokens before those that a step writes
-        were read when it was launched."""
+        """Check the stamps of the cached prompts of new sequences, then stamp the blocks that the batch begins.
+
+        The tokens before those that a step writes are known when it is launched."""
         size, owners, per_slot = self.info.tokens_per_block, self._owners[batch.iteration], batch.max_beam_width
         for work in batch.context:
             owner, row = owners[work.slot], self._tables.rows[work.slot * per_slot]
@@ -209,7 +210,7 @@ class SimulatedDevice(ScriptedBackend):
             raise error
 
     def _order(self, name: str, batch: ScheduledBatch) -> Order:
-        """Also says who must fail because of it."""
+        """Return the order for a fault, and blame the requests that it must fail."""
         slots, rng = batch.slots(), self._faults.rng
         victim = rng.choice(slots)
 
@@ -223,14 +224,14 @@ class SimulatedDevice(ScriptedBackend):
         if kind == "memory_above":
             self._waits_for_several = alone
         if (kind == "wrong_token" and not rows) or (kind == "memory_above" and alone):
-            return NO_ORDER                                        # it would change nothing
+            return NO_ORDER                                        # the fault would have no effect
         self._faults.hit(name)
 
         if kind == "raises_for_one":
             blame(victim, ErrorCode.MODEL_ERROR)
             return Order(lambda part: RuntimeError("planted") if victim in part else None, in_finish)
         if kind == "raises_once":
-            if alone:                                              # it fails alone, and is not run again
+            if alone:                                              # a batch of one is not run again
                 blame(victim, ErrorCode.MODEL_ERROR)
             errors = [rng.choice([RuntimeError, SystemExit, GeneratorExit])("planted")]
 
@@ -283,7 +284,7 @@ class SimulatedDevice(ScriptedBackend):
         return Order(spoils=lambda output, part: with_a_wrong_token(output, victim, token))
 
     def _span(self, batch: ScheduledBatch, slot: int) -> tuple[int, int, int]:
-        """(first position that a batch writes for a slot, the one after the last, beams)."""
+        """Return (first position that a batch writes for a slot, the position after the last, beams)."""
         for work in batch.context:
             if work.slot == slot:
                 return work.start, work.start + len(work.token_ids), 1
@@ -291,14 +292,14 @@ class SimulatedDevice(ScriptedBackend):
         return start, start + 1, batch.generation.beam_width
 
     def _blocks_written(self, batch: ScheduledBatch, slot: int) -> list[int]:
-        """The blocks a new batch writes to for a slot, in order."""
+        """Return the blocks that a new batch writes for a slot, in order."""
         size = self.info.tokens_per_block
         start, end, beams = self._span(batch, slot)
         table = self._table_of(self._owner_of(slot))
         return table[:beams, start // size:(end - 1) // size + 1].T.ravel().tolist()
 
     def _blame_readers_of(self, blocks: list[int], batch: ScheduledBatch, victim: int) -> None:
-        """The victim cannot go on, nor can whoever of the batch sees one of the blocks."""
+        """Blame the victim. Requests of the batch that hold one of the blocks may fail too."""
         self._blame(self._owner_of(victim), ErrorCode.NON_FINITE_LOGITS, batch.iteration)
         for slot in batch.slots():
             owner = self._owner_of(slot)
@@ -308,12 +309,12 @@ class SimulatedDevice(ScriptedBackend):
 
 
 def stamp_of(owner: LlmRequest, tokens: list[int], start: int) -> tuple:
-    """What is in a block besides its own tokens."""
+    """Return (salt, checksum of the tokens before `start`)."""
     return owner.cache_salt, crc32(array("q", tokens[:start]).tobytes())
 
 
 class SimulatedStep:
-    """A step whose order may be to fail when it is read."""
+    """A step that may fail on order when it is read."""
 
     def __init__(self, device: SimulatedDevice, batch: ScheduledBatch, pending) -> None:
         self._device, self._batch, self._pending = device, batch, pending

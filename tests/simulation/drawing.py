@@ -1,8 +1,8 @@
-"""How the simulated device draws a token where words end or are forbidden: from what it was told of the sequence.
+"""How the simulated device samples for sequences with stop words, bad words, penalties or similar rules.
 
-A real device keeps the tokens of such sequences beside the KV cache: those of its `SlotSetup`, which come again after a
-pause, and what it drew since. So does this one, and a setup that says anything else than the truth changes the text.
-oracle.py says what must come out.
+A real device keeps the tokens of such sequences beside the KV cache: those of the `SlotSetup`, which comes again after
+a pause, and those sampled since. So does this device; a wrong setup therefore changes the output. oracle.py has the
+expected output.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class SlotRules:
-    """One sequence that has any: what it holds, and what that means for the next token."""
+    """The rules of one sequence, with its tokens."""
 
     def __init__(self, setup: SlotSetup) -> None:
         self.setup = setup
@@ -34,7 +34,7 @@ class SlotRules:
             or setup.stop_words or setup.embedding_bias is not None)
 
     def draw(self, word: int, length: int, vocab_size: int) -> tuple[int, int, int]:
-        """(token, finish code, the word its log-probability is of) behind `length` tokens. May be asked again."""
+        """Return (token, finish code, hash for its log-probability) after `length` tokens. May be called again."""
         del self._tokens[length:]
         setup, tokens = self.setup, self._tokens
         banned = self._banned(length)
@@ -73,7 +73,7 @@ class Drawing:
         self._rules: dict[int, SlotRules] = {}
 
     def set_up(self, batch: ScheduledBatch, owner_of: Callable[[int], LlmRequest]) -> None:
-        """Take note of who starts, and whether what is said of him is so."""
+        """Note the rules of the sequences that start, and check the tokens of their setups."""
         for work in batch.context:
             if work.setup is None:
                 continue
@@ -90,9 +90,9 @@ class Drawing:
 
     def draw(self, output: StepOutput, words: np.ndarray, lengths: np.ndarray, asked: np.ndarray,
              vocab_size: int) -> None:
-        """Draw again for those who have rules.
+        """Sample again for the sequences with rules.
 
-        words, lengths, asked   by row of the output: the hash, tokens so far, whether log-probabilities are wanted
+        words, lengths, asked   by row of the output: hash, tokens so far, whether log-probabilities are requested
         """
         for row, slot in enumerate(output.slots.tolist()):
             rules = self._rules.get(slot)

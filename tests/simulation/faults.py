@@ -1,4 +1,4 @@
-"""The menu: what may go wrong around the loop, each with a name, a place and a count of how often it did."""
+"""The menu of faults around the loop. Each has a name, a place and a count of how often it happened."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -23,7 +23,7 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """needs: a feature of the engine without which it cannot happen."""
+    """needs: the feature of the engine that it needs, if any"""
 
     name: str
     place: Place
@@ -107,9 +107,9 @@ def menu_of(place: Place) -> list[Fault]:
 
 
 class Faults:
-    """Throws the dice, and counts what really happened.
+    """Chooses faults at random, and counts those that happened.
 
-    hits   fault -> times; a fault that was drawn and could not happen where it was is not counted
+    hits   fault -> times; a chosen fault that could not happen is not counted
     """
 
     def __init__(self, rng: Random, enabled: Collection[str], rate: float) -> None:
@@ -120,7 +120,7 @@ class Faults:
         self.hits: Counter[str] = Counter()
 
     def draw(self, place: Place) -> str | None:
-        """A fault that is to happen here and now; mostly none."""
+        """Return the fault that is to happen now, or None."""
         names = self._enabled[place]
         if not names or self._random() >= self._rate:
             return None

@@ -1,4 +1,4 @@
-"""What the engine can do so far, found out by asking it: the swarm widens by itself when a refusal goes."""
+"""The features of the engine, found by building one with each: a new feature needs no change here."""
 
 from functools import cache
 
@@ -7,7 +7,7 @@ from batch_manager.errors import ConfigError
 from tests.harness.client import Client
 from tests.harness.world import make_loop
 
-# feature -> what asks for it: options of KvCacheConfig, and of a scripted backend that can do it
+# feature -> its options: of KvCacheConfig, and of the scripted backend
 PROBES: dict[str, tuple[dict, dict]] = {
     "reuse": ({"enable_block_reuse": True}, {}),
     "window": ({"max_attention_window": 32}, {"window": 32}),
@@ -17,15 +17,15 @@ PROBES: dict[str, tuple[dict, dict]] = {
 
 
 def builds(kv_cache_config: dict, backend: dict) -> bool:
-    """Whether an engine with these options can be had."""
+    """Whether an engine can be built with these options."""
     try:
         make_loop(Client(), backend=backend, kv_cache_config=KvCacheConfig(**kv_cache_config))
-    except (ConfigError, TypeError):    # the engine refuses it, or the scripted backend has never heard of it
+    except (ConfigError, TypeError):    # refused by the engine, or unknown to the scripted backend
         return False
     return True
 
 
 @cache
 def available() -> frozenset[str]:
-    """The features of PROBES that the engine builds."""
+    """Return the features of PROBES that the engine has."""
     return frozenset(name for name, options in PROBES.items() if builds(*options))

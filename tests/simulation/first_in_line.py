@@ -12,24 +12,24 @@ if TYPE_CHECKING:
 
 
 class FirstInLine:
-    """Follows whoever is first among those who have not ended.
+    """Follows the first active request that has not ended.
 
-    He is in every plan that is made while nothing is in flight. While a step of others is, he may have to wait for the
-    blocks they hold; so he is left out once, and not by the next plan as well. A step he is in has moved him on when
-    it was read, or has ended him.
+    It is in every plan that is made while nothing is in flight. While other requests are in flight, it may have to wait
+    for their blocks. So one plan may leave it out, but not two in a row. Each step that includes it advances it or ends
+    it.
 
-    One exception: with chunking, generation goes first. Should it leave less than a block of the tokens of a step, a
-    context waits, also the first one, and also one that came to the front by its priority.
+    One exception: with chunking, generation comes first. If it leaves fewer tokens of a step than a block has, every
+    context waits, even the first one, and even one that became first by its priority.
     """
 
     def __init__(self, world: "SimulatedWorld") -> None:
         self._world = world
         self._applies = not world.swarm.is_static and world.swarm.policy is SchedulerPolicy.MAX_UTILIZATION
         self._left_out: LlmRequest | None = None
-        self._runs: deque[tuple[int, LlmRequest, int]] = deque()     # until which turn, who, where he stood
+        self._runs: deque[tuple[int, LlmRequest, int]] = deque()     # (turn to judge it, request, progress)
 
     def planned(self, active: list, inflight: frozenset, plan) -> Iterator[str]:
-        """What a plan does to him, as it leaves the scheduler."""
+        """Yield the violations of a plan as the scheduler returns it."""
         if not self._applies:
             return
         first = next((request for request in active if not request.is_finished), None)
@@ -38,7 +38,7 @@ class FirstInLine:
         left_out, self._left_out = self._left_out, None
         if first is None or first.request_id in inflight:
             return
-        if self._world.loop.window.holds_any(plan.paused_requests):    # nothing of it is carried out yet
+        if self._world.loop.window.holds_any(plan.paused_requests):    # it waits for the step in flight
             return
         yield from self._judge([run for run in self._runs if run[1] in plan.paused_requests])    # overtaken meanwhile
         if first in plan.context_requests or first in plan.generation_requests:
@@ -54,18 +54,18 @@ class FirstInLine:
             self._world.mark("the first in line waits for those in flight")
 
     def _tokens_left(self, plan) -> int:
-        """What generation leaves a chunk of."""
+        """Return the tokens that generation leaves for chunks."""
         swarm = self._world.swarm
         if swarm.chunking is None:
             return swarm.tokens_per_block
         return swarm.max_num_tokens - sum(request.beam_width for request in plan.generation_requests)
 
     def taken_back(self, void: set[LlmRequest]) -> None:
-        """Their newest steps do not count."""
+        """Forget the newest steps of these requests."""
         self._runs = deque(run for run in self._runs if run[1] not in void)
 
     def step_ended(self) -> Iterator[str]:
-        """Whether the step he was in moved him on."""
+        """Yield a violation for each step that did not advance its request."""
         yield from self._judge([run for run in self._runs if run[0] <= self._world.step_number])
 
     def _judge(self, runs: list[tuple[int, LlmRequest, int]]) -> Iterator[str]:

@@ -1,16 +1,17 @@
-"""Judges a history: what was handed over, sent and polled, and when. It has never heard of blocks or schedulers.
+"""Checks a history: the items that get returned, the responses, the polls and their times. It knows no blocks and no
+schedulers.
 
-    I1  one final response for everything that was handed over      I5  pieces of a stream, in order, are the output
-    I2  nothing after a final one                                   I6  who has to be refused is, once, and nobody else
-    I3  nothing for an id nobody handed over                        I7  a stop is answered before anything else happens
-    I4  an error has a text, is final, and has no tensors           I8  the output is the oracle's, or begins it
+    I1  each item gets one final response                   I5  the streamed parts, in order, are the output
+    I2  no response follows a final one                     I6  invalid items are refused, once, and no others
+    I3  no response has an unknown id                       I7  a stop is answered before any other call
+    I4  an error has a text, is final, has no tensors       I8  the output is the oracle's, or its beginning
 
-A history is fed call by call while it happens, or read from a file (one JSON object a line):
+The checker gets a history call by call while it happens, or reads it from a file (one JSON object a line):
 
     python -m tests.simulation.history FILE
 
-Its first line says what the scripted model was: {"vocab_size", "key", "window", "sink", "max_seq_len"}. Exit status 0:
-nothing is wrong; 1: anomalies, one a line.
+The first line describes the scripted model: {"vocab_size", "key", "window", "sink", "max_seq_len"}. Exit status 0: no
+anomalies; 1: anomalies, one a line.
 """
 
 import argparse
@@ -27,21 +28,21 @@ from .oracle import Oracle
 CODES = {"INVALID_REQUEST", "DUPLICATE_REQUEST_ID", "TOO_LARGE_FOR_KV_CACHE", "QUEUE_FULL", "NON_FINITE_LOGITS",
          "INVALID_TOKEN", "OUT_OF_MEMORY", "MODEL_ERROR", "DEADLINE", "SHUTDOWN", "ENGINE_FAILED"}
 FAULTY = {"INVALID_REQUEST", "TOO_LARGE_FOR_KV_CACHE"}
-BEFORE_LOOKING = {"DUPLICATE_REQUEST_ID", "SHUTDOWN", "ENGINE_FAILED"}    # refusals that do not look at the request
+BEFORE_LOOKING = {"DUPLICATE_REQUEST_ID", "SHUTDOWN", "ENGINE_FAILED"}    # given before the request is checked
 
 
 @dataclass(slots=True)
 class Handed:
-    """An item that was taken. request_id None: nobody can be answered.
+    """An item that the engine has read. request_id None: an unaddressable item.
 
-    must       "" it is a fair request; a code: it has to be refused with it; None: nobody can say
-    streams    pieces are to be expected
-    excludes   the final response leaves the prompt out
-    seed       of one that samples; None: greedy
-    top_log_probs   how many of the likeliest tokens it asked for
-    penalizes  whether it asked for one of the penalties
-    waited_s   how long before it was taken it had arrived, as it says itself
-    metrics    it asked for timings
+    must       "": must not be refused as faulty; a code: must be refused with it; None: either is right
+    streams    responses before the final one are allowed
+    excludes   the responses do not contain the prompt
+    seed       of sampling; None: greedy
+    top_log_probs   number of likeliest tokens that it requests
+    penalizes  it has a penalty
+    waited_s   seconds between its own arrival time and the reading
+    metrics    it requests timings
     """
 
     time: float
@@ -71,16 +72,16 @@ class Handed:
 
     @property
     def end_ids(self) -> set[int]:
-        """All tokens that end its text."""
+        """All tokens that end its output."""
         return {self.end_id, *self.more_end_ids} - {-1}
 
 
 @dataclass(slots=True)
 class Sent:
-    """A response. tokens: of its row, None when it had no tensors; log_probs where asked for.
+    """A response. tokens: of its row, None without tensors; log_probs: None if not requested
 
-    beams    where there are several, of each [tokens, reason, log-probability of the whole, of each token], the last
-             two where asked for; tokens and reason are those of the first
+    beams    with several beams: [tokens, reason, cumulative log-probability, log-probability of each token] of each,
+             the last two None if not requested; `tokens` and `reason` are then those of the first beam
     """
 
     time: float
@@ -112,7 +113,7 @@ class Other:
 
 @dataclass(slots=True)
 class Closed:
-    """The end. What the engine counted, where it was asked."""
+    """The end of the worker, with the engine's counts if they are known."""
 
     time: float
     accepted: int | None = None
@@ -125,7 +126,7 @@ EVENTS = {cls.__name__: cls for cls in (Handed, Sent, Polled, Other, Closed)}
 
 @dataclass(slots=True)
 class Open:
-    """Somebody who waits for a final response."""
+    """An item without a final response so far."""
 
     handed: Handed
     tokens: list[int] = field(default_factory=list)
@@ -133,7 +134,7 @@ class Open:
 
 
 class HistoryChecker:
-    """anomalies: what is wrong so far, each beginning with the rule it breaks."""
+    """anomalies: those found so far; each begins with the rule it breaks"""
 
     def __init__(self, oracle: Oracle, max_seq_len: int, is_static: bool = False) -> None:
         self._oracle, self._max_seq_len, self._is_static = oracle, max_seq_len, is_static
@@ -247,7 +248,7 @@ class HistoryChecker:
         request_id, item = sent.request_id, one.handed
         if self._stopped.get(request_id) is one:
             del self._stopped[request_id]
-            natural = self._is_static and sent.reason in NATURAL    # it had ended, and was not told yet
+            natural = self._is_static and sent.reason in NATURAL    # it had ended, and its final was held
             if sent.code != "ENGINE_FAILED" and (sent.error or not (sent.reason == CANCELLED or natural)):
                 self._wrong(sent, "I7", f"request {request_id} was stopped and got {sent.error or sent.reason}")
         elif sent.reason == CANCELLED:
@@ -269,12 +270,12 @@ class HistoryChecker:
 
 
 def scripted_oracle(model: dict) -> Oracle:
-    """What the scripted model must generate: model has vocab_size, key, window and sink."""
+    """Return the oracle of a scripted model. model: has vocab_size, key, window and sink"""
     return Oracle(**{name: model[name] for name in ("vocab_size", "key", "window", "sink")})
 
 
 def judge(model: dict, events: Iterable[object]) -> list[str]:
-    """The anomalies of a history."""
+    """Return the anomalies of a history."""
     checker = HistoryChecker(scripted_oracle(model), model["max_seq_len"], model.get("is_static", False))
     for event in events:
         checker.feed(event)

@@ -1,10 +1,10 @@
-"""What must hold after every iteration, counted anew from the tables: none of the product's own checks is used.
+"""The invariants after every iteration, recounted from the tables without the product's own checks.
 
-    I9   every block is free or held                 I13  a block being written has one owner and cannot be found
-    I10  owners = tables that name the block         I14  the index finds what is there
-    I11  the free order has no block twice           I15  what can be found was computed and is finite
-    I12  shared blocks are full                      I16  and only in its own domain
-    I17  nothing alive, nothing held                 C23  nobody who has ended left anything behind
+    I9   every block is free or held                 I13  a block being written has one owner and is not in the index
+    I10  owners = tables that name the block         I14  the index has each of its blocks once, under its parent
+    I11  the free order has no block twice           I15  a block in the index was computed and is finite
+    I12  shared blocks are full                      I16  and is found in its own domain only
+    I17  without live requests no block is held      C23  nothing is left of ended requests
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from batch_manager.kv.kv_cache_manager import KvCacheManager
 if TYPE_CHECKING:
     from .world import SimulatedWorld
 
-EVERY = 16      # iterations between two looks at what is slow to look at
+EVERY = 16      # iterations between two runs of the slow checks
 
 
 def faults(world: "SimulatedWorld") -> Iterator[str]:
-    """Everything that is wrong now, in words."""
+    """Yield a message for each violation."""
     yield from books(world.loop.kv)
     yield from leftovers(world)
     yield from world.first_in_line.step_ended()
@@ -67,7 +67,7 @@ def books(kv: KvCacheManager) -> Iterator[str]:
 
 
 def leftovers(world: "SimulatedWorld") -> Iterator[str]:
-    """I17, C23: what is kept for requests is kept for the living, and counted right."""
+    """I17, C23: state is kept for live requests only, and its counts are right."""
     loop = world.loop
     active, intake = loop.active, loop.intake
     waiting = [admitted.request for admitted in intake._queue]
@@ -95,9 +95,9 @@ def leftovers(world: "SimulatedWorld") -> Iterator[str]:
 
 
 def index(world: "SimulatedWorld") -> Iterator[str]:
-    """I12, I14 and I15: what can be found by its prefix is what stands in the block."""
+    """I12, I14 and I15: the index entry of a block has the tokens that are in the block."""
     cache, device = world.loop.kv.cache, world.device
-    if world.loop._resources.device_work._operations:    # content is on its way
+    if world.loop._resources.device_work._operations:    # blocks that are not copied or cleared yet
         return
     device.run_all()
     size, owners = device.info.tokens_per_block, world.loop.kv.pool._owners
@@ -121,7 +121,7 @@ def index(world: "SimulatedWorld") -> Iterator[str]:
 
 
 def plan_faults(world: "SimulatedWorld", active: list, inflight: frozenset, plan) -> Iterator[str]:
-    """I20 to I23, I25 and C10, on a plan as it leaves the scheduler."""
+    """I20 to I25 and C10, on a plan as the scheduler returns it."""
     running = [*plan.context_requests, *plan.generation_requests]
     ready = [request for request in active if not request.is_finished and request.request_id not in inflight]
     for request in [*running, *plan.paused_requests]:
@@ -139,7 +139,7 @@ def plan_faults(world: "SimulatedWorld", active: list, inflight: frozenset, plan
 
 
 def batch_faults(world: "SimulatedWorld", batch) -> Iterator[str]:
-    """I20, on a batch as it reaches the device."""
+    """I20, on a batch as the device gets it."""
     swarm = world.swarm
     if batch.num_sequences > swarm.max_batch_size:
         yield f"I20: {batch.num_sequences} sequences, at most {swarm.max_batch_size}"

@@ -1,4 +1,4 @@
-"""The places a simulation has to have been to, and those that cannot be reached without a feature."""
+"""The names of the markers, and the markers that need a feature."""
 
 MARKERS = (
     # requests

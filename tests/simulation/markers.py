@@ -1,4 +1,5 @@
-"""Places a simulation has to have been to: a suite that never paused anybody twice says nothing about pausing twice.
+"""Markers: situations that the simulations must reach. Without a request that is paused twice, pausing twice is
+untested.
 
 Each marker counts how often it was reached.
 """
@@ -30,7 +31,7 @@ class Markers:
         assert name in KNOWN, name
         self.counts[name] += 1
 
-    # what was handed over and decided
+    # requests and responses
 
     def handed(self, handed) -> None:
         swarm, unit = self._world.swarm, self._world.swarm.tokens_per_block
@@ -70,7 +71,7 @@ class Markers:
             self.reach("beams sample or return log-probs")
 
     def sent(self, sent, request) -> None:
-        """request   the running request a final belongs to, None for one that never ran or has no final"""
+        """request   the active request of a final response; None if it never ran or the response is not final"""
         reach = self.reach
         if not sent.final:
             self._streamed.add(sent.request_id)
@@ -145,7 +146,7 @@ class Markers:
             self.reach("stop word begins before a pause")
 
     def stopped(self, named: list, alive: list) -> None:
-        """Before the finals of a poll go out. named: what the callback returned; alive: who has to be told."""
+        """Called before the finals of a poll. named: the returned ids; alive: those of live requests"""
         world, reach = self._world, self.reach
         loop = world.loop
         if len(named) > len(alive):
@@ -172,7 +173,7 @@ class Markers:
     # plans and steps
 
     def plan(self, active: list, inflight: frozenset, plan) -> None:
-        """Before any of it is carried out."""
+        """Called before a plan is executed."""
         reach, swarm, kv = self.reach, self._world.swarm, self._world.loop.kv
         contexts, generation, paused = plan.context_requests, plan.generation_requests, plan.paused_requests
         if contexts and generation:
@@ -315,7 +316,7 @@ class Markers:
             if device.num_brought_back:
                 reach("block brought back from the host")
             device.num_found = device.num_partly_found = device.num_brought_back = 0
-        self.counts += device.seen                               # drops those that are 0
+        self.counts += device.seen                               # adding drops counts of 0
         device.seen.clear()
         self._evicted_before = kv.usage().evicted_blocks
         if world.swarm.window is not None and bool(kv.sequences.dropped.any()):

@@ -1,11 +1,11 @@
-"""What a request must get, generated alone: plain integers, no batch, no blocks, and nothing of the product.
+"""The expected output of one request: plain integers, no batch, no blocks and no product code.
 
-The model is the scripted backend's (runtime/scripted_backend.py says what it is), written down a second time. What the
-simulated device adds to it is here a second time as well (drawing.py is the first):
+It is a second implementation of the scripted backend's model (testing/scripted_backend.py) and of the rules that the
+simulated device adds (drawing.py):
 
-    candidate j   of a history: the token (first + j) % vocab_size; without beams, candidate 0 is drawn unless it is
-                  forbidden, then the first that is not. With a penalty, it is the first of four such that the sequence
-                  does not hold, if there is one. Where all are forbidden, candidate 0 again
+    candidate j   of a history: the token (first + j) % vocab_size. Without beams, the first candidate that is not
+                  forbidden is sampled. With a penalty, it is the first of four such candidates that is not in the
+                  sequence, if there is one. If all are forbidden, it is candidate 0
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,10 +21,10 @@ FIRST_FOUR = 4
 
 @dataclass(slots=True)
 class Text:
-    """What was generated. reason: END_ID, STOP_WORDS, LENGTH, or 0 when it could go on.
+    """An output. reason: END_ID, STOP_WORDS, LENGTH, or 0 if it can go on
 
-    total    the hash of what can be seen of prompt and text
-    sum      of the log-probabilities, with an end id's
+    total    hash of the visible tokens of the sequence
+    sum      of the log-probabilities, including that of an end id
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Oracle:
         self._vocab_size, self._key, self._window, self._sink = vocab_size, key, window, sink
 
     def _seen_with(self, total: int, history: Sequence[int], place: int, token: int) -> int:
-        """The hash once a token has come to a place, and what is out of the window by then has gone."""
+        """Return the hash after a token is added at a position and the token that leaves the window is removed."""
         total += mix(self._key + (place + 1) * A + (token + 1) * B)
         if self._window is not None and place - self._window >= self._sink:
             leaving = place - self._window
@@ -67,7 +67,7 @@ class Oracle:
             yield ((word >> 16) + j) % self._vocab_size, -((mix(word + j * A) if j else word) & 0xFFFF) / 4096
 
     def text(self, item, limit: int, count: int) -> Text:
-        """Up to `count` tokens of the at most `limit` there will be."""
+        """Generate up to `count` tokens. limit: the largest output length"""
         history, text = list(item.prompt), Text(total=self._of_prompt(item.prompt))
         draw = 0 if item.seed is None else mix(item.seed ^ A)
         is_free = not (item.bad_words or item.no_repeat_ngram_size or item.min_length or item.penalizes)
@@ -98,17 +98,17 @@ class Oracle:
     # beams
 
     def beams(self, item, limit: int) -> list[Text]:
-        """The texts a search comes to, best first; fewer than its width where there are no more."""
+        """Return the finished hypotheses of a search, best first; fewer than its width if it has no more."""
         *_, (_, finished) = self._search(item, limit)
         return finished
 
     def live_beams(self, item, limit: int, steps: int) -> list[Text] | None:
-        """The texts it has after some steps, best first; None: it is over by then."""
+        """Return the live beams after some steps, best first; None if the search is over by then."""
         found = list(islice(self._search(item, limit), steps + 1))
         return sorted(found[steps - 1][0], key=lambda text: -text.sum) if len(found) > steps else None
 
     def _search(self, item, limit: int) -> Iterator[tuple[list[Text], list[Text]]]:
-        """(the live texts, the finished ones), step by step until it is over."""
+        """Yield (live beams, finished hypotheses) of each step until the search is over."""
         width, ways = item.beam_width, {word[-1] for word in item.stop_words} | item.end_ids
         wanted = max(2, 1 + len(ways)) * width
         live, finished = [Text(total=self._of_prompt(item.prompt))], []
@@ -137,7 +137,7 @@ class Oracle:
                 return
 
     def _continuations(self, item, text: Text, place: int, wanted: int) -> list[tuple]:
-        """(order among all, text, tokens before, token, log-prob) of what may follow a live text."""
+        """Return (sort key, text, tokens before, token, log-probability) of the continuations of a live beam."""
         word, history = mix(self._key ^ (text.total & WORD)), [*item.prompt, *text.tokens]
         best_first = sorted(islice(self._candidates(word), wanted), key=lambda candidate: (-candidate[1], candidate[0]))
         return [((item.diversity_rate * rank - text.sum - log_prob, place, rank), text, history, token, log_prob)

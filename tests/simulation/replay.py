@@ -1,4 +1,4 @@
-"""One seed again, with a picture: python -m tests.simulation.replay SEED [--turns FROM:TO] [--history FILE]"""
+"""Runs one seed again and draws its schedule: python -m tests.simulation.replay SEED [--last N] [--history FILE]"""
 
 import argparse
 import json
@@ -19,17 +19,17 @@ LAST_ITERATIONS = 40
 
 def simulate(seed: int, *, iterations: int | None = None, trace: list[IterationTrace] | None = None,
              history: list | None = None) -> Result:
-    """Run one seed from beginning to end."""
+    """Run one seed."""
     return SimulatedWorld(draw(seed, available(), iterations), trace=trace, history=history).run()
 
 
 def command(seed: int) -> str:
-    """What replays a seed."""
+    """Return the command that replays a seed."""
     return f"python -m tests.simulation.replay {seed}"
 
 
 def report(result: Result) -> str:
-    """What is wrong, the command that shows it again, and the schedule that led there."""
+    """Return the violations, the command that replays them and the picture of the schedule, as text."""
     trace: list[IterationTrace] = []
     simulate(result.seed, trace=trace)
     return "\n".join([f"seed {result.seed}:", *(f"  {violation}" for violation in result.violations),
@@ -37,7 +37,7 @@ def report(result: Result) -> str:
 
 
 def picture(trace: list[IterationTrace], last: int = LAST_ITERATIONS) -> str:
-    """The last iterations as text, of the requests that ran in them."""
+    """Draw the last iterations as text, with the requests that ran in them."""
     trace = trace[-last:]
     ran = {request_id for row in trace for request_id in (*(chunk[0] for chunk in row.context), *row.generation,
                                                           *row.paused)}

@@ -1,4 +1,4 @@
-"""What the server hands over: requests that make sense, some that do not, and what has to become of them."""
+"""The items that the server returns from get, fair and faulty, with their expected results."""
 
 from collections.abc import Callable
 from random import Random
@@ -18,7 +18,7 @@ class Nameless:
 
 
 class Requests:
-    """Draws them."""
+    """Draws requests at random."""
 
     def __init__(self, swarm: Swarm, rng: Random, mark: Callable[[str], None]) -> None:
         self.swarm, self.rng, self._mark = swarm, rng, mark
@@ -30,7 +30,7 @@ class Requests:
         return self.rng.choices(range(self.swarm.vocab_size), k=count)
 
     def fair(self, request_id: int) -> tuple[InferenceRequest, Handed]:
-        """A request that makes sense, whether or not it fits."""
+        """Return a valid request, which may be too large, and its expectation."""
         rng, swarm, traffic = self.rng, self.swarm, self.swarm.traffic
         die = rng.random
         unit = swarm.tokens_per_block
@@ -94,7 +94,7 @@ class Requests:
         return InferenceRequest(request_id, tensors, is_streaming=streams, **options), handed
 
     def _with_beams(self, prompt: int, output: int) -> tuple[int, int, int]:
-        """(beams, tokens of the prompt, of the output): mostly few enough tokens for the pool to hold them."""
+        """Return (beams, prompt tokens, output tokens). In nine of ten cases they fit into the pool."""
         rng, swarm = self._wishes, self.swarm
         width = rng.randint(2, swarm.max_beam_width)
         if rng.random() < 0.9:
@@ -116,7 +116,7 @@ class Requests:
             handed.diversity_rate = tensors["beam_search_diversity_rate"] = rng.choice([0.5, 2.0])
 
     def _ask_for_words(self, tensors: dict[str, Any], handed: Handed) -> None:
-        """Stop words, and what makes tokens impossible; the scripted beams know nothing of the latter."""
+        """Add stop words and rules that forbid tokens. The scripted beam search has no such rules."""
         rng, is_plain = self._wishes, handed.beam_width == 1
         if is_plain and rng.random() < 0.4:
             tensors["bad_words_list"] = handed.bad_words = self._words(handed.prompt)
@@ -131,13 +131,13 @@ class Requests:
             words = self._words(handed.prompt)
             limit = min(handed.max_new_tokens, self.swarm.max_seq_len - len(handed.prompt))
             text = self._oracle.text(handed, limit, min(limit, 24)).tokens
-            if len(text) > 1 and rng.random() < 0.5:               # one that comes
+            if len(text) > 1 and rng.random() < 0.5:               # a stop word that occurs
                 start = rng.randrange(len(text) - 1)
                 words = [text[start:start + rng.randint(2, 4)]]
             tensors["stop_words_list"] = handed.stop_words = words
 
     def _words(self, prompt: list[int]) -> list[list[int]]:
-        """A few words; the first tokens of some are the last ones of the prompt."""
+        """Return a few words. Some begin with the last tokens of the prompt."""
         rng, vocab, words = self._wishes, self.swarm.vocab_size, []
         for _ in range(rng.randint(1, 4)):
             words.append([rng.randrange(vocab) for _ in range(rng.randint(1, 3))])
@@ -146,10 +146,10 @@ class Requests:
         return words
 
     def _refusal(self, prompt: int, output: int, width: int) -> str | None:
-        """The code a fair request has to be refused with, because it could never run; '' for none.
+        """Return the code with which a valid request must be refused because it can never run; '' for none.
 
-        None: what fits is a little less than what is needed without a window, or where beams keep blocks of their own
-        of a prompt that is reused, and the engine's to say.
+        None: either is right. With a window, or with beams that keep own blocks of a reused prompt, the engine may
+        need a few blocks more.
         """
         swarm = self.swarm
         total = min(prompt + output, swarm.max_seq_len)
@@ -163,14 +163,14 @@ class Requests:
         return None if swarm.window is not None or fewest <= swarm.num_blocks else "TOO_LARGE_FOR_KV_CACHE"
 
     def _blocks(self, prompt: int, output: int, width: int) -> tuple[int, int]:
-        """Blocks the tokens take, at least and at most."""
+        """Return the least and the largest number of blocks for the tokens."""
         unit, swarm = self.swarm.tokens_per_block, self.swarm
         in_all, shared = -(-(prompt + output) // unit), prompt // unit
         fewest = shared + (in_all - shared) * width
         return fewest, fewest + 2 * width * (swarm.window is not None or (swarm.reuse and width > 1))
 
     def unfair(self, new_id: Callable[[], int]) -> tuple[Any, Handed]:
-        """What has to be refused whatever the engine is like, or cannot even be answered."""
+        """Return an item that every engine must refuse, or an unaddressable one, and its expectation."""
         rng, vocab, longest = self.rng, self.swarm.vocab_size, self.swarm.max_seq_len
         kind = rng.randrange(11 if self.swarm.max_beam_width > 1 else 10)
         if kind == 0:

@@ -1,4 +1,4 @@
-"""What a backend may return that it must not: each makes a wrong output of a right one."""
+"""Wrong outputs of a backend: each function makes one from a right output."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from batch_manager.handover import StepOutput
 
 
 def with_a_wrong_token(output: StepOutput, slot: int, token: int) -> StepOutput:
-    """In the row of a slot, if it has one: the last token of it, or of its last hypothesis."""
+    """Replace the last token in the row of a slot, or of its last hypothesis. No change if the slot has no row."""
     rows = np.flatnonzero(output.slots == slot).tolist()
     if slot in output.hypotheses:
         *others, last = output.hypotheses[slot]

@@ -1,6 +1,6 @@
-"""One seed, one configuration: a random subset of everything, so that features meet each other and their absence.
+"""One random configuration per seed: a random subset of the features, so that each is tested with and without others.
 
-A test that switches everything on hides what only shows when something is off (Groce et al., "Swarm Testing", 2012).
+A test with every feature on hides faults that only show when a feature is off (Groce et al., "Swarm Testing", 2012).
 """
 
 from collections.abc import Collection
@@ -17,13 +17,13 @@ TEN_YEARS_S = 3e8
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What the server hands over. Shares are probabilities.
+    """The requests of the server. The floats are probabilities.
 
-    arrival        that a call of get brings requests
-    burst          requests it brings then, at most
+    arrival        that a call of get returns requests
+    burst          the largest number of requests that it returns
     prompt, output   longest prompt and output, in tokens
-    beams          that a request has several
-    words          that it has stop words, or something that makes tokens impossible
+    beams          that a request has several beams
+    words          that it has stop words, or rules that forbid tokens
     """
 
     arrival: float
@@ -49,10 +49,10 @@ class Traffic:
 class Swarm:
     """A configuration of the engine and of the world around it.
 
-    iterations   of the loop before the end is asked for
-    faults       those of the menu that may happen
-    fault_rate   probability at each place where one could
-    endings      (iteration, name) of the ways the run comes to its end
+    iterations   of the loop before the shutdown is requested
+    faults       faults of the menu that may happen
+    fault_rate   probability of a fault at each point where one can happen
+    endings      (iteration, name) of the endings of the run
     """
 
     seed: int
@@ -99,10 +99,10 @@ class Swarm:
 
 
 def draw(seed: int, features: Collection[str], iterations: int | None = None) -> Swarm:
-    """The swarm of a seed.
+    """Return the swarm of a seed.
 
-    features     what the engine can do (features.available)
-    iterations   None: as many as the seed says
+    features     features of the engine (features.available)
+    iterations   None: chosen by the seed
     """
     rng = Random(f"swarm {seed}")
 
@@ -203,7 +203,7 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
 
 def _beams_and_words(rng: Random, num_blocks: int, faults: Collection[str],
                      traffic: Traffic) -> tuple[int, int, Traffic]:
-    """One swarm in three has beams, and mostly a pool in which some of them fit beside one another."""
+    """Add beams to one swarm in three, mostly with a pool that holds several of them, and words."""
     max_beam_width = rng.choice([1, 1, 1, 1, 1, 1, 2, 3, 4])
     beams = rng.choice([0.2, 0.5, 1.0]) if max_beam_width > 1 else 0.0
     if beams and "allocator.smallest_pool" not in faults and rng.random() < 0.7:
@@ -212,7 +212,7 @@ def _beams_and_words(rng: Random, num_blocks: int, faults: Collection[str],
 
 
 def _pressure(rng: Random, max_seq_len: int, traffic: Traffic) -> tuple[int, int, int, int, Traffic]:
-    """A pool that a few long outputs outgrow together, so that they pause one another."""
+    """Return a pool that is too small for a few long outputs together, so that requests are paused."""
     tokens_per_block = rng.choice([1, 2, 4])
     num_blocks = -(-max_seq_len // tokens_per_block) + rng.randrange(4)
     max_num_tokens = rng.choice([max_seq_len, max(max_seq_len // 2, tokens_per_block)])
@@ -223,7 +223,7 @@ def _pressure(rng: Random, max_seq_len: int, traffic: Traffic) -> tuple[int, int
 
 
 def _endings(rng: Random, iterations: int, share: float) -> tuple[tuple[int, str], ...]:
-    """A drain at the end at the latest, and often something rougher before or after it."""
+    """Return a drain or a terminate request at the end, and often harder endings before or after it."""
     endings = [(iterations, "drain")]
     if rng.random() < 0.2:
         endings = [(iterations, "terminate request")]

@@ -1,4 +1,4 @@
-"""T15: the history checker finds nothing in a good history, and something in each of thirty bad ones."""
+"""T15: the history checker finds no anomaly in a good history, and one in each of thirty bad histories."""
 
 from copy import deepcopy
 
@@ -32,12 +32,12 @@ def tokens(count: int) -> list[int]:
     return [token for token, _ in drawn(count)]
 
 
-THIRD = tokens(3)[2]            # as an end id it ends the text after two tokens
+THIRD = tokens(3)[2]            # as an end id it ends the output after two tokens
 assert THIRD not in tokens(2)
 
 
 def good() -> list:
-    """A bit of everything: answered at once, streamed, ended by an end id, refused, a double, stopped, timed out."""
+    """Return a history with one of each kind: whole, streamed, end id, refused, duplicate, stopped, timed out."""
     log_probs = [log_prob for _, log_prob in drawn(4)]
     return [
         Other(1.0),
@@ -76,7 +76,7 @@ def good() -> list:
 
 
 def find(history: list, kind: type, request_id: int, nth: int = 0):
-    """The nth event of a kind about a request."""
+    """Return the nth event of a kind about a request."""
     return [event for event in history if type(event) is kind and event.request_id == request_id][nth]
 
 
@@ -89,7 +89,7 @@ def insert_after(history: list, event, new) -> None:
 
 
 def change(**fields):
-    """A bad history in which one response is another: (request, which of its responses) -> fields."""
+    """Return a function that changes the fields of one response: (history, request, which of its responses)."""
     def spoil(history: list, request_id: int, nth: int) -> None:
         event = find(history, Sent, request_id, nth)
         for name, value in fields.items():
@@ -166,7 +166,7 @@ def stopped_one_is_not_told(history):
 
 
 def stop_is_remembered(history):
-    """Request 8 was named by a poll before it was handed over, and is cancelled for it."""
+    """Request 8 was named by a poll before get returned it, and is cancelled."""
     history.insert(1, Polled(1.0, [8]))
     spoiled(8, 0, error="", tokens=list(PROMPT), reason=5)(history)
 

@@ -1,4 +1,4 @@
-"""The oracle itself: against the product's own, against all texts there are, and against rules written by hand."""
+"""The oracle agrees with the product's oracle, with an enumeration of all outputs and with hand-written cases."""
 
 from itertools import product
 from random import Random
@@ -66,7 +66,7 @@ def test_a_stop_word_ends_a_text_with_its_last_token_wherever_it_began():
 
 
 def beams_of(item: Handed, options: dict) -> list[list]:
-    """As a response has them."""
+    """Return the beams in the form of a response."""
     return [[PROMPT + text.tokens, text.reason, text.sum, text.log_probs]
             for text in scripted_oracle(options).beams(item, item.max_new_tokens)]
 
@@ -92,6 +92,6 @@ def test_a_search_that_is_cut_short_shows_its_live_texts_and_none_that_is_over_c
     options, item = model(7), asks(beam_width=2, log_probs=True)
     live = [[PROMPT + text.tokens, 5, text.sum, text.log_probs]
             for text in scripted_oracle(options).live_beams(item, 9, 4)]
-    assert [anomaly[:2] for anomaly in anomalies(item, live, options)] == ["I7"]        # nobody had asked for that
+    assert [anomaly[:2] for anomaly in anomalies(item, live, options)] == ["I7"]        # no poll had stopped it
     assert [anomaly[:2] for anomaly in anomalies(item, live[::-1], options)] == ["I8", "I7"]
     assert scripted_oracle(options).live_beams(item, 9, 9) is None

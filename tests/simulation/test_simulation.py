@@ -1,4 +1,4 @@
-"""T1, quick: over a hundred seeds of the simulator; the same seed is the same run; what a failure looks like."""
+"""T1, quick: over a hundred seeds of the simulator. The same seed gives the same run; a failure has a full report."""
 
 import os
 import re
@@ -25,7 +25,7 @@ RARE = 6        # markers and faults that a quick run may miss
 
 
 def test_nothing_is_wrong_in_a_hundred_worlds_that_have_been_almost_everywhere():
-    """24,000 iterations of about 130 seeds; two faults or markers are missed. The campaign goes on to millions."""
+    """It runs 24,000 iterations of about 130 seeds and misses two faults or markers. The campaign runs millions."""
     counts = simulate_many(Options("Q", FIRST_SEED, jobs=1))
     iterations, seeds, _, _ = ENOUGH["Q"]
     assert not counts.failed, "\n".join(text for _, text in counts.failed[:3])

@@ -1,4 +1,4 @@
-"""What kind of a swarm one is, so that a campaign can say how often it ran each kind."""
+"""The traits of a swarm, so that a campaign can report how often it ran each kind."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from .swarm import Swarm
 
 
 def traits(swarm: Swarm) -> Iterator[tuple[str, str]]:
-    """(property, kind)"""
+    """Yield (property, kind)."""
     traffic = swarm.traffic
     yield "model type", swarm.model_type.name
     yield "policy", "STATIC_BATCH" if swarm.is_static else swarm.policy.name
@@ -33,7 +33,7 @@ def traits(swarm: Swarm) -> Iterator[tuple[str, str]]:
 
 
 def within(number: int, *ends: int) -> str:
-    """Between which of the numbers it lies, the upper one included."""
+    """Return the range between two of the ends that has the number. The upper end belongs to the range."""
     last = ends[0]
     if number <= last:
         return str(last)
@@ -45,7 +45,7 @@ def within(number: int, *ends: int) -> str:
 
 
 def table(counts: Counter[tuple[str, str]]) -> list[str]:
-    """Lines of text: of each property the kinds, and how many swarms were of it."""
+    """Return a line for each property: its kinds and the number of swarms of each."""
     lines = []
     for name in dict.fromkeys(name for name, _ in counts):
         kinds = sorted(((kind, count) for (its, kind), count in counts.items() if its == name), key=_numbers_in_order)

@@ -1,9 +1,9 @@
-"""The virtual world: the real loop and the real worker function, a virtual clock, a scripted model, a faulty server.
+"""The simulated world: the real loop and worker function, a virtual clock, a scripted model and a faulty server.
 
     SimulatedWorld(draw(seed, available())).run() -> Result
 
-Nothing waits and there is no thread: the worker's own function runs the loop, with a stand-in that looks around before
-and after every step. Everything random comes from the seed.
+Nothing waits and there are no threads. The worker function runs a stand-in for the loop, which checks the state before
+and after every step. All randomness comes from the seed.
 """
 
 import traceback
@@ -38,19 +38,19 @@ from .markers import Markers
 from .swarm import TERMINATE_ID, Swarm
 
 STEP_S, IDLE_S = 0.02, 0.0048
-MOST_IDLE_TURNS = 400                 # of a run that has something left to do; a back-off lasts 21 of them
-BOUND_ON_WAITING = 2                  # iterations per step of work that stands before somebody
+MOST_IDLE_TURNS = 400                 # in a row, while requests are unanswered; a back-off lasts 21 of them
+BOUND_ON_WAITING = 2                  # iterations per step of work ahead of a request
 MOST_VIOLATIONS = 20
 REFUSALS = ("INVALID_REQUEST", "TOO_LARGE_FOR_KV_CACHE", "QUEUE_FULL")
 
 
 @dataclass(slots=True)
 class Result:
-    """What one seed did.
+    """The result of one seed.
 
-    iterations   of the loop that had something to do
-    violations   none, or the first few of what was wrong
-    digests      one for every turn, each of the state and of the digest before it
+    iterations   busy iterations of the loop
+    violations   the first violations, at most MOST_VIOLATIONS
+    digests      one for each turn, of the state and of the previous digest
     """
 
     seed: int
@@ -69,11 +69,11 @@ class Result:
 
 
 class SimulatedWorld:
-    """One run. `history` judges the calls, `invariants` the state, `markers` counts where the run has been."""
+    """One run. `history` checks the calls, `invariants` checks the state, `markers` counts the situations reached."""
 
     def __init__(self, swarm: Swarm, *, trace: list[IterationTrace] | None = None,
                  history: list | None = None) -> None:
-        """trace, history   filled while it runs, for whoever wants to look at it afterwards"""
+        """trace, history   lists that the run fills"""
         self.swarm = swarm
         self._kept_trace, self._kept_history = trace, history
         self.result = Result(swarm.seed)
@@ -106,18 +106,18 @@ class SimulatedWorld:
         self._endings = list(swarm.endings)
         self._in_a_callback: Callable[[], None] | None = None
         self._engine_may_fail = False
-        self._blamed: dict[int, set[ErrorCode]] = {}             # id -> codes it may end with, and
-        self._doomed: dict[int, int | None] = {}                 # who has to end with one, once this step was read
+        self._blamed: dict[int, set[ErrorCode]] = {}             # id -> codes it may end with
+        self._doomed: dict[int, int | None] = {}                 # id that must end with one -> step to be read first
         self._steps_read: set[int] = set()
         self._requests: dict[int, LlmRequest] = {}             # active ones by id
-        self._planned: set[int] = set()                        # those of them when the last plan was made
+        self._planned: set[int] = set()                        # ids that were active at the last plan
         self._failed_now: list[LlmRequest] = []
         self._slots_freed: set[int] = set()
-        self._work = 0                                           # steps of all that was accepted so far
-        self._work_done = 0                                      # of all that has ended
-        self._begun: dict[int, tuple[int, int, int]] = {}        # id -> (iteration, work ahead, its own)
+        self._work = 0                                           # steps of all requests so far
+        self._work_done = 0                                      # steps of all ended requests
+        self._begun: dict[int, tuple[int, int, int]] = {}        # id -> (iteration, work done by then, own work)
         self._failing_claims = 0
-        self.arrivals: dict[int, int] = {}                       # id -> when it was taken, as a number
+        self.arrivals: dict[int, int] = {}                       # id -> number of items read before it
 
     def _build(self):
         swarm, client = self.swarm, self.client
@@ -155,7 +155,7 @@ class SimulatedWorld:
         return result
 
     def step(self, *, accept_new: bool) -> bool:
-        """One turn of the worker: the world moves, the loop steps, everything is looked at."""
+        """Run one turn of the worker: move the world, run the loop's step, check everything."""
         self.step_number += 1
         self.get_is_over = not accept_new
         self.check(accept_new == (not self.control.draining), "I26: get goes on although a shutdown was asked for")
@@ -171,7 +171,7 @@ class SimulatedWorld:
         return is_busy
 
     def _move(self) -> None:
-        """What happens outside between two turns."""
+        """Do what happens outside the engine between two turns: endings and clock faults."""
         while self._endings and self._endings[0][0] <= self.step_number:
             self._end(self._endings.pop(0)[1])
         name = self.faults.draw(Place.CLOCK)
@@ -184,7 +184,7 @@ class SimulatedWorld:
             self.clock.now += STEP_S / 4
 
     def _end(self, name: str) -> None:
-        """One of the ways a run comes to its end; more than one may follow another."""
+        """Begin one kind of ending. A run may have several."""
         rng, loop, control = self.faults.rng, self.loop, self.control
         kind = name.removeprefix("life.")
         if kind != "endless_arrivals":
@@ -233,7 +233,7 @@ class SimulatedWorld:
         self.control.ask_to_drain()
 
     def ask_to_drain_later(self) -> None:
-        """Should the request that ends the worker not be read, a drain does it."""
+        """Schedule a drain, for the case that the terminate request is not read."""
         self._endings.append((self.step_number + 200, "drain"))
         self._endings.sort()
 
@@ -248,7 +248,7 @@ class SimulatedWorld:
             self.mark("terminate request with others alive")
 
     def engine_failed(self, error: BatchManagerError, reason: str) -> None:
-        """The worker gives up on the engine."""
+        """Note that the worker fails the engine."""
         self.check(self._engine_may_fail or self.device.is_lost, f"I29: the engine failed by itself: {reason}")
         self._engine_may_fail = True
         if len(self.loop.intake):
@@ -256,12 +256,12 @@ class SimulatedWorld:
         self.control_end_is_near()
 
     def control_end_is_near(self) -> None:
-        """A failed engine answers for a while, and is shut down."""
+        """Schedule a drain: a failed engine answers for 20 more turns."""
         self._endings.append((self.step_number + 20, "drain"))
         self._endings.sort()
 
     def _close(self) -> None:
-        """The worker has ended."""
+        """Check the state after the worker has ended."""
         intake, client = self.loop.intake, self.client
         self.check(self.control.stopped.is_set and self.device.closed, "C14: the worker ended and did not say so")
         if not self.result.violations:
@@ -283,13 +283,13 @@ class SimulatedWorld:
     # looking
 
     def check(self, holds: bool, rule: str) -> None:
-        """Note a violation; the run is over then."""
+        """Note a violation unless `holds`, and end the run."""
         if not holds and len(self.result.violations) < MOST_VIOLATIONS:
             self.result.violations.append(f"{rule}  (turn {self.step_number})")
             self.control.draining = self.control.aborting = True
 
     def record(self, event: object) -> None:
-        """A call has happened."""
+        """Add a call to the history, and note its anomalies."""
         self.history.feed(event)
         if self.history.anomalies:
             for anomaly in self.history.anomalies:
@@ -324,7 +324,7 @@ class SimulatedWorld:
         self._take_digest()
 
     def _check_waiting(self) -> None:
-        """I24: whoever is oldest has not waited longer than the work before him takes."""
+        """I24: the oldest request has not waited longer than the work ahead of it takes."""
         for request_id in self.history.open:
             begun, ahead, own = self._begun.get(request_id, (self.result.iterations, 0, 0))
             waited = self.result.iterations - begun
@@ -375,7 +375,7 @@ class SimulatedWorld:
         return max(limit - len(self.loop.active) - len(self.loop.intake), 0)
 
     def handed(self, request_id: int) -> Handed | None:
-        """What the one that waits for a response under this id asked for."""
+        """Return the item of the live request with this id, or None."""
         waiting = self.history.open.get(request_id)
         return waiting[0].handed if waiting else None
 
@@ -404,7 +404,7 @@ class SimulatedWorld:
             self.faults.hit("allocator.smallest_pool")
 
     def note_sent(self, sent: Sent) -> None:
-        """Before the history has seen it."""
+        """Check a response. Called before the history gets it."""
         if sent.tokens is not None:
             self.result.tokens += len(sent.tokens)
         request = self._requests.get(sent.request_id)
@@ -414,7 +414,7 @@ class SimulatedWorld:
         request_id, loop = sent.request_id, self.loop
         begun, _, own = self._begun.pop(request_id, (self.result.iterations, 0, 0))
         self._work_done += own
-        if sent.code in REFUSALS:                                # somebody else may be alive under that id by now
+        if sent.code in REFUSALS:                                # the id may belong to another live request
             if sent.code == "QUEUE_FULL":
                 self._judge_queue_full(sent)
             return
@@ -431,7 +431,7 @@ class SimulatedWorld:
         self._judge_blame(sent, self._blamed.pop(request_id, set()), request)
 
     def _judge_blame(self, sent: Sent, codes: set[ErrorCode], request: LlmRequest | None) -> None:
-        """I29: a fault costs whom it must, and nobody else."""
+        """I29: a fault fails the requests that it must fail, and no others."""
         read_in = self._doomed.pop(sent.request_id, -1)
         is_doomed = read_in is None or read_in in self._steps_read
         names = {code.value for code in codes}
@@ -459,7 +459,7 @@ class SimulatedWorld:
         self.markers.stopped(named, alive)
 
     def blame(self, request: LlmRequest, code: ErrorCode, iteration: int | None = None, *, must: bool = True) -> None:
-        """A fault must, or may, cost this request its life: that of a step not before it was read, if ever."""
+        """Note that a fault must, or may, fail this request. iteration: the step that must be read first, if any"""
         if must:
             self._doomed.setdefault(request.request_id, iteration)
         self._blamed.setdefault(request.request_id, set()).add(code)
@@ -483,7 +483,7 @@ class SimulatedWorld:
             self.check(False, fault)
 
     def _note_trace(self, iteration: IterationTrace) -> None:
-        """Each active request has one place in a trace: in the step, paused, or among those that wait."""
+        """Check that a trace has each active request once: in the step, paused or waiting."""
         ran = [*(chunk[0] for chunk in iteration.context), *iteration.generation, *iteration.paused]
         waiting = [request_id for ids in iteration.waiting.values() for request_id in ids]
         self.check(len(ran + waiting) == len({*ran, *waiting}) and iteration.waiting.keys() <= {*REASONS},
@@ -497,7 +497,7 @@ class SimulatedWorld:
     # the allocator
 
     def _watch_claims(self, kv) -> None:
-        """I19, I21: claims that fail on order, and what they leave behind."""
+        """I19, I21: make some claims fail, and check that a failed claim changes nothing."""
         claim = kv.claim
 
         def watched(first_chunks, generation, num_drafts=None):
@@ -515,7 +515,7 @@ class SimulatedWorld:
                          kv.sequences.kv_lengths.tolist())
                 self.check(before == after, f"I19: a failed allocation changed {before} to {after}")
                 for request in self.loop.active:
-                    if not request.is_finished:                  # one that is held is told that it was done
+                    if not request.is_finished:                  # the final of a held request has no error
                         self.blame(request, ErrorCode.ENGINE_FAILED)
                 raise
             finally:
@@ -525,7 +525,7 @@ class SimulatedWorld:
         kv.claim = watched
 
     def _watch_window(self, window) -> None:
-        """Which steps were read, and which were taken back: what was to happen in these has not happened."""
+        """Note the steps that are read or taken back. The fault of a step that was taken back fails no request."""
         read, take_back, run_again = window.read, window._unclaim_later_steps, window._run_again
 
         def watched_read():
@@ -563,7 +563,7 @@ class SimulatedWorld:
         return self.loop._runner.num_failed_steps
 
     def _steal(self, kv, needed: int) -> list[int]:
-        """Blocks that are gone while the claim runs."""
+        """Take blocks for the time of a claim, so that it fails. Returns them; empty without a fault."""
         if not needed:
             return []
         name = self.faults.draw(Place.ALLOCATOR)
@@ -580,7 +580,7 @@ class SimulatedWorld:
 
 
 class WatchedLoop:
-    """What the worker takes for the loop."""
+    """Stands in for the loop in the worker."""
 
     def __init__(self, world: SimulatedWorld) -> None:
         self._world, self._loop = world, world.loop
@@ -610,7 +610,7 @@ class WatchedLoop:
 
 
 class WatchedScheduler(RequestScheduler):
-    """The scheduler, and somebody who looks at its plans before anyone else does."""
+    """A scheduler whose plans are checked before the engine gets them."""
 
     def __init__(self, world: SimulatedWorld, scheduler: RequestScheduler) -> None:
         self._world, self._scheduler = world, scheduler
