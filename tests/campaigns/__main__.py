@@ -2,9 +2,9 @@
 
     python -m tests.campaigns --tier F [--suite T1] [--first-seed N] [--seconds S] [--jobs 2]
 
-Each suite goes on from its first seed until it has done what the tier asks for, or the time is up. Seeds are
-consecutive, so a campaign is resumed with --first-seed. The lines printed at the end belong in tests/CAMPAIGNS.md.
-Exit status 0: nothing is wrong, even if it was not enough; 1: something is.
+Each suite runs from its first seed until it has done what the tier requires, or the time is up. Seeds are consecutive,
+so --first-seed resumes a campaign. The last lines printed belong in tests/CAMPAIGNS.md. Exit status 0: nothing is
+wrong, even if a suite did less than its tier requires; 1: something is wrong.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from .registry import SUITES, Options, suite
 
 
 def commit() -> str:
-    """The commit that is checked out, with a + when the tree differs from it."""
+    """Return the checked-out commit, with a + if the tree differs from it."""
     described = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True)
     return described.stdout.strip() or "unknown"
 

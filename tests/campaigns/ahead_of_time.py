@@ -1,11 +1,11 @@
-"""T18: every call of a kernel in tests/kernels, and its bfloat16 twin, compiles for GPUs that are not here.
+"""T18: each kernel call of tests/kernels, and its bfloat16 variant, compiles for GPUs without having them.
 
     python -m tests.campaigns --suite T18
 
-For sm_80, sm_90, sm_100 and gfx942, with the installed Triton and with each of OTHER_TRITONS, which is installed into a
-folder of its own under the system's temporary one. Nothing may spill, need a stack or take more shared memory than a
-program of the GPU has, but for what ALLOWED says. The seed makes no difference. Jobs are GPUs at a time; what one run
-compiled is in Triton's cache for the next.
+The GPUs are sm_80, sm_90, sm_100 and gfx942. The compilers are the installed Triton and each of OTHER_TRITONS, which is
+installed into its own folder in the system's temporary folder. No kernel may spill, need a stack or take more shared
+memory than a program of the GPU has, except as ALLOWED says. The seed has no effect. `--jobs` GPUs are compiled for at
+a time. Triton's cache keeps the results for the next run.
 """
 
 import json
@@ -32,7 +32,7 @@ NO_CALLS = ("tests/kernels/test_ahead_of_time.py", "tests/kernels/test_argument_
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Bytes of stack, and spills, that kernels may have in some dtypes on some GPUs, and why that is left so."""
+    """Bytes of stack, and spills, that kernels may have in some dtypes on some GPUs, with the reason."""
 
     kernels: tuple[str, ...]
     gpus: tuple[str, ...]
@@ -56,7 +56,7 @@ ALLOWED = (
 
 
 def record_calls(file: Path, tests: tuple[Path, ...] = (KERNEL_TESTS,)) -> None:
-    """Write down every call of a kernel in the tests. Raises RuntimeError where a test did not get to its end."""
+    """Record each kernel call of the tests in a file. Raises RuntimeError if a test fails."""
     environment = {**os.environ, "BATCH_MANAGER_ARGUMENT_SETS": str(file)}
     left_out = [f"--deselect={test}" for test in NO_CALLS]
     ran = subprocess.run([sys.executable, "-m", "pytest", "-q", "-n", "0", *left_out, *map(str, tests)], cwd=ROOT,
@@ -66,7 +66,7 @@ def record_calls(file: Path, tests: tuple[Path, ...] = (KERNEL_TESTS,)) -> None:
 
 
 def folder_of(triton: str) -> Path:
-    """Where a version of Triton is, installed if it is not. Raises RuntimeError without one."""
+    """Return the folder of a version of Triton, and install it if needed. Raises RuntimeError if that fails."""
     folder = Path(tempfile.gettempdir()) / f"triton-{triton}"
     if not (folder / "triton").exists():
         ran = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder),
@@ -78,12 +78,12 @@ def folder_of(triton: str) -> Path:
 
 def compile_calls(file: Path, gpus: tuple[str, ...], *, triton: Path | None = None,
                   seconds: float | None = None) -> list[dict]:
-    """The records of compile_argument_sets.py. Raises RuntimeError where it failed as a whole.
+    """Return the records of compile_argument_sets.py. Raises RuntimeError if the program fails.
 
     triton   the folder of a version; None: the installed one
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_DEFAULT_FP_FUSION"] = "1"          # the default changes between versions of triton
+    environment["TRITON_DEFAULT_FP_FUSION"] = "1"          # the default differs between versions of Triton
     if triton is not None:
         environment["PYTHONPATH"] = os.pathsep.join([str(triton), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, str(KERNEL_TESTS / "compile_argument_sets.py"), str(file), *gpus]
@@ -95,7 +95,7 @@ def compile_calls(file: Path, gpus: tuple[str, ...], *, triton: Path | None = No
 
 
 def judge(records: list[dict], allowed: tuple[Allowed, ...] = ALLOWED) -> list[str]:
-    """What is wrong with them, a line each."""
+    """Return a line for each violation."""
     wrong = []
     for record in records:
         if "error" in record:
@@ -120,7 +120,7 @@ def _figures_that_are_wrong(record: dict, allowed: tuple[Allowed, ...]) -> list[
 
 
 def dtype_of(call: dict) -> str:
-    """Of the first floating-point argument."""
+    """Return the dtype of the first floating-point argument."""
     tensors = [value for value in [*call["args"], *call["kwargs"].values()] if isinstance(value, dict)]
     return next((value["dtype"] for value in tensors if "float" in value["dtype"]), "integers")
 

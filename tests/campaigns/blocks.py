@@ -1,6 +1,6 @@
-"""T2: rules for the block manager in any order, against a model; every other seed with digests of four bits.
+"""T2: operations of the block manager in random order, against a model. Every other seed has digests of four bits.
 
-    python -m tests.campaigns.blocks SEED        one seed again, shrunk to the fewest rules that show what is wrong
+    python -m tests.campaigns.blocks SEED        repeats one seed, shrunk to the fewest rules that fail
 """
 
 import itertools
@@ -24,7 +24,7 @@ LOOK_UPS = "look-ups among digests of four bits"
 
 
 def run_seed(number: int, shrinks: bool = False) -> tuple[Counter[str], str | None]:
-    """What a seed did, and what was wrong."""
+    """Run one seed. Returns (counts, failure or None)."""
     machine = (MachineOfFullDigests, MachineOfFourBits)[number % 2]
     phases = [Phase.generate, Phase.shrink] if shrinks else [Phase.generate]
     BlockMachine.calls.clear()

@@ -1,9 +1,9 @@
-"""T14: every branch of the core is taken by a test, or listed with a reason in tests/campaigns/branches.py.
+"""T14: every branch of the core is covered by a test, or listed with a reason in tests/campaigns/branches.py.
 
     python -m tests.campaigns --suite T14
 
-Needs the package `coverage`. The seed makes no difference. The tests run in as many processes as there are jobs, and
-what they start is measured too.
+Needs the package `coverage`. The seed has no effect. The tests run in `--jobs` processes; processes that they start are
+measured too.
 """
 
 import json
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A branch that was not taken, from a line of a file to another; to the end of the function where that is < 0."""
+    """An uncovered branch, from one line of a file to another. target_line < 0: to the end of the function"""
 
     file: str
     line: int
@@ -46,7 +46,7 @@ patch = subprocess
 
 
 def measure(folder: Path, jobs: int) -> dict:
-    """Run the tests of the core under coverage, in `jobs` processes; what coverage reports of its files."""
+    """Run the tests of the core under coverage, in `jobs` processes. Returns the coverage report of its files."""
     settings, report = folder / "settings", folder / "report.json"
     settings.write_text(SETTINGS.format(package=ROOT / "batch_manager", folder=folder))
     tests = sorted({path for paths in CORE.values() for path in paths})
@@ -67,7 +67,7 @@ def measure(folder: Path, jobs: int) -> dict:
 
 
 def missing_branches(report: dict) -> list[Missing]:
-    """Those of the report, with the text of their lines."""
+    """Return the uncovered branches of a report, with the text of their lines."""
     missing = []
     for path, found in sorted(report["files"].items()):
         file = str((ROOT / path).relative_to(ROOT))
@@ -79,7 +79,7 @@ def missing_branches(report: dict) -> list[Missing]:
 
 
 def judge(missing: list[Missing], listed: tuple[Untaken, ...]) -> list[str]:
-    """Branches that nobody takes and nobody lists, and entries of the list that are not needed any more."""
+    """Return a message for each branch that is neither covered nor listed, and for each outdated entry of the list."""
     places = {(one.file, one.source, one.target) for one in missing}
     known = {(one.file, one.source, one.target) for one in listed}
     wrong = [str(one) for one in missing if (one.file, one.source, one.target) not in known]

@@ -1,10 +1,10 @@
-"""Branches of the core that no test takes, and why; all others are taken.
+"""The uncovered branches of the core, each with a reason. Tests cover all others.
 
 `python -m tests.campaigns --suite T14` checks it.
 
-A core module is a folder or a file of the package, with the tests that are to take its branches. To add one, put it
-into CORE, run the suite, and for each branch that it names write a test of what matters there, take out dead code, or
-list the branch with the reason why no test can take it.
+A core module is a folder or a file of the package, with the tests that must cover its branches. To add one, put it into
+CORE and run the suite. For each branch that the suite names, write a test of its behaviour, remove dead code, or list
+the branch with the reason why no test can cover it.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 THROUGH_THE_LOOP = ("tests/contract", "tests/loop", "tests/steps", "tests/stats")
 WORKER = (*THROUGH_THE_LOOP, "tests/interleaving", "tests/sweep", "tests/simulation")
 
-# folder or file of the package -> tests that take its branches
+# folder or file of the package -> tests that cover its branches
 CORE: dict[str, tuple[str, ...]] = {
     "batch_manager/gpt_manager.py": WORKER,
     "batch_manager/worker.py": WORKER,
@@ -29,7 +29,7 @@ CORE: dict[str, tuple[str, ...]] = {
     "batch_manager/scheduling": ("tests/scheduling", "tests/property", *THROUGH_THE_LOOP, "tests/conformance"),
 }
 
-# Tests that compare times with each other, or stop a process by time: under coverage they measure coverage.
+# Tests that compare times, or end a process after a time: coverage itself takes too much of the time.
 LEFT_OUT: tuple[str, ...] = (
     "tests/contract/test_life_cycle.py::test_c22_an_idle_manager_uses_at_most_2_percent_of_a_core",
     "tests/sweep/test_sweep.py::test_every_way_a_process_can_end",
@@ -38,12 +38,12 @@ LEFT_OUT: tuple[str, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Untaken:
-    """A branch no test takes.
+    """A branch that no test covers.
 
     file     of the package
     source   the line that branches, without indentation
-    target   the line it would go to; "" for the end of the function
-    reason   why not
+    target   the line that the branch goes to; "" for the end of the function
+    reason   why no test covers it
     """
 
     file: str

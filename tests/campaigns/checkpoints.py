@@ -1,6 +1,6 @@
-"""T6: damaged checkpoints, one after the other, on several processes: all truncations, then seeds.
+"""T6: damaged checkpoints, in several processes: all truncations, then seeds.
 
-With --first-seed only seeds.
+With --first-seed, seeds only.
 """
 
 import os
@@ -28,7 +28,7 @@ def bench(folder: Path) -> Bench:
 
 
 def portion(folder: Path, keys: list[str]) -> Counts:
-    """Try some checkpoints, in a folder of this process's own."""
+    """Try some checkpoints, in a folder of this process."""
     return bench(folder).run(keys)
 
 

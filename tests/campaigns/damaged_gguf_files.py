@@ -1,9 +1,9 @@
-"""Damaged GGUF files: each is refused by one ModelLoadError that names it, or read as a reading of its own reads it.
+"""Damaged GGUF files: each is refused with one ModelLoadError that names it, or read as the oracle reads it.
 
     python tests/campaigns/damaged_gguf_files.py --first-seed 100000 --files 200000 [--processes 2]
 
-No file may start, import or open anything, take a second, or take more than 64 MiB beside its own size. A failure
-prints the command that shows the file again. What was run is recorded in tests/CAMPAIGNS.md.
+Reading a file must not start a process, import a module or open another file, and must not take a second or 64 MiB more
+than its own size. A failure prints the command that repeats it. Results are recorded in tests/CAMPAIGNS.md.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""T3: a request alone and in every circumstance, bit by bit, on small models with random weights.
+"""T3: the results of a request are the same alone and in all circumstances, bit by bit, on small random models.
 
-    python -m tests.campaigns.deterministic SEED             one seed again, every difference with what led to it
-    python -m tests.campaigns.deterministic 2 --normal       without the mode: this seed finds some, as most do
+    python -m tests.campaigns.deterministic SEED             repeats one seed and prints each difference
+    python -m tests.campaigns.deterministic 2 --normal       without deterministic mode: this seed, like most, differs
 
-The reference of a pair is the request alone, whole, never paused, nothing cached, in a KV cache of blocks of 64 tokens:
-a short request is one contiguous block there. The other one is the same request with one thing or everything
-different. A seed takes a family, a dtype and a block size, draws requests and runs them under several circumstances.
+The reference of a pair is the request alone, in one chunk, never paused and without cached blocks, in a KV cache with
+blocks of 64 tokens: a short request is one contiguous block. The other run of the pair differs in one or all of these.
+A seed chooses a family, a dtype, a block size and requests, and runs the requests in several circumstances.
 """
 
 import itertools
@@ -37,16 +37,16 @@ from .registry import Options, Summary
 
 ENOUGH = {"Q": 300, "F": 10_000, "C": 100_000}              # pairs
 PAIRS_OF_A_CELL = {"Q": 0, "F": 10, "C": 100}
-WHOLE = 64                                                  # tokens of a reference block: the tiles are the same then
+WHOLE = 64                                                  # tokens of a reference block, which gives the same tiles
 ASKS, RUNS, MOST_NEW, WIDEST = 12, 10, 7, 3
 KINDS = ("greedy", "sampled", "beams")
 AXES = (("alone", "batched"), ("contiguous", "paged"), ("whole", "chunked"), ("no pause", "paused"), ("miss", "hit"),
         KINDS)
-CHANCES = {"austen-4m": 1}                                  # of a family against 3: the shipped model is a large one
+CHANCES = {"austen-4m": 1}                                  # weight of a family, else 3: the shipped model is large
 
 
 def draw_ask(draw: random.Random, vocab: int, block: int, text: list[int], longest: int) -> Ask:
-    """A prompt of k blocks and one token less, as many, or one more; it leaves the common text at any block."""
+    """Return an Ask whose prompt is k blocks long, or a token shorter or longer, and begins with blocks of `text`."""
     blocks = draw.randint(1, longest // block)
     length = block * blocks + draw.choice([-1, 0, 1])
     common = min(block * draw.randint(0, blocks), length)
@@ -72,7 +72,7 @@ def draw_circumstances(draw: random.Random, asks: dict[int, Ask], block: int, co
         pauses = {request_id: set(range(1, ask.count)) if draw.random() < 0.4 else {draw.randint(1, ask.count - 1)}
                   for request_id, ask in asks.items() if draw.random() < 0.8}
     arrivals = {request_id: draw.choice([0, draw.randint(0, 6)]) for request_id in asks}
-    if reuse:                                               # the first leaves the common text, the others find it
+    if reuse:                                               # the first publishes the common text, the others find it
         arrivals = {request_id: 8 + arrivals[request_id] if request_id > 1 else 0 for request_id in asks}
     return Circumstances(
         layout=draw.choice(list(LAYOUTS)), overlap=not solitary and draw.random() < 0.3, chunk=chunk, pauses=pauses,
@@ -91,7 +91,7 @@ def kind_of(ask: Ask) -> str:
 
 def count_pair(counts: Counter, ask: Ask, request_id: int, circumstances: Circumstances, block: int,
                reused: int) -> None:
-    """Which cell the pair is in, and how far along its axes."""
+    """Count the cell of a pair, and its positions on the axes."""
     length = len(ask.prompt)
     pauses = circumstances.pauses.get(request_id, ())
     is_chunked = circumstances.chunk is not None and circumstances.chunk < length
@@ -107,7 +107,7 @@ def count_pair(counts: Counter, ask: Ask, request_id: int, circumstances: Circum
 
 
 def run_seed(seed: int, parent: Path, deterministic: bool = True) -> tuple[Counter, list[str]]:
-    """Counts, and what differed."""
+    """Return (counts, differences)."""
     draw, counts, found = random.Random(seed), Counter(engines=1), []
     family = draw.choice([one for one in FAMILIES for _ in range(CHANCES.get(one, 3))])
     is_long, contiguous = draw.random() < 0.15, draw.random() < 0.3
@@ -122,7 +122,7 @@ def run_seed(seed: int, parent: Path, deterministic: bool = True) -> tuple[Count
     lab = Laboratory(folder, tokens_per_block=block, reference=reference, **options)
     vocab, longest = vocab_of(family), 200 if is_long else WHOLE - MOST_NEW - 1
     text = [draw.randrange(vocab) for _ in range(longest + 1)]
-    unit = 8 if contiguous and not is_long else block       # one block of 64 holds boundaries of smaller ones
+    unit = 8 if contiguous and not is_long else block       # a block of 64 has the boundaries of smaller blocks
     asks = {number: draw_ask(draw, vocab, unit, text, max(longest, unit)) for number in range(1, ASKS + 1)}
     asks[1] = Ask(tuple(text), 2, context_logits=False)
     for run in range(RUNS):
@@ -160,7 +160,7 @@ def run(options: Options) -> Summary:
 
 
 def along_axes(total: Counter) -> list[tuple[str, str]]:
-    """How many pairs there were with a prompt of k blocks less one, a chunk of two blocks, and so on."""
+    """Return (axis, number of pairs with each value) of each axis."""
     axes = []
     for name in ("prompt", "chunk blocks", "hit at block", "pause at token"):
         values = sorted((key[1] for key in total if isinstance(key, tuple) and key[0] == name),
@@ -170,7 +170,7 @@ def along_axes(total: Counter) -> list[tuple[str, str]]:
 
 
 def is_possible(cell: tuple[str, ...]) -> bool:
-    """A chunk that is not the last is of whole blocks, so what is in one block is not cut."""
+    """Whether a cell can occur. Only the last chunk may end inside a block, so a request in one block has no chunks."""
     return not {"contiguous", "chunked"} <= set(cell)
 
 

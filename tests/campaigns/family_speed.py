@@ -1,10 +1,10 @@
-"""Time a token takes per weight of the model, by family, against Llama's, on this machine's CPU.
+"""Measures the time per token and weight of each family, relative to Llama's, on this machine's CPU.
 
     python tests/campaigns/family_speed.py [--dtype bfloat16] [--in-flight 1] [--families opt phi ...]
 
-Each family has a model of the same width and depth with random weights. Its median step is timed in turn with Llama's,
-several times; what is printed is the median of the ratios, divided by that of the bytes of weights that a step reads
-(all matrices but an embedding that is not the head), and the fastest medians. What was run is recorded in
+Each family has a model of the same width and depth with random weights. Its median step time and Llama's are measured
+in turn, several times. The program prints the fastest medians, and the median of the time ratios divided by the ratio
+of the weight bytes that a step reads (all matrices except an embedding that is not the head). Results are recorded in
 tests/CAMPAIGNS.md.
 """
 
@@ -86,7 +86,7 @@ class Timed:
         self.left -= is_final
 
     def step_ms(self, tokens: int) -> float:
-        """The median time between two tokens of the last request."""
+        """Return the median milliseconds between two steps."""
         self.times, self.left = [], self.in_flight
         self.waiting = [InferenceRequest(self.next_id + i, {
             "input_ids": [5 + i] * 16, "request_output_len": tokens, "streaming": True}) for i in range(self.in_flight)]

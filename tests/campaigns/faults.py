@@ -1,4 +1,4 @@
-"""T4: every fault point at every time, every place for an exception, every way to end many times."""
+"""T4: faults at each point and each time, an exception at each place, and each kind of process end many times."""
 
 import subprocess
 import sys
@@ -11,11 +11,11 @@ from tests.sweep.scenarios import SCENARIOS
 from .portions import each_done
 from .registry import Options, Summary
 
-# tier -> (times of a point, one place in so many, rows of places of a scenario, repeats of a process)
+# tier -> (times of a point, every how many-th place, rows of places of a scenario, repeats of a process)
 ENOUGH = {"Q": (3, 211, 10, 1), "F": (points.MOST_TIMES, 1, 100, 200), "C": (points.MOST_TIMES, 1, 10_000, 2_000)}
 PLACES_IN_PARTS = 4
 REPEATS_A_PORTION = 50
-COSTLY = {"a_hundred_thousand_requests_in_one_get": 10}    # takes two seconds of a processor: a tenth of the repeats
+COSTLY = {"a_hundred_thousand_requests_in_one_get": 10}    # takes two seconds of CPU: a tenth of the repeats
 
 Task = tuple[str, tuple]
 
@@ -35,7 +35,7 @@ def tasks(options: Options) -> Iterator[Task]:
 
 
 def work(kind: str, arguments: tuple) -> tuple[Counter, list[str]]:
-    """One task: (counts, what is wrong)."""
+    """Run one task. Returns (counts, violations)."""
     if kind == "process":
         name, repeats, first = arguments
         result = subprocess.run([sys.executable, "-m", "tests.sweep.processes", name, str(repeats), str(first)],

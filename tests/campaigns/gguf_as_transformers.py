@@ -1,12 +1,12 @@
-"""A GGUF file of a real model: are the greedy tokens those of transformers with the numbers that the file holds?
+"""Compares the greedy tokens of a real GGUF model with those of transformers on the same weights.
 
     python examples/get_smollm2.py /tmp/smollm2
     python tests/campaigns/gguf_as_transformers.py --model /tmp/smollm2/.../SmolLM2-135M-Instruct.Q4_1.gguf
 
-The engine, with its defaults and in float32, is given 20 chats and generates 48 tokens of each. The judge is a Llama of
-transformers: the gguf library decodes each tensor whole, and the rows of queries and keys are put back here, by their
-own rule and not by the product's. Every token must have the largest of the judge's logits for the text before it. Less
-than 1e-4 below the largest it is a tie, counted apart. What was run is recorded in tests/CAMPAIGNS.md.
+The engine gets 20 chats, with its defaults and in float32, and generates 48 tokens for each. The reference is a
+transformers Llama. The gguf library decodes its tensors, and this file reorders the rows of queries and keys without
+product code. Each token must have the reference's largest logit for the tokens before it. A token less than 1e-4 below
+the largest is a tie and is counted separately. Results are recorded in tests/CAMPAIGNS.md.
 """
 
 import argparse
@@ -42,7 +42,7 @@ QUESTIONS = (
 
 
 def judge_of(path: str) -> torch.nn.Module:
-    """The file's model, as transformers computes it."""
+    """Return a transformers model with the weights of the file."""
     reader = gguf.GGUFReader(path)
 
     def said(key):
@@ -65,7 +65,7 @@ def judge_of(path: str) -> torch.nn.Module:
             stem, _, suffix = name.rpartition(".")
             found = tensors.pop(f"{names.get_name(stem)}.{suffix}").reshape(parameter.shape)
             if ".q_proj" in name or ".k_proj" in name:
-                # even rows of a head are its first half, odd ones its second
+                # a head's even rows become its first half, the odd rows its second
                 of_heads = found.reshape(heads if ".q_proj" in name else keys, -1, found.shape[-1])
                 found = torch.cat([of_heads[:, 0::2], of_heads[:, 1::2]], 1).reshape(found.shape)
             parameter.copy_(found)

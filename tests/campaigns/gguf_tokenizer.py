@@ -1,12 +1,12 @@
-"""Tokenizers out of GGUF files, beside others' reading of the same vocabulary.
+"""Compares tokenizers read from GGUF files with other implementations of the same vocabulary.
 
     python tests/campaigns/gguf_tokenizer.py --model SmolLM2-135M-Instruct.Q4_1.gguf --texts 20000
     python tests/campaigns/gguf_tokenizer.py --sentencepiece --texts 20000      # needs sentencepiece
 
-The first compares ids and decoded texts with transformers' own reading of a file of byte-level BPE. That reading leaves
-out the step that makes each digit a word, which files of the name `smollm` stand for; so it is compared as it is for
-texts without numerals, and with that step for all texts. The second trains SentencePiece models of BPE, with and
-without the space in front, writes them as GGUF files, and compares with SentencePiece itself.
+The first command compares ids and decoded texts with transformers' reading of a byte-level BPE file. Transformers omits
+the step that makes each digit a word, which the pre-tokenizer name `smollm` implies. So texts without numerals are
+compared without that step, and all texts with it. The second command trains SentencePiece BPE models, with and without
+the leading space, writes them as GGUF files, and compares with SentencePiece.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""The OpenAI server under gunicorn with two workers: one is killed, then HUP, then TERM, each with streams running.
+"""The OpenAI server under gunicorn with two workers: kill of one, then HUP, then TERM, each with running streams.
 
     python tests/campaigns/gunicorn_workers.py [--streams 16] [--tokens 1200]
 
-Kill -9 of a worker costs that worker's streams only; HUP and TERM cost none. Needs gunicorn, uvicorn, starlette and
-httpx. Prints a line a step; the exit status is 1 where one of these is not so.
+Kill -9 of a worker breaks the streams of that worker only; HUP and TERM break none. Needs gunicorn, uvicorn, starlette
+and httpx. Prints a line per step. The exit status is 1 if one of these does not hold.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def children(process_id: int) -> list[int]:
 
 
 def streams_of(process_id: int, port: int) -> int:
-    """Connections to the port that a process holds."""
+    """Return the number of a process's connections on the port."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     here = {row[9] for row in rows if int(row[1].rpartition(":")[2], 16) == port and row[3] == "01"}
     links = [os.readlink(each) for each in Path(f"/proc/{process_id}/fd").iterdir() if each.is_symlink()]
@@ -41,7 +41,7 @@ def free_port() -> int:
 
 
 async def stream(url: str, number: int, tokens: int) -> str:
-    """ "whole", or how the stream ended."""
+    """Return "whole", or how the stream ended."""
     try:
         async with httpx.AsyncClient(timeout=120) as client, client.stream("POST", f"{url}/v1/completions", json={
                 "prompt": f"Chapter {number}", "seed": number, "max_tokens": tokens, "ignore_eos": True,
@@ -98,7 +98,7 @@ def main() -> None:
         print(f"kill -9 of a worker with {lost[0]} of {given.streams} streams: {whole} whole, "
               f"two workers again after {until_well(url, process, 2):.1f} s")
         is_right &= lost[0] > 0 and whole == given.streams - lost[0]
-        time.sleep(8)     # until both workers have loaded: only one may have answered
+        time.sleep(8)     # until both workers have loaded; one of them has answered
         for name in ("HUP", "TERM"):
             ends = asyncio.run(while_streaming(url, given.streams, given.tokens,
                                                lambda name=name: process.send_signal(getattr(signal, f"SIG{name}"))))

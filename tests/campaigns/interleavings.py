@@ -1,6 +1,6 @@
-"""T10: every schedule of the scenarios with two preemptions, random ones, and real threads; see tests/interleaving.
+"""T10: all schedules of the scenarios with two preemptions, random schedules, and real threads; see tests/interleaving.
 
-Lines of the manager as yield points are many more schedules: with them, one preemption.
+With each line of the manager as a yield point there are many more schedules, so those have one preemption.
 """
 
 import subprocess
@@ -22,7 +22,7 @@ REPORTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Enough:
-    """preemptions: at yield points of locks, events, threads and callbacks; at lines. random: schedules."""
+    """preemptions: at locks, events, threads and callbacks. random: number of random schedules"""
 
     preemptions: int
     preemptions_at_lines: int
@@ -37,7 +37,7 @@ ENOUGH = {"Q": Enough(1, 0, 2_000, 0, 5.0), "F": Enough(2, 1, 20_000, 5_000, 180
 
 @dataclass(slots=True)
 class Counts:
-    """schedules: run. failed: reports. is_complete: no time limit cut it short."""
+    """schedules: those run; failed: reports; is_complete: False if the time limit ended it"""
 
     schedules: int = 0
     decisions: int = 0
@@ -46,7 +46,7 @@ class Counts:
 
 
 def portion(name: str, preemptions: int | None, first_seed: int, deadline: float | None) -> Counts:
-    """All schedules of a scenario; with preemptions None: random ones from a seed on."""
+    """Run all schedules of a scenario, or with `preemptions` None, random ones from a seed on."""
     counts = Counts()
     runs = (systematic(name, preemptions) if preemptions is not None
             else at_random(name, first_seed, RANDOM_A_PORTION))
@@ -65,7 +65,8 @@ def run(options: Options) -> Summary:
     enough = ENOUGH[options.tier]
     deadline = None if options.seconds is None else time.time() + options.seconds
     systematic_counts, random_counts = Counts(), Counts()
-    # Those with two managers are the largest: first, so that the processes end together; last, if time may run out.
+    # Scenarios with two managers are the largest. They run first, so that the processes end together, or last under a
+    # time limit.
     names = sorted(SCENARIOS, key=lambda name: ("managers" in name) == (options.seconds is None), reverse=True)
     calls, lines = [name for name in names if "/" not in name], [name for name in names if "/" in name]
     seeds = range(options.first_seed, options.first_seed + -(-enough.random // len(SCENARIOS)), RANDOM_A_PORTION)

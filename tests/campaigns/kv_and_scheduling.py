@@ -1,9 +1,9 @@
-"""Scheduling and KV cache with every feature at once, seed after seed.
+"""Scheduling and KV cache with all features together, for consecutive seeds.
 
     python tests/campaigns/kv_and_scheduling.py --first-seed 0 --seconds 600
 
-What a seed runs and what is looked at is in tests/property/. A seed that goes wrong is shrunk and printed.
-What was run is recorded in tests/CAMPAIGNS.md.
+tests/property/ has the runs and their checks. A seed that fails is shrunk and printed. Results are recorded in
+tests/CAMPAIGNS.md.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""T14: a changed comparison, number or truth value of the core is noticed by a test, or listed with a reason.
+"""T14: mutants with a changed comparison, number or truth value of the core fail a test, or are listed with a reason.
 
     python -m tests.campaigns --suite T14-mutants [--first-seed 7]
 
-Needs the package `cosmic-ray`, which knows how to change a line. The seed draws places of the core's files and what is
-changed there; each change is tested alone, in a copy of the tree, with the tests of its file in tests/campaigns. Those
-that no test notices and that change nothing anybody could notice are listed in tests/campaigns/survivors.py.
+Needs the package `cosmic-ray`, which makes the mutants. The seed chooses places in the core's files and the change at
+each. Each mutant is tested alone, in a copy of the tree, with the tests that CORE in tests/campaigns/branches.py has
+for its file. tests/campaigns/survivors.py lists equivalent mutants, which no test can fail.
 """
 
 import difflib
@@ -48,7 +48,7 @@ class Mutant:
 
 
 def mutants() -> Iterator[list[Mutant]]:
-    """The changes at each place of the core, in an order that is the same everywhere."""
+    """Yield the mutants of each place of the core, in an order that is the same on all machines."""
     import parso  # noqa: F401  before cosmic_ray, which cannot be imported first
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.plugins import get_operator
@@ -65,14 +65,14 @@ def mutants() -> Iterator[list[Mutant]]:
 
 
 def mutated(mutant: Mutant) -> str:
-    """The text of its file."""
+    """Return the mutated text of its file."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
     return mutate_code((ROOT / mutant.file).read_text(), get_operator(mutant.operator)(), mutant.occurrence)
 
 
 def change_of(mutant: Mutant, text: str) -> Survivor:
-    """The lines it changes, and what to, as the list of survivors has them."""
+    """Return the changed lines, before and after, in the form of the list of survivors."""
     before, after = (ROOT / mutant.file).read_text().splitlines(), text.splitlines()
     for tag, start, stop, new_start, new_stop in difflib.SequenceMatcher(None, before, after).get_opcodes():
         if tag != "equal":
@@ -86,7 +86,7 @@ def selection_for(file: str) -> tuple[str, ...]:
 
 
 class Copies:
-    """Copies of the tree, in which one file at a time is changed."""
+    """Copies of the tree. One file of a copy is changed at a time."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self._free: SimpleQueue[Path] = SimpleQueue()
@@ -99,7 +99,7 @@ class Copies:
             self._free.put(copy)
 
     def passes(self, tests: tuple[str, ...], file: str | None = None, text: str = "") -> bool:
-        """Whether the tests pass, with this text in the file."""
+        """Whether the tests pass when the file has this text."""
         copy = self._free.get()
         try:
             if file is not None:

@@ -1,8 +1,8 @@
-"""The notebook that ships, and IPython driven by keys: Ctrl-C everywhere, and ten engines one after the other.
+"""The shipped notebook, and IPython driven by keys: Ctrl-C in each method, and ten engines in a row.
 
     python tests/campaigns/notebook_sessions.py [--repeat 3]
 
-Needs ipython, pexpect, nbconvert and ipykernel. Each part raises AssertionError where something is wrong.
+Needs ipython, pexpect, nbconvert and ipykernel. Each part raises AssertionError if something is wrong.
 """
 
 import argparse
@@ -19,8 +19,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
 NEEDED = ("IPython", "pexpect", "nbconvert", "ipykernel", "tokenizers")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TERM": "dumb", "OMP_NUM_THREADS": "1"}
-INTERRUPTED = "Traceback (most recent call last)"      # a cell was; Ctrl-C at the prompt prints none
-MORE_MEMORY_MIB = 90           # the allocator gives back in steps of some 60
+INTERRUPTED = "Traceback (most recent call last)"      # of a cell; Ctrl-C at the prompt prints no traceback
+MORE_MEMORY_MIB = 90           # the allocator returns memory in steps of about 60 MiB
 SECONDS_TO_OBEY = 2.0
 
 SETUP = f"""
@@ -36,7 +36,7 @@ def memory(): return int(open("/proc/self/statm").read().split()[1]) * os.syscon
 
 
 class Session:
-    """IPython, at its prompt."""
+    """An IPython process at its prompt."""
 
     def __init__(self) -> None:
         import pexpect
@@ -49,24 +49,24 @@ class Session:
         self.run("llm = made(); n = llm.generate('Emma', max_tokens=4); llm.close(); del llm, n; n = gc.collect()")
 
     def _wait(self) -> str:
-        """What was printed until a mark that is asked for now: prompts may come twice after Ctrl-C."""
+        """Print a mark and return the output before it. Prompts cannot serve: Ctrl-C may print two."""
         self._marks += 1
         self._ipython.sendline(f"print('<' + 'mark {self._marks}>')")
         self._ipython.expect(f"<mark {self._marks}>", timeout=60)
         return self._ipython.before
 
     def run(self, line: str) -> str:
-        """What a cell prints."""
+        """Run a cell and return its output."""
         self._ipython.sendline(line)
         return self._wait()
 
     def interrupt(self, line: str, after_s: float) -> tuple[str, float]:
-        """(what a cell prints that Ctrl-C is pressed in, seconds until the prompt is back)"""
+        """Press Ctrl-C in a cell. Returns (its output, seconds until the prompt is back)."""
         self._ipython.sendline(line)
         time.sleep(after_s)
         began = time.monotonic()
         self._ipython.sendintr()
-        time.sleep(0.1)                      # the terminal drops what was typed before Ctrl-C
+        time.sleep(0.1)                      # Ctrl-C makes the terminal drop unread input
         return self._wait(), time.monotonic() - began
 
     def number(self, expression: str) -> int:
@@ -81,7 +81,7 @@ class Session:
 
 
 def run_notebook(folder: Path) -> str:
-    """Execute the notebook as its page says. What its cells printed."""
+    """Execute the notebook and return the output of its cells."""
     out = folder / "executed.ipynb"
     done = subprocess.run([sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--output", out,
                            EXAMPLES / "notebook.ipynb"], env=ENVIRONMENT, capture_output=True, text=True, timeout=180)
@@ -95,7 +95,7 @@ def run_notebook(folder: Path) -> str:
 
 
 def interrupt_everywhere(session: Session) -> str:
-    """Ctrl-C in constructor, generate and close."""
+    """Press Ctrl-C in the constructor, generate and close. Returns a summary."""
     before, slowest, in_constructor = session.numbers(), 0.0, 0
     for after_s in (0.02, 0.05, 0.1, 0.2, 0.3):
         printed, took = session.interrupt("llm = None; llm = made()", after_s)
@@ -120,8 +120,8 @@ def interrupt_everywhere(session: Session) -> str:
 
 
 def ten_engines(session: Session, is_closed: bool) -> str:
-    """A cell that makes an engine, run ten times."""
-    for number in range(13):                 # the allocator keeps what the first three used
+    """Run a cell that makes an engine ten times. Returns a summary."""
+    for number in range(13):                 # the allocator keeps the memory of the first three
         if number == 3:
             if not is_closed:
                 session.run("llm = None; n = gc.collect(); time.sleep(0.2)")

@@ -1,9 +1,10 @@
-"""CPU a token of the OpenAI server's process, over a scripted model, beside tasks that only count deltas.
+"""Measures the CPU time per token of the OpenAI server with a scripted model, against tasks that only count deltas.
 
     python tests/campaigns/openai_server_cpu.py [--streams 256] [--tokens 200] [--step-ms 5] [--runs 3]
 
-Each run is a fresh process; the client is another one, plain sockets. Prints microseconds of CPU a token of either, the
-least of the runs, and the difference: text, JSON, server-sent events, uvicorn and the sockets.
+Each run is a new process. The client is another process with plain sockets. Prints microseconds of CPU per token of
+both, the least of the runs, and the difference, which is the cost of text, JSON, server-sent events, uvicorn and
+sockets.
 """
 
 import argparse
@@ -76,7 +77,7 @@ async def server(streams: int, tokens: int, step_s: float) -> dict[str, float]:
 
 
 def client(port: int, streams: int, tokens: int) -> None:
-    """Reads until every stream has said that it is done."""
+    """Read all streams until each has sent [DONE]."""
     selector, ends = selectors.DefaultSelector(), {}
     for number in range(streams):
         connection = socket.create_connection(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""The work of a suite in portions, over processes."""
+"""Runs the work of a suite in portions, in several processes."""
 
 import time
 from collections import deque
@@ -12,10 +12,10 @@ from .registry import Options
 
 def each_done(work: Callable, portions: Iterator[tuple], options: Options,
               is_enough: Callable[[], bool] = lambda: False) -> Iterator[tuple[tuple, Any]]:
-    """Each portion with what `work(*portion)` returned, in their order, until it is enough or the time is up.
+    """Yield each portion with the result of `work(*portion)`, in order, until it is enough or the time is up.
 
-    portions    two a process are taken ahead; what is left in it at the end was not begun
-    is_enough   asked before a portion is taken, and answered from what was yielded before
+    portions    two per process are taken in advance; those left in it at the end were not started
+    is_enough   called before a portion is taken; knows the yielded results only
     """
     deadline = None if options.seconds is None else time.monotonic() + options.seconds
     running: deque[tuple[tuple, Future]] = deque()

@@ -1,8 +1,8 @@
-"""Random streams through the whole loop, many of them: tests/property/test_loop.py with more seeds.
+"""Random streams through the whole loop: tests/property/test_loop.py with more seeds.
 
     python tests/campaigns/random_streams.py --first-seed 0 --seconds 300
 
-Prints what happened on the way, and every seed that went wrong. What was run is recorded in tests/CAMPAIGNS.md.
+Prints counts of events and each seed that failed. Results are recorded in tests/CAMPAIGNS.md.
 """
 
 import argparse
@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=60)
     options = parser.parse_args()
-    logging.getLogger("batch_manager").setLevel(logging.CRITICAL)    # faults are planted by the thousand
+    logging.getLogger("batch_manager").setLevel(logging.CRITICAL)    # thousands of injected faults are logged
 
     seen, wrong, seed, began = Counter(), [], options.first_seed, time.monotonic()
     while time.monotonic() - began < options.seconds:

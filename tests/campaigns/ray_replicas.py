@@ -1,10 +1,10 @@
-"""Replicas under Ray Serve, one of which is killed in the middle of 16 streams.
+"""Two replicas under Ray Serve. One is killed during 16 streams.
 
     python tests/campaigns/ray_replicas.py [--repeat 1] [--streams 16] [--tokens 300]
 
-Needs ray[serve]. Every stream must have the text that it has when nothing is killed, two replicas must run again within
-20 s, and the request of a client that leaves must end within a second. Prints a line of what it did; the exit status is
-1 where something was wrong.
+Needs ray[serve]. Each stream must have the same tokens as without a kill, two replicas must run again within 20 s, and
+the request of a client that disconnects must end within a second. Prints a line per part. The exit status is 1 if
+something was wrong.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SECONDS_TO_BE_WHOLE, SECONDS_TO_LEAVE, SECONDS_TO_START = 20.0, 1.0, 120.0
 
 
 class Stream(threading.Thread):
-    """A client that reads one answer to its end."""
+    """A client that reads one response stream to its end."""
 
     def __init__(self, port: int, tensors: dict) -> None:
         super().__init__(daemon=True)
@@ -70,7 +70,7 @@ def parents(pid: int) -> list[int]:
 
 
 def replicas() -> list[int]:
-    """Process ids of the engines that this program started."""
+    """Return the process ids of the engines that this program started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -98,7 +98,7 @@ def seconds_until(condition, most: float) -> float | None:
 
 
 def kill_one(port: int, undisturbed: list, tokens: int) -> tuple[list[str], str]:
-    """(what was wrong, what it did)"""
+    """Kill one replica during streams. Returns (violations, line of what it did)."""
     wrong, before = [], replicas()
     streams = started(port, len(undisturbed), tokens)
     if seconds_until(lambda: all(len(s.tokens) > tokens // 10 for s in streams), 60) is None:

@@ -1,13 +1,19 @@
-"""Workers of examples/redis_worker.py while workers are killed, frozen and ended, and Redis is killed.
+"""Workers of examples/redis_worker.py, while workers are killed, frozen and ended and Redis is killed and frozen.
 
     python tests/campaigns/redis_workers.py [--first-seed 0] [--seconds 300] [--workers 2] [--faults 8]
 
-Needs redis-server 7 or later. A seed is a Redis, workers with a lease of 2 s, and faults at random times while entries
-keep coming: kill -9 of a worker, which starts again under the same name or another one; a worker stopped (SIGSTOP) for
-up to 4 s; SIGTERM with work left; kill -9 of Redis, which comes back; Redis stopped for up to 7 s, longer than a worker
-waits for a reply, so that commands arrive late. Some entries are cancelled, some are bad. Every entry must have one
-answer: that of an undisturbed run, or a beginning of it where it was cancelled. What was streamed must never be
-contradicted. Prints a line of what it did; the exit status is 1 where something was wrong.
+Needs redis-server 7 or later. A seed starts a Redis and workers with a lease of 2 s, and causes faults at random times
+while entries keep coming:
+
+    kill              kill -9 of a worker, which starts again with the same name or another
+    freeze            SIGSTOP of a worker for up to 4 s
+    SIGTERM           SIGTERM of a worker that has work left
+    kill of Redis     kill -9 of Redis, which starts again
+    freeze of Redis   SIGSTOP of Redis for up to 7 s, longer than a worker waits for a reply, so that commands are late
+
+Some entries are cancelled, some are bad. Each entry must have one answer: that of an undisturbed run, or its beginning
+if it was cancelled. Streamed tokens must agree with the answer. Prints a line with counts. The exit status is 1 if
+something was wrong.
 """
 
 import argparse
@@ -55,7 +61,7 @@ class Run:
         return WorkerProcess(self.server, name, "--drain", self.draw.choice(["0", "0.3", "20"]))
 
     def disturb(self, num_faults: int) -> list[str]:
-        """What went wrong."""
+        """Run the faults of the seed. Returns the violations."""
         for worker in self.workers:
             worker.wait_until_it_serves()
         for fault in self.draw.choices(FAULTS, k=num_faults):
@@ -63,7 +69,7 @@ class Run:
             self.counts[fault] += 1
             self.strike(fault)
         self.work(0.5)
-        for worker in self.workers:                          # who was frozen last may still sleep otherwise
+        for worker in self.workers:                          # a worker may still be frozen
             worker.send(signal.SIGCONT)
         wait_until(lambda: set(self.asked) | self.bad <= {name for name, _ in answers(self.server.client)}, 240)
         for worker in self.workers:
@@ -72,7 +78,7 @@ class Run:
         return self.faults + self.judged()
 
     def work(self, seconds: float) -> None:
-        """Let the workers work, with new entries, and read what is streamed."""
+        """Add and cancel entries and read the streams, for some seconds."""
         until, client = time.monotonic() + seconds, self.server.client
         while time.monotonic() < until:
             unanswered = set(self.asked) - {name for name, _ in answers(client)}

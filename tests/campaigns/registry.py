@@ -1,4 +1,4 @@
-"""Which suites a campaign can run. A new one is a module with `run(Options) -> Summary`, and a line in SUITES."""
+"""The suites of a campaign. A suite is a module with `run(Options) -> Summary`, and a line in SUITES."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,12 +7,12 @@ from importlib import import_module
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line says.
+    """The options of the command line.
 
     tier         Q, F or C: how much is enough
-    first_seed   where to go on
-    seconds      stop after so long, enough or not; None: when it is enough
-    jobs         processes
+    first_seed   the first seed of this run
+    seconds      time limit of a suite; None: it runs until it is enough
+    jobs         number of processes
     """
 
     tier: str
@@ -23,12 +23,12 @@ class Options:
 
 @dataclass(slots=True)
 class Summary:
-    """What a suite did.
+    """The result of a suite.
 
     ran        one line for tests/CAMPAIGNS.md: seeds and counts
-    failures   what is wrong, each with the command that shows it again
-    short      what was not reached as often as the tier asks for
-    ran_on     lines that say what kinds of cases there were, and how many of each
+    failures   violations, each with the command that repeats it
+    short      things that did not occur as often as the tier requires
+    ran_on     lines with the kinds of cases and the number of each
     """
 
     ran: str
@@ -37,7 +37,7 @@ class Summary:
     ran_on: list[str] = field(default_factory=list)
 
 
-# name -> module; imported when it runs, so that one suite does not pay for another's imports
+# name -> module, imported when it runs, so that a suite does not need the imports of others
 SUITES: dict[str, str] = {
     "T1": "tests.campaigns.simulation",
     "T2": "tests.campaigns.blocks",

@@ -1,4 +1,4 @@
-"""T5: fuzzed requests, block after block, on several processes."""
+"""T5: fuzzed requests, in blocks, in several processes."""
 
 import gc
 import resource
@@ -50,7 +50,7 @@ def run_blocks(first_block: int, count: int) -> Counts:
     """Run some blocks in this process."""
     counts = Counts()
     gc.collect()
-    gc.freeze()                         # a collection then looks at what comes from here on, and is soon done
+    gc.freeze()                         # collections then check new objects only, and are short
     with quiet_log():
         for block in range(first_block, first_block + count):
             outcome = run_block(block)
@@ -73,7 +73,7 @@ def portion(first_block: int, count: int) -> Counts:
 
 
 def fuzz(options: Options) -> Counts:
-    """Blocks from the first on, until it is enough or the time is up."""
+    """Run blocks from the first on, until it is enough or the time is up."""
     deadline = None if options.seconds is None else time.monotonic() + options.seconds
     counts, next_block = Counts(), options.first_seed
     running: deque[tuple[int, Future[Counts]]] = deque()

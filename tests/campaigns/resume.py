@@ -1,8 +1,8 @@
-"""Random requests with every sampling option, cut at a random token and resumed in another process.
+"""Random requests with all sampling options, cut at a random token and resumed in another process.
 
     python tests/campaigns/resume.py --requests 500 [--seed 0]
 
-Prints how many were compared, and the ids of those that went on differently; the exit status is then 1.
+Prints the number of compared requests and the ids of those whose output differs. The exit status is 1 if any differs.
 """
 
 import argparse

@@ -1,20 +1,20 @@
-"""T17: the same requests in an engine that runs ahead and in one that does not, bit by bit.
+"""T17: responses of an engine that runs ahead equal those of one in lockstep, bit by bit.
 
-    python -m tests.campaigns.run_ahead SEED             one seed again, every difference with what led to it
+    python -m tests.campaigns.run_ahead SEED             repeats one seed and prints each difference with its scenario
 
-A pair is what one request got from both: all tensors of all its responses, in order. A seed draws a scenario: an engine
-over the scripted model or over a small checkpoint with random weights (there with `deterministic`), and requests with
-any features. It runs once in lockstep and twice ahead, over a device that is late: once undisturbed, and once with
-steps that fail after the next one was launched. Some requests are asked to stop. Of a request that is cut
-short, by a stop or by a fault of its own, what it got is the beginning of what it got in lockstep; that counts as no
-pair. A run in which no step was launched ahead counts none at all.
+A pair is the responses to one request in both engines: all tensors, in order. A seed chooses a scenario: an engine with
+the scripted model or with a small checkpoint of random weights (then with `deterministic`), and requests with any
+features. The scenario runs once in lockstep and twice ahead on a device that is late: once without faults, and once
+with steps that fail after the next one was launched. Some requests are stopped. If a stop or its own fault cuts a
+request short, its output is the beginning of its output in lockstep; this does not count as a pair. A run in which no
+step was launched ahead counts no pairs.
 """
 
 import itertools
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "0")     # threads that wait sleep: on busy cores spinning takes minutes
+os.environ.setdefault("GOMP_SPINCOUNT", "0")     # waiting threads sleep; spinning takes minutes on busy cores
 
 import logging
 import sys
@@ -37,7 +37,7 @@ from .registry import Options, Summary
 
 ENOUGH = {"Q": 300, "F": 10_000, "C": 100_000}                    # pairs
 PAIRS_OF_A_FEATURE = {"Q": 0, "F": 100, "C": 1_000}
-SHARE_OF_A_KIND = 0.25                                            # of the pairs: native ones, scripted ones
+SHARE_OF_A_KIND = 0.25                                            # least share of the native and of the scripted pairs
 SEEDS_A_PORTION = 6
 COUNTS = ("pairs", "native", "scripted", "beginnings", "tokens", "discarded", "steps", "ahead", "pauses", "void",
           "failed steps")
@@ -48,7 +48,7 @@ WORLD_FEATURES = (SCRIPTED, *FAMILIES, "max utilization", "no evict", "split", "
 
 
 def draw_runs(scenario: RunAheadScenario) -> list[Ahead]:
-    """The runs ahead of a scenario."""
+    """Return the two run-ahead runs of a scenario."""
     draw = Random(f"runs ahead {scenario.seed}")
 
     def new(fault_rate: float, stops: dict[int, int]) -> Ahead:
@@ -61,7 +61,7 @@ def draw_runs(scenario: RunAheadScenario) -> list[Ahead]:
 
 
 def run_seed(seed: int, parent: Path, family: str | None = None) -> tuple[Counter, list[str]]:
-    """Counts, and what differed. family: None: the seed draws it"""
+    """Return (counts, differences). family: None: the seed chooses it"""
     scenario, counts, found = draw_scenario(seed, family), Counter(scenarios=1), []
 
     def note(what: str) -> None:
@@ -91,7 +91,7 @@ def run_seed(seed: int, parent: Path, family: str | None = None) -> tuple[Counte
 
 
 def where(error: Exception) -> str:
-    """The last places of an exception, on one line."""
+    """Return an exception with its last stack frames, on one line."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     return f"{type(error).__name__}: {error} at " + " < ".join(
         f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
@@ -99,7 +99,7 @@ def where(error: Exception) -> str:
 
 def compare(scenario: RunAheadScenario, ahead: Ahead, lockstep: Run, run: Run, faults: Faults,
             counts: Counter) -> list[str]:
-    """What differs. The pairs are counted."""
+    """Return the differences, and count the pairs."""
     differences, failed, cut, early, kind = [], 0, 0, 0, "scripted" if scenario.is_scripted else "native"
     for request_id, ask in scenario.asks.items():
         expected, got = lockstep.responses[request_id], run.responses[request_id]
@@ -142,7 +142,7 @@ def num_tokens(response: Response) -> int:
 
 
 def how(expected: list[Response], got: list[Response]) -> str:
-    """Where two lists of responses begin to differ."""
+    """Return the first difference of two lists of responses, as text."""
     for number, (one, other) in enumerate(zip(expected, got)):
         if not one.same(other):
             names = [name for name in one.tensors if name in other.tensors and (
@@ -156,19 +156,19 @@ def how(expected: list[Response], got: list[Response]) -> str:
 
 
 def is_beginning(got: list[Response], expected: list[Response], vocab: int) -> bool:
-    """Whether tokens, log-probs and logits of the responses begin those of the others, bit by bit. One beam."""
+    """Whether tokens, log-probs and logits are the beginning of the expected ones, bit by bit. For one beam"""
     return all(joined(expected, name, width).startswith(joined(got, name, width)) for name, width in (
         ("output_ids", 1), ("output_log_probs", 1), ("generation_logits", vocab)))
 
 
 def joined(responses: list[Response], name: str, width: int) -> bytes:
-    """A tensor of all responses; nothing where it was not asked for."""
+    """Return the bytes of one tensor of all responses; empty if it was not requested."""
     return b"".join(np.ascontiguousarray(response.tensors[name]).tobytes() for response in responses
                     if not response.error and response.tensors[name].shape[-1] % width == 0)
 
 
 def portion(first_seed: int, count: int) -> tuple[Counter, list[str]]:
-    logging.getLogger("batch_manager").setLevel(logging.CRITICAL)    # planted faults are logged
+    logging.getLogger("batch_manager").setLevel(logging.CRITICAL)    # injected faults are logged
     total, failures = Counter(), []
     with tempfile.TemporaryDirectory() as parent:
         for seed in range(first_seed, first_seed + count):

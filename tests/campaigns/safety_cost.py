@@ -1,18 +1,18 @@
-"""T16: what the checks that stay on in production cost an iteration of eight requests.
+"""T16: the cost of the production checks in an iteration of eight requests.
 
-Each check is taken out in turn, in one process: an iteration with it, one without it, and so on; its cost is the
-difference of the two medians. The loop is the real one around a scripted model, so that what is measured does not drown
-in the time of a real one. That of a real one is then measured for the share: the generation step of a small Llama in
-bf16 with random weights. All of it is processor time of one thread, which others on the machine do not count in.
+Each check is removed in turn, in one process. Portions of iterations with and without it alternate; its cost is the
+difference of the two medians. The loop runs a scripted model, because the time of a real model would hide the costs. A
+real model is measured separately for the share: the generation step of a small Llama in bf16 with random weights. All
+times are CPU times of one thread, so that other processes do not count.
 
     check_totals        free + live == total                  step output    its rows, types and finish codes
-    check_plan          the rules of a plan                   token ids      each below the size of the vocabulary
-    finite              logits, row by row; flags: what came of it
-    guards              around get, send, poll and stats: contain, time and count, and the heartbeat
-    heartbeat           block of the step                     watchdog       who looks at it
-    ledger              bytes, deadlines and arrivals of requests, one of which comes and one goes in every iteration
+    check_plan          the rules of a plan                   token ids      each below the vocabulary size
+    finite              logits: the check of each row; flags: the check of the results
+    guards              of get, send, poll and stats: contain, time, count and write the heartbeat
+    heartbeat           the block of the step                 watchdog       the thread that reads the heartbeat
+    ledger              bytes, deadlines and arrivals, for one request that comes and one that goes
 
-The starvation check is not among them: it looks only at a plan that leaves an active request out.
+The starvation check is not measured: it only runs for a plan that leaves out an active request.
 """
 
 import json
@@ -54,15 +54,15 @@ SMALL_LLAMA = {
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
     "hidden_act": "silu", "torch_dtype": "bfloat16"}
 
-Replacement = tuple[object, str, Any]     # where, the name of the check, what stands in for it
+Replacement = tuple[object, str, Any]     # object, name of the check in it, replacement
 
 
 def nothing(*_: object, **__: object) -> None:
-    """A check that is not there."""
+    """Replaces a check."""
 
 
 def replacements(loop: GenerationLoop) -> dict[str, list[Replacement]]:
-    """check -> what to put in its place."""
+    """Return check -> replacements."""
     callbacks, runner = loop.callbacks, loop._runner
     return {
         "check_totals": [(loop.kv, "check_totals", nothing)],
@@ -91,11 +91,11 @@ def without(replaced: list[Replacement]) -> Iterator[None]:
 
 
 def new_loop(iterations: int) -> GenerationLoop:
-    """A loop in which BATCH requests generate, past its warm-up."""
+    """Return a warmed-up loop in which BATCH requests generate."""
     setting = Setting(batch=BATCH, iterations=iterations + WARM_UP_ITERATIONS, streaming=False,
                       policy="max_utilization")
     loop, _ = make_loop(setting, Stopwatch())
-    for holder in (loop, loop.reporter):                          # its stopwatches are not wanted here
+    for holder in (loop, loop.reporter):                          # remove its stopwatches
         for name in [name for name, value in vars(holder).items() if getattr(value, "__name__", "") == "timed"]:
             delattr(holder, name)
     for _ in range(WARM_UP_ITERATIONS):
@@ -105,8 +105,8 @@ def new_loop(iterations: int) -> GenerationLoop:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds of an iteration: the difference of the medians, and of the first deciles, which a busy machine
-    disturbs least; whole: the first decile of the iteration with the check."""
+    """Microseconds per iteration: the difference of the medians, and that of the first deciles, which a busy machine
+    disturbs least. whole: the first decile with the check"""
 
     by_median: float
     by_decile: float
@@ -119,14 +119,14 @@ class Cost:
 
 
 def timed(what: Callable[[], object]) -> int:
-    """Nanoseconds of processor time."""
+    """Return the CPU time of a call in nanoseconds."""
     began = thread_time_ns()
     what()
     return thread_time_ns() - began
 
 
 def cost(check: str, pairs: int) -> Cost:
-    """What a check takes of an iteration."""
+    """Return the cost of a check per iteration."""
     portions = -(-pairs // A_PORTION)
     loop = new_loop(2 * portions * (A_PORTION + 1))
     replaced = replacements(loop)[check]
@@ -134,11 +134,11 @@ def cost(check: str, pairs: int) -> Cost:
     absent: list[int] = []
 
     def run_a_portion(taken: list[int]) -> None:
-        loop.step(accept_new=True)                  # the interpreter finds its shortcuts again
+        loop.step(accept_new=True)                  # the interpreter specializes the code again
         taken += [timed(partial(loop.step, accept_new=True)) for _ in range(A_PORTION)]
 
     for portion in range(portions):
-        if portion % 2:                             # who is first changes, too
+        if portion % 2:                             # the order alternates, too
             run_a_portion(present)
         with without(replaced):
             run_a_portion(absent)
@@ -149,7 +149,9 @@ def cost(check: str, pairs: int) -> Cost:
 
 
 def ledger_cost(pairs: int) -> Cost:
-    """One request comes and one goes: once in sixteen iterations where eight have 128 tokens to generate each."""
+    """Return the cost of one request that comes and goes.
+
+    With eight requests of 128 output tokens each, that is one in sixteen iterations."""
     intake = new_loop(1).intake
     admitted = intake._admission.admit(InferenceRequest(10**6, {"input_ids": [1] * 16, "request_output_len": 4}))
 
@@ -167,7 +169,7 @@ def ledger_cost(pairs: int) -> Cost:
 
 
 def watchdog_us(iteration_us: float) -> float:
-    """Processor time of the watchdog in one iteration: it wakes four times in hang_warning_s."""
+    """Return the CPU time of the watchdog per iteration. It wakes four times in hang_warning_s."""
     default_s, quick_s = 30.0, 0.02
     control = WorkerControl(SystemClock(), quick_s)
     spent: list[float] = []
@@ -188,7 +190,8 @@ def watchdog_us(iteration_us: float) -> float:
 
 
 def finite_costs(pairs: int) -> dict[str, Cost]:
-    """A look at the maxima of a step's logits, which on a GPU the sampling kernel takes; and at the flags."""
+    """Return the costs of checking the maxima of a step's logits, which the sampling kernel does on a GPU; and the
+    flags."""
     import torch
 
     maxima, others, flags = torch.ones(BATCH), np.ones(BATCH, bool), np.ones(BATCH, bool)
@@ -198,7 +201,7 @@ def finite_costs(pairs: int) -> dict[str, Cost]:
 
 
 def real_iteration_us() -> float:
-    """Median microseconds of a generation step of eight sequences with 128 tokens behind them, on one thread."""
+    """Return the median microseconds of a generation step of eight sequences of 128 tokens, on one thread."""
     import torch
 
     from batch_manager import KvCacheConfig, TrtGptModelOptionalParams

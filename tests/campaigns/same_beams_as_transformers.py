@@ -1,12 +1,16 @@
-"""Random models, random requests, random engines: are the beams those of transformers, all of them, in order?
+"""Compares all beams, in order, with those of transformers, for random models, requests and engine options.
 
     python tests/campaigns/same_beams_as_transformers.py --first-seed 0 --seconds 400
 
-As same_tokens_as_transformers.py, with beam search of random widths, length penalties and ways to stop beside requests
-of one beam. Where texts differ, and the scores of both lists agree within 1e-5 place by place, two ways of summing
-broke a tie differently; that is counted apart. So are scores of equal texts that are more than 1e-4 apart: random
-models may be that sensitive to rounding, and both are compared with the same model in float64. Beyond 1e-3 they are
-wrong. What was run is recorded in tests/CAMPAIGNS.md.
+As same_tokens_as_transformers.py, with beam searches of random width, length penalty and early stopping beside requests
+with one beam. Three verdicts are counted:
+
+    ties    sequences differ and scores agree within 1e-5 at each index: two summation orders broke a tie differently
+    apart   sequences are equal and scores differ by 1e-4 to 1e-3: random models may be that sensitive to rounding; the
+            errors of both against float64 are printed
+    wrong   anything else
+
+Results are recorded in tests/CAMPAIGNS.md.
 """
 
 import argparse
@@ -36,7 +40,7 @@ EARLY_STOPPING = {1: True, 0: False, 2: "never"}
 
 
 def run_seed(seed: int) -> Counter:
-    """Run one model; say what was wrong, and count."""
+    """Run one model. Prints what was wrong and returns the counts."""
     draw, counts = random.Random(seed), Counter(models=1)
     torch.manual_seed(seed)
     config = random_config(draw)
@@ -99,7 +103,7 @@ def run_seed(seed: int) -> Counter:
 def print_errors(model: torch.nn.Module, prompt: list[int], texts: list[list[int]], finishes: list[int],
                  scores: list[float], expected: list[tuple[list[int], float]], *, end_id: int, len_penalty: float,
                  **_: int) -> None:
-    """How far either list of scores is from those of float64."""
+    """Print the largest errors of both lists of scores against float64."""
     def score(text: list[int], finish: int) -> float:
         whole = text + [end_id] * (finish == FinishReason.END_ID)
         with torch.inference_mode():
@@ -115,13 +119,13 @@ def print_errors(model: torch.nn.Module, prompt: list[int], texts: list[list[int
 
 
 def most_blocks(prompt_len: int, count: int, beam_width: int, tokens_per_block: int) -> int:
-    """Blocks a request may hold: the whole blocks before the one with the last token of the prompt are shared."""
+    """Return the blocks that a request may hold. Beams share the blocks before the prompt's last token."""
     shared = (prompt_len - 1) // tokens_per_block
     return shared + (-(-(prompt_len + count) // tokens_per_block) - shared) * beam_width
 
 
 def likely_token(model: torch.nn.Module, prompt: list[int], draw: random.Random) -> int:
-    """One that a short greedy continuation holds, so that texts end."""
+    """Return a token of a short greedy continuation, as an end id that occurs."""
     with torch.inference_mode():
         text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8, pad_token_id=0)
     return draw.choice(text[0, len(prompt):].tolist())
@@ -129,7 +133,7 @@ def likely_token(model: torch.nn.Module, prompt: list[int], draw: random.Random)
 
 def expected_beams(model: torch.nn.Module, prompt: list[int], count: int, *, beam_width: int, end_id: int,
                    len_penalty: float, early_stopping: int) -> list[tuple[list[int], float]]:
-    """[(text without the end id, score)], best first; the score of a single beam is 0."""
+    """Return [(output without the end id, score)], best first; the score of a single beam is 0."""
     beams = {} if beam_width == 1 else {
         "num_beams": beam_width, "num_return_sequences": beam_width, "length_penalty": len_penalty,
         "early_stopping": EARLY_STOPPING[early_stopping]}

@@ -1,11 +1,11 @@
-"""Random models, random requests, random engines: are the greedy tokens those of transformers?
+"""Compares greedy tokens with those of transformers, for random models, requests and engine options.
 
     python tests/campaigns/same_tokens_as_transformers.py --first-seed 0 --seconds 400
 
-Each seed makes a checkpoint of a random family and shape, hands random prompts to an engine with random options at
-random moments, and judges every token by the logits transformers computes for the same text: it must be the largest.
-A token within 1e-5 of the largest logit is a tie that two ways of summing may break differently; it is counted apart.
-What was run is recorded in tests/CAMPAIGNS.md.
+Each seed makes a checkpoint of a random family and shape and sends random prompts at random times to an engine with
+random options. Each token must have the largest logit that transformers computes for the same sequence. A token within
+1e-5 of the largest logit is a tie, which two summation orders may break differently; ties are counted separately.
+Results are recorded in tests/CAMPAIGNS.md.
 """
 
 import argparse
@@ -136,16 +136,16 @@ def config_of_a_later_family(draw: random.Random, common: dict, wide: int, bias:
             "n_inner": draw.choice([None, 100]), "initializer_range": common["initializer_range"],
             "tie_word_embeddings": common["tie_word_embeddings"], "bos_token_id": None, "eos_token_id": None},
     }
-    if common["hidden_size"] // common["num_attention_heads"] == 8:      # too few to rotate a quarter of them
+    if common["hidden_size"] // common["num_attention_heads"] == 8:      # a quarter of 8 is too few
         return transformers.Olmo2Config(**make["Olmo2"]())
     family = draw.choice(list(make))
     return getattr(transformers, f"{family}Config")(**make[family]())
 
 
 def random_engine(draw: random.Random, prompts: dict[int, list[int]], lengths: dict[int, int]) -> tuple:
-    """(model type, policy, options): small pools, chunks and overlap more often than not."""
+    """Return (model type, policy, options), mostly with small pools, and often with chunks and overlap."""
     model_type = draw.choice(list(TrtGptModelType))
-    is_static = model_type is TrtGptModelType.V1    # lockstep: nothing is chunked, nothing overlaps
+    is_static = model_type is TrtGptModelType.V1    # lockstep, without chunks
     tokens_per_block, chunked = draw.choice([8, 16, 32, 64]), not is_static and draw.choice([True, False])
     worst = max(-(-(len(prompts[i]) + lengths[i]) // tokens_per_block) for i in prompts)
     blocks = draw.choice([worst, worst + 1, worst + 2, 400])
@@ -159,7 +159,7 @@ def random_engine(draw: random.Random, prompts: dict[int, list[int]], lengths: d
 
 
 def run_seed(seed: int) -> Counter:
-    """Run one model; say what was wrong, and count."""
+    """Run one model. Prints what was wrong and returns the counts."""
     draw, counts = random.Random(seed), Counter(models=1)
     torch.manual_seed(seed)
     config = random_config(draw)
@@ -200,7 +200,7 @@ def run_seed(seed: int) -> Counter:
 
 
 def largest_gap(model: torch.nn.Module, prompt: list[int], generated: list[int]) -> float:
-    """How far the worst of the tokens is from the largest logit at its place."""
+    """Return the largest distance of a token's logit from the largest logit at its position."""
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + generated])).logits[0, len(prompt) - 1:-1]
     chosen = logits.gather(1, torch.tensor(generated)[:, None])[:, 0]

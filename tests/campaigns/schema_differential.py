@@ -1,9 +1,9 @@
-"""Random records of every type, the product against the model of the rules, in parallel processes.
+"""Compares the product with a model of the rules, for random records of each type, in parallel processes.
 
     python tests/campaigns/schema_differential.py --first-seed 0 --cases 8000 --processes 2
 
-`--cases` seeds of each kind. Says per kind how many cases were compared and how many differed, and prints the smallest
-record of the first difference of each kind. Ends with status 1 when anything differed.
+Runs `--cases` seeds of each kind. Prints the number of compared and of different cases of each kind, and the smallest
+record of the first difference. The exit status is 1 if anything differed.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""T1: seeds of the simulator, one after the other, on several processes."""
+"""T1: consecutive seeds of the simulator, in several processes."""
 
 import itertools
 from collections import Counter
@@ -57,7 +57,7 @@ def portion(first_seed: int, count: int) -> Counts:
 
 
 def simulate_many(options: Options) -> Counts:
-    """Seeds from the first on, until it is enough or the time is up."""
+    """Run seeds from the first on, until it is enough or the time is up."""
     iterations, seeds, _, _ = ENOUGH[options.tier]
     counts = Counts()
     portions = ((seed, SEEDS_A_PORTION) for seed in itertools.count(options.first_seed, SEEDS_A_PORTION))
@@ -81,7 +81,9 @@ def run(options: Options) -> Summary:
 
 
 def short(counts: Counts, tier: str) -> list[str]:
-    """Faults and markers that were met less often than the tier asks for, those the engine cannot meet yet apart."""
+    """Return a line for each fault and marker that occurred less often than the tier requires.
+
+    Those that need a feature that the engine does not have are named as such."""
     iterations, seeds, hits, visits = ENOUGH[tier]
     lines = []
     if counts.iterations < iterations or counts.seeds < seeds:

@@ -1,10 +1,12 @@
-"""How near `batch-manager simulate` comes to real runs: python -m tests.campaigns.simulation_fidelity --model FOLDER
+"""Compares `batch-manager simulate` with real runs:
 
-Serves five workloads with a model on this machine, fits a cost model on the trace of the first, and predicts the
-others, which have other lengths, rates and settings. Nothing else should run meanwhile: what disturbs one run and not
-the other counts as an error. Prints what the simulation says over what was measured.
+    python -m tests.campaigns.simulation_fidelity --model FOLDER --vocab SIZE
 
-    --rate-factor X   of the request rates of the default workloads, which suit a model that takes 20 ms a step
+Serves five workloads with a model on this machine, fits a cost model to the trace of the first, and predicts all of
+them; the others have other lengths, rates and settings. Nothing else should run at the same time: a disturbance counts
+as an error. Prints the relative error of the simulated figures.
+
+    --rate-factor X   factor of the request rates; the default rates suit a model with steps of 20 ms
     --out FOLDER      keep workloads, traces, results and the cost model; `keep` copies them for the suite
 """
 
@@ -19,7 +21,7 @@ from typing import Any
 
 FIGURES = ("output_tok_s", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "e2e_ms_p99")
 FITTED = "fitted"
-# Name -> (arguments of `batch-manager workload`, requests a second, arguments of bench and simulate).
+# Name -> (arguments of `batch-manager workload`, requests per second, arguments of bench and simulate).
 WORKLOADS: dict[str, tuple[list[str], float, list[str]]] = {
     FITTED: (["log-normal", "--num-requests", "150", "--input-median", "180", "--input-sigma", "1.0", "--input-max",
               "1500", "--output-median", "64", "--output-sigma", "0.8", "--random-seed", "21"], 4.0, []),
@@ -61,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def keep(source: Path, target: Path) -> None:
-    """Copy what the suite needs: the fitted trace, lengths of the workloads, and the figures that were measured."""
+    """Copy the files for the suite: the fitted trace, the lengths of the workloads and the measured figures."""
     target.mkdir(parents=True, exist_ok=True)
     with gzip.open(target / "fitted.trace.gz", "wb") as file:
         file.write((source / f"{FITTED}.trace").read_bytes())

@@ -1,6 +1,6 @@
-"""T7: a million requests through engines that live as long as it takes, with a look at the process at every idle point.
+"""T7: a million requests through long-lived engines. The process is checked at every idle point.
 
-Each job is a process of its own with all the engines, and is judged by itself: its memory over its own requests.
+Each job is a process with all engines, and is judged separately: its memory over its own requests.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Changes to the core that no test notices, and why none could.
+"""Equivalent mutants of the core: changes that no test can notice, with the reason.
 
-`python -m tests.campaigns --suite T14-mutants` draws changes and names those that are missing here.
+`python -m tests.campaigns --suite T14-mutants` makes mutants and names the survivors that are missing here.
 """
 
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
-    """A change nobody notices.
+    """A change that no test notices.
 
     file     of the package
     source   the lines that are changed, without indentation
-    mutant   what to
-    reason   why that changes nothing that is promised
+    mutant   the lines after the change
+    reason   why the change does not affect documented behaviour
     """
 
     file: str

@@ -1,4 +1,4 @@
-"""The list of branches that no test takes is in order, and the check that reads it finds what is wrong."""
+"""The list of uncovered branches is valid, and its check finds missing and outdated entries."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The list of changes that no test notices is in order, and the campaign that reads it says what it changed."""
+"""The list of surviving mutants is valid, and the campaign that reads it describes a mutant by its lines."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def is_in_order(one: Survivor) -> bool:
-    """It changes lines that are in a file of the core, and says why."""
+    """Whether it changes lines of a file of the core and gives a reason."""
     return (any(Path(one.file).is_relative_to(path) for path in CORE) and one.source != one.mutant
             and " ".join(one.source.split()) in " ".join((ROOT / one.file).read_text().split())
             and len(one.reason.split()) > 3)

@@ -1,11 +1,11 @@
-"""Random texts through TextStream, many of them: tests/extras/test_text.py with more seeds.
+"""Random texts through TextStream: tests/extras/test_text.py with more seeds.
 
     python tests/campaigns/text_streams.py --first-seed 0 --texts 10000
     python tests/campaigns/text_streams.py --time
 
-Takes the tokenizers in turn. Prints what happened on the way, and every seed that went wrong. What was run is recorded
-in tests/CAMPAIGNS.md. With --time it prints microseconds a token instead, pushed one by one, after few tokens and after
-many.
+The tokenizers take turns. Prints counts of events and each seed that failed. Results are recorded in
+tests/CAMPAIGNS.md. With --time it prints microseconds per token instead, for tokens that are pushed one by one, after
+few tokens and after many.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from tests.extras.text_streams import DECODED_AT_THE_END, TOKENIZERS, corpus, ru
 
 
 def microseconds() -> None:
-    """Medians of seven runs of 2,000 tokens, after 1,000 and after 100,000 tokens."""
+    """Print medians of seven runs of 2,000 tokens, after 1,000 and after 100,000 tokens."""
     ways = {
         "TextStream": lambda tokenizer: TextStream(tokenizer).push,
         "with two stop strings": lambda tokenizer: TextStream(tokenizer, stop=["the dog", "</answer>"]).push,
@@ -65,7 +65,7 @@ def main() -> int:
     if options.time:
         microseconds()
         return 0
-    logging.getLogger("batch_manager").setLevel(logging.CRITICAL)    # tokenizers that cannot be cut are warned of
+    logging.getLogger("batch_manager").setLevel(logging.CRITICAL)    # warnings about tokenizers that cannot be cut
 
     seen, wrong, names = Counter(), 0, list(TOKENIZERS)
     last = options.first_seed + options.texts

@@ -1,18 +1,18 @@
-"""Which model types of transformers run in the engine: a small random model of each, through both attentions.
+"""Finds the model types of transformers that run in the engine, with a small random model of each.
 
     python tests/campaigns/transformers_types.py [--types llama,opt] [--seconds 60] [--write]
 
-Each type runs in a process of its own, which is ended after so many seconds. A configuration of the type is shrunk by
-the names of its numbers: windows, chunks and the like to 8 or less, so that prompts of 50 tokens cross them; layers are
-added until each kind of them that the full-sized configuration has occurs. The model is saved by transformers, loaded
-by `load_model`, and runs three prompts packed, in chunks, and 12 steps of generation. Its logits are compared with
-those of the model's own eager attention, float32: the largest difference must be at most 1e-5 of the largest logit, or,
-in models that round more, the largest distance from float64 at most three times that of the model's own float32. Then
-the same with each switch of the configuration turned over, with a window where there is none, with other kinds of
-layers, and with scaled rotary frequencies: each must be equal, or be refused as it is loaded.
+Each type runs in its own process, which has a time limit. The type's configuration is shrunk by the names of its
+numbers: windows and chunks to 8 or less, so that prompts of 50 tokens cross them. Layers are added until the model has
+each kind of layer of the full-sized configuration. Transformers saves the model, `load_model` loads it, and it runs
+three packed prompts in chunks and 12 generation steps. Its logits are compared with those of the model's own eager
+attention in float32. The largest difference must be at most 1e-5 of the largest logit. In models that round more, the
+largest distance from float64 must be at most three times that of the model's own float32. The same is repeated with
+each switch of the configuration inverted, with a window if there is none, with other kinds of layers and with scaled
+rotary frequencies. Each variant must be equal or must be refused when it is loaded.
 
---write   puts the result into batch_manager/models/transformers/proven_types.py and transformers_types.json beside this
-          file, where those of other types stay if they were made with the same versions; without it, a table is printed
+--write   writes the result to batch_manager/models/transformers/proven_types.py and transformers_types.json beside this
+          file. Results of other types stay if they have the same versions. Without it, a table is printed
 """
 
 import argparse
@@ -42,7 +42,7 @@ PROMPTS, STEPS, CHUNK = [50, 23, 37], 12, 16
 MOST_LAYERS = 12
 MOST_BYTES = 6 * 2**30
 
-# Names of numbers -> what they become. The first pattern that fits counts.
+# Names of numbers -> small value. The first pattern that matches counts.
 SIZES = [
     (r"topk_blocks|local_blocks", 1),
     (r"vocab_size(_per_layer_input)?$", 97),
@@ -72,7 +72,7 @@ SIZES = [
     (r"rotary_dim", 8),
     (r"index_n_heads|index_head", 4),
 ]
-# Switches that say nothing about a decoder that generates, or that the loader leaves out.
+# Switches that do not affect a generating decoder, or that the loader ignores.
 NOT_SWITCHED = {"use_cache", "is_decoder", "output_attentions", "output_hidden_states", "output_router_logits",
                 "return_dict", "torchscript", "is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder",
                 "scale_attn_weights", "use_mamba_kernels", "gradient_checkpointing", "chunk_size_feed_forward"}
@@ -90,11 +90,11 @@ class CannotShrinkError(Exception):
 
 
 class RoundsMoreError(Exception):
-    """The model's own float32 is about as far from float64 as the engine's is. The text has figures."""
+    """The model's own float32 is about as far from float64 as the engine's. The message has the figures."""
 
 
 def shrunk(config_class, num_layers: int) -> dict:
-    """Small values of the fields of a configuration that have numbers."""
+    """Return small values for the numeric fields of a configuration."""
     full = config_class()
     values = {}
     inverse = {own: common for common, own in config_class.attribute_map.items()}
@@ -117,7 +117,7 @@ def shrunk(config_class, num_layers: int) -> dict:
                 break
     if "qk_rope_head_dim" in values and "head_dim" in values:
         values["head_dim"] = values["qk_rope_head_dim"]
-    if "kv_lora_rank" in values and "num_key_value_heads" in values:         # each head has keys of its own
+    if "kv_lora_rank" in values and "num_key_value_heads" in values:         # each head has its own keys
         values["num_key_value_heads"] = values["num_attention_heads"]
     for name in ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "moe_layers"):
         if isinstance(getattr(full, name, None), list) and name in {f.name for f in dataclasses.fields(config_class)}:
@@ -126,13 +126,13 @@ def shrunk(config_class, num_layers: int) -> dict:
 
 
 def with_few_positions(rope: dict) -> dict:
-    """Rotary parameters that are for so few positions that prompts pass them."""
+    """Return rotary parameters for so few positions that prompts exceed them."""
     return {name: with_few_positions(value) if isinstance(value, dict)
             else 8 if name == "original_max_position_embeddings" and value else value for name, value in rope.items()}
 
 
 def small_config(config_class, **options):
-    """A configuration with few small layers, of each kind that the full-sized one has."""
+    """Return a configuration with few small layers, with each kind of layer of the full-sized one."""
     from batch_manager.models.transformers.configuration import kinds_of
 
     try:
@@ -155,7 +155,7 @@ def small_config(config_class, **options):
 
 
 def random_model(model_class, config):
-    """With weights that make every part matter: norms off one, biases and buffers off zero."""
+    """Return a model in which each weight has an effect: norms differ from one, biases and buffers from zero."""
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = model_class(config).eval()
@@ -176,7 +176,7 @@ def random_model(model_class, config):
 
 
 def compared(model_class, config) -> tuple[float, float]:
-    """(largest difference of logits, largest logit). Raises ConfigError where loading refuses the model."""
+    """Return (largest difference of logits, largest logit). Raises ConfigError if loading refuses the model."""
     from batch_manager.models import load_model
     from tests.models.conftest import Driver, expected_logits, random_prompts
 
@@ -195,7 +195,7 @@ def compared(model_class, config) -> tuple[float, float]:
     expected = expected_logits(model, sequences, STEPS)
     difference, largest = (logits - expected).abs().max().item(), expected.abs().max().item()
     if TOLERANCE * largest < difference < 100 * TOLERANCE * largest:
-        model.config._experts_implementation = "eager"               # the others have no float64
+        model.config._experts_implementation = "eager"               # other experts have no float64
         exact = expected_logits(model.double(), sequences, STEPS)
         own, ours = ((one - exact).abs().max().item() for one in (expected, logits))
         if ours <= ROUNDING * own:
@@ -204,7 +204,7 @@ def compared(model_class, config) -> tuple[float, float]:
 
 
 def variants_of(config_class) -> dict[str, dict]:
-    """What is tried beside the defaults: name -> options."""
+    """Return the variants beside the defaults: name -> options."""
     full = config_class()
     names = {field.name for field in dataclasses.fields(config_class)}
     found = {}
@@ -233,7 +233,7 @@ def variants_of(config_class) -> dict[str, dict]:
 
 
 def try_type(model_type: str) -> dict:
-    """What becomes of one type."""
+    """Return the result of one type."""
     import transformers
 
     from batch_manager.errors import ConfigError
@@ -251,7 +251,7 @@ def try_type(model_type: str) -> dict:
         config = small_config(config_class)
         result["layers"] = getattr(config, "num_hidden_layers", None)
         PROVEN[model_type] = ()
-        model.refuse_untested_kinds = lambda *given: None            # they are about to be tried
+        model.refuse_untested_kinds = lambda *given: None            # this run tests them
         kinds = kinds_of(config)
         error, scale = compared(model_class, copy.deepcopy(config))
     except RoundsMoreError as fault:
@@ -298,7 +298,7 @@ def without_path(text: str) -> str:
 
 
 def in_child(model_type: str, seconds: float) -> dict:
-    """`try_type` in a forked process that is ended when it takes too long or too much memory."""
+    """Run `try_type` in a forked process with limits on time and memory."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
 
@@ -367,7 +367,7 @@ def main() -> None:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    import tests.models.conftest  # noqa: F401   each forked process has it then
+    import tests.models.conftest  # noqa: F401   forked processes inherit it
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
