@@ -1,15 +1,15 @@
-"""An exception at every place where CPython would raise one that another thread asked for.
+"""An exception at each place where CPython can raise an asynchronous exception of another thread.
 
-    python -m tests.sweep.interrupted SCENARIO PLACE [GAP ...]      one of them again, with where it strikes
+    python -m tests.sweep.interrupted SCENARIO PLACE [GAP ...]      repeats one of them and prints where it strikes
 
-CPython 3.11 to 3.13 look for an exception asked for with PyThreadState_SetAsyncExc where a Python function begins or
-goes on behind a yield (RESUME), behind a call (CALL, CALL_FUNCTION_EX), and where a loop jumps back (JUMP_BACKWARD and
-its kind): nowhere else, and never inside a function of C. A tracer counts these places while a scenario runs in the
-code of batch_manager; at each of them the process forks, and the child raises the exception there and runs to its end
-without the tracer. So every place is tried with the history that led there, for the price of one run and a fork.
+CPython 3.11 to 3.13 check for an exception of PyThreadState_SetAsyncExc in these places only, and never inside a C
+function: where a Python function begins or continues after a yield (RESUME), after a call (CALL, CALL_FUNCTION_EX), and
+where a loop jumps back (JUMP_BACKWARD and its variants). A tracer counts these places while a scenario runs in the code
+of batch_manager. At each place the process forks; the child raises the exception there and runs to its end without the
+tracer. So each place is tried with its real history, for the cost of one run and a fork.
 
-GAP: another exception strikes so many places behind the one before, which is where everybody is being answered. CPython
-removes a tracer that raised, so a profiler puts it back where the first function is left or called behind the strike.
+GAP: another exception strikes this many places after the previous one, while requests are being answered. CPython
+removes a tracer that raises, so a profiler restores it at the next call or return of a function.
 """
 
 import dis
@@ -29,26 +29,26 @@ from batch_manager.worker import NESTED_WORKER_LOOPS
 from .scenarios import SCENARIOS, Run
 
 PACKAGE = os.path.dirname(batch_manager.__file__)
-# Not there: the scripted model, which is no part of the promise that a step may be run again after it was interrupted.
+# Not in runtime: the model does not promise that an interrupted step can run again.
 ELSEWHERE = (os.path.join(PACKAGE, "runtime"),)
 
 
 MOST_IN_A_ROW = 6
-PLACES_BEFORE_IT_BEGINS = 1    # the worker is not in its `try` yet, and has called nobody
+PLACES_BEFORE_IT_BEGINS = 1    # the worker is not in its `try` yet, and has called nothing
 
 
-# What the send callback of a run calls: an exception there is the callback's own.
+# Product code that the send callback of a run calls: an exception there belongs to the callback.
 READ_IN_CALLBACKS = {NamedTensor.tensor.fget.__code__, NamedTensor.array.fget.__code__,
                      OneTokenTensor.array.fget.__code__, UniformArray.make.__code__}
 
 
 class Injected(BaseException):
-    """What another thread raised in this one."""
+    """The exception that another thread raises in this one."""
 
 
 @cache
 def _checks(code: CodeType) -> tuple[dict[int, int], set[int]]:
-    """Where CPython looks for an exception: calls (offset -> that of the next instruction), and jumps back."""
+    """Return the places where CPython checks: calls (offset -> offset of the next instruction), and jumps back."""
     steps = list(dis.get_instructions(code))
     return ({step.offset: behind.offset for step, behind in pairwise(steps)
              if step.opname in ("CALL", "CALL_FUNCTION_EX", "CALL_KW")},
@@ -65,7 +65,7 @@ def _is_traced(frame: FrameType) -> bool:
 
 
 class Tracer:
-    """Calls `at_place(number, frame)` at every place; what it raises is raised there."""
+    """Calls `at_place(number, frame)` at each place; its exception is raised there."""
 
     def __init__(self, at_place: Callable[[int, FrameType], None]) -> None:
         self.number = 0
@@ -78,7 +78,7 @@ class Tracer:
         return self._in_frame(frame, -1)
 
     def put_back(self) -> None:
-        """Trace on, in the frames that are there, too."""
+        """Continue tracing, also in the existing frames."""
         frame = sys._getframe(2)
         while frame is not None:
             if _is_traced(frame):
@@ -93,7 +93,7 @@ class Tracer:
         def in_this_frame(frame: FrameType, event: str, _: object):
             nonlocal before
             if event == "opcode":
-                # not where a call raised, and not a jump that was not taken
+                # not if the call raised, or the jump was not taken
                 reached = calls.get(before) == frame.f_lasti or before in jumps and frame.f_lasti < before
                 before = frame.f_lasti
                 if reached:
@@ -108,7 +108,7 @@ class Tracer:
 
 
 def traced(run: Run, tracer: Tracer) -> int:
-    """Run to the end; the number of places on the way."""
+    """Run to the end. Returns the number of places."""
     sys.settrace(tracer)
     try:
         run.start()
@@ -121,17 +121,17 @@ def traced(run: Run, tracer: Tracer) -> int:
 
 
 def _verdict(run: Run) -> list[str]:
-    """Nobody is lost and nobody is told twice, and it is counted right.
+    """Return the violations: each request gets one final response, and the counts are right.
 
-    What somebody is told may be that the engine failed, or that his request could not be read: whoever reads it cannot
-    tell an exception that an object of the user's raised from one that somebody else did.
+    The final may say that the engine failed, or that the request could not be read: the reading code cannot tell an
+    exception of a user's object from an asynchronous one.
     """
     return [fault for fault in run.faults() if fault[:3] in ("I1 ", "I2 ", "I3 ", "I4 ", "I6 ", "I28", "C14")
             and "is fair and was refused" not in fault]
 
 
 def interrupted(name: str, place: int, gaps: Sequence[int] = ()) -> tuple[list[str], list[str]]:
-    """Strike at a place, and so many places behind that again for each gap: (where that is, what is wrong then)."""
+    """Raise at a place, and again after each gap. Returns (the places as text, violations)."""
     where: list[str] = []
     places_left = [place, *gaps]
 
@@ -160,9 +160,9 @@ def _name(frame: FrameType) -> str:
 
 def sweep(name: str, wanted: Callable[[int, FrameType], bool] = lambda place, frame: True, *,
           stops_at_first: bool = False) -> tuple[int, int, list[str]]:
-    """Every place of a scenario, or those that are wanted: (places, places tried, what is wrong).
+    """Try the wanted places of a scenario. Returns (number of places, places tried, violations).
 
-    stops_at_first   no more is tried once something is wrong
+    stops_at_first   stop after the first violation
     """
     tried, failures, original = 0, [], os.getpid()
 
@@ -173,8 +173,8 @@ def sweep(name: str, wanted: Callable[[int, FrameType], bool] = lambda place, fr
         tried += 1
         child = os.fork()
         if child == 0:
-            forked_child.current_process_id = original                    # the copy goes on as the original would
-            sys.unraisablehook = lambda _: None                    # struck in a generator that is being closed
+            forked_child.current_process_id = original                    # else the child would end itself
+            sys.unraisablehook = lambda _: None                    # raised in a generator that is being closed
             failures.clear()
             tried = -place
             raise Injected
@@ -189,7 +189,7 @@ def sweep(name: str, wanted: Callable[[int, FrameType], bool] = lambda place, fr
 
 
 def sweep_rows(name: str, places: int, count: int, seed: int) -> tuple[int, list[str]]:
-    """Two to MOST_IN_A_ROW exceptions, at places that a seed chooses: (exceptions that struck, what is wrong)."""
+    """Run rows of two to MOST_IN_A_ROW exceptions at random places. Returns (exceptions raised, violations)."""
     rng, struck, failures = random.Random(f"{name} {seed}"), 0, []
     for _ in range(count):
         place = rng.randint(PLACES_BEFORE_IT_BEGINS + NESTED_WORKER_LOOPS + 1, places)    # inside all its loops

@@ -1,10 +1,10 @@
-"""A fault at every named point of the engine, at its first, second, third ... time, once and from there on.
+"""A fault at each named point of the engine: at its first, second, third ... call, once or from that call on.
 
-    python -m tests.sweep.points SCENARIO POINT TIME once|always      one of them again
+    python -m tests.sweep.points SCENARIO POINT TIME once|always      repeats one of them
 
-A point is a function that the loop depends on. It is made to fail at its n-th call, for n = 1, 2, 3 ... until a run has
-so few calls that nothing failed. After each run the history checker judges the calls (I1..I8), and the books of the KV
-cache are audited when the engine is idle and has not failed.
+A point is a function that the loop depends on. It fails at its n-th call, for n = 1, 2, 3 ... until a run has fewer
+calls. After each run the history checker checks the calls (I1..I8), and the accounting of the KV cache is audited if
+the engine did not fail.
 """
 
 import sys
@@ -21,15 +21,15 @@ MOST_TIMES = 10_000
 
 
 class Planted(Exception):
-    """What a point raises."""
+    """The exception of a failing point."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """spoils(run, fail): have `fail` called whenever the point is passed.
+    """spoils(run, fail): makes the point call `fail` each time it is reached.
 
-    raises        what fail raises
-    in_callback   a callback of the user's: nobody else may notice
+    raises        exceptions that `fail` raises, one per run
+    in_callback   the point is a user's callback: its exception must not fail the engine
     """
 
     name: str
@@ -43,7 +43,7 @@ def _callback(name: str) -> Callable:
 
 
 def _before(owner: Callable[[Run], Any], method: str) -> Callable:
-    """The method fails before it has done anything."""
+    """Return a function that makes a method fail before it does anything."""
     def spoil(run: Run, fail: Callable[[], None]) -> None:
         whole, target = getattr(owner(run), method), owner(run)
 
@@ -56,12 +56,12 @@ def _before(owner: Callable[[Run], Any], method: str) -> Callable:
 
 
 def _finish(run: Run, fail: Callable[[], None]) -> None:
-    """The step fails when it is waited for."""
+    """Make the step fail when it is read."""
     run.backend.on_finish = lambda batch: fail()
 
 
 def _late_step(run: Run, fail: Callable[[], None]) -> None:
-    """The step fails while it runs: when it is launched, or after later ones were on an asynchronous device."""
+    """Make the step fail while it runs: at its launch, or on an asynchronous device, after later launches."""
     run.backend.on_step = lambda batch: fail()
 
 
@@ -102,7 +102,7 @@ POINTS: dict[str, Point] = {point.name: point for point in [
 
 
 def spoiled(scenario: str, name: str, time: int, always: bool, raises: type[BaseException]) -> tuple[Run, int]:
-    """A run in which a point fails at its n-th time: (the run, how often it failed)."""
+    """Run a scenario in which a point fails at its n-th call. Returns (the run, number of failures)."""
     passed = failed = 0
 
     def fail() -> None:
@@ -119,7 +119,7 @@ def spoiled(scenario: str, name: str, time: int, always: bool, raises: type[Base
 
 
 def faults(run: Run, point: Point) -> list[str]:
-    """What is wrong after a run in which a point failed."""
+    """Return the violations of a run in which a point failed."""
     found = [fault for fault in run.faults() if not (point.name == "admission" and "is fair and was refused" in fault)]
     if point.in_callback and run.loop.failure is not None:
         found.append(f"C15: a callback that raised failed the engine: {run.loop.failure}")
@@ -127,7 +127,7 @@ def faults(run: Run, point: Point) -> list[str]:
 
 
 def scenarios_of(point: Point) -> tuple[str, ...]:
-    """Where it is passed in the shortest time."""
+    """Return the shortest scenarios that reach the point."""
     return {"get, between items": ("generator",), "publish": ("reused",),
             "copy or clear blocks": ("reused", "beams", "not finite", "runs ahead, late fault"),
             "take back": ("runs ahead, late fault",), "streamed responses": ("mixed", "chunked"),
@@ -141,7 +141,7 @@ def variants(point: Point) -> Iterator[tuple[bool, type[BaseException]]]:
 
 
 def sweep(scenario: str, point: Point, most_times: int = MOST_TIMES) -> tuple[int, int, list[str]]:
-    """Every time of a point in a scenario: (runs, faults that struck, what is wrong)."""
+    """Fail a point at each of its calls in a scenario. Returns (runs, failures, violations)."""
     runs = struck = 0
     wrong = []
     for always, raises in variants(point):

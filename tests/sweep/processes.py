@@ -1,11 +1,11 @@
-"""How a process with an engine in it ends, and who was told what before.
+"""The end of a process that has an engine: each request is answered before.
 
-    python -m tests.sweep.processes SCENARIO|all [REPEATS] [FIRST] [-v]      -v: with what they say to stderr
+    python -m tests.sweep.processes SCENARIO|all [REPEATS] [FIRST] [-v]      -v: shows their stderr
 
-Each repeat is a process of its own, forked from one that has imported the engine and has no threads; it ends as any
-interpreter does. It says what get handed over and what was answered. Passed: every id got one final response, the exit
-status is the expected one, and all was over within SECONDS. On a machine with more to do than cores it may take longer,
-but no more than LONGEST.
+Each repeat is its own process, forked from a process without threads that has imported the engine, and ends like any
+interpreter. It prints the ids that get returned and the ids of finals. A repeat passes if each id got one final
+response, the exit status is the expected one, and the process ended within SECONDS. On a machine with more load than
+cores, LONGEST is the limit.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from batch_manager.requests.inference_request import InferenceRequest
 from batch_manager.testing.scripted_backend import ScriptedBackend
 
 SECONDS, LONGEST = 5.0, 40.0
-SECONDS_OF = {"a_hundred_thousand_requests_in_one_get": 20.0}    # two seconds of a processor where it has one to itself
+SECONDS_OF = {"a_hundred_thousand_requests_in_one_get": 20.0}    # takes two seconds of CPU
 STEP_S = 0.001
 LONG = 900                                   # tokens: longer than any scenario lasts
 
@@ -48,7 +48,7 @@ def request(request_id: int, new_tokens: int = LONG) -> InferenceRequest:
 
 
 class Server:
-    """Hands over, and says what it was told. on_send: called behind that."""
+    """Callbacks that print the ids of requests and of finals. on_send: called after a final"""
 
     def __init__(self, pending: list, on_send: Callable[[int], None] = lambda request_id: None) -> None:
         self.pending, self.on_send = pending, on_send
@@ -74,7 +74,7 @@ def make(get: Callable, send: Callable, on_step: Callable | None = None, **optio
 
 
 def started(on_send: Callable[[int], None] = lambda request_id: None, new_tokens: int = LONG) -> GptManager:
-    """A manager with three requests at work."""
+    """Return a manager with three active requests."""
     server = Server([request(i, new_tokens) for i in range(3)], on_send)
     manager = make(server.get, server.send)
     while manager.num_active_requests < 3 and not server.num_finals:
@@ -82,7 +82,7 @@ def started(on_send: Callable[[int], None] = lambda request_id: None, new_tokens
     return manager
 
 
-KEPT = []                                    # what must not be collected before the interpreter ends
+KEPT = []                                    # keeps managers until the interpreter ends
 
 
 # ---------------------------------------------------------------------- how a process ends
@@ -129,7 +129,7 @@ def deleted_without_shutdown(seed: int) -> None:
 
 
 def a_callback_blocks(seed: int) -> None:
-    """Shutdown says that it could not wait; when the callback comes back, everybody is answered."""
+    """Shutdown returns False after its timeout. Once the callback returns, all requests are answered."""
     gpt_manager.SECONDS_TO_STOP_AFTER_A_TIMEOUT = 0.01
     inside, go_on = threading.Event(), threading.Event()
     manager = started(lambda request_id: (inside.set(), go_on.wait(20)), new_tokens=2)
@@ -181,7 +181,7 @@ def forked(seed: int) -> None:
 
 def a_hundred_thousand_requests_in_one_get(seed: int) -> None:
     distinct = [request(i, 1) for i in range(1_000)]
-    server = Server(distinct * 100)                                # ids in use, ids that wait, ids that are free again
+    server = Server(distinct * 100)                                # ids that are active, waiting or free again
     with make(server.get, server.send):
         while server.pending:
             time.sleep(0.001)
@@ -208,21 +208,21 @@ def many_exceptions_injected(seed: int) -> None:
 
 
 def interrupt_the_worker(rng: random.Random, times: int) -> None:
-    """Real asynchronous exceptions at random moments. The callbacks are functions of C, so that none can strike inside:
-    what was handed over and what was answered is known exactly.
+    """Raise asynchronous exceptions in the worker at random times. No exception can strike inside a callback, because
+    the callbacks are C functions; so the requests and finals are known exactly.
 
-    Without logging, and only between the worker's first iteration and its end: an exception that strikes between taking
-    a lock of `logging`, or of the code of `threading` that starts and ends a thread, and the `try` behind it leaves the
-    lock locked for ever. No user of these modules could mend that.
+    There is no logging, and exceptions come only between the worker's first iteration and its end. In `logging`, and in
+    the code of `threading` that starts and ends threads, an exception between taking a lock and the following `try`
+    leaves the lock locked for ever. Users of these modules cannot prevent that.
     """
     logging.disable()
-    for name in list(logging.root.manager.loggerDict):             # asking for the first time takes a lock of logging
+    for name in list(logging.root.manager.loggerDict):             # the first call takes a lock of logging
         for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL):
             logging.getLogger(name).isEnabledFor(level)
-    build.numpy_to_tensor = None                                   # print reads the tensors; torch need not be imported
+    build.numpy_to_tensor = None                                   # print reads the tensors; avoids importing torch
     sys.setswitchinterval(1e-5)
     batches = [[request(10 * turn + i, rng.randint(1, 8)) for i in range(rng.randint(1, 6))] for turn in range(12)]
-    told = io.StringIO()                                           # print writes an id first, and then all the rest
+    told = io.StringIO()                                           # print writes an id first, then the rest
     manager = make(partial(next, chain(batches, repeat(()))), partial(print, "\n", sep="\x1f", end="", file=told),
                    lambda batch: None, idle_poll_interval_s=0.0005)
     inject, stopped = ctypes.pythonapi.PyThreadState_SetAsyncExc, manager._control.stopped
@@ -235,7 +235,7 @@ def interrupt_the_worker(rng: random.Random, times: int) -> None:
             threading.Thread(target=manager.shutdown, args=(rng.random() < 0.5,)).start()
         time.sleep(rng.choice([0, 0.0002, 0.002]))
         kind = ctypes.py_object(rng.choice([SystemExit, KeyboardInterrupt, ValueError]))
-        if not stopped.is_set:    # no other thread runs between the look and the call: this one keeps the GIL
+        if not stopped.is_set:    # no thread switch before the call: this thread keeps the GIL
             inject(worker, kind)
     assert manager.shutdown(timeout=4)
     items = manager._loop.unanswered
@@ -244,7 +244,7 @@ def interrupt_the_worker(rng: random.Random, times: int) -> None:
     say("\n".join(f"final {record.split(chr(31))[1]}" for record in told.getvalue().split("\n") if chr(31) in record))
 
 
-# status the interpreter has to end with
+# scenario -> expected exit status
 SCENARIOS: dict[Callable[[int], None], int] = {
     the_script_ends: 0,
     an_uncaught_exception: 1,
@@ -270,7 +270,7 @@ BY_NAME = {scenario.__name__: scenario for scenario in SCENARIOS}
 
 
 def _read(pipe: int, deadline: float) -> Iterator[bytes]:
-    """What comes until the other end is closed; nothing more at the deadline."""
+    """Yield data until the other end is closed or the deadline is over."""
     while (left := deadline - time.monotonic()) > 0 and select.select([pipe], [], [], left)[0]:
         data = os.read(pipe, 1 << 16)
         if not data:
@@ -279,7 +279,7 @@ def _read(pipe: int, deadline: float) -> Iterator[bytes]:
 
 
 def _wait(child: int, deadline: float) -> int | None:
-    """The exit status, or None when it did not end in time and was killed."""
+    """Return the exit status. After the deadline, kill the child and return None."""
     while time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
@@ -291,7 +291,7 @@ def _wait(child: int, deadline: float) -> int | None:
 
 
 def judge(said: str, status: int | None, expected: int, seconds: float, limit: float = SECONDS) -> str:
-    """What is wrong, or nothing."""
+    """Return what is wrong, or an empty string."""
     words = [line.split() for line in said.splitlines() if line]
     handed = Counter(line[1] for line in words if line[0] == "handed")
     finals = Counter(line[1] for line in words if line[0] == "final")
@@ -309,7 +309,7 @@ def judge(said: str, status: int | None, expected: int, seconds: float, limit: f
 
 
 def repeat_one(name: str, seed: int, is_loud: bool) -> tuple[str, float] | None:
-    """Run a scenario in a process of its own: (what is wrong, seconds). None: this is that process, and has to end."""
+    """Run a scenario in its own process. Returns (what is wrong, seconds); None in that process, which must end."""
     pipe, end = os.pipe()
     began = time.monotonic()
     child = os.fork()
@@ -331,7 +331,7 @@ def repeat_one(name: str, seed: int, is_loud: bool) -> tuple[str, float] | None:
 
 
 def main() -> int:
-    """One line for each repeat that is wrong, and one for each scenario."""
+    """Print a line for each failed repeat, and one for each scenario."""
     name, *numbers = [argument for argument in sys.argv[1:] if argument != "-v"]
     repeats, first = (*map(int, numbers), *(1, 0)[len(numbers):])
     all_wrong = 0

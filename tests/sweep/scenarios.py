@@ -1,9 +1,9 @@
-"""Small runs in which everything happens once or twice, for faults to strike in.
+"""Small runs with one or two of each kind of event, in which faults are injected.
 
     run = Run(SCENARIOS["paused"]); run.start(); run.faults()
 
-The real loop, the real worker function without a thread, a virtual clock, the scripted model, and a server that knows
-what it handed over and what it was told. A run takes a few milliseconds.
+A run has the real loop, the real worker function without a thread, a virtual clock, the scripted model, and a server
+that records requests and responses. It takes a few milliseconds.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ MOST_TURNS = 400
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request of a scenario. must: the code it has to be refused with; None: it has no usable id."""
+    """A request of a scenario. must: the code of its refusal; "": none; None: it has no usable id"""
 
     request_id: Any
     prompt: int = 3
@@ -41,8 +41,8 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """arrivals: what each call of get hands over; stops: call of poll -> ids; ends: ask for "drain" or "abort" after so
-    many calls of get."""
+    """arrivals: items of each call of get; stops: call of poll -> ids; ends: (call of get, "drain" or "abort" at that
+    call)"""
 
     name: str
     arrivals: tuple[tuple[Arrival, ...], ...]
@@ -65,12 +65,14 @@ LONG = ((Arrival(1, 4, 6), Arrival(2, 4, 6), Arrival(3, 3, 5)), (Arrival(4, 2, 2
 
 
 def _plant_not_finite(batch: ScheduledBatch) -> dict[int, RowFailure]:
-    """In one step, the row of one request."""
+    """Return a failure of one row in one step."""
     return {0: RowFailure(ErrorCode.NON_FINITE_LOGITS, "planted")} if batch.iteration == 2 else {}
 
 
 def _late_fault() -> Callable[[ScheduledBatch], None]:
-    """A step with several requests raises once, when the one after it was launched already."""
+    """Return an on_step that raises once, in a step with several requests.
+
+    On an asynchronous device, the next step has been launched by then."""
     errors = [RuntimeError("planted")]
 
     def on_step(batch: ScheduledBatch) -> None:
@@ -107,11 +109,11 @@ SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in [
 
 
 class Run(Client):
-    """One run of a scenario, and its callbacks. A fault can spoil the loop, the backend, the clock, the control block
-    and, by `spoiled`, the callbacks.
+    """One run of a scenario, and its callbacks. Tests inject faults into the loop, the backend, the clock, the control
+    block and, with `spoiled`, the callbacks.
 
-    spoiled     callback, or "item" -> what it does first
-    final_ids   ids that have had a final, in order
+    spoiled     callback, or "item" -> function that it calls first
+    final_ids   ids with a final response, in order
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -138,7 +140,7 @@ class Run(Client):
             run_worker(self.loop, self.control, IDLE_S)
 
     def faults(self) -> list[str]:
-        """What is wrong, once it is over."""
+        """Return the violations of a finished run."""
         loop, items = self.loop, self.loop.unanswered
         self.history.feed(Closed(self.clock.now, items.num_accepted, items.num_refused, items.num_unaddressable))
         found = list(self.history.anomalies)
@@ -155,13 +157,13 @@ class Run(Client):
                 found.append(f"I9: {error}")
         return found
 
-    # the callbacks
+    # callbacks
 
     def items(self, max_num_requests: int) -> Any:
         self.history.feed(Other(self.clock.now))
         self.num_gets += 1
         turn, how = self.scenario.ends
-        if self.num_gets >= turn and not self.control.draining:    # again, if an exception struck before it was done
+        if self.num_gets >= turn and not self.control.draining:    # again, if an exception struck in the first call
             self.control.ask_to_drain() if how == "drain" else self.control.ask_to_abort()
         self.spoiled.get("get", _nothing)()
         requests = self.requests.pop(0) if self.requests else []
@@ -195,7 +197,7 @@ class Run(Client):
             response.tokens = arrays["output_ids"][0, 0][:length].tolist()
             response.reason = int(arrays["finish_reason"][0, 0])
         beams = tensors and arrays["sequence_length"].shape[1] > 1
-        if beams:                                                  # the oracle knows one beam: leave the text alone
+        if beams:                                                  # this oracle has one beam only: skip the output
             response.tokens, response.error = None, "[SHUTDOWN] stands for several beams"
         self.history.feed(response)
         if final:

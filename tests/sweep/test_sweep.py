@@ -1,4 +1,4 @@
-"""T4 in short: every fault point three times, a sample of the places for an exception, every way to end once."""
+"""T4 in short: each fault point three times, a sample of the places for an exception, each kind of process end once."""
 
 import subprocess
 import sys
@@ -47,7 +47,7 @@ def test_an_exception_anywhere_costs_nobody_an_answer(name):
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="CPython looks for exceptions elsewhere from here on")
 @pytest.mark.parametrize("name", ["mixed", "generator"])
 def test_no_place_where_items_move_costs_anybody_an_answer(name):
-    """All places of these files, where the test above takes a sample of all."""
+    """It tries all places of these files; the test above tries a sample of all files."""
     files = ("callbacks.py", "fetched_items.py", "guard.py", "unanswered.py")
     _, tried, wrong = sweep_places(name, lambda place, frame: frame.f_code.co_filename.endswith(files))
     assert tried > 500
