@@ -1,10 +1,10 @@
-"""One soak in a process of its own.
+"""Runs one soak in this process.
 
     python -m tests.soak --seed 1 --items 20000 --items-a-round 250 [--out FILE] [--tier Q]
 
-One JSON object for every idle point goes to FILE; then a verdict is printed. Exit status 1: something is wrong, or
-grows. The C library keeps caches of freed pieces for every thread; they fill slowly, to a bound, and would look like
-growth. So does what many arenas keep of what was freed. The process starts itself again without either.
+It writes one JSON object per idle point to FILE, then prints a verdict. Exit status 1: something is wrong or grows. The
+C library keeps freed memory in caches per thread and in many arenas. These fill slowly, up to a bound, and would look
+like growth. So the process restarts itself with the caches off and one arena.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = options.out or Path(folder) / "samples"
         with path.open("w") as out:
-            def tell(sample: Sample) -> None:           # kept in a file: a list of them would be growth
+            def tell(sample: Sample) -> None:           # in a file, because a list would grow
                 out.write(json.dumps(sample) + "\n")
                 out.flush()
 

@@ -1,4 +1,4 @@
-"""The engines that are soaked: different features, side by side in one process, for as long as it lives."""
+"""The engines of a soak: they have different features and run side by side in one process."""
 
 import time
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ STEP_S = 0.02
 VOCAB = 23
 MAX_SEQ_LEN = 64
 TOKENS_PER_BLOCK = 4
-STEP_FAULTS = 0.001         # probability that a step raises, and that a row of it is spoilt
+STEP_FAULTS = 0.001         # probability that a step raises, and that one of its rows fails
 
-# A worker with nothing to do sleeps this long: `notify` wakes it, and the others should not disturb who is at work.
+# Idle workers sleep this long, so that they do not disturb the busy one. `notify` wakes them.
 IDLE_POLL_INTERVAL_S = 1.0
 
 
@@ -31,8 +31,8 @@ IDLE_POLL_INTERVAL_S = 1.0
 class Engine:
     """One configuration.
 
-    salts      requests keep their cached prompts apart, each with a salt of its own in a tenth of them
-    verifies   the model reads every history back in every step, and checks how it is driven; that takes time
+    salts      some requests have a cache_salt, a tenth of all a unique one
+    verifies   the model reads back each sequence in each step and checks how it is called, which takes time
     """
 
     name: str
@@ -54,7 +54,7 @@ class Engine:
 
     @property
     def model(self) -> dict[str, Any]:
-        """What the checker of histories has to know of the scripted model."""
+        """Return the description of the scripted model for the history checker."""
         return {"vocab_size": VOCAB, "key": 0, "window": self.window, "sink": self.sinks, "max_seq_len": MAX_SEQ_LEN,
                 "is_static": self.is_static}
 
@@ -78,7 +78,7 @@ ENGINES = (
 
 
 class HurriedClock:
-    """The real time, and STEP_S more with every step: deadlines pass as they would with a model."""
+    """Real time plus STEP_S for each step, so that deadlines pass as with a real model."""
 
     def __init__(self) -> None:
         self.ahead = 0.0
@@ -92,11 +92,11 @@ class HurriedClock:
 
 
 class Planted(Exception):
-    """Raised because somebody was told to."""
+    """An injected exception."""
 
 
 class UnreliableModel:
-    """What happens in a step: time passes, and now and then it fails, or one of its rows does."""
+    """The on_step of a scripted model: it advances the clock and, rarely, fails the step or one of its rows."""
 
     def __init__(self, clock: HurriedClock, rng: Random) -> None:
         self._clock, self._rng = clock, rng
@@ -114,7 +114,7 @@ class UnreliableModel:
 
 
 def make_manager(engine: Engine, callbacks: Any, clock: HurriedClock, rng: Random) -> GptManager:
-    """A manager with its worker, over a scripted model."""
+    """Return a running manager with a scripted model."""
     backend = ScriptedBackend(vocab_size=VOCAB, max_seq_len=MAX_SEQ_LEN, num_blocks=engine.num_blocks,
                               tokens_per_block=TOKENS_PER_BLOCK, num_slots=8, window=engine.window, sink=engine.sinks,
                               host_blocks=engine.host_blocks, verify=engine.verifies,

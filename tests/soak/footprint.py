@@ -1,4 +1,4 @@
-"""What a process holds: memory, objects, threads, files."""
+"""Measures what a process holds: memory, objects, threads, files."""
 
 import ctypes
 import gc
@@ -24,7 +24,7 @@ class _MallInfo2(ctypes.Structure):
 try:
     _libc = ctypes.CDLL("libc.so.6")
     _libc.mallinfo2.restype = _MallInfo2
-except (OSError, AttributeError):       # not the C library of GNU, or an old one
+except (OSError, AttributeError):       # not glibc, or an old one
     _libc = None
 
 
@@ -32,27 +32,28 @@ SMALL_ARRAY, KEPT_OF_EACH_SIZE = 1024, 7      # bytes, pieces: numpy/_core/src/m
 
 
 def fill_the_cache_of_numpy() -> None:
-    """numpy keeps the memory of freed small arrays, some pieces of each size. Rare sizes fill their places late, and
-    that would look like growth for hundreds of thousands of requests; so all places are filled at once."""
+    """Fill numpy's cache of freed small arrays, which keeps some pieces of each size.
+
+    Rare sizes would fill late, and that would look like growth for hundreds of thousands of requests."""
     pieces = [np.empty(size, np.uint8) for size in range(1, SMALL_ARRAY) for _ in range(KEPT_OF_EACH_SIZE)]
     pieces.clear()
 
 
 def resident_bytes(line: str = "VmRSS:") -> int:
-    """As /proc/self/status has it: all of it, or "RssAnon:", without the pages of programs and libraries."""
+    """Return the resident memory of /proc/self/status. line: "RssAnon:" excludes the pages of programs and libraries"""
     with open("/proc/self/status") as status:
         return next(int(text.split()[1]) for text in status if text.startswith(line)) * 1024
 
 
 def memory() -> dict[str, int]:
-    """Bytes the process holds, and blocks of Python's own allocator.
+    """Return the memory of the process in bytes, and the blocks of Python's allocator.
 
     rss_untrimmed   resident memory as it is
-    rss             once unreachable objects were collected and the C library gave free pages back: what it keeps of
-                    them depends on the order of frees, not on what anybody holds
-    rss_anonymous   of that, what is no page of a program or a library: they come in as rare paths are taken
-    malloc          bytes in use of the C library's allocator: large objects and arrays, exactly
-    blocks          of Python's allocator in use: small objects, exactly
+    rss             resident memory after a collection and a trim of the C library, whose free pages depend on the order
+                    of frees
+    rss_anonymous   `rss` without the pages of programs and libraries, which are loaded when rare paths run
+    malloc          bytes in use in the C library's allocator: large objects and arrays, exact
+    blocks          blocks in use in Python's allocator: small objects, exact
     """
     untrimmed = resident_bytes()
     gc.collect()
@@ -71,7 +72,7 @@ def handles() -> dict[str, int]:
 
 
 def tracked_objects() -> Counter[str]:
-    """Objects of ours in the whole process, by type, as the garbage collector knows them; and all containers."""
+    """Count the objects that the garbage collector tracks, by type: containers, and types of the packages in OURS."""
     counts: Counter[str] = Counter()
     for thing in gc.get_objects():
         cls = type(thing)
@@ -81,9 +82,9 @@ def tracked_objects() -> Counter[str]:
 
 
 def reachable_objects(root: object, without: Collection[object]) -> tuple[Counter[str], int]:
-    """(objects by type, entries of all containers) that `root` keeps alive, whatever their type.
+    """Return (objects by type, entries of all containers) that `root` keeps alive.
 
-    without   not these, nor what only they keep. Code, modules and classes are left out by themselves
+    without   objects to skip, with what only they keep alive. Modules, classes and frames are always skipped
     """
     counts: Counter[str] = Counter()
     entries = 0
@@ -103,7 +104,7 @@ def reachable_objects(root: object, without: Collection[object]) -> tuple[Counte
 
 
 def _referents(thing: Any) -> list[Any]:
-    if isinstance(thing, FunctionType):         # not its module's globals
+    if isinstance(thing, FunctionType):         # without its module's globals
         return [*(thing.__closure__ or ()), *(thing.__defaults__ or ())]
     if isinstance(thing, MethodType | BuiltinFunctionType):
         return [thing.__self__]

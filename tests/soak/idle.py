@@ -1,4 +1,5 @@
-"""C22: what an idle manager costs, and how soon it picks a request up. Figures, not judgements: a busy machine is late.
+"""C22: measures the CPU time of an idle manager and the delay until it reads a request. No bounds: a busy machine is
+late.
 
     python -m tests.soak.idle
 """
@@ -16,7 +17,7 @@ PICKUPS = 200
 
 
 class Desk:
-    """Hands one request over at a time, and notes how long it lay there."""
+    """Callbacks that return one request at a time and note how long it waited."""
 
     def __init__(self) -> None:
         self.pending: list[tuple[float, InferenceRequest]] = []
@@ -43,7 +44,7 @@ class Desk:
 
 
 def measure(idle_s: float = IDLE_S, pickups: int = PICKUPS) -> dict[str, str]:
-    """Figures of a manager with its default settings."""
+    """Return the figures of a manager with default settings."""
     desk, rng = Desk(), Random(0)
     with GptManager(None, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION, desk.get,
                     desk.send, parts=Parts(backend=ScriptedBackend())) as manager:

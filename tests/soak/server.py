@@ -1,7 +1,7 @@
-"""The server around a soaked engine: callbacks that hand over a mixture, judge every answer, and fail now and then.
+"""The server around an engine in a soak: callbacks that return mixed requests, check each response and rarely fail.
 
-It forgets what it recorded when a round is over: a server that grew would hide an engine that does. So it is not a
-`Client` of tests/harness, which keeps everything.
+It forgets its records after each round: a growing server would hide a growing engine. So it is not a `Client` of
+tests/harness, which keeps everything.
 """
 
 from collections import Counter, defaultdict
@@ -18,7 +18,7 @@ from tests.simulation.history import CANCELLED, Handed, HistoryChecker, Other, P
 
 from .engines import MAX_SEQ_LEN, VOCAB, Engine, HurriedClock, Planted
 
-IDS = 1500                  # so few that each comes back again and again, at times while it is alive
+IDS = 1500                  # few, so that each is used again and again, sometimes while it is live
 CALLBACK_FAULTS = 0.002
 STOPPED, INVALID = 0.12, 0.05
 LULL = 0.15
@@ -29,9 +29,9 @@ BEAMS, BEAM_OUTPUT = 0.3, 6
 class Server:
     """Callbacks of one manager.
 
-    notify        wakes its worker; to be set once there is one
-    round_over    all of a round was handed over and answered
-    counts        what happened, summed up from the start
+    notify        wakes its worker; set once the manager exists
+    round_over    set when all items of a round are read and answered
+    counts        counts of events since the start
     """
 
     def __init__(self, engine: Engine, clock: HurriedClock, rng: Random) -> None:
@@ -44,10 +44,10 @@ class Server:
         self.begin(0)
 
     def begin(self, count: int) -> None:
-        """Hand over so many items from now on. The round before is forgotten."""
+        """Begin a round of `count` items, and forget the previous round."""
         self.left = count
         self.history = HistoryChecker(scripted_oracle(self.engine.model), MAX_SEQ_LEN, self.engine.is_static)
-        self.to_stop: dict[int, list[int]] = defaultdict(list)     # call of poll -> ids it names
+        self.to_stop: dict[int, list[int]] = defaultdict(list)     # call of poll -> ids to return
         self.num_polls = 0
         self.round_over.clear()
         self.is_at_work = count > 0
@@ -57,7 +57,7 @@ class Server:
         return {"get_inference_requests_cb": self.get, "send_response_cb": self.send,
                 "poll_stop_signal_cb": self.poll, "return_batch_manager_stats_cb": self.stats}
 
-    # the four
+    # callbacks
 
     def get(self, max_num_requests: int) -> Any:
         if not self.is_at_work:
@@ -75,7 +75,7 @@ class Server:
         if len(alive) >= MOST_ALIVE or rng.random() < (LULL if alive else 2 * LULL):
             if not alive:
                 self.counts["lulls"] += 1
-                self.notify()                   # the worker is about to sleep, and there will be more
+                self.notify()                   # else the worker would sleep, and more items will come
             return ()
         return self._items(rng.choice((1, 1, 2, 3, 8, 20)))
 
@@ -123,7 +123,7 @@ class Server:
         if self.rng.random() < CALLBACK_FAULTS:
             self._fail("stats", Planted)
 
-    # what is handed over
+    # items
 
     def _items(self, count: int) -> Any:
         count = min(count, self.left)
@@ -154,7 +154,7 @@ class Server:
             yield item
 
     def taken(self, handed: Handed) -> None:
-        """The engine has read an item."""
+        """Record that the engine has read an item."""
         handed.time = self.clock.monotonic()
         self.history.feed(handed)
         self.left -= 1
@@ -232,7 +232,7 @@ class Server:
 
 
 class _Taken(list):
-    """A list that tells its server when an item of it is taken."""
+    """A list that reports to its server when an item is read."""
 
     def __init__(self, server: Server, items: list[tuple[Any, Handed]]) -> None:
         super().__init__(items)

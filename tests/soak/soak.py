@@ -1,4 +1,4 @@
-"""Drives the engines, one round after the other, and looks at the process whenever all of them are idle."""
+"""Runs the engines in rounds, in turn, and measures the process after each round, when all engines are idle."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ Sample = dict[str, Any]
 
 
 class Soaked:
-    """A manager, its server, and how it stood when it was idle last."""
+    """A manager, its server, and its counts at its last idle point."""
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self.engine = engine
@@ -40,7 +40,7 @@ class Soaked:
         return self.manager._loop.backend.on_step
 
     def run_round(self, count: int) -> Sample:
-        """Hand over `count` items, wait until all is quiet. Returns what was found then."""
+        """Send `count` items and wait until the engine is idle. Returns the measurements and violations."""
         iterations, steps = self.manager._loop.iteration, self.manager._loop.backend.num_steps
         began = self._worker_seconds()
         self.server.begin(count)
@@ -93,7 +93,7 @@ class Soaked:
             yield f"audit: {error}"
 
     def held(self) -> tuple[dict[str, int], int]:
-        """What the manager keeps alive: objects by type, entries of containers."""
+        """Return what the manager keeps alive: (objects by type, entries of containers)."""
         server = self.server
         without = [server, server.clock, server.rng, self.model, logging.root, logging.getLogger("batch_manager")]
         return reachable_objects(self.manager, without)
@@ -101,9 +101,9 @@ class Soaked:
 
 def soak(seed: int, items: int, items_a_round: int, tell: Callable[[Sample], None],
          engines: tuple[Engine, ...] = ENGINES, seconds: float | None = None) -> None:
-    """Rounds of `items_a_round` items, the engines in turn, until `items` were handed over or the time is up.
+    """Run rounds of `items_a_round` items, the engines in turn, until `items` are done or the time is up.
 
-    tell   called with what was found at every idle point, and at the end with a summary (its key is "summary")
+    tell   called with the sample of each idle point, and at the end with a summary, which has the key "summary"
     """
     fill_the_cache_of_numpy()
     handles_before = handles()
@@ -131,7 +131,7 @@ def soak(seed: int, items: int, items_a_round: int, tell: Callable[[Sample], Non
 
 
 def _settled(before: dict[str, int]) -> dict[str, int]:
-    """Handles once the watchdogs have seen the end; they look a few times a minute only when nobody tells them."""
+    """Return the handles after the watchdogs have ended; waits up to 10 s for that."""
     deadline = time.monotonic() + 10
     while (after := handles()) != before and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -140,7 +140,7 @@ def _settled(before: dict[str, int]) -> dict[str, int]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Faults are planted by the thousand; what the engine logs of them goes nowhere, but it does log."""
+    """Let the engine log its thousands of injected faults, but discard the output."""
     log, handler = logging.getLogger("batch_manager"), logging.NullHandler()
     propagate, log.propagate = log.propagate, False
     log.addHandler(handler)

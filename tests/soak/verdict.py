@@ -1,4 +1,4 @@
-"""Judges the idle points of a soak: what is wrong at one of them, and what grows from one to the next."""
+"""Judges the idle points of a soak: violations at each point, and growth from point to point."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,18 +10,18 @@ from .soak import Sample
 
 MILLION = 1_000_000
 MIB = 1 << 20
-WARM_UP = 4                     # the first one in so many idle points: caches fill, dictionaries find their size
+WARM_UP = 4                     # 1 / share of the first idle points, while caches and dictionaries grow
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What may grow, by how much.
+    """Bounds of growth.
 
-    rss_per_million       bytes of resident memory per million requests; None: too short a run to say
-    malloc_per_million    the same of what the C library has handed out, which knows no fragments
-    items_per_object      something that grows by one object in so many requests is a leak
-    items_for_memory      in a shorter run memory still finds its level, and is not judged
-    points                idle points of an engine below which what it holds is not judged: see `growth`
+    rss_per_million       bytes of resident memory per million requests; None: not judged
+    malloc_per_million    the same for bytes in use in the C library's allocator, without fragmentation
+    items_per_object      a type that grows by one object per this many requests is a leak
+    items_for_memory      least requests for judging memory, which is not steady in shorter runs
+    points                least idle points of an engine for judging its objects; see `growth`
     """
 
     rss_per_million: float | None = MIB
@@ -38,7 +38,7 @@ BOUNDS = {"Q": Bounds(rss_per_million=None, malloc_per_million=32 * MIB, items_p
 
 @dataclass(slots=True)
 class Verdict:
-    """wrong, short: each in words; short is what could not be judged. figures: name -> value with its unit."""
+    """wrong: violations; short: what could not be judged; figures: name -> value with its unit"""
 
     wrong: list[str] = field(default_factory=list)
     short: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Verdict:
 
 
 def slope_per_million(items: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
-    """(growth of the values per million items, its standard error), by least squares."""
+    """Return (growth of the values per million items, its standard error), by least squares."""
     if len(items) < 3:
         return 0.0, float("inf")
     x, y = np.asarray(items, float) / MILLION, np.asarray(values, float)
@@ -57,16 +57,16 @@ def slope_per_million(items: Sequence[float], values: Sequence[float]) -> tuple[
 
 
 def growth(values: Sequence[float]) -> float:
-    """How far the lowest of the last third is above the highest of the rest: above 0 is no accident.
+    """Return the lowest value of the last third minus the highest of the rest. Above 0 is growth, not chance.
 
-    Where the values only vary, all of the last third lie above all others once in a few thousand times for 17 values.
+    Of 17 random values, the last third lie above all others once in a few thousand times.
     """
     third = max(len(values) // 3, 1)
     return min(values[-third:]) - max(values[:-third])
 
 
 def judge(samples: Iterable[Sample], bounds: Bounds) -> Verdict:
-    """samples   of one process, as `soak` told them, the summary last"""
+    """Judge one process. samples: from `soak`, with the summary last"""
     *points, summary = samples
     verdict = Verdict()
     for point in points:
@@ -111,7 +111,7 @@ def _judge_memory(warm: Sequence[Sample], bounds: Bounds, verdict: Verdict) -> N
 
 
 def _judge_objects(warm: Sequence[Sample], bounds: Bounds, verdict: Verdict) -> None:
-    """Of each manager what it keeps alive; of the process what the garbage collector knows."""
+    """Judge the objects that each manager keeps alive, and those of the process that the collector tracks."""
     num_series = 0
     for engine in {point["engine"]: None for point in warm}:
         own = [point for point in warm if point["engine"] == engine]
@@ -149,8 +149,9 @@ def _judge_handles(points: Sequence[Sample], summary: Sample, verdict: Verdict) 
 
 
 def _measure_time(warm: Sequence[Sample], verdict: Verdict) -> None:
-    """Processor time of a worker per step, callbacks and model included: the last tenth against the first, engine by
-    engine. A figure and no judgement: who else has the cores changes it more than anything here."""
+    """Add the CPU time of a worker per step, with callbacks and model: last tenth against first, per engine.
+
+    It is not judged, because other load on the cores changes it more than the engine does."""
     ratios = []
     for engine in {point["engine"]: None for point in warm}:
         times = [point["worker_s"] / max(point["steps"], 1) for point in warm if point["engine"] == engine]
