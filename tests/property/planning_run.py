@@ -1,7 +1,7 @@
-"""A tiny loop around the real schedulers, the real KV cache manager and the real plan check, on a shadow device.
+"""A small loop around the real schedulers, the real KV cache manager and the real plan check, with a shadow device.
 
-Everything is looked at after every step: the books are audited, what a sequence reads is compared with its history, a
-block that is written to is in nobody else's table, and whoever is alive gets on.
+After each step, the accounting is audited. The content that a sequence reads must match its history, a block that is
+written must be in no other table, and every live request must advance.
 """
 
 from collections import Counter, deque
@@ -36,10 +36,11 @@ from .shadow import GARBAGE, Histories, ShadowDevice, Wrong
 
 @dataclass
 class Flight:
-    """A step that was launched: who is in it, and what comes of it.
+    """A launched step.
 
     contexts   (request, first position, tokens) of each chunk
-    drafted   tokens each request had drafted, and how many of them were right
+    failing    requests whose rows yield garbage
+    drafted    request -> (draft tokens, how many of them are accepted)
     """
 
     contexts: list[tuple[LlmRequest, int, int]]
@@ -53,7 +54,7 @@ class Flight:
 
 
 class PlanningRun:
-    """One run. `counts` says what happened in it."""
+    """One run. counts: events of the run"""
 
     def __init__(self, scenario: Scenario) -> None:
         self.options = options = scenario.options
@@ -80,7 +81,7 @@ class PlanningRun:
         self.window: deque[Flight] = deque()
         self.steps: Counter[LlmRequest] = Counter()
         self.served: set[int] = set()
-        self.patience = 0                                       # iterations the first in line has not been running
+        self.patience = 0                                       # iterations in which the first in line did not run
         self.most_iterations = 40 + len(self.plans) * sum(
             2 * (len(plan.prompt) + plan.max_new_tokens) for plan in scenario.requests)
 
@@ -118,7 +119,7 @@ class PlanningRun:
     def step(self) -> None:
         active = list(self.active.in_order)
         if not active:
-            if self.window:                                     # its requests were all stopped
+            if self.window:                                     # all of its requests were stopped
                 self.finish_oldest()
             return
         inflight = frozenset(request.request_id for flight in self.window for request in flight.requests)
@@ -192,7 +193,7 @@ class PlanningRun:
         self.counts["steps"] += 1
 
     def begin(self, request: LlmRequest, size: int) -> tuple[LlmRequest, int, int]:
-        """What the chunk computes, once it is known what the cache has. It is launched now."""
+        """Launch a chunk. Returns (request, first position, tokens), after the reused tokens."""
         if request.is_first_context_chunk:
             reused = self.kv.reused_tokens(request)
             self.counts["reused_tokens"] += reused
@@ -203,7 +204,7 @@ class PlanningRun:
         return request, start, size
 
     def draft(self, generation: list[LlmRequest]) -> dict[LlmRequest, tuple[int, int]]:
-        """How many drafts each request claims room for, and how many of them will be accepted."""
+        """Return request -> (draft tokens, how many of them will be accepted)."""
         drafted = {}
         for request in generation:
             left = request.prompt_len + request.max_new_tokens - 2 - self.kv.kv_length(request)
@@ -214,10 +215,10 @@ class PlanningRun:
         return drafted
 
     def run_ahead(self, generation: list[LlmRequest]) -> None:
-        """Claim for steps that are never run, and take that back: all that a sequence looks at must still be there.
-        Requests with drafts are not among them: where their next step begins is known when the last one was read.
+        """Claim blocks for steps that never run, and take the claims back. All blocks that a sequence reads must stay.
 
-        With two steps of different requests in flight, the plan of the first does not count on these claims.
+        Requests with drafts are left out, because their next position is only known when the last step was read. With a
+        depth above 1 nothing is claimed, because the plan of the first step does not count on these claims.
         """
         if self.options.depth > 1:
             return
@@ -227,7 +228,7 @@ class PlanningRun:
                      and self.kv.kv_length(request) < request.prompt_len + request.max_new_tokens - 1
                      and self.chance(request, "ahead") >> number & 1]
             if self.options.policy == "MAX_UTILIZATION" and self.kv.blocks_to_claim([], ahead) > self.kv.free_blocks:
-                break                                           # it plans one step, the others plan to the end
+                break                                           # this policy plans one step, the others plan to the end
             self.prepare(self.kv.claim([], ahead))
             claimed.update(ahead)
         self.look()
@@ -243,12 +244,12 @@ class PlanningRun:
     # The device.
 
     def prepare(self, claim: Claim) -> None:
-        """What the device does before the step."""
+        """Run the device work of a claim, before the step."""
         self.device.update(claim.table_updates)
         self.device.copy(claim.copies)
 
     def compute(self, flight: Flight) -> None:
-        """Read and write what the step reads and writes. Copies and steps are carried out in the order of launch."""
+        """Do the reads and writes of a step. Copies and steps run in the order of their launch."""
         for request, start, size in flight.contexts:
             history = self.history(request, 0)
             row = request.seq_slot * self.options.max_beam_width
@@ -295,11 +296,11 @@ class PlanningRun:
         return blake2b(repr((tokens, beam)).encode(), digest_size=4).digest()[0] % 2
 
     def chance(self, request: LlmRequest, what: str) -> int:
-        """A number that depends on the request and how far it is, on nothing else."""
+        """Return a number that depends on the request and its progress only."""
         seed = what, request.request_id, request.num_tokens, request.num_pauses
         return int.from_bytes(blake2b(repr(seed).encode(), digest_size=4).digest(), "big")
 
-    # What comes of a step.
+    # Reading a step.
 
     def finish_oldest(self) -> None:
         flight = self.window.popleft()
@@ -357,7 +358,7 @@ class PlanningRun:
                 self.end(request, good=True)
 
     def end(self, request: LlmRequest, good: bool) -> None:
-        """good: all that was computed is right, and may be kept."""
+        """End a request. good: its computed tokens are right and may be published"""
         computed = request.num_tokens if request.context_read == request.prompt_len else request.context_read
         request.finish()
         self.kv.release(request, computed if good else 0)
@@ -365,7 +366,7 @@ class PlanningRun:
         self.active.remove(request)
         self.served.add(request.request_id)
 
-    # Looking.
+    # Checks.
 
     def look(self) -> None:
         audit(self.kv)
@@ -381,7 +382,7 @@ class PlanningRun:
         return self.plans[request.request_id]
 
 
-# What the run is made of.
+# The parts of a run.
 
 
 def make_scheduler(options: Options, limits: Limits, kv: KvCacheManager, peft: PeftCacheManager | None):
@@ -402,7 +403,7 @@ def make_scheduler(options: Options, limits: Limits, kv: KvCacheManager, peft: P
 
 
 def make_limits(scenario: Scenario, num_blocks: int) -> Limits:
-    """The smallest budgets with which everybody can run, and what the scenario adds."""
+    """Return the smallest limits with which every request can run, plus the spare tokens of the scenario."""
     options, unit = scenario.options, scenario.options.tokens_per_block
     widest = max(plan.beam_width + plan.draft_len for plan in scenario.requests)
     least = (options.max_batch_size - 1) * widest + max(unit + most_drafts(scenario), widest)
@@ -429,10 +430,10 @@ def most_drafts(scenario: Scenario) -> int:
 
 
 def blocks_of_largest(plan: RequestPlan, options: Options, most_drafts: int) -> int:
-    """Blocks with which the request runs alone, found by growing it token by token; also after a pause.
+    """Return the blocks with which the request can run alone, also after a pause. They are counted token by token.
 
-    A look-ahead and drafts plan without what leaves the window in between. What drafts and a window take when nobody
-    is paused is told by the product; test_reservations.py compares that with sequences that are grown.
+    A look-ahead and drafts do not count on blocks that leave the window in between. For drafts with a window and no
+    pauses, the product's own number is used; test_reservations.py compares it with sequences that are grown.
     """
     prompt_len, end = len(plan.prompt), len(plan.prompt) + plan.max_new_tokens
     starts = [prompt_len]

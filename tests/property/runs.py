@@ -1,4 +1,4 @@
-"""Runs scenarios, and says how to repeat one that went wrong."""
+"""Runs scenarios, and reports a failing one in its smallest form."""
 
 import re
 from collections import Counter
@@ -9,7 +9,7 @@ from .shrink import shrunk
 
 
 def complaint(scenario: Scenario) -> str | None:
-    """What goes wrong in a scenario, in words; None when nothing does."""
+    """Run a scenario. Returns its error as text, or None."""
     try:
         PlanningRun(scenario).run()
     except Exception as error:
@@ -18,9 +18,9 @@ def complaint(scenario: Scenario) -> str | None:
 
 
 def run_seed(seed: int) -> Counter[str]:
-    """What happened in the run of a seed, counted.
+    """Run a seed. Returns the counts of the run.
 
-    Raises AssertionError with the smallest scenario found that goes wrong in the same way.
+    Raises AssertionError with the smallest scenario found that fails in the same way.
     """
     scenario = random_scenario(seed)
     try:

@@ -1,4 +1,4 @@
-"""What a run is made of, drawn from a seed: everything is decided before it starts, so that a run can be shrunk."""
+"""Random scenarios. A seed decides everything before the run starts, so that a scenario can be shrunk."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -8,12 +8,12 @@ LONGEST = 64                                                    # tokens of a se
 
 @dataclass(frozen=True)
 class RequestPlan:
-    """One request and its fate.
+    """One request, with its arrival and its end.
 
-    arrival      iteration it comes in
-    fails_at     its step of this number yields garbage; None: none does
-    stops_at     iteration it is stopped in, when it is still there then
-    ends_at      generated tokens after which it ends by itself
+    arrival      iteration in which it arrives
+    fails_at     number of its step that yields garbage; None: none
+    stops_at     iteration in which it is stopped, if it is still active
+    ends_at      generated tokens after which it ends
     retention    ((start, end, priority, milliseconds) ..., decode priority, decode milliseconds)
     """
 
@@ -34,7 +34,7 @@ class RequestPlan:
 
 @dataclass(frozen=True)
 class Options:
-    """The engine. spare_* is what there is beyond the least with which the largest request can run at all."""
+    """Options of the engine. spare_*: what exceeds the least with which the largest request can run"""
 
     policy: str = "MAX_UTILIZATION"
     tokens_per_block: int = 4
@@ -65,9 +65,9 @@ class Scenario:
 
 
 def random_scenario(seed: int) -> Scenario:
-    """Small pools and few distinct tokens, so that everybody is in everybody's way.
+    """Return a scenario with a small pool and few distinct tokens, so that requests compete for blocks.
 
-    In every other scenario all prompts begin alike and nobody is set apart, so that much is shared.
+    In every other scenario all prompts have a common beginning and one domain, so that many blocks are shared.
     """
     draw = random.Random(seed)
     options = _random_options(draw)

@@ -1,8 +1,8 @@
-"""A device that only does what it is told, and knows what every block ought to contain.
+"""A device that executes only what it gets, and knows the right content of every block.
 
-What a position of a sequence puts into the KV cache depends on everything before it: its content is the number of the
-whole history up to there. A step reads back what it looks at through its block table, as the updates left it, and
-writes what it computes. Nothing here asks the KV cache manager anything.
+The KV-cache content of a position depends on all tokens before it, so it is a number for the whole history up to that
+position. A step reads the content of visible positions through its updated block table and writes its own. Nothing here
+calls the KV cache manager.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,17 +13,17 @@ GARBAGE = -1
 
 
 class Wrong(AssertionError):
-    """The device saw something that must not be."""
+    """The device or the run found a violation."""
 
 
 class Histories:
-    """Numbers for histories: one for each (what came before, token, extra id)."""
+    """Numbers of histories: one for each (number of the tokens before, token, extra id)."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple, int] = {}
 
     def of(self, domain: tuple, tokens: Sequence[int], extra_ids: Sequence[int] | None) -> list[int]:
-        """What each position of a sequence puts into the KV cache."""
+        """Return the KV-cache content of each position of a sequence."""
         numbers, before = [], self._number(domain)
         for place, token in enumerate(tokens):
             extra = 0 if extra_ids is None or place >= len(extra_ids) else extra_ids[place]
@@ -52,7 +52,7 @@ class ShadowDevice:
             self.tables.setdefault(row, {})[index] = block_id
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """Exactly the tokens that were asked for; the rest of a destination is garbage afterwards."""
+        """Copy exactly `num_tokens` tokens of each block. The rest of the destination becomes garbage."""
         for one in copies:
             source = (self.host if one.from_host else self.blocks).get(one.source, [])
             content = source[:one.num_tokens]
@@ -62,7 +62,7 @@ class ShadowDevice:
             (self.host if one.to_host else self.blocks)[one.destination] = content
 
     def read(self, row: int, position: int, history: Sequence[int], name: object) -> None:
-        """Look at everything that a query at this position looks at."""
+        """Check the content of all positions that are visible from this position."""
         first = 0 if self.window is None else max(position - self.window + 1, 0)
         for place in [*range(min(self.sinks, first)), *range(first, position)]:
             block_id = self.tables.get(row, {}).get(place // self.unit)
@@ -72,7 +72,7 @@ class ShadowDevice:
                             f"{history[place]}")
 
     def write(self, row: int, position: int, content: int) -> int:
-        """Returns the block that was written to."""
+        """Write a position. Returns its block."""
         block_id = self.tables[row][position // self.unit]
         block = self.blocks.setdefault(block_id, [GARBAGE] * self.unit)
         block[position % self.unit] = content

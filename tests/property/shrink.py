@@ -1,4 +1,4 @@
-"""Makes a scenario that goes wrong smaller, as long as it goes wrong."""
+"""Shrinks a failing scenario while it still fails."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -7,7 +7,7 @@ from .scenario import Options, RequestPlan, Scenario
 
 
 def shrunk(scenario: Scenario, is_wrong: Callable[[Scenario], bool]) -> Scenario:
-    """A scenario with fewer requests, shorter ones and fewer features switched on, of which `is_wrong` still holds."""
+    """Return a scenario with fewer and shorter requests and fewer features, for which `is_wrong` still holds."""
     moved = True
     while moved:
         moved = False

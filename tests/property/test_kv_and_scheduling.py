@@ -1,6 +1,6 @@
-"""Every feature of scheduling and KV cache at once, on 250 random scenarios; planning_run.py says what is looked at.
+"""All features of scheduling and KV cache together, in 250 random scenarios. planning_run.py has the checks.
 
-More of the same, 5,226 of them in the longest run: tests/campaigns/kv_and_scheduling.py.
+tests/campaigns/kv_and_scheduling.py runs more of them, 5,226 in its longest run.
 """
 
 import pytest

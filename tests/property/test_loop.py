@@ -1,7 +1,7 @@
-"""Random streams through the whole loop, under every option of the KV cache, with faults: the oracle's text.
+"""Random streams of requests through the whole loop, with all KV cache options and faults, get the oracle's output.
 
-One seed is one engine and one stream: `Stream(seed, build_world).run()`. Here run 70; tests/campaigns/random_streams.py
-runs many, 1,715 in its longest run.
+One seed is one engine and one stream: `Stream(seed, build_world).run()`. 70 seeds run here;
+tests/campaigns/random_streams.py ran 1,715 in its longest run.
 """
 
 import random
@@ -23,7 +23,7 @@ NATURAL = {FinishReason.END_ID, FinishReason.LENGTH}
 
 
 class Fickle(RequestScheduler):
-    """A legal scheduler of moods: leaves out some of what another one planned, and pauses whom it likes."""
+    """A valid scheduler that leaves out random requests of another scheduler's plan and pauses random ones."""
 
     def __init__(self, limits, kv_cache_manager, draw):
         self.scheduler = make_scheduler(limits, kv_cache_manager)
@@ -48,9 +48,9 @@ class Fickle(RequestScheduler):
 
 
 class Stream:
-    """One engine and one stream of requests, all drawn from a seed.
+    """One engine and one stream of requests, chosen by a seed.
 
-    seen   what happened, for whoever wants to know that something did
+    seen   counts of events
     """
 
     def __init__(self, seed: int, build_world) -> None:
@@ -67,10 +67,10 @@ class Stream:
         self.hiccups = draw.choice([0, 0, 0.05, 0.3])
         self.world = self._world(build_world)
 
-    # what is drawn
+    # random choices
 
     def _requests(self) -> dict[int, dict]:
-        """Prompts that begin alike more often than not."""
+        """Return requests whose prompts often have common beginnings."""
         draw = self.draw
         trunks = [[draw.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
         requests = {}
@@ -100,7 +100,7 @@ class Stream:
         reuse = draw.random() < 0.8
         host_blocks = draw.choice([0, 0, 1, 3, 20]) if reuse and not has_sink and not self.is_static else 0
         is_late = draw.random() < 0.6
-        # What is planted in `finish` spoils blocks then. Where the next step has run by that time, no device would.
+        # A fault in `finish` spoils blocks at that time. A device cannot do that when the next step has already run.
         hooks = ["on_step"] if ahead and not is_late else ["on_step", "on_finish"]
         backend = ScriptedBackend(
             is_asynchronous=is_late, vocab_size=VOCAB, max_seq_len=MAX_SEQ_LEN,
