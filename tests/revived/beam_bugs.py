@@ -1,4 +1,4 @@
-"""Bugs of beams, stop words and bans, planted again. bugs.py says what a bug is."""
+"""Bugs of beams, stop words and bad words, reintroduced as in bugs.py."""
 
 from dataclasses import replace
 

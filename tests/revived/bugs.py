@@ -1,8 +1,8 @@
-"""Bugs that this project or one of its kind once had, planted again.
+"""Past bugs of this project or of similar ones, reintroduced by patches.
 
-A bug is a function that gets pytest's `monkeypatch` and breaks a class of the product the way it was broken. Whoever
-plants it runs seeds of the simulator until one of them sees something wrong. `world` narrows the swarm to where the bug
-lives; the same seeds are clean without it.
+A bug is a function that gets pytest's `monkeypatch` and breaks the product as it was broken. The test runs seeds of the
+simulator until one finds a violation. `world` narrows the swarm to configurations that the bug affects; the same seeds
+are clean without the bug.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ ALIKE = {**BUSY, "shares_prefix": 0.9, "salted": 0.5}
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """failure: the number of a known failure, or where it was found. needs: a feature without which it cannot be."""
+    """failure: the number of a known failure, or where it was found. needs: the feature that it needs, if any"""
 
     name: str
     failure: str
@@ -102,7 +102,7 @@ def a_counter_is_kept_beside_the_books(patch) -> None:
     def counting(self, block_id, front=False):
         self._counted = getattr(self, "_counted", len(self._default))
         append(self, block_id, front)
-        if block_id % 7:                                         # one way back in does not count
+        if block_id % 7:                                         # some returned blocks are not counted
             self._counted += 1
     counted = EvictionOrder.popitem
 
@@ -121,7 +121,7 @@ def a_failed_claim_keeps_what_it_took(patch) -> None:
         try:
             return claim(self, first_chunks, generation, *drafts)
         except OutOfBlocksError:
-            for request in first_chunks[:1]:                     # the first of them had its blocks already
+            for request in first_chunks[:1]:                     # the first request keeps its blocks
                 wanted = -(-request.prompt_len // self.tokens_per_block)
                 if wanted <= self.free_blocks:
                     private = 1 if request.prompt_len % self.tokens_per_block else 0
@@ -229,7 +229,7 @@ def a_withdrawn_request_still_counts(patch) -> None:
 
 
 def sends_by(patch, call) -> None:
-    """Every response, a final one too, reaches the callback by `call(callbacks, *response)`."""
+    """Send each response, finals included, with `call(callbacks, *response)`."""
     def send_last(self, listed, key, request_id, tensors, error_message, code):
         if code is not None:
             self.unanswered.errors[code] = self.unanswered.errors.get(code, 0) + 1
@@ -353,14 +353,14 @@ def the_final_comes_before_the_blocks_are_free(patch) -> None:
     patch.setattr(Finals, "end", end)
 
 
-# Of prompts that are found in the cache.
+# Bugs of cached prompts.
 
 
 def a_look_up_does_not_protect_what_it_found(patch) -> None:
     start = PrefixClaim._start
 
     def protect_late(self, request, nodes):
-        started = start(self, request, nodes)                    # takes blocks, and may overwrite what was found
+        started = start(self, request, nodes)                    # takes blocks, and may overwrite the cached ones
         for block_id in started.block_ids[:len(nodes)]:
             self._pool.share(block_id)
         return started
@@ -380,7 +380,7 @@ def a_block_can_be_found_before_it_is_computed(patch) -> None:
 
 
 def an_index_buffer_is_as_large_as_the_pool(patch) -> None:
-    set_up = ScriptedBackend._set_up                             # the tables are those of the step then
+    set_up = ScriptedBackend._set_up                             # runs with the block tables of the step
 
     def packing(self, batch):
         buffer, used = np.empty(self.info.num_blocks, np.int32), 0
@@ -484,7 +484,7 @@ def a_device_keeps_one_token_of_a_slot(patch) -> None:
 
 
 def a_slot_is_what_its_new_owner_asked_for(patch) -> None:
-    """Rows are judged by what the owner of the slot asked for when they are read, not when they were launched."""
+    """Rows are checked against the owner of the slot at the reading, not at the launch."""
     checked = StepOutputCheck.checked
 
     def late(self, batch, output, asked):
@@ -596,14 +596,14 @@ BUGS = [
         {**TIGHT, "window": 4, "num_blocks": 6}, {**BUSY, "prompt": 4, "output": 30, "prioritised": 0.5}),
 ]
 
-# Those that an exception raised by another thread shows, at some place of the guard and of the files that move items.
+# Bugs that an asynchronous exception reveals, in the guard or in the files that move items.
 INTERRUPTION_BUGS = {
     "a final is off the books before its call begins": a_final_is_off_the_books_before_its_call_begins,
     "an item is taken before there is a place for it": an_item_is_taken_before_there_is_a_place_for_it,
 }
 
-# Those of the worker's thread, planted in a process of their own before the package is imported. Those that need
-# threads to meet in a certain order are in tests/interleaving/plants.py.
+# Bugs of the worker's thread, patched in before the package is imported, each in its own process. Bugs that need a
+# certain order of threads are in tests/interleaving/plants.py.
 THREAD_BUGS = {
     "F34 the worker is a daemon, and nobody tells it that the interpreter ends": """
         import threading

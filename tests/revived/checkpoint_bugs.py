@@ -1,7 +1,7 @@
-"""Bugs of loaders, planted in ours: what was found here by the fuzzer, and what others had.
+"""Bugs of checkpoint loaders, reintroduced: bugs that the fuzzer found here, and bugs of other loaders.
 
-Each is a function that gets pytest's `monkeypatch` and breaks the product; whoever plants it runs seeds of the
-checkpoint fuzzer until one of them sees something wrong.
+Each is a function that gets pytest's `monkeypatch` and breaks the product. The test runs seeds of the checkpoint fuzzer
+until one finds a violation.
 """
 
 import json
@@ -58,7 +58,7 @@ def the_library_alone_looks_at_the_header(patch) -> None:
 
 
 def the_places_of_tensors_are_not_compared(patch) -> None:
-    """Two tensors may lie on one another: what the library says then names neither."""
+    """Two tensors may overlap; the library's message then names neither."""
     patch.setattr(safetensors_header, "_check_ranges", lambda path, tensors, data_bytes: None)
 
 
@@ -68,7 +68,7 @@ def a_link_may_lead_anywhere(patch) -> None:
 
 
 def a_pipe_is_opened(patch) -> None:
-    """And waited for, for ever: the open is refused here before it blocks."""
+    """The open would block for ever, so this raises instead."""
     real = CheckpointFolder.file
 
     def file(self, name, named_by=""):

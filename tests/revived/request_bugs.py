@@ -1,6 +1,6 @@
-"""Bugs in what is done with requests as they are handed over, planted again. Fuzzed requests must notice them.
+"""Bugs in reading new requests, reintroduced as in bugs.py. Fuzzed requests must find them.
 
-As in bugs.py; `blocks` are those of the fuzzer in which somebody hands over what it takes.
+`blocks` are the blocks of the fuzzer that have requests which trigger the bug.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ WITH_LARGE_TENSORS = (52, 105)
 
 @dataclass(frozen=True, slots=True)
 class RequestBug:
-    """failure: the number of a known failure, or where it was found."""
+    """failure: the number of a known failure, or where it was found"""
 
     name: str
     failure: str

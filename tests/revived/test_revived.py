@@ -1,4 +1,4 @@
-"""T9: every bug that is planted again is caught."""
+"""T9: each reintroduced bug is caught."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ SECONDS_TO_LEAVE = 3.0
 
 
 def swarms(bug: Bug) -> Iterator[Swarm]:
-    """Seeds, narrowed to where the bug lives."""
+    """Yield the swarms of the seeds, narrowed to configurations that the bug affects."""
     for seed in SEEDS:
         swarm = draw(seed, available(), ITERATIONS)
         fixed = {"max_queued_requests": 20, "max_queued_tokens": 4_000_000, "max_bytes_in_flight": 1 << 32,

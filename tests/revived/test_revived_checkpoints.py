@@ -1,4 +1,4 @@
-"""T9: every bug of a loader that is planted again is caught by the checkpoint fuzzer."""
+"""T9: the checkpoint fuzzer catches each reintroduced loader bug."""
 
 import pytest
 
