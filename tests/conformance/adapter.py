@@ -1,6 +1,6 @@
-"""Lets the records in cases/ drive the real classes. No scheduling or block arithmetic in here.
+"""Runs the records of cases/ with the real classes. It has no scheduling or block arithmetic.
 
-A record's times are milliseconds.
+The times of a record are milliseconds.
 """
 
 import sys
@@ -86,12 +86,12 @@ def make_ranges(ranges: list[list]) -> tuple[TokenRangeRetentionConfig, ...]:
 
 
 def seconds(milliseconds: float | None) -> float | None:
-    """A record's millisecond lasts a second here, so that sums of its whole numbers are exact."""
+    """Return the seconds for a record's milliseconds: one second each, so that sums are exact."""
     return milliseconds
 
 
 def milliseconds(duration: int | None) -> int | None:
-    """What a request says where a record's millisecond lasts a second."""
+    """Return the milliseconds of a request for a record's duration, whose unit lasts a second here."""
     return None if duration is None else 1000 * duration
 
 
@@ -129,7 +129,7 @@ def request_order(requests: list[dict]) -> dict:
 
 
 class EverybodyRuns(MicroBatchScheduler):
-    """All fitting requests, with a chunk size the record gives each request."""
+    """Runs all fitting requests, with the chunk sizes of the record."""
 
     def __init__(self, chunk_of: dict[int, int]) -> None:
         self.chunk_of = chunk_of
@@ -164,7 +164,7 @@ def make_chunking(config: dict) -> ContextChunking | None:
 
 
 def credit_of(policy: SchedulerPolicy, kv: KvCacheManager):
-    """What a policy of TensorRT-LLM takes off the cost of a first chunk: no more than a claim is certain to find."""
+    """Return the credit function of a policy of TensorRT-LLM for first chunks, at most the tokens a claim will find."""
     if not kv.enable_block_reuse:
         return None
     to_completion = policy is SchedulerPolicy.GUARANTEED_NO_EVICT
@@ -191,7 +191,7 @@ def capacity_step(config: dict, requests: list[dict]) -> dict:
 
     @dataclass
     class FixedNeeds:
-        """A KV cache, and the budget of a pass, in which every request needs the same and a pause frees nothing."""
+        """A KV cache and ledger in which each request needs the same number of blocks and a pause frees none."""
 
         available_blocks: int = config.get("free_blocks", 0)
         need: int = config.get("blocks_per_request", 0)
@@ -235,7 +235,7 @@ def capacity_step(config: dict, requests: list[dict]) -> dict:
 
 
 def micro_batch_step(config: dict, requests: list[dict], inflight: list[int]) -> dict:
-    """A record's chunk of EQUAL_PROGRESS begins at the front of the prompt, the scheduler's behind what is reused."""
+    """A record's chunk of EQUAL_PROGRESS begins at the start of the prompt, the scheduler's after the reused tokens."""
     made = [make_request(record) for record in requests]
     credits = {record["id"]: record.get("estimated_reusable_tokens", 0) for record in requests}
     scheduler = make_micro_batch_scheduler(config, lambda request: credits[request.request_id])
@@ -340,7 +340,7 @@ def step(engine: Engine) -> dict:
     for request, draft in zip(plan.context_requests, plan.draft_lengths or (), strict=False):
         request.draft_len = draft
 
-    # One after the other, in the order of their ids: what one has computed the next may use.
+    # One after the other, in the order of ids: each may reuse the blocks of those before.
     context_rows = []
     for request in sorted(plan.context_requests + plan.generation_requests, key=lambda each: each.request_id):
         size = chunks.get(request)
@@ -384,7 +384,7 @@ def step(engine: Engine) -> dict:
 
 
 class Tables:
-    """One KV cache and the sequences a record put into it: one method for each operation."""
+    """One KV cache with the sequences of a record, and a method for each operation."""
 
     def __init__(self, config: dict) -> None:
         self.clock = VirtualClock(0.0)
@@ -477,7 +477,7 @@ class Tables:
 
     @contextmanager
     def as_asked(self, record: dict):
-        """The request as the record describes it, for the time of one question."""
+        """Yield the request as the record describes it, during one query."""
         owner, asked = self.requests.get(record["id"]), make_request(record)
         if owner is None or not self.kv.owns(owner):
             yield asked

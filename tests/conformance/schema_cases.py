@@ -1,4 +1,4 @@
-"""Random records of every type, made from a seed: shapes like those of the recorded ones, and well beyond them."""
+"""Makes random records of each type from a seed, with shapes like those of the recorded ones and others."""
 
 from random import Random
 
@@ -27,7 +27,7 @@ def ceil_div(number: int, by: int) -> int:
 
 
 def trace_like_the_records(random: Random) -> dict:
-    """The shapes of the recorded random traces: pools that hold a few requests, budgets of a few chunks."""
+    """Return a trace like the recorded random ones: a pool for a few requests, a budget of a few chunks."""
     size = random.choice([4, 8, 16])
     longest_prompt, longest_output = random.choice([(24, 16), (40, 8), (64, 16), (64, 24), (120, 40)])
     return make_trace(random, size, longest_prompt, longest_output, num_requests=random.randint(5, 40),
@@ -35,7 +35,7 @@ def trace_like_the_records(random: Random) -> dict:
 
 
 def trace_of_chunks_and_priorities(random: Random) -> dict:
-    """Contexts between chunks, and others of higher priority that come and go ahead of them."""
+    """Return a trace in which requests of higher priority arrive before contexts that are between chunks."""
     size = random.choice([4, 8, 16])
     longest_prompt, longest_output = random.choice([(24, 16), (40, 8), (64, 16)])
     unit, most = size * random.choice([1, 1, 2]), random.choice([2, 4, 8, 16])
@@ -57,7 +57,7 @@ def trace_of_chunks_and_priorities(random: Random) -> dict:
 
 
 def trace_of_odd_sizes(random: Random) -> dict:
-    """Everything at once: blocks of odd sizes, pools in which little fits, mixed beam widths, long drafts."""
+    """Return a trace with everything: odd block sizes, small pools, mixed beam widths, long drafts."""
     size = random.choice([1, 2, 3, 5, 7, 10])
     return make_trace(random, size, random.randint(1, 30), random.randint(1, 20), num_requests=random.randint(1, 14),
                       drafts=random.choice([0, 3, 20]), beam_widths=random.choice([[1], [3], [1, 2, 4]]))
@@ -123,7 +123,7 @@ def make_requests(random: Random, count: int, longest_prompt: int, longest_outpu
 
 
 def trace_with_reuse(random: Random) -> dict:
-    """Prompts that share their beginnings. No budget of tokens: those traces have a kind of their own."""
+    """Return a trace of prompts with common prefixes, without a token budget."""
     size = random.choice([2, 4, 10])
     case = make_trace(random, size, 6 * size, 12, num_requests=random.randint(2, 12), drafts=0, beam_widths=[1])
     config = case["config"]
@@ -141,7 +141,7 @@ def trace_with_reuse(random: Random) -> dict:
 
 
 def shared_prompt(random: Random, length: int, size: int) -> list[int]:
-    """Words of a few tokens: the first of two kinds, so that prefixes meet often and end anywhere."""
+    """Return a prompt of short runs from two sets of tokens, so that common prefixes are frequent and end anywhere."""
     tokens = []
     while len(tokens) < length:
         start = random.choice([1000, 2000]) + 100 * (len(tokens) // size)
@@ -150,7 +150,7 @@ def shared_prompt(random: Random, length: int, size: int) -> list[int]:
 
 
 def trace_of_micro_batches(random: Random) -> dict:
-    """No KV cache: the micro batch scheduler alone, several batches in flight."""
+    """Return a trace without a KV cache: the micro-batch scheduler alone, with several batches in flight."""
     config = {"capacity_policy": random.choice([None, None, "MAX_REQUESTS"])}
     if config["capacity_policy"]:
         config["max_num_requests"] = random.randint(1, 10)
@@ -203,7 +203,7 @@ def micro_batch_step(random: Random) -> dict:
 
 
 def give_credits(random: Random, requests: list[dict], policy: str | None) -> None:
-    """Tokens that are cached. FORCE_CHUNK knows none."""
+    """Give some contexts cached tokens. FORCE_CHUNK has no credits."""
     for request in requests:
         is_context = request.get("state", "CONTEXT_INIT") == "CONTEXT_INIT"
         if is_context and policy != "FORCE_CHUNK" and sometimes(random, 0.4):
@@ -332,7 +332,7 @@ def kv_fill(random: Random) -> dict:
 
 
 class OpsMaker:
-    """Operations that are legal in their order: the model runs along and says which of them failed."""
+    """Makes sequences of legal operations. It runs the model to know which operations fail."""
 
     def __init__(self, random: Random, reuse: bool, window: bool, beams: bool) -> None:
         self.random = random
@@ -351,7 +351,7 @@ class OpsMaker:
         self.reuse, self.window, self.beams = reuse, window, beams
         self.ops: list[dict] = []
         self.tables = schema_oracle.Tables(self.config)
-        self.records: dict[int, dict] = {}  # the request of each live sequence, and how long it is
+        self.records: dict[int, dict] = {}  # id -> record of each live sequence, with the tokens added
         self.next_id = 0
         self.prompts: list[list[int]] = []
 
@@ -362,7 +362,7 @@ class OpsMaker:
         return {"config": self.config, "ops": self.ops}
 
     def do(self, op: dict) -> dict:
-        """What the model says to it. What the rules leave open is left out."""
+        """Add an operation and return the model's result. An operation that the rules do not define is not added."""
         try:
             result = self.tables.run(op)
         except schema_oracle.Undefined:
@@ -371,7 +371,7 @@ class OpsMaker:
         return result
 
     def prompt(self) -> list[int]:
-        if self.prompts and sometimes(self.random, 0.6):  # one seen before, cut or changed somewhere
+        if self.prompts and sometimes(self.random, 0.6):  # a known prompt, cut or changed somewhere
             tokens = list(self.random.choice(self.prompts))
             place = self.random.randint(1, len(tokens))
             if sometimes(self.random, 0.5):

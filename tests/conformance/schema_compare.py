@@ -1,4 +1,4 @@
-"""Runs one case against the model and against the product's adapter, and says in words where they differ."""
+"""Runs one case with the model and with the product's adapter, and returns the differences as text."""
 
 import copy
 
@@ -6,11 +6,11 @@ from . import schema_oracle
 
 
 class NotCompared(Exception):
-    """The rules do not say what has to happen in this case."""
+    """The rules do not define the result of this case."""
 
 
 def differences(adapter, case: dict) -> list[str]:
-    """The first few differences; NotCompared where the model itself cannot say."""
+    """Return the first differences. Raises NotCompared if the rules do not define the result."""
     if case["type"] == "scheduler_trace":
         return compare_traces(adapter, case)
     try:
@@ -21,7 +21,7 @@ def differences(adapter, case: dict) -> list[str]:
         raise NotCompared(str(reason)) from None
     found = call(adapter, case)
     if case["type"] == "kv_ops" and not case["config"].get("enable_block_reuse"):
-        for result in expected["results"]:  # which blocks they are matters to nobody
+        for result in expected["results"]:  # without reuse, block ids do not matter
             result.pop("block_ids", None)
     if case["type"] in ("kv_ops", "eviction_ops", "prefix_tree_ops"):
         return compare_operations(expected["results"], found["results"])
@@ -51,7 +51,7 @@ def call(module, case: dict) -> dict:
 
 
 def compare_micro_batches(case: dict, expected: dict, found: dict) -> list[str]:
-    """A chunk of EQUAL_PROGRESS that ends where the credit does computes nothing; the product leaves it out."""
+    """Compare two plans. The product leaves out a chunk of EQUAL_PROGRESS that only covers its credit."""
     of = {request["id"]: request for request in case["requests"]}
     if case["config"].get("chunking", {}).get("policy") == "EQUAL_PROGRESS":
         expected["ctx"] = [[name, size] for name, size in expected["ctx"]
@@ -83,7 +83,7 @@ def compare_operations(expected: list[dict], found: list[dict]) -> list[str]:
 
 
 def compare_traces(adapter, case: dict) -> list[str]:
-    """Row by row, until they differ, nobody is left, or the iterations the case asks for are over."""
+    """Compare row by row, until a difference, the last request or the last iteration of the case."""
     model, product = schema_oracle.build(case["config"]), adapter.build(copy.deepcopy(case["config"]))
     to_come, known = sorted(case["requests"], key=lambda request: request["arrival"]), False
     for iteration in range(case["fixed_iterations"]):
@@ -118,10 +118,10 @@ def compare_traces(adapter, case: dict) -> list[str]:
 
 
 def estimates_decide(model) -> bool:
-    """Whether blocks are short where the rules' estimates of needs are not what a claim takes.
+    """Whether blocks are short and the rules' estimates of needs may differ from the blocks that a claim takes.
 
-    So it is with prompts that share blocks, with windows, and with drafts of several beams. The product's budget counts
-    what will be taken.
+    They differ with prompts that share blocks, with windows, and with drafts of several beams. The product's budget
+    counts the blocks that a claim takes.
     """
     cache = model.cache
     if cache is None:
@@ -135,7 +135,9 @@ def estimates_decide(model) -> bool:
 
 
 def longer_than_a_step(model) -> bool:
-    """By the rules such a context never runs again when nothing is cut. The product computes it in whole blocks."""
+    """Whether a context is longer than a step, without chunking.
+
+    By the rules it never runs again. The product computes it in whole blocks."""
     micro_batch = model.config.get("micro_batch") or {}
     budget = micro_batch.get("max_num_tokens")
     return budget is not None and micro_batch.get("chunking") is None and any(
@@ -143,7 +145,9 @@ def longer_than_a_step(model) -> bool:
 
 
 def first_in_line_waits(model) -> bool:
-    """Under MAX_UTILIZATION, with priorities, for a context between chunks behind it. The product lets it go."""
+    """Whether the first in line waits for a later context between chunks, by the rules. In the product it does not.
+
+    It can happen under MAX_UTILIZATION with priorities."""
     if model.cache is None or model.config["capacity_policy"] != "MAX_UTILIZATION" or not model.active:
         return False
     return schema_oracle.Duplicates(model.cache, model.cache.reuse, model.active).delay(model.active[0])
@@ -154,7 +158,7 @@ def in_order(key: str, value):
 
 
 def shrink(adapter, case: dict, tries: int = 3000) -> dict:
-    """A smaller case that still differs: fewer requests, operations or options, smaller numbers."""
+    """Return a smaller case that still differs, with fewer requests, operations or options, or smaller numbers."""
 
     def differs(candidate: dict) -> bool:
         try:
@@ -185,7 +189,7 @@ def shrink(adapter, case: dict, tries: int = 3000) -> dict:
 
 
 def legal(case: dict) -> bool:
-    """Whether the model goes through without a lookup of something that is not there."""
+    """Whether the model runs the case without looking up a missing entry."""
     try:
         call(schema_oracle, case) if case["type"] != "scheduler_trace" else None
     except (KeyError, IndexError, ZeroDivisionError, AttributeError):

@@ -1,11 +1,11 @@
-"""A plain model of the scheduling and KV cache rules the conformance records follow.
+"""A plain model of the scheduling and KV cache rules of the conformance records.
 
-It shares no code with batch_manager and takes no shortcut: blocks are objects in lists, the free order is searched
-from its beginning, prefixes are compared token by token, every estimate is the formula written out. It is slow and
-meant to be read. Its module level functions are those of `adapter.py`, so whatever runs records
-against the product can run them against this model, and `test_schema_differential.py` can hold one against the other.
+It shares no code with batch_manager and takes no shortcuts: blocks are objects in lists, the free order is searched
+from its beginning, prefixes are compared token by token, every estimate is written out as a formula. It is slow and
+easy to read. It has the same module-level functions as `adapter.py`, so that tests run records with either, and
+`test_schema_differential.py` compares the two.
 
-Times are milliseconds. Requests and configurations are the records' own dictionaries.
+Times are milliseconds. Requests and configurations are the dictionaries of the records.
 """
 
 import copy
@@ -27,7 +27,7 @@ class Duplicate(Exception):
 
 
 class Undefined(Exception):
-    """The rules say nothing about this case."""
+    """The rules do not define the result of this case."""
 
 
 def ceil_div(number: int, by: int) -> int:
@@ -121,7 +121,7 @@ def request_pause(record: dict, steps: list[dict]) -> dict:
 
 
 def insert(active: list[Request], request: Request, order: str) -> None:
-    """Behind all with a priority at least as high; without priorities, at the end."""
+    """Insert after all requests of at least its priority; without priorities, at the end."""
     place = len(active)
     while order == "priority" and place > 0 and active[place - 1].priority < request.priority:
         place -= 1
@@ -147,7 +147,7 @@ def has_bad_ranges(ranges: list[list]) -> bool:
 
 
 def retention_of(ranges: list[list], position: int) -> tuple[int | None, float | None]:
-    """Priority and duration of the block whose first token is at `position`."""
+    """Return (priority, duration) of the block whose first token is at `position`."""
     for start, end, priority, *duration in ranges:
         if start <= position and (end is None or position < end):
             return priority, duration[0] if duration else None
@@ -173,7 +173,7 @@ class Block:
     duration: float | None = None
     expires: float | None = None
     released: int = 0
-    # its place in the prefix tree
+    # its node in the prefix tree
     key: tuple | None = None
     parent: object = None
     children: list = field(default_factory=list)
@@ -201,7 +201,7 @@ class FreeOrder:
         raise OutOfBlocks
 
     def claim(self, block: Block, priority: int | None = None, duration: float | None = None) -> None:
-        """Out of the free order, if it is in it. A claim without a priority leaves the one it has, and how long."""
+        """Remove a block from the free order if it is there. Without a priority, it keeps its priority and duration."""
         if block in self.queues[block.priority]:
             self.queues[block.priority].remove(block)
         if priority is not None:
@@ -217,7 +217,7 @@ class FreeOrder:
         block.expires = self.milliseconds + block.duration if runs_out else None
 
     def demote(self, lost: list[Block]) -> None:
-        """Ours, not the original's: what lost its content has nothing left that is worth keeping."""
+        """Give blocks that lost their content the default priority. This is our rule, not the original's."""
         for block in sorted(lost, key=lambda block: block.id, reverse=True):
             if block.priority != DEFAULT_PRIORITY:
                 self.queues[block.priority].remove(block)
@@ -284,12 +284,12 @@ def child_of(parent: Block, key: tuple) -> Block | None:
 
 
 def below(block: Block) -> list[Block]:
-    """The block and everything reached through it."""
+    """Return the block and all its descendants."""
     return [block] + [other for child in block.children for other in below(child)]
 
 
 def cut_off(block: Block) -> int:
-    """Take a block and what is below it out of the tree: how many blocks became unreachable."""
+    """Remove a block and its descendants from the tree. Returns the number of removed blocks."""
     gone = below(block)
     block.parent.children.remove(block)
     for each in gone:
@@ -343,9 +343,9 @@ def prefix_tree_ops(config: dict, ops: list[dict]) -> dict:
 @dataclass(eq=False)
 class Sequence:
     request: Request
-    tokens: list[int]  # what is in the cache, beam 0
+    tokens: list[int]  # those in the cache, of beam 0
     length: int
-    blocks: list[list[Block]] = field(default_factory=list)  # for each logical block: one, or one for each beam
+    blocks: list[list[Block]] = field(default_factory=list)  # of each logical block: one, or one per beam
     dropped: int = 0
 
     @property
@@ -376,7 +376,7 @@ class Cache:
     # keys
 
     def keys(self, request: Request, tokens: list[int]) -> list[tuple]:
-        """One key for each block: what has to be equal for a match, and the tokens."""
+        """Return the key of each block: (domain, tokens with their extra ids)."""
         extra = request.token_extra_ids
         domain = (request.lora_task, request.cache_salt, extra is not None)
         if extra is None:
@@ -386,7 +386,9 @@ class Cache:
         return [(domain, content) for content in cut(pairs, self.tokens_per_block)]
 
     def best_partial_match(self, parent: Block, key: tuple) -> tuple[Block | None, int]:
-        """Which of several that are equally good is left open: the next one in lexical order, those before first."""
+        """Return (child with the longest common prefix, its length).
+
+        The rules do not decide ties. This takes the next one in lexical order, smaller ones first."""
         domain, content = key
         before = [child for child in parent.children if child.key[0] == domain and child.key[1] < content]
         behind = [child for child in parent.children if child.key[0] == domain and child.key[1] > content]
@@ -412,7 +414,7 @@ class Cache:
         return block
 
     def take_copy(self, source: Block, priority: int | None, duration: float | None) -> Block:
-        """A new block with what is in another one, which is protected until then; itself when no other is free."""
+        """Take a block for a copy of `source`, which stays protected. If no other is free, take `source` itself."""
         if source.refs == 0 and self.free_blocks == 1:
             lost = [each for each in below(source) if each is not source and each.refs == 0]
             self.evicted += cut_off(source) - 1
@@ -434,7 +436,7 @@ class Cache:
     # sequences
 
     def add(self, request: Request) -> int:
-        """Blocks for the whole prompt. Returns how many tokens of it were found in the cache."""
+        """Take blocks for the whole prompt. Returns the number of cached tokens."""
         if request.id in self.sequences:
             raise Duplicate
         size, length, beams = self.tokens_per_block, request.prompt_len, request.beam_width
@@ -461,7 +463,7 @@ class Cache:
                         found.append((block, matched, True))
                 break
 
-        source = None  # what is copied: a partial match that somebody uses or that leads on to others
+        source = None  # block to copy: a partial match that is in use or has children
         if found and found[-1][2] and (found[-1][0].refs or found[-1][0].children):
             source = found[-1][0]
         whole = [block for block, _, _ in found if block is not source]
@@ -513,7 +515,7 @@ class Cache:
                     self.let_go(block, front=True)
 
     def store(self, sequence: Sequence, num_tokens: int, with_partial: bool) -> None:
-        """Put the sequence's blocks of its first `num_tokens` tokens into the tree."""
+        """Add the blocks of the sequence's first `num_tokens` tokens to the tree."""
         if not self.reuse:
             return
         node = self.root
@@ -537,10 +539,10 @@ class Cache:
         self.store(sequence, computed - 1, with_partial=False)
 
     def remove(self, sequence: Sequence, store: bool, num_tokens: int | None = None) -> None:
-        """`num_tokens`: of the request, the last one is not in the cache."""
+        """num_tokens: tokens of the request; the last one is not in the cache"""
         if store and sequence.request.beam_width == 1:
             self.store(sequence, num_tokens - 1, with_partial=True)
-        # Beam by beam: what beams share goes with the last of them.
+        # Beam by beam; shared blocks are released with the last beam.
         for beam in range(sequence.request.beam_width):
             for blocks in reversed(sequence.held):
                 if len(blocks) > 1 or sequence.request.beam_width == 1:
@@ -549,10 +551,10 @@ class Cache:
                     self.let_go(blocks[0])
         del self.sequences[sequence.request.id]
 
-    # questions
+    # queries
 
     def matched_blocks(self, request: Request) -> list[Block]:
-        """The prompt's full blocks that are in the tree."""
+        """Return the full blocks of the prompt that are in the tree."""
         blocks, parent = [], self.root
         if self.reuse:
             for key in self.keys(request, request.prompt):
@@ -608,14 +610,14 @@ class Cache:
                                            // self.tokens_per_block)
 
     def first_missing_prefix(self, request: Request) -> tuple | None:
-        """The prefix up to and including the first full block of the prompt that is not in the tree."""
+        """Return the prefix up to the first full block of the prompt that is not in the tree, inclusive."""
         keys = [key for key in self.keys(request, request.prompt) if len(key[1]) == self.tokens_per_block]
         matched = len(self.matched_blocks(request))
         return tuple(keys[:matched + 1]) if matched < len(keys) else None
 
 
 class Tables:
-    """One cache and the operations of a `kv_ops` record on it."""
+    """One cache, with a method for each operation of a `kv_ops` record."""
 
     def __init__(self, config: dict) -> None:
         self.cache = Cache(config)
@@ -731,7 +733,7 @@ class AdapterPages:
         self.tasks: set[int] = set()
 
     def fits(self, request: Request) -> bool:
-        """Also who has no adapter does not fit when too many pages are taken."""
+        """Whether the pages suffice. If too many are taken, a request without an adapter does not fit either."""
         if self.config is None:
             return True
         tasks = self.tasks | ({request.lora_task} - {None})
@@ -744,7 +746,7 @@ class AdapterPages:
 
 @dataclass
 class FixedNeeds:
-    """A cache in which every request needs the same, and a pause frees nothing."""
+    """A cache in which each request needs the same number of blocks and a pause frees none."""
 
     free_blocks: int
     need: int
@@ -761,7 +763,7 @@ class FixedNeeds:
 
 
 def blocks_freed_by(cache, paused: list[Request]) -> int:
-    """Blocks nobody would hold any more."""
+    """Return the number of blocks that no other request holds."""
     if isinstance(cache, FixedNeeds):
         return 0
     refs: dict[Block, int] = {}
@@ -778,7 +780,7 @@ def delays(config: dict, cache) -> bool:
 
 
 class Duplicates:
-    """Which first missing blocks some request of this call is about to compute."""
+    """The first missing blocks that requests of this call will compute."""
 
     def __init__(self, cache, on: bool, active: list[Request]) -> None:
         self.cache, self.on = cache, on
@@ -888,7 +890,7 @@ def credit_of(request: Request) -> int:
 
 def divide(policy: str, unit: int, capacity: int | None, max_context_length: int | None,
            contexts: list[Request]) -> None:
-    """Give every context its chunk, and its drafts what is left of the last unit."""
+    """Set the chunk of each context, and cut its drafts to the rest of the last unit."""
     limit = NO_LIMIT if max_context_length is None else max_context_length
     room = NO_LIMIT if capacity is None else capacity
     for request in contexts:
@@ -941,7 +943,7 @@ def divide(policy: str, unit: int, capacity: int | None, max_context_length: int
 
 def schedule_micro_batch(config: dict, fitting: list[Request],
                          inflight: set[int]) -> tuple[list[Request], list[Request]]:
-    """The contexts, each with its chunk, and the generating requests."""
+    """Return (contexts with their chunks set, generation requests)."""
     budget = NO_LIMIT if config.get("max_num_tokens") is None else config["max_num_tokens"]
     limit, chunking = config.get("max_context_length"), config.get("chunking")
     contexts, generation, aside = [], [], []
@@ -1038,7 +1040,7 @@ def reused_blocks(engine: Engine) -> int | None:
 
 
 def start_or_go_on(cache: Cache | None, request: Request) -> None:
-    """Before a chunk: with the first one come the blocks, and what is known of the prompt is skipped."""
+    """Prepare a chunk. Before the first one, take the blocks and skip the cached tokens."""
     if cache is None or not request.is_first_chunk:
         return
     reused = cache.add(request)

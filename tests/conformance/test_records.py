@@ -1,9 +1,9 @@
-"""Scheduling and KV cache facts recorded from the tests of TensorRT-LLM, vLLM and SGLang.
+"""The product agrees with records of scheduling and KV cache scenarios from tests of TensorRT-LLM, vLLM and SGLang.
 
-    cases/*.json   the records: what goes in, what has to come out, and which test of which project says so
-    adapter.py     lets them drive the real classes
+    cases/*.json   the records: inputs, expected results, and the test and project that they come from
+    adapter.py     runs them with the real classes
 
-Level 2 also compares block ids, up to renaming, and counts what was evicted; README.md says what else.
+Level 2 also compares block ids, up to renaming, and the number of evicted blocks. README.md has the details.
 """
 
 import json
@@ -28,7 +28,7 @@ def records(level: int) -> list[dict]:
 
 
 def run(adapter, record: dict, level: int) -> list[str]:
-    """What came out differently, in words."""
+    """Run a record. Returns its differences as text."""
     kind, expected = record["type"], record["expected"]
     if kind == "scheduler_trace":
         return compare_rows(record, *trace(adapter, record))
@@ -73,7 +73,7 @@ def compare_operations(expected: list[dict], found: list[dict], level: int) -> l
 
 
 def trace(adapter, record: dict) -> tuple[list[dict], int | None]:
-    """The rows of a whole run, and how many blocks were reused."""
+    """Return the rows of a whole run, and the number of reused blocks."""
     engine = adapter.build(record["config"])
     to_come = sorted(record["requests"], key=lambda request: request.get("arrival", 0))
     rows = []

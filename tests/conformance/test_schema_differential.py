@@ -1,11 +1,11 @@
-"""The product against a plain model of the rules the conformance records follow, on random records of every type.
+"""The product agrees with a plain model of the rules of the conformance records, on random records of each type.
 
     schema_oracle.py     the model
     schema_cases.py      seed -> record
-    schema_compare.py    where the two differ, and a smaller record that still does
+    schema_compare.py    finds differences and shrinks records
 
-tests/campaigns/schema_differential.py runs more seeds. README.md of this folder says where the product differs on
-purpose; such records are counted here as not compared.
+tests/campaigns/schema_differential.py runs more seeds. README.md of this folder lists the deliberate differences;
+records with one are counted as not compared.
 """
 
 import json
@@ -37,7 +37,7 @@ def test_the_product_follows_the_rules(adapter, kind):
 
 
 def test_the_model_follows_the_records():
-    """The model is right where somebody has written down what is right: the operations on a cache, and single steps."""
+    """The model agrees with the records of cache operations and single steps."""
     for name in ("kv_alloc", "kv_beam", "kv_reuse", "kv_window", "eviction", "chunking_fcfs", "microbatch_budget"):
         for record in json.loads((RECORDS / f"{name}.json").read_text())["cases"]:
             expected = record["expected"]

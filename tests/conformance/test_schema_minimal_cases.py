@@ -1,4 +1,4 @@
-"""The smallest records on which the product once differed from the rules, found by random ones and made smaller."""
+"""The product follows the rules on shrunk random records on which it once differed."""
 
 import pytest
 

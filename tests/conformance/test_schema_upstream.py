@@ -1,9 +1,9 @@
-"""What public unit tests of TensorRT-LLM assert, unrolled from their inputs. Product and model both say it.
+"""Product and model agree with assertions of public unit tests of TensorRT-LLM.
 
 Sources, Apache-2.0: capacitySchedulerTest, microBatchSchedulerTest, kvCacheManagerTest, evictionPolicyTest and
 llmRequestTest in cpp/tests/unit_tests/batch_manager, and tests/unittest/_torch/executor/test_py_scheduler.py. Each case
-has the name its test has there. Left out are cases of cross attention and of disaggregated serving, which the product
-does not have, and two of eviction from older versions, which gave back leaves of the prefix tree only.
+has the name of its test. Cases of cross attention and of disaggregated serving are left out, because the product has
+neither. So are two eviction cases of older versions, which released leaves of the prefix tree only.
 """
 
 import pytest
@@ -44,7 +44,7 @@ def prioritized(requests, **priority_of):
             for each in requests]
 
 
-# name: config, requests, iterations, reused blocks (None: not asserted), {iterations: who is scheduled}
+# name: config, requests, iterations, reused blocks (None: not asserted), {iterations: scheduled requests}
 
 TRACES = {}
 for policy in (GNE, MU, STATIC):
@@ -136,7 +136,7 @@ def test_capacity_and_micro_batch_runs(module, name):
 
 
 def test_a_chunked_context_under_a_small_budget(module):
-    """SimpleNoOverlapMaxNumTokens: positions of both prompts, 12 tokens each, with 7 tokens a step and a unit of 5."""
+    """SimpleNoOverlapMaxNumTokens: two prompts of 12 tokens, with 7 tokens per step and a unit of 5."""
     engine = module.build({"capacity_policy": None, "micro_batch": {
         "max_batch_size": 2, "max_num_tokens": 7, "chunking": {"policy": EP, "unit": 5}}})
     for request in alike(2, 12, 5):
@@ -146,7 +146,7 @@ def test_a_chunked_context_under_a_small_budget(module):
     assert [row["gen"] for row in rows] == [[], [], [0], [0], [0], [0, 1], [1], [1], [1]]
 
 
-# name: config, (prompt, drafts, cached tokens, state, beam width) of each, chunks, who generates, drafts
+# name: (token budget, policy, unit), (prompt, drafts, cached tokens, state) of each, chunks, generation requests
 
 STEPS = {
     "ReusableTokensWithChunkedContextFCFS": (
@@ -189,7 +189,7 @@ def test_micro_batch_steps(module, name):
 
 
 def test_requests_of_one_adapter_stand_together(module):
-    """test_sort_by_lora_task_id: those without an adapter first."""
+    """test_sort_by_lora_task_id: requests without an adapter come first."""
     requests = [{"id": number, "arrival": 0, "prompt_len": 10, "max_new_tokens": 5, "state": "GENERATION_IN_PROGRESS",
                  "generated": 1} for number in range(3)]
     requests[0]["lora_task"], requests[2]["lora_task"] = 5, 3
@@ -197,7 +197,7 @@ def test_requests_of_one_adapter_stand_together(module):
 
 
 def test_credit_only_on_the_first_chunk(module):
-    """test_reusable_tokens_only_on_first_chunk; a later chunk is charged the whole prompt."""
+    """test_reusable_tokens_only_on_first_chunk: a later chunk costs the whole prompt."""
     def scheduled(*requests):
         config = {"max_batch_size": 4, "max_num_tokens": 30}
         found = module.micro_batch_step(config, [each | {"max_new_tokens": 5} for each in requests], [])
@@ -210,7 +210,7 @@ def test_credit_only_on_the_first_chunk(module):
 
 
 def test_drafts_are_cut_to_the_unit(module):
-    """DraftTokensGreaterThanChunkSize: what is left of 17 drafts behind 3 tokens, with units of 16 and 40 tokens."""
+    """DraftTokensGreaterThanChunkSize: the kept ones of 17 drafts after 3 tokens, with a unit of 16 and 40 tokens."""
     config = {"max_batch_size": 64, "max_num_tokens": 40, "max_context_length": 64,
               "chunking": {"policy": FCFS, "unit": 16}}
     assert module.micro_batch_step(config, alike(3, 3, 21, draft_len=17), [])["draft"] == {"0": 13, "1": 13, "2": 5}
@@ -267,7 +267,7 @@ def test_force_chunk(module, lengths, capacity, positions):
 
 
 def test_released_blocks_come_last_or_first(module):
-    """ReleaseBlockTest: to the front it is the next one again, otherwise it is not."""
+    """ReleaseBlockTest: a block released to the front is the next one, otherwise it is not."""
     ops = [{"op": "peek", "as": "a"}, {"op": "claim", "block": "a"}, {"op": "peek", "as": "b"},
            {"op": "release", "block": "a", "front": True}, {"op": "peek", "as": "c"}, {"op": "claim", "block": "a"},
            {"op": "release", "block": "a"}, {"op": "peek", "as": "d"}]
@@ -315,7 +315,7 @@ def test_invalid_ranges(module, ranges):
 
 
 def test_pause(module):
-    """LlmRequestTest.pause: tokens beyond the longest prompt are lost."""
+    """LlmRequestTest.pause: a pause drops the tokens beyond the longest prompt."""
     found = module.request_pause({"id": 77, "prompt_len": 5, "max_new_tokens": 66},
                                  [{"generated": 5, "max_input_len": 12}, {"generated": 4, "max_input_len": 12}])
     assert [(after["prompt_len"], after["max_new_tokens"], after["generated"]) for after in found["after_pause"]] == [
@@ -361,7 +361,7 @@ def test_block_manager_reuse(module):
 
 
 def test_block_manager_reuse_with_adapters(module):
-    """An adapter finds what was computed with it, and nothing else."""
+    """A request finds only blocks that were computed with its adapter."""
     results = run_ops(
         module, 16, add(0, range(9), lora_task=0), grow(0, 9, 10), remove(0), add(1, range(9), lora_task=0),
         grow(1, 9, 10), remove(1), add(10, range(9), lora_task=0), add(11, range(11), lora_task=0), remove(10),
