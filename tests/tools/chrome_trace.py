@@ -1,7 +1,7 @@
-"""What Chrome's trace event format asks of a file, as Perfetto and chrome://tracing read it.
+"""Checks of a file against Chrome's trace event format, which Perfetto and chrome://tracing read.
 
-After the document "Trace Event Format" of the Chromium project, for the three kinds of events that `batch-manager trace
-perfetto` writes: complete events (X), counters (C) and metadata (M).
+The rules are from the document "Trace Event Format" of the Chromium project. They cover the three kinds of events that
+`batch-manager trace perfetto` writes: complete events (X), counters (C) and metadata (M).
 """
 
 from collections import defaultdict
@@ -13,7 +13,7 @@ MOST_TID = 2**31 - 1
 
 
 def faults(document: Any) -> list[str]:
-    """What is wrong with a file that was read as JSON; []: nothing."""
+    """Return what is wrong with a file that was read as JSON."""
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         return ["there is no list traceEvents"]
     found = []

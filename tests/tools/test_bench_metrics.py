@@ -1,4 +1,4 @@
-"""Figures from stamps that are worked out by hand, and how they are told."""
+"""The figures of known time stamps, and their output as lines, CSV and a table."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""The options, those of the original among them, and what is refused."""
+"""The options, including those of the original program, and refusals."""
 
 import pytest
 

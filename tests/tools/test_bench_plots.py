@@ -1,4 +1,4 @@
-"""The pictures: what the iterations were, and where that lies in the plots."""
+"""The plots: which iterations they show, and where."""
 
 import re
 from xml.etree import ElementTree
@@ -50,7 +50,7 @@ def test_iterations_are_those_of_the_records():
     assert sum(one.context for one in found) == TEN["prompt_tokens"]
     assert found[0].begin_s == 0.0 and found[0].since_s is None
     assert all(one.begin_s >= before.end_s and one.end_s >= one.begin_s for before, one in zip(found, found[1:]))
-    # A request generates from its second token on.
+    # A request generates from its second token on: the first one comes from its context.
     assert sum(one.generating for one in found) == TEN["output_tokens"] - len(TEN["requests"])
     assert all(one.since_s >= 0.0009 for one in found if one.generating)
 
@@ -97,7 +97,7 @@ def test_few_iterations_are_drawn_as_they_are_and_many_as_means_over_time():
     spans = over_time(many, [float(number % 2) for number in range(len(many))])
     assert len(spans) == MOST_SPANS and all(amount == pytest.approx(0.5) for *_, amount in spans)
     assert spans[0][0] == 0.0 and spans[-1][1] == 2.0 * MOST_SPANS
-    # One long iteration fills all the spans that it takes.
+    # One long iteration fills all the spans that it covers.
     long = [*many, Iteration(2.0 * MOST_SPANS, 4.0 * MOST_SPANS, 0, 1, 3, 0, 64, None)]
     assert {round(amount, 9) for *_, amount in over_time(long, [1.0] * len(long))} == {1.0}
 
@@ -108,7 +108,7 @@ def test_times_are_put_together_by_batch_size():
     found = times_by_batch(rows, with_contexts=False)
     assert [size for size, *_ in found] == [1.0, 2.0, 3.0]
     assert [middle for _, _, middle, _ in found] == pytest.approx([0.1, 0.2, 0.3])
-    assert len(times_by_batch(rows[:23], with_contexts=False)) == 2          # the last three are too few alone
+    assert len(times_by_batch(rows[:23], with_contexts=False)) == 2          # the last three are too few for a group
     every_size = [iteration(number, generating=number + 1) for number in range(200)]
     sizes = [size for size, *_ in times_by_batch(every_size, with_contexts=False)]
     assert len(sizes) <= 17 and sizes == sorted(sizes) and 200 / len(sizes) >= FEWEST_STEPS

@@ -1,4 +1,4 @@
-"""The program from its arguments to its files: sweeps, the saturation, gates, failures, interruptions."""
+"""The program from its arguments to its files: sweeps, saturation, gates, failures, interruptions."""
 
 import csv
 import json
@@ -29,7 +29,7 @@ from batch_manager.tools.workload import Lengths, make_workload
 TEN = make_workload(count=10, vocab_size=1000, prompts=Lengths(20, 0.5, 4, 60), outputs=Lengths(6, 0.5, 2, 12))
 LONG = make_workload(count=4, vocab_size=1000, prompts=Lengths(8, 0.1, 4, 9), outputs=Lengths(300, 0.1, 200, 400))
 
-# The program with a scripted backend, in a process of its own.
+# The program with a scripted backend, in its own process.
 SCRIPTED = """
 import sys
 from batch_manager import Parts
@@ -49,7 +49,8 @@ sys.exit(program.main(sys.argv[1:]))
 
 @pytest.fixture
 def setting(tmp_path, monkeypatch):
-    """(run a command line, the folder): the engine has a scripted backend, and there is a workload of ten requests."""
+    """Return (function that runs a command line, folder). The engine has a scripted backend and a workload of ten
+    requests."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
     Path("ten.json").write_text(json.dumps(TEN))
@@ -136,7 +137,7 @@ def test_a_sweep_of_the_concurrency_loads_once(setting, capsys):
 
 
 def measured(workload, *more):
-    """What was served, with the records of every iteration."""
+    """Return each serving with the records of its iterations."""
     options = parse_options(["--model", "none", "--workload", "ten.json", "--tokens-per-block", "8", "--quiet", *more])
     options.keep_stats = True
     measurement = Measurement(options, workload)
@@ -149,7 +150,7 @@ def test_no_serving_of_a_sweep_finds_what_another_one_cached(setting):
                          outputs=Lengths(3, 0.1, 2, 4, fixed=3), shared_prefix=24)
     servings = measured(same, "--block-reuse", "--sweep", "concurrency=1,2", "--max-batch", "4")
     first, both = (records[-1]["Cache Hit Tokens"] for _, records in servings)
-    assert first == 3 * 24 and first < both <= 2 * first        # those that start together share nothing
+    assert first == 3 * 24 and first < both <= 2 * first        # requests that start together share nothing
 
 
 def test_requests_of_a_closed_loop_follow_each_other(setting):

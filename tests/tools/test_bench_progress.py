@@ -1,4 +1,4 @@
-"""What is shown while a benchmark runs."""
+"""The progress display of a benchmark."""
 
 import io
 import time

@@ -1,4 +1,4 @@
-"""The way of one plain generation step through the package stays short."""
+"""The calls of one plain generation step: their number stays small."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Ratios of two programs pair by pair, and what is concluded from them."""
+"""Ratios of two programs, pair by pair, and the conclusions from them."""
 
 import json
 import math

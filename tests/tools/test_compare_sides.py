@@ -1,4 +1,4 @@
-"""Two sides of runs: the difference in each figure, what is a warning, and what is refused."""
+"""Two sides of runs: the difference in each figure, warnings and refusals."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The tool that says what the deterministic mode costs."""
+"""The tool that measures the cost of the deterministic mode."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""The program `batch-manager`: its commands, and what calling one imports."""
+"""The program `batch-manager`: its commands, and the modules that each command imports."""
 
 import json
 import os
@@ -19,7 +19,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 
 
 def imported_by(*arguments):
-    """(status, top-level modules) of a run of the program."""
+    """Run the program. Return (exit status, names of the imported top-level modules)."""
     result = subprocess.run([sys.executable, "-X", "importtime", "-m", "batch_manager.tools", *arguments],
                             capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
     lines = [line for line in result.stderr.splitlines() if line.startswith("import time:")]

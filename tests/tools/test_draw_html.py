@@ -1,4 +1,4 @@
-"""The page of `batch-manager draw --html`: its data, its text, and what a browser makes of it."""
+"""The page of `batch-manager draw --html`: its data, its text, and its behaviour in a browser."""
 
 import base64
 import json
@@ -51,7 +51,8 @@ def data_of(page):
 
 
 def rows_of(header, columns):
-    """(id, spans, end, has ended) of each row; a span is (kind, reason, first iteration, first position, tokens)."""
+    """Return (id, spans, end, has ended) of each row. A span is (kind, reason, first iteration, first position,
+    tokens)."""
     starts, kinds = iter(columns["span_start"]), iter(columns["span_kind"])
     chunks = iter(zip(columns["chunk_first"], columns["chunk_tokens"], strict=True))
     rows = []
@@ -69,7 +70,7 @@ def rows_of(header, columns):
 
 @pytest.fixture
 def traced(make_world, new_request):
-    """traced(seed) -> the iterations of a run with waiting, pauses and chunks."""
+    """Return traced(seed) -> the iterations of a run in which requests wait, pause and are computed in chunks."""
     def run(seed):
         draw = random.Random(seed)
         trace = Trace()
@@ -97,7 +98,7 @@ def test_the_page_holds_exactly_the_spans_and_counters_of_the_trace(seed, traced
         life = expected[request_id]
         assert (index_of[life.last_iteration] + 1, life.has_ended) == (end, ended)
         assert spans[0][2] == index_of[life.first_iteration]
-        merged = []           # chunks that follow each other are one span of a life
+        merged = []           # consecutive chunks are one span of a life
         for (kind, reason, start, first, tokens), after in zip(spans, [*(span[2] for span in spans[1:]), end]):
             last = merged[-1] if merged else None
             if last and kind == CONTEXT == last[0] and first >= last[4] + last[3]:
@@ -139,7 +140,7 @@ def test_a_request_that_an_iteration_names_twice_has_one_span_there():
 
 
 class Reader(HTMLParser):
-    """Checks nesting, and collects ids, texts and addresses."""
+    """Checks the nesting of elements, and collects ids, texts and addresses."""
 
     def __init__(self, page):
         super().__init__()
@@ -286,7 +287,7 @@ load().then((answer) => process.stdout.write(JSON.stringify(answer)));
 
 
 def brute_force(rows, kinds, positions, ends, window):
-    """What countTile promises, cell by cell. positions: where iterations begin; ends: where they end."""
+    """Compute the result of countTile cell by cell. positions: where iterations begin; ends: where they end."""
     kind, share = [], []
     width, group_rows = window["binWidth"], window["rowsPerGroup"]
     for group in range(window["groups"]):
@@ -306,7 +307,7 @@ def brute_force(rows, kinds, positions, ends, window):
 
 
 def with_idle_times(iterations):
-    """The same iterations: each takes some milliseconds, and the engine is idle for a while after some of them."""
+    """Return the same iterations with a duration of some milliseconds each, and with idle times after some of them."""
     draw, at, changed = random.Random(8), 3.0, []
     for each in iterations:
         milliseconds = draw.randint(1, 9)
@@ -387,7 +388,7 @@ process.stdout.write(JSON.stringify({ranges}.map(([from, to]) => [largest.of(fro
                                          for a, b in ranges]
 
 
-# Frames are not drawn while chromium only dumps a page.
+# Chromium draws no frames while it only dumps a page.
 FRAMES = "<script>window.requestAnimationFrame = (draw) => setTimeout(draw);</script></head>"
 LOOK = """<script>
 const wait = setInterval(async () => {

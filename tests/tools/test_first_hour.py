@@ -1,4 +1,4 @@
-"""The program for the first hour on a GPU does here all of it that can be done here."""
+"""The program for the first hour on a GPU runs here as far as it can without one."""
 
 import json
 import re
@@ -13,7 +13,7 @@ import pytest
 from tests.first_hour import __main__ as first_hour
 from tests.first_hour.parts import CALL_MINUTES, CALLS, PARTS, REQUIRED_WHEELS, ROOT, Part, gpu_test_files
 
-# Of the packages that are needed, those in the image of the machine that is lent.
+# The required packages that the image of the lent machine contains.
 IN_THE_IMAGE = {"torch", "triton", "numpy", "safetensors"}
 
 
@@ -27,7 +27,7 @@ def test_every_call_keeps_within_its_minutes_and_all_within_half_an_hour():
     seconds = {one.name: one.seconds for one in PARTS}
     for call in CALLS:
         assert sum(seconds[name] for name in call) <= CALL_MINUTES * 60 - 30
-    assert CALL_MINUTES < 10 and sum(seconds.values()) < 30 * 60 - 180      # transfers and the machine's start
+    assert CALL_MINUTES < 10 and sum(seconds.values()) < 30 * 60 - 180      # transfers, and the machine's start
 
 
 def test_what_the_package_needs_is_there_or_carried():
@@ -37,7 +37,7 @@ def test_what_the_package_needs_is_there_or_carried():
 
 
 def test_a_dry_run_does_what_can_be_done_here(tmp_path):
-    # The report and the engine in bfloat16 have tests of their own.
+    # The report and the engine in bfloat16 have their own tests.
     done = subprocess.run([sys.executable, "-m", "tests.first_hour", "--out", str(tmp_path), "--dry-run", "--part",
                            "memcheck"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

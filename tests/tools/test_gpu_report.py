@@ -1,4 +1,4 @@
-"""The report runs, line by line, where there is no GPU; what it writes has one form; what goes wrong has a name."""
+"""The report without a GPU: every line runs, the output has one form, and each failure has a name."""
 
 import json
 import os
@@ -33,8 +33,8 @@ def context(query, kv_pool, block_table, cu_seqlens, kv_lengths, scale):
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
-    """(lines, folder) of a dry run of everything but transformers, which takes seconds to import and has a test of its
-    own; in a process of its own, beside a peer's attention."""
+    """Return (lines, folder) of a dry run with the attention of a peer, in its own process. It leaves out transformers,
+    which takes seconds to import and has its own test."""
     folder = tmp_path_factory.mktemp("report")
     peers = folder / "peers"
     peers.mkdir()
@@ -133,7 +133,7 @@ def test_a_line_that_is_no_line_is_refused():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """run(*sections, minutes=8, goals=()) -> records, over a clock that stands in."""
+    """Return run(*sections, minutes=8, goals=()) -> the records, with DryClock in place of the device's clock."""
     import torch
 
     from batch_manager.tools.gpu_report import sections as listed
@@ -234,7 +234,7 @@ def test_the_least_time_of_a_step_is_that_of_its_bytes_and_operations():
 
     gpu = SimpleNamespace(copy_bytes_s=4.3e12, matmul_flop_s=790e12)
     assert LLAMA_135M.kv_bytes_per_token == 23_040 and LLAMA_8B.kv_bytes_per_token == 131_072
-    # Milliseconds worked out by hand for these rates.
+    # Milliseconds, calculated by hand for these rates.
     for shape, batch, context, expected in ((LLAMA_135M, 1, 1024, 0.068), (LLAMA_135M, 256, 512, 0.79),
                                             (LLAMA_1B, 1, 1024, 0.583), (LLAMA_8B, 32, 1024, 4.49),
                                             (LLAMA_8B, 256, 1024, 12.9), (QWEN3_600M, 256, 512, 3.88)):

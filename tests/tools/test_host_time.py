@@ -1,4 +1,4 @@
-"""The host's time for an iteration, as a ratio to a fixed loop of Python: no machine is slow enough to fail it."""
+"""The host's time for an iteration, relative to a fixed loop of Python: a slow machine does not fail the test."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from batch_manager.tools.host_bench import Setting, measure
 # python -m batch_manager.tools.host_bench --batch 256 [--native]
 RECORDED = {(False, False): 0.57, (True, False): 1.55, (False, True): 2.1, (True, True): 3.3}
 WORST = 2.0             # times the recorded ratio
-MOST_RUNS = 6           # while another process takes the processor away, a run may say anything
+MOST_RUNS = 6           # a run may take any time while another process uses the processor
 
 
 @pytest.mark.parametrize(("streaming", "native"), RECORDED)

@@ -1,4 +1,4 @@
-"""inspect_model: what it says is what an engine then does, and it refuses what an engine refuses."""
+"""inspect_model reports what an engine then does, and refuses what an engine refuses."""
 
 import json
 import os

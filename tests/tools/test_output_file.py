@@ -30,7 +30,7 @@ def test_all_files_of_a_command_appear_or_none(tmp_path):
     with pytest.raises(OSError, match="/dev/full cannot be written: No space left on device"), OutputFiles() as files:
         files.open(first).write("a" * 100_000)
         files.open(second, "wb").write(b"new")
-        files.open(Path("/dev/full")).write("b")         # told when it is closed, as the last of them
+        files.open(Path("/dev/full")).write("b")         # fails when it is closed, which is after the other two
     assert list(tmp_path.iterdir()) == [second] and second.read_text() == "older"
     with OutputFiles() as files:
         files.open(first).write("1")
@@ -40,7 +40,7 @@ def test_all_files_of_a_command_appear_or_none(tmp_path):
 
 
 def test_no_other_file_is_touched(tmp_path):
-    """Whatever a user's file is called, it is not taken for a temporary one."""
+    """A file whose name looks like that of a temporary file is left alone."""
     others = [tmp_path / name for name in ("a.part", ".a.part", "a.tmp")]
     for other in others:
         other.write_text("mine")
@@ -61,9 +61,9 @@ def test_errors_name_the_output(tmp_path):
     path = tmp_path / "a"
     with pytest.raises(OutputError, match="Is a directory") as raised, output_file(path) as file:
         file.write("text")
-        path.mkdir()                                    # meanwhile
+        path.mkdir()                                    # while the file is written
     assert raised.value.filename == str(path) and list(tmp_path.iterdir()) == [path]
-    for size in (1, 100_000):                           # the error comes with the closing, and with a write
+    for size in (1, 100_000):                           # the close fails, or a write
         with pytest.raises(OSError, match="/dev/full cannot be written: No space left on device"):
             write(Path("/dev/full"), "a" * size)
 

@@ -1,4 +1,4 @@
-"""T16 measures what is there: each check it leaves out is found, and left out. The figures are for a quiet machine."""
+"""The program for T16 really leaves out each check whose cost it measures. Its figures need a quiet machine."""
 
 from contextlib import AbstractContextManager
 
@@ -22,7 +22,7 @@ CHECKS = ["check_totals", "check_plan", "step output", "token ids", "guards", "h
 
 
 def noting(calls: list, instead):
-    """A function, or a block, that notes each use of it."""
+    """Return a function, or a context manager, that counts its uses."""
     if isinstance(instead, AbstractContextManager):
         return NotingBlock(calls)
 

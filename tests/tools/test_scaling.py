@@ -1,4 +1,4 @@
-"""The scaling of steps: what is measured, where its points lie in the plots, and what the page says of it."""
+"""The scaling of steps: the measurement, the points in the plots, and the text of the page."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def result_file(tmp_path):
 
 
 def read_back(svg):
-    """The points of a plot in the units of its axes, by nothing but the numbers written at the axes."""
+    """Return the points of a plot in the units of its axes, from the numbers at the axes alone."""
     root = ElementTree.fromstring(svg)
 
     def axis(name, place):
@@ -61,13 +61,13 @@ def read_back(svg):
 
     (x_low, left), *_, (x_high, right) = axis("x", "x")
     (y_low, bottom), *_, (y_high, top) = axis("y", "y")
-    bottom, top = bottom - 4, top - 4                            # a text stands on its line, 4 pixels below the tick
+    bottom, top = bottom - 4, top - 4                            # the text is 4 pixels below its tick
 
     def share(at, low, high):
         return (at - low) / (high - low)
 
     def value_of_x(at):
-        if x_low:                                                # no 0 on this axis: it doubles
+        if x_low:                                                # an axis without 0 is logarithmic
             return x_low * (x_high / x_low) ** share(at, left, right)
         return x_high * share(at, left, right)
 
@@ -195,7 +195,7 @@ def test_every_setting_is_measured_and_can_be_drawn(tmp_path, capsys):
     assert [(row["batch"], row["context"]) for row in result["context"]] == [(2, 8), (2, 70)]
     for row in [*result["batch"], *result["context"]]:
         assert 0 < row["ms"]["min"] <= row["ms"]["p10"] <= row["ms"]["median"] <= row["ms"]["p90"]
-        # the token of the prompt's own step, those of the warm-up, half of the timed ones
+        # The token of the prompt's own step, those of the warm-up, and half of the timed ones.
         assert row["mean_context"] == row["context"] + 1 + scaling.WARM_UP_STEPS + 4 / 2
     assert [(row["where"], row["waiting"]) for row in result["waiting"]] == [
         ("active", 0), ("queued", 0), ("active", 7), ("queued", 7)]
@@ -219,7 +219,7 @@ def test_the_times_are_those_of_the_timed_iterations_alone(monkeypatch):
 
 
 def test_nothing_is_timed_before_every_prompt_is_computed():
-    """The prompts take ten iterations here: more than the warm-up."""
+    """The prompts take ten iterations here, which is longer than the warm-up."""
     options = scaling.parse_options(["--model", str(MODEL), "--out", "unused", *SMALL, "--max-tokens-per-step", "21"])
     engine = scaling.DecodeSteps(options, [(12, 9)])
     row = engine.measure(12, 9, 4)

@@ -1,4 +1,4 @@
-"""Simulated engines: times that follow from the cost model, leaps that change nothing, replicas and routing."""
+"""Simulated engines: times follow from the cost model, leaps do not change results, and replicas are routed to."""
 
 from dataclasses import replace
 

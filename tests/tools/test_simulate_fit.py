@@ -1,4 +1,4 @@
-"""Cost models: what a fit finds again, how it tells its error, and the file that holds it."""
+"""Cost models: what a fit recovers, how it reports its error, and its file."""
 
 import itertools
 import json

@@ -1,6 +1,6 @@
-"""A simulation that is fitted on one recorded run predicts three others, and one with other settings.
+"""A simulation that is fitted to one recorded run predicts three other runs, and one with other settings.
 
-The runs were recorded by tests/campaigns/simulation_fidelity.py: a Llama of 135M parameters in bf16 on one thread.
+tests/campaigns/simulation_fidelity.py recorded the runs: a Llama of 135M parameters in bf16 on one thread.
 """
 
 import gzip
@@ -22,7 +22,7 @@ from batch_manager.tools.simulate.traffic import Traffic
 DATA = Path(__file__).parent / "data" / "simulated_runs"
 RUNS = json.loads((DATA / "runs.json").read_text())
 THROUGHPUT, TAIL = 0.05, 0.10
-# Steps with four prompts beside 28 sequences: the fitted run has hardly any.
+# The fitted run has hardly any steps with four prompts and 28 sequences.
 WIDER = {("offline", "itl_ms_p99"): 0.15}
 
 
@@ -45,7 +45,7 @@ def test_figures_are_near_the_measured_ones(cost, name):
         num_blocks=cost.about["num_blocks"], max_seq_len=4096, max_batch_size=options.get("--max-batch", 32),
         max_num_tokens=options.get("--max-tokens-per-step", 512))
     errors = {"output_tok_s": [], "ttft_ms_p99": [], "itl_ms_p99": []}
-    for seed in range(5):                           # tails of so few requests differ from seed to seed
+    for seed in range(5):                           # the tails of so few requests vary by seed
         found = point_fields(simulate(Traffic.of_lengths(arrival_s, inputs, outputs), settings, cost, seed=seed),
                              Load(), "", Bounds(), 0.0)
         for figure, seen in errors.items():

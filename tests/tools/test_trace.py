@@ -1,4 +1,4 @@
-"""`batch-manager trace`: where the time of a request went, and traces in the formats of other viewers."""
+"""`batch-manager trace`: how a request spent its time, and traces in the formats of other viewers."""
 
 import csv
 import json
@@ -27,7 +27,7 @@ ROOT = str(Path(__file__).parents[2])
 
 @pytest.fixture
 def traced(make_world):
-    """traced(requests, **as make_world) -> the iterations of a run in which each step takes STEP_S."""
+    """Return traced(requests, **options of make_world) -> the iterations of a run in which each step takes STEP_S."""
     def run(requests, **options):
         trace = Trace()
         world = make_world(parts={"trace": trace.append}, **options)
@@ -152,7 +152,7 @@ def test_perfetto_takes_every_event(traced, new_request):
     rng, file = random.Random(3), StringIO()
     ran = traced([new_request(i, [i] * rng.randint(1, 30), rng.randint(1, 9)) for i in range(1, 30)],
                  max_batch_size=3, max_num_sequences=5)
-    # Iterations without a gap between them, of phases that were rounded up.
+    # The iterations follow each other without a gap, and their phases were rounded up.
     at, iterations = 5.0, []
     for each in ran:
         phases = {phase: rng.randint(1, 400) for phase in each.phases_us}

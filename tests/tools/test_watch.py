@@ -1,4 +1,4 @@
-"""`batch-manager watch`: what it reads, follows and shows, in pipes and in terminals."""
+"""`batch-manager watch`: its sources, and its output in pipes and terminals."""
 
 import contextlib
 import errno
@@ -41,7 +41,7 @@ prometheus = pytest.importorskip("prometheus_client", reason="NOT RUN: prometheu
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "batch_manager.tools", "watch"]
-# Without a width that is not the terminal's.
+# Without COLUMNS and LINES, which would override the size of the terminal.
 ENVIRONMENT = {**{name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")},
                "PYTHONPATH": str(REPOSITORY), "PYTHONIOENCODING": "utf-8"}
 LAST, NUM_REFUSED, NUM_REQUESTS, OUTPUT = 10_000, 3, 20, 15
@@ -59,7 +59,7 @@ def source_of():
 
 @pytest.fixture(scope="module")
 def served():
-    """(records, exposition) of an engine that has served some requests and is idle."""
+    """Return (records, exposition) of an engine that has served some requests and is idle."""
     from batch_manager.extras.prometheus import PrometheusStatistics
     records, statistics = [], PrometheusStatistics("m")
     waiting = [InferenceRequest(number, {"input_ids": [-1] if number < NUM_REFUSED else [1, 2, 3],
@@ -107,7 +107,7 @@ def test_metrics_and_the_file_tell_the_same(served, tmp_path, source_of):
     assert of_metrics.counters["tokens"] == of_file.counters["tokens"] == NUM_REQUESTS * OUTPUT
     assert of_metrics.counters["refused"] == of_metrics.counters["errors"] == NUM_REFUSED
     assert of_file.counters["refused"] == NUM_REFUSED
-    assert of_file.counters["finished"] == NUM_REQUESTS      # since-the-start counters rose after the first record
+    assert of_file.counters["finished"] == NUM_REQUESTS      # all of them finished after the first record
     assert of_metrics.counters["prompt_tokens"] - first["Accepted Prompt Tokens"] == of_file.counters["prompt_tokens"]
     for name in ("callback", "iteration"):
         assert of_metrics.counters[name] == pytest.approx(of_file.counters[name], abs=1e-9) and of_file.counters[name]
@@ -150,7 +150,7 @@ def test_a_file_is_followed_over_rotation_truncation_and_rubbish(tmp_path, sourc
     for _ in range(300):
         action = draw.choice(["write", "write", "half", "rotate", "truncate", "rubbish"])
         if action in ("rotate", "truncate"):
-            source.poll()                                # what was written before can be read no more afterwards
+            source.poll()                                # afterwards, the text before it can no longer be read
         if action == "rotate":
             path.rename(f"{path}.1")
             path.touch()
@@ -244,7 +244,7 @@ def test_rates_are_of_a_period_and_counts_of_a_minute():
     assert (figures.window_s, figures.recent["new"]) == (60, 60)
     assert (figures.iteration_share, figures.callback_share) == (0.5, 0.25)
     assert history.figures(10.0).tokens_per_s == (70 + 93) / 10
-    history.add(reading(200.0, tokens=5.0, new=2))           # it was started again
+    history.add(reading(200.0, tokens=5.0, new=2))           # the engine was restarted
     assert history.figures(1.0).tokens_per_s == 5 and history.figures(1.0).counts["new"] == 2
 
 
@@ -260,7 +260,7 @@ def test_latencies_are_of_the_minute_and_of_all_where_none_ended():
         history.add(reading(float(second), Latency(12, 101.0, {1.0: 2.0, math.inf: 12.0})))
     assert (history.figures(1.0).latency_over, history.figures(1.0).latencies["queue"].count) == ("start", 12)
     history.add(reading(81.0, Latency(1, 3.0, {1.0: 0.0, math.inf: 1.0})))
-    figures = history.figures(1.0)                           # it was started again
+    figures = history.figures(1.0)                           # the engine was restarted
     assert (figures.latencies["queue"].count, figures.latencies["queue"].mean) == (1, 3.0)
     assert figures.latency_over == "60s"
 
@@ -280,7 +280,7 @@ def test_time_goes_on_where_nothing_is_written(tmp_path, source_of):
 
 
 class Metrics(http.server.BaseHTTPRequestHandler):
-    """Answers what the server's `answers` says next: a text, or a status."""
+    """Replies with the next of the server's `answers`: a text, or a status."""
 
     def do_GET(self):
         answers = self.server.answers
@@ -386,7 +386,7 @@ def test_ctrl_c_is_quiet_in_a_pipe(tmp_path):
 
 
 class Terminal:
-    """The program in a terminal of its own, and what it wrote there."""
+    """The program in its own terminal, and its output there."""
 
     def __init__(self, *arguments, width=90, **environment):
         self.master, slave = pty.openpty()
@@ -399,7 +399,7 @@ class Terminal:
         self.written = b""
 
     def until(self, *texts):
-        """What is in the terminal, without its colours, once all of these texts are."""
+        """Wait until the terminal shows all of these texts. Return its content without colours."""
         deadline = time.monotonic() + 30
         while not all(text in self.text for text in texts):
             assert time.monotonic() < deadline and self._read(), self.text
@@ -441,7 +441,7 @@ def test_the_picture_shows_what_is_known_and_ends_with_ctrl_c(server, served):
                            "in callbacks", "refused", "since start", "first token",
                            "in the queue")
     assert f"0 of {re.search('kv_cache_block_type=.max.*} (.*)', exposition)[1].split('.')[0]}" in shown
-    *lines, _ = re.split("\r\n?", shown)                        # the last one may be on its way
+    *lines, _ = re.split("\r\n?", shown)                        # the last line may be incomplete
     assert all("━" * 10 in line for line in lines if "KV blocks" in line)
     assert {len(line) for line in lines if line.startswith(("╭", "│", "╰"))} == {80}
     os.write(terminal.master, b"\x03")

@@ -1,4 +1,4 @@
-"""`batch-manager workload KIND`: what each writes, and what is refused."""
+"""`batch-manager workload KIND`: the output of each kind, and refusals."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Files of requests: each format's arrivals and workload, and one line for each thing that can be wrong with a file."""
+"""Files of requests: the arrivals and the workload of each format, and the error of each fault in a file."""
 
 import gzip
 import json
@@ -180,7 +180,7 @@ def test_a_trace_is_read_line_by_line(tmp_path):
     feeder.start()
     arrivals = read_arrivals(path)
     try:
-        assert next(arrivals) == Arrival(0.0, 2, 3)    # the rest of the file does not exist yet
+        assert next(arrivals) == Arrival(0.0, 2, 3)    # the rest of the file is not written yet
     finally:
         with_rest.set()
     with pytest.raises(DatasetError, match=":5002: the time is 1.000000 s before"):
@@ -335,7 +335,7 @@ def test_texts_with_a_tokenizer(write):
 
 
 class ChatTokenizer:
-    """As those of transformers: one token for each character."""
+    """Has the methods of transformers' tokenizers; each character is one token."""
 
     def encode(self, text, add_special_tokens=True):
         return [ord(character) for character in text]
