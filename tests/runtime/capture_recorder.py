@@ -1,9 +1,9 @@
-"""What a function launches, recorded on a CPU: operations of torch, and Triton kernels that are interpreted.
+"""Records what a function launches on a CPU: torch operations and interpreted Triton kernels.
 
-A graph of launches can stand for a step only where two steps of one shape launch the same: the same operations in the
-same order, with the same grids, numbers, sizes and addresses. `Recorder.entries` is that, to be compared; `refusals` is
-what a capture would refuse. `replay` does what replaying a graph does: it runs what was recorded again, with the
-arguments of the recording, in the same memory.
+A graph can replace a step only if two steps of one shape launch the same: the same operations in the same order, with
+the same grids, numbers, sizes and addresses. `Recorder.entries` describes the launches for a comparison. `refusals` are
+operations that a capture would refuse. `replay` does what the replay of a graph does: it runs the recorded operations
+again, with the recorded arguments, in the same memory.
 """
 
 import gc
@@ -12,14 +12,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-# They read the device, or make a tensor from the host's memory.
+# These read the device, or make a tensor from host memory.
 REFUSED = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten._unique", "aten.is_nonzero",
            "aten.equal", "aten.lift_fresh", "aten._pin_memory")
 READING_METHODS = ("tolist", "numpy", "item", "cpu")
 
 
 def storage_of(tensor):
-    """What tells the memory of a tensor from others': an address, or of a matrix that is packed itself."""
+    """Identify the memory of a tensor: by its address, or by the object if the tensor is packed."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else f"packed {id(tensor)}"
 
 
@@ -28,11 +28,11 @@ def tensors_in(tree):
 
 
 class Recorder(TorchDispatchMode):
-    """Records within `with`.
+    """Records operations and launches within `with`.
 
     entries    one for each operation and launch
-    launches   names of those that the device does something for: kernels, and operations that write memory
-    refusals   names of what cannot be recorded
+    launches   names of kernels, and of operations that write memory
+    refusals   names of operations that cannot be recorded
     """
 
     def __init__(self):
@@ -41,7 +41,7 @@ class Recorder(TorchDispatchMode):
         self._calls, self._made, self._held = [], {}, []
 
     def __enter__(self):
-        # By type: some objects become something else when they are asked for their class.
+        # Not isinstance: it reads __class__, which changes some objects.
         self._kept = {storage_of(value) for value in gc.get_objects()
                       if issubclass(type(value), torch.Tensor)}
         self._restore = _patch(self)
@@ -64,7 +64,7 @@ class Recorder(TorchDispatchMode):
         made = [tensor for tensor in tensors_in(result) if storage_of(tensor) not in given]
         for tensor in made:
             self._made[storage_of(tensor)] = len(self.entries)
-        self._held.append((args, kwargs, result))       # so that no other tensor gets the memory
+        self._held.append((args, kwargs, result))       # so that no other tensor reuses the memory
         self.entries.append(entry)
         if function._schema.is_mutable or made and "empty" not in name:
             self.launches.append(name)
@@ -72,13 +72,13 @@ class Recorder(TorchDispatchMode):
         return result
 
     def launch(self, run, executor, args, kwargs):
-        """A Triton kernel, in the interpreter's words."""
+        """Record a Triton kernel. The arguments are those of the interpreter."""
         with _disable_current_modes():
             self.launches.append(executor.fn.__name__)
             self.entries.append((executor.fn.__name__, executor.grid, self._described((args, kwargs))))
             self._held.append((args, kwargs))
             self._calls.append((lambda: run(executor, *args, **kwargs), []))
-            self.is_launching = True                    # what the interpreter reads, a GPU would not
+            self.is_launching = True                    # the interpreter reads tensors here; a GPU would not
             try:
                 return run(executor, *args, **kwargs)
             finally:
@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _patch(recorder):
-    """Put the recorder in the way of launches and of readings that no operation shows. Returns what undoes it."""
+    """Patch launches, and the methods that read a tensor without an operation. Return the replaced attributes."""
     patches = []
 
     def patch(owner, name, make):
@@ -137,9 +137,9 @@ def _patch(recorder):
 
 
 class ReplayedGraph:
-    """In place of device.CapturedGraph: a graph on a CPU.
+    """Replaces device.CapturedGraph: a graph on a CPU.
 
-    captured, replayed   the shapes of the steps, each time
+    captured, replayed   the shape of the step, for each capture and replay
     """
 
     captured, replayed = [], []

@@ -4,7 +4,7 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """Small tensors: threads only get in each other's way."""
+    """Use one thread: the tensors are small, and more threads only disturb each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -13,7 +13,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """A random tiny Llama with 160 tokens and 64 positions: (its folder, transformers' model of it)."""
+    """Return (folder, transformers' model) of a random tiny Llama with 160 tokens and 64 positions."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

@@ -1,11 +1,11 @@
-"""Which variants of Triton kernels the native backend has compiled by its warm-up, and which while it serves; the same
+"""Counts the variants of Triton kernels that the native backend compiles in its warm-up and while it serves, and those
 of fused products.
 
     python count_compilations.py [--every-pair] FOLDER [FOLDER ...]     a config.json in each; prints an object for each
 
-No kernel is compiled or launched: a stand-in for Triton's driver names a GPU that is not here, and compiling is
-replaced by counting. What a kernel should have written stays 0, and what is finite is true. Needs a process without
-TRITON_INTERPRET, and one in which nothing else uses triton. Run by test_no_compilation_while_serving.py.
+No kernel is compiled or launched: a stand-in for Triton's driver pretends that there is a GPU, and compiling is
+replaced by counting. The outputs of kernels stay 0, and their flags "finite" are true. The process must run without
+TRITON_INTERPRET, and nothing else in it may use triton. test_no_compilation_while_serving.py runs this program.
 """
 
 import importlib.util
@@ -37,7 +37,7 @@ VOCAB, MAX_BEAM_WIDTH, NUM_SLOTS, CONTEXT = 50, 6, 40, 20
 TABLES = torch.zeros((MAX_BATCH + 1, MAX_PAGES), dtype=torch.int32)
 
 SAMPLED = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.1}
-# What sequences may want, each of them with and without sampling.
+# Options of sequences, each of them with and without sampling.
 WANTED = (
     {}, {"return_log_probs": True}, {"end_id": 3}, {"stop_words": ((5,), (6, 7))}, {"bad_words": ((8,), (9, 10))},
     {"embedding_bias": np.zeros(VOCAB, np.float32)}, {"return_generation_logits": True},
@@ -83,10 +83,11 @@ def packed_step(query_lengths, kv_lengths, num_contexts):
 
 
 def steps(every_pair):
-    """Generation of all batch sizes and lengths, one long sequence among short ones, contexts alone and beside it.
+    """Yield generation steps of all batch sizes and lengths, with one long sequence among short ones, and contexts
+    alone and with generation.
 
-    every_pair   of a batch size and a length; otherwise all lengths with small batches and around multiples of 16,
-                 and every eighth length, another eighth for the next size, with the others
+    every_pair   whether every batch size gets every length. Otherwise small batches and those around multiples of 16
+                 get all lengths; the others get every eighth length, starting at a different one for each size
     """
     whole = TOKENS_PER_BLOCK * MAX_PAGES
     for batch in range(1, MAX_BATCH + 1):
@@ -101,7 +102,7 @@ def steps(every_pair):
 
 
 def serve(backend):
-    """Steps of all kinds through the backend. Returns how many."""
+    """Run steps of all kinds through the backend. Return their number."""
     num_steps = 0
 
     def step(**work):
@@ -141,7 +142,7 @@ def serve(backend):
 
 
 def serve_attention(attention, spec, every_pair):
-    """Steps of all shapes through attention alone. Returns how many."""
+    """Run steps of all shapes through attention alone. Return their number."""
     heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
     packed = torch.zeros(2 * MAX_BATCH, sum(heads), spec.head_size, dtype=attention.layer_pools[0].dtype)
     tables = torch.zeros(TOKENS_PER_BLOCK * MAX_PAGES, spec.head_size // 2)
@@ -157,8 +158,8 @@ def serve_attention(attention, spec, every_pair):
 
 
 def serve_bound(attention, step, query, key, value, rotary):
-    """The same generation step over tables that stay where they are."""
-    if step.num_contexts or len(step.slots) % 16 > 1:        # all numbers of rows are served above
+    """Run the same generation step over block tables at a fixed address. Return the number of steps."""
+    if step.num_contexts or len(step.slots) % 16 > 1:        # other batch sizes are served above
         return 0
     work = attention.plan_generation(step.kv_lengths)
     is_split = any(starts[-1] for _, starts in work.values())
@@ -171,14 +172,14 @@ def serve_bound(attention, step, query, key, value, rotary):
 
 
 class PassedOn:
-    """In place of attention, which is served above."""
+    """Replaces attention, which is served above."""
 
     def run(self, layer, query, key, value, rotary):
         return query.flatten(1)
 
 
 def count_fused(folder):
-    """Variants that fused products compile in the first steps that they are compared in, and in steps after these."""
+    """Return the variants that fused products compile in the steps of their comparison, and in all later steps."""
     decide, dispatch.use_triton = dispatch.use_triton, lambda device: True
     loaded = load_model(folder, device=torch.device("cpu"), dtype="bfloat16", load_format="dummy")
     recording, gives_logits = record_step(loaded, loaded.spec)
@@ -195,7 +196,8 @@ def count_fused(folder):
 
 
 def scratch():
-    """Bytes that `sample_token` allocates beside its results, and those that a memory plan counts, of some shapes."""
+    """Return, for some shapes, the bytes that `sample_token` allocates besides its results, and those of a memory
+    plan."""
     from batch_manager.triton_kernels.sample_scratch import scratch_bytes
     from batch_manager.triton_kernels.sample_token import sample_token
 
@@ -215,7 +217,7 @@ def scratch():
 def main(folders, every_pair):
     on_gpu = pretend_to_have_a_gpu()
     for index, folder in enumerate(folders):
-        on_gpu(index)                                   # another device, whose cache of kernels is empty
+        on_gpu(index)                                   # another device, with an empty kernel cache
         params = TrtGptModelOptionalParams(
             device="cpu", load_format="dummy", dtype="bfloat16", num_threads=1,
             kv_cache_config=KvCacheConfig(tokens_per_block=TOKENS_PER_BLOCK, max_tokens=MAX_PAGES * TOKENS_PER_BLOCK))
@@ -227,7 +229,7 @@ def main(folders, every_pair):
         spec = SimpleNamespace(num_heads=4, num_kv_heads=2, head_size=16, num_layers=1)
         num_attention_steps = serve_attention(attention, spec, every_pair)
         serving = dict(compiled)
-        on_gpu(len(folders) + index)                    # the backend has compiled fused products for the other one
+        on_gpu(len(folders) + index)                    # for the other device, the backend has compiled fused products
         fused = count_fused(folder)
         print(json.dumps({"steps": num_steps, "attention_steps": num_attention_steps, "warm_up": warm_up,
                           "serving": serving, "fused": fused}), flush=True)

@@ -1,7 +1,7 @@
-"""A stream of a GPU that is as late as it may be, on a CPU: what device.py copies waits in a queue.
+"""A stream of a GPU, on a CPU, that is as late as it may be: the copies of device.py wait in a queue.
 
-A stream carries out what it was given in order, and as late as it likes. So a legal order is how far it has come at
-each moment at which the host writes memory that it reads. `every_order` tries all of them.
+A stream runs its actions in order, and as late as it likes. So an order is given by how far the stream has come at each
+moment when the host writes memory that the stream reads. `every_order` tries all orders.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from batch_manager.runtime import device as device_module
 
 
 class LazyStream:
-    """waits   how often the host had to wait for what was not done"""
+    """waits   how often the host had to wait for an unfinished action"""
 
     def __init__(self):
         self.queue, self.done, self.given, self.waits = deque(), 0, 0, 0
@@ -28,7 +28,7 @@ class LazyStream:
             self.done += 1
 
     def wait_until(self, number):
-        """Until so many actions are done."""
+        """Wait until this many actions are done."""
         if number > self.done:
             self.waits += 1
             self.run(number - self.done)
@@ -47,7 +47,7 @@ class Event:
 
 @contextlib.contextmanager
 def lazily(monkeypatch):
-    """Within it, device.py's copies and events are those of the LazyStream that it gives."""
+    """Yield a LazyStream that gets the copies and events of device.py within the context."""
     stream, copy = LazyStream(), torch.Tensor.copy_
 
     def copy_(tensor, source, non_blocking=False):
@@ -65,7 +65,7 @@ def lazily(monkeypatch):
 
 
 def every_order(run):
-    """Call run(choose) until choose(n), which is one of 0..n, has made every choice. Returns how often that was."""
+    """Call run(choose) until choose(n), which returns one of 0..n, has made every choice. Return how often."""
     path, count = [], 0
     while True:
         taken = _run_along(run, path)
@@ -79,7 +79,7 @@ def every_order(run):
 
 
 def _run_along(run, path):
-    """The choices (chosen, most) of a run that begins with those of `path` and goes on with 0."""
+    """Run with the choices of `path`, then with 0. Return all choices (chosen, most)."""
     taken = []
 
     def choose(most):

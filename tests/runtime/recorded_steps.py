@@ -1,8 +1,8 @@
-"""Plain generation steps on interpreted Triton kernels: what they launch, and what replaying that gives.
+"""Plain generation steps on interpreted Triton kernels: their launches, and the results of a replay.
 
     TRITON_INTERPRET=1 python -m tests.runtime.recorded_steps FOLDER      one line of JSON for each finding
 
-FOLDER holds a checkpoint of tests/integration/engine_modes.py. Run by test_recorded_steps.py.
+FOLDER holds a checkpoint of tests/integration/engine_modes.py. test_recorded_steps.py runs this program.
 """
 
 import json
@@ -28,14 +28,14 @@ from tests.runtime.capture_recorder import Recorder, ReplayedGraph
 
 SLOTS, BLOCK, BLOCKS = 6, 16, 48
 MIXED = StepShape(8, True, True, 64, MOST_CONTEXTS)
-SHORT, LONG = (1, 40), (90, 127)                  # tokens of sequences in one part, and of those in several
+SHORT, LONG = (1, 40), (90, 127)                  # lengths of sequences with one part, and with several
 SAMPLED = SlotSetup(SamplingConfig(temperature=0.9, top_k=20, top_p=0.9, random_seed=3))
 
 
 def random_batch(draw, num_rows, is_split, contexts=()):
-    """Rows in slots of any order; some blocks are new to them.
+    """Return a batch whose rows are in random slots, with random block tables.
 
-    contexts   (tokens, whether they are the last of their prompt) of each
+    contexts   (number of tokens, whether they are the last of the prompt) of each context
     """
     slots, work = draw.permutation(SLOTS).astype(np.int32), []
     lengths = draw.integers(*SHORT, num_rows).astype(np.int32)
@@ -51,11 +51,11 @@ def random_batch(draw, num_rows, is_split, contexts=()):
 
 
 def make_steps(checkpoint, dtype="float32"):
-    """(a backend with a model, its plain steps)"""
+    """Return (a backend with a model, its plain steps)."""
     params = TrtGptModelOptionalParams(
         device="cpu", dtype=dtype, num_threads=1,
         kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=BLOCK * BLOCKS))
-    native_backend.may_capture = lambda *_: True                       # which is done in `replays` alone
+    native_backend.may_capture = lambda *_: True                       # only `replays` captures graphs
     native_backend.NativeBackend.capture_graphs, capture = lambda _: None, native_backend.NativeBackend.capture_graphs
     backend = build_native_backend(checkpoint, params, layout=layouts.fused, num_slots=SLOTS)
     native_backend.NativeBackend.capture_graphs = capture
@@ -64,7 +64,7 @@ def make_steps(checkpoint, dtype="float32"):
 
 
 def record(backend, steps, batch):
-    """(shape, recorder, output) of a step"""
+    """Run a step. Return (shape, recorder, output)."""
     with torch.inference_mode():
         backend._tables.update(batch)
         steps.resident.note(batch.block_table_updates)
@@ -78,21 +78,21 @@ def record(backend, steps, batch):
 
 
 def output(backend, steps, batch, shape):
-    """What the host makes of the memory that a step writes: tokens, log-probs or None, failures."""
+    """Return what the host reads from the memory that a step writes: tokens, log-probs or None, failures."""
     results = {"results": steps.inputs.tensors(shape).read_back.clone().numpy()}
     found = PlainStep(batch, shape, backend._decoder.state.active, SimpleNamespace(wait=lambda: results)).finish()
     return found.tokens.tolist(), None if found.log_probs is None else found.log_probs.tolist(), found.failures
 
 
 def set_up(backend, samples):
-    """Sequences in all slots that are greedy, or sampled."""
+    """Set up sequences in all slots, greedy or sampled."""
     with torch.inference_mode():
         backend._decoder.set_up((slot, SAMPLED if samples else SlotSetup()) for slot in range(SLOTS))
 
 
 def recordings(backend, steps):
-    """For each shape: whether two batches, the second with more padding, launch the same; what a capture refuses;
-    whether what the first one launched gives the second one's results, from its inputs."""
+    """Yield for each shape: whether two batches, the second with more padding, launch the same; what a capture refuses;
+    whether a replay of the first batch's launches on the second one's inputs gives the second one's results."""
     draw = np.random.default_rng(5)
     for samples in (False, True):
         set_up(backend, samples)
@@ -118,7 +118,7 @@ def recording(backend, steps, expected_shape, first, second):
 
 
 def counted(folder):
-    """What a step launches, of models of one layer and of two, whose logits have 16 bits."""
+    """Yield the launches of a step, of models with one and two layers and 16-bit logits."""
     made = [make_steps(engine_modes.checkpoint(folder, num_layers), "float16") for num_layers in (1, 2)]
     for samples in (False, True):
         found = []
@@ -130,7 +130,7 @@ def counted(folder):
 
 
 def planted(backend, steps):
-    """What the recorder says of steps that take one thing from the host, or wait for the device."""
+    """Yield findings of the recorder for wrong steps: two take a value from the host, one waits for the device."""
     def rows_of_the_host(steps, given, shape):
         given.generation.table_rows.copy_(torch.from_numpy(steps.inputs.arrays(shape)["table_rows"].copy()))
 
@@ -152,8 +152,8 @@ def planted(backend, steps):
 
 
 def launches(folder):
-    """What a layer of a Llama launches in a step of four rows, and what is launched around all layers; by the layers
-    themselves, and fused. How far the logits of both are apart."""
+    """Yield the launches of one Llama layer, and those around all layers, in a step of four rows: by the layers
+    themselves ("separate"), and fused. Also yield how much the logits of the two differ."""
     found = []
     for num_layers in (1, 2):
         CONFIGS["llama"] |= engine_modes.SMALL | {"num_hidden_layers": num_layers}
@@ -178,7 +178,7 @@ def launches(folder):
 
 
 def replays(folder):
-    """An engine whose graphs are replayed."""
+    """Yield the answers of an engine that replays graphs."""
     native_backend.may_capture = lambda *_: True
     graphs.CapturedGraph = ReplayedGraph
     yield {"finding": "replay", **engine_modes.run(folder, "plain_rows"), "captured": len(ReplayedGraph.captured),
@@ -186,7 +186,7 @@ def replays(folder):
 
 
 if __name__ == "__main__":
-    # What an engine runs before its first step takes most of the time, and others test it.
+    # The preparations of an engine before its first step take most of the time, and other tests cover them.
     native_backend.NativeBackend.warm_up = lambda *_: None
     step_fusion.COMPARED_TOKENS = ()
     made = make_steps(engine_modes.checkpoint(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""max_attention_window and sink_token_length on the native backend: the tokens of transformers under the same mask."""
+"""max_attention_window and sink_token_length on the native backend give transformers' tokens under the same mask."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ WHOLE, CHUNKED = None, SIZE
 
 @pytest.fixture(scope="module")
 def mistral(tmp_path_factory):
-    """A random tiny Mistral with a window of 11."""
+    """Return (folder, model) of a random tiny Mistral with a window of 11."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     model = transformers.MistralForCausalLM(transformers.MistralConfig(
@@ -48,11 +48,11 @@ def prompts_of(*lengths):
     return [random.integers(0, VOCAB, length).tolist() for length in lengths]
 
 
-KNOWN = {}      # (model, prompt, window, sink) -> the prompt and the tokens that `reference` has found so far
+KNOWN = {}      # (model, prompt, window, sink) -> the prompt and the tokens found so far
 
 
 def reference(model, prompt, count, window=None, sink=0):
-    """Greedy tokens by transformers, without a cache of keys and values; window None: as the model itself does."""
+    """Return greedy tokens by transformers, without a KV cache. window: None: the model's own mask"""
     tokens = KNOWN.setdefault((model, tuple(prompt), window, sink), list(prompt))
     with torch.inference_mode():
         while len(tokens) < len(prompt) + count:
@@ -67,9 +67,9 @@ def reference(model, prompt, count, window=None, sink=0):
 
 
 class Host:
-    """Maps blocks as sequences grow and takes them back as they leave the window, with NaN in them.
+    """Maps blocks as sequences grow. Takes back blocks that leave the window, and fills them with NaN.
 
-    stale   given back entries keep naming their block; else they are reset to -1
+    stale   whether entries of returned blocks keep the block id; otherwise they are reset to -1
     """
 
     def __init__(self, backend, window, sink, stale):
@@ -111,12 +111,12 @@ class Host:
 
     def take_back(self):
         for slot, length in self.lengths.items():
-            while self.left[slot] < (length - self.window + 1) // SIZE:       # the next query stands at `length`
+            while self.left[slot] < (length - self.window + 1) // SIZE:       # the next query is at `length`
                 index = self.left[slot]
                 block = self.held[slot].pop(index)
                 with torch.inference_mode():
                     self.backend._pool[block] = torch.nan
-                self.free.insert(0, block)                         # so that somebody else has it soon
+                self.free.insert(0, block)                         # first, so that it is soon reused
                 self.left[slot] += 1
                 if not self.stale:
                     self.gone.append((slot, index, -1))
@@ -147,7 +147,7 @@ def test_alone_the_tokens_are_those_of_transformers_under_the_mask(checkpoint, w
         count = MAX_LENGTH - 2 - len(prompt)
         host = alone(backend, prompt, count, window, sink, chunk, stale=chunk is WHOLE)
         assert host.tokens[0] == reference(checkpoint[1], prompt, count, window, sink)
-        assert host.left[0] > -(-sink // SIZE) + 2                  # blocks were given back in earnest
+        assert host.left[0] > -(-sink // SIZE) + 2                  # several blocks were given back
         if chunk is CHUNKED:
             assert host.most_held <= -(-sink // SIZE) + -(-window // SIZE) + 2
 
@@ -224,7 +224,7 @@ def test_a_step_that_is_run_again_gives_the_same(checkpoint):
     start = host.backend.start
 
     def start_twice(batch):
-        start(batch).finish()                                      # as if something after it had raised
+        start(batch).finish()                                      # as if a later part of the step had raised
         return start(batch)
 
     host.backend.start = start_twice

@@ -1,4 +1,4 @@
-"""What a sequence may bring along, on the backend itself and on either device: functions on logits, embeddings."""
+"""Logits post-processors and embeddings of sequences, on the backend alone, on either device."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def run(backend, contexts=(), rows=()):
 
 
 def logits_of(checkpoint, token_ids, table=None):
-    """transformers' logits behind each token; ids past the vocabulary are rows of the table."""
+    """Return transformers' logits after each token. Ids past the vocabulary are rows of the table."""
     model, ids = checkpoint[1], torch.tensor(token_ids)
     with torch.inference_mode():
         embeddings = model.get_input_embeddings()(ids.clamp(max=VOCAB - 1))
@@ -132,7 +132,7 @@ def test_who_left_no_token_is_named_the_function_or_the_bans_or_the_model(backen
         dict(bad_words=everything[1:]),
     ]
     failures = {}
-    for i, setup in enumerate(setups):                        # each beside one without anything
+    for i, setup in enumerate(setups):                        # each with a sequence that has no options
         setup = SlotSetup(sampling=SamplingConfig(beam_width=width), max_new_tokens=3, **setup).continuing([7, i])
         output = run(backend, [(0, [7, i], 0, True, setup, None), (1, [8], 0, True, SlotSetup(), None)])
         assert output.failures.keys() <= {0}

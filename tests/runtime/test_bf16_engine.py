@@ -1,7 +1,7 @@
-"""An engine in bfloat16, as users run it, against the same model in float32 on the CPU: a real one, on real text.
+"""An engine in bfloat16, as users run it, against the same model in float32 on the CPU: a real model on real text.
 
-On a GPU this is the one test in which a whole engine uses the matrix instructions of its kernels. On a CPU the same
-function compares the CPU's own bfloat16, so that the test is known to run.
+On a GPU, this is the only test in which a whole engine uses the matrix instructions of its kernels. On a CPU, the same
+function tests the CPU's own bfloat16, so that the test is known to work.
 """
 
 from pathlib import Path
@@ -18,12 +18,12 @@ PROMPTS = ["It is a truth universally acknowledged, that a single man in possess
            "neighbourhood, this truth is so well fixed in the minds of the surrounding families",
            "Emma smiled, and", "The evening was", "She had been", "Mr. Darcy drew his chair a little towards her"]
 NEW_TOKENS = 24
-ALLOWED_ERROR = 0.03            # relative norm of a request's logits; rounding to 8 bits, layer upon layer
-LEAST_AGREEMENT = 0.95          # of the most likely tokens, as long as both engines were given the same tokens
+ALLOWED_ERROR = 0.03            # relative norm of a request's logits; each layer rounds to 8 bits
+LEAST_AGREEMENT = 0.95          # of the most likely tokens, while both engines have the same input tokens
 
 
 def serve(make_manager, new_client, **options):
-    """{request: (prompt, tokens, context logits, generation logits)} of greedy requests served together."""
+    """Return (tokens, context logits, generation logits) of greedy requests that are served together."""
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(str(SMALL_MODEL / "tokenizer.json"))
     client = new_client()
@@ -57,10 +57,10 @@ def test_bfloat16_is_float32_up_to_its_rounding(make_manager, new_client, device
         assert error(context, their_context) < ALLOWED_ERROR
         same += int((context.argmax(-1) == their_context.argmax(-1)).sum())
         compared += len(context)
-        # Up to the first token that differs both engines were given the same ones.
+        # Up to the first token that differs, both engines have the same input.
         shared = next((n for n, pair in enumerate(zip(tokens, their_tokens)) if pair[0] != pair[1]), NEW_TOKENS - 1) + 1
         assert error(generation[:shared], their_generation[:shared]) < ALLOWED_ERROR
         same += int((generation[:shared].argmax(-1) == their_generation[:shared].argmax(-1)).sum())
         compared, generated = compared + shared, generated + shared
-    assert generated > NEW_TOKENS                  # the way of a generation step is compared, not of contexts alone
+    assert generated > NEW_TOKENS                  # generation steps are compared too, not only contexts
     assert same >= LEAST_AGREEMENT * compared, f"{same} of {compared} tokens are the same"

@@ -1,8 +1,7 @@
-"""What a step copies to the device, seen without one.
+"""The copies of a step to the device, observed without a device.
 
-Tensors on torch's "meta" device, which have a shape and no memory, stand for those on a GPU. Whatever would copy from
-the host to a GPU, and so make the host wait for the step before, shows as an operation from a CPU's tensor to one of
-these.
+Tensors on torch's "meta" device, which have a shape and no memory, stand for those on a GPU. A copy from the host to a
+GPU would make the host wait for the previous step. It shows as an operation from a CPU tensor to a meta tensor.
 """
 
 from dataclasses import replace
@@ -28,7 +27,7 @@ META, VOCAB, HIDDEN, SIZE, SLOTS = torch.device("meta"), 50, 24, 16, 8
 
 
 class CopiesFromTheHost(TorchDispatchMode):
-    """Records the operations that have a CPU's tensor and yield, or write to, one on the device."""
+    """Records operations that take a CPU tensor, and that take, return or write a tensor on the device."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +57,7 @@ class CountedUploads:
 
 
 class Model:
-    """One layer of 2 query heads and a kv head, as far as attention sees it."""
+    """One layer with 2 query heads and a KV head, as attention sees it."""
 
     def __init__(self, attention):
         self.attention = attention
@@ -76,7 +75,7 @@ class Model:
 
 
 class Engine:
-    """The part of a backend that computes, over tensors without memory."""
+    """The part of a backend that computes, with tensors that have no memory."""
 
     def __init__(self, monkeypatch):
         triton_paged = pytest.importorskip("batch_manager.attention.triton_paged", reason="triton is not installed")
@@ -98,7 +97,7 @@ class Engine:
                                 mixed_sizes=frozenset({(8, 64)}))
 
     def run(self, batch):
-        """(uploads, other copies) of a step."""
+        """Run a step. Return (number of uploads, other copies)."""
         self.uploads.sent.clear()
         with CopiesFromTheHost() as copies, torch.inference_mode():
             self.tables.update(batch)
@@ -109,7 +108,7 @@ class Engine:
         return len(self.uploads.sent), copies.found
 
     def run_plainly(self, batch):
-        """(sizes of uploads, other copies) of a plain step; None where it is none."""
+        """Run a plain step. Return (sizes of uploads, other copies), or None if it is not plain."""
         self.uploads.sent.clear()
         self.tables.update(batch)
         self.steps.resident.note(batch.block_table_updates)
@@ -154,7 +153,7 @@ def tables_of(slots, num_blocks):
 
 def test_a_plain_step_sends_one_buffer_whose_size_its_shape_gives(monkeypatch):
     engine = Engine(monkeypatch)
-    # As many changes as fit beside the step's own, then some more, which take a copy of theirs.
+    # As many changes as fit into the step's own buffer; later some more, which take another copy.
     fits = tables_of(2, (2 + SPARE_CHANGES) // 2)
     (size,), others = engine.run_plainly(ScheduledBatch(
         0, generation=generation((0, 37), (1, 5)), block_table_updates=fits))
@@ -209,7 +208,7 @@ def test_what_is_not_plain_is_known(monkeypatch):
     assert not serves((7, 20 * SIZE), context=(context(0, 3),))
     engine.decoder.set_up([(SLOTS - 1, SlotSetup())])
     assert serves((0, 37))
-    engine.decoder.set_up([(SLOTS, SlotSetup())])           # the padding rows' slot is somebody's now, for good
+    engine.decoder.set_up([(SLOTS, SlotSetup())])           # from now on, a sequence has the slot of the padding rows
     assert not serves((0, 37)) and not serves(context=(context(0, 3),))
     engine.decoder.set_up([(0, SlotSetup())])
     assert not serves((0, 37))

@@ -167,7 +167,7 @@ def test_an_upload_in_one_copy_keeps_values_types_and_shapes(monkeypatch):
         arrays = [np.arange(size), np.empty(0, np.int64), np.arange(size, dtype=np.int32)[::2],
                   np.arange(2 * size, dtype=np.float32).reshape(2, size), np.array([True] * size)]
         sent.append((arrays, uploads.send(arrays)))
-    for arrays, tensors in sent:                                    # later uploads left earlier ones alone
+    for arrays, tensors in sent:                                    # later uploads do not change earlier ones
         for array, tensor in zip(arrays, tensors):
             assert tensor.shape == array.shape and tensor.numpy().dtype == array.dtype
             assert np.array_equal(tensor.numpy(), array)
@@ -194,7 +194,7 @@ def test_what_a_step_reads_back_is_one_copy_but_for_large_tensors(monkeypatch, l
     expected = {name: tensor.numpy().copy() for name, tensor in tensors.items()}
     readback = Readback(torch.device("cuda", 0), tensors)
     for tensor in tensors.values():
-        tensor.zero_()                                              # the next step writes over it
+        tensor.zero_()                                              # the next step overwrites them
     arrays = readback.wait()
     assert len(made) == copies and arrays.keys() == expected.keys()
     for name, array in arrays.items():

@@ -15,7 +15,7 @@ SHAPES.append(StepShape(4, True, True, 64, 32))
 
 
 class Graph:
-    """Runs what it captured again."""
+    """Calls the captured function again."""
 
     def __init__(self, device, memory_of=None):
         self.memory_of = memory_of
@@ -32,7 +32,7 @@ class Graph:
 
 @pytest.fixture
 def made(monkeypatch):
-    """made(fails_at) -> (whether graphs were captured, the graphs); what happens is in `events`"""
+    """Return made(fails_at) -> (whether graphs were captured, the graphs). `events` lists what happens."""
     def make(fails_at=None):
         events.clear()
         monkeypatch.setattr(Graph, "fails_at", fails_at, raising=False)
@@ -56,7 +56,7 @@ def test_shapes_are_captured_largest_first_after_a_run_in_memory_of_the_first(ma
     assert " 0 bytes" in caplog.text
     events.clear()
     captured.run(StepShape(2, True, False))
-    captured.run(StepShape(9, False, False))                             # no graph is as large
+    captured.run(StepShape(9, False, False))                             # no graph is large enough
     assert events == ["replayed", StepShape(2, True, False), StepShape(9, False, False)]
 
 

@@ -1,4 +1,4 @@
-"""Uploads and results of steps on a stream that is late: each arrives as it was when it was sent, in every order."""
+"""Uploads and results of steps on a late stream: in every order, each arrives as it was when it was sent."""
 
 import numpy as np
 import pytest
@@ -9,12 +9,13 @@ from batch_manager.runtime.device import Readback, Uploads
 
 from .lazy_stream import every_order, lazily
 
-ELSEWHERE = torch.device("meta")               # a device that is no CPU; the tensors are a CPU's all the same
+ELSEWHERE = torch.device("meta")               # by its name no CPU; the tensors are on the CPU all the same
 STEPS, SIZE = 5, 6
 
 
 def steps_ahead(monkeypatch, choose):
-    """An engine that reads a step when the next one is launched, in fixed memory. (results, waits for an upload)"""
+    """Run an engine that reads a step when the next one is launched, in fixed memory. Return (results, waits for an
+    upload)."""
     results, waits_of_uploads = [], 0
     with lazily(monkeypatch) as stream:
         uploads, there, block = Uploads(ELSEWHERE), torch.zeros(SIZE, dtype=torch.uint8), torch.zeros(SIZE)
@@ -40,7 +41,7 @@ def test_every_step_reads_what_was_sent_to_it_and_no_upload_waits(monkeypatch):
     def run(choose):
         assert steps_ahead(monkeypatch, choose) == (EXPECTED, 0)
 
-    assert every_order(run) == 4 ** (STEPS - 1)              # three actions of the step before are done, or not yet
+    assert every_order(run) == 4 ** (STEPS - 1)              # of the previous step's three actions, 0 to 3 are done
 
 
 def test_with_a_ring_of_one_uploads_wait_for_the_step_before(monkeypatch):

@@ -55,7 +55,7 @@ def prompts_of(*lengths):
 
 
 def reference(checkpoint, prompt, count):
-    """(greedy tokens, their log-probs, logits of every position) by transformers, without a cache."""
+    """Return (greedy tokens, their log-probs, logits of every position) by transformers, without a KV cache."""
     tokens, log_probs = list(prompt), []
     with torch.inference_mode():
         for _ in range(count):
@@ -67,7 +67,7 @@ def reference(checkpoint, prompt, count):
 
 
 def blocks_of(slot):
-    """Blocks of different slots are interleaved and not in order."""
+    """Return the blocks of a slot. Those of different slots are interleaved, and not in order."""
     return [(slot + 5 * ((3 * i + slot) % PER_SEQUENCE)) for i in range(PER_SEQUENCE)]
 
 
@@ -91,7 +91,7 @@ def run(backend, contexts=(), rows=()):
 
 
 class Driver:
-    """Runs sequences on a backend the way a loop would, and collects what they yield."""
+    """Runs sequences on a backend as a loop would, and collects their results."""
 
     def __init__(self, backend):
         self.backend, self.lengths, self.tokens, self.log_probs = backend, {}, {}, {}
@@ -199,7 +199,7 @@ def plant(backend, where, value):
 
 
 class FaultyModel:
-    """Raises in the call that is asked for, before or after the pages were written."""
+    """Raises in `forward` or `logits`, after the keys and values were written."""
 
     def __init__(self, model):
         self.model, self.calls, self.fail_at = model, 0, None
@@ -390,7 +390,7 @@ def test_what_kernels_sample_in_is_set_aside(checkpoint, monkeypatch):
 
 
 def test_the_warm_up_samples_from_logits_of_each_dtype_that_serving_has(checkpoint, monkeypatch):
-    """As a kernel sees them, which is another one for each dtype."""
+    """A kernel has a variant for each dtype."""
     seen = set()
 
     class ReadsAnyDtype(GptDecoder):
@@ -402,7 +402,7 @@ def test_the_warm_up_samples_from_logits_of_each_dtype_that_serving_has(checkpoi
 
     monkeypatch.setattr(native_backend, "GptDecoder", ReadsAnyDtype)
     build(checkpoint, dtype="bfloat16")
-    # What is greedy alone needs no kernel that the others do not need.
+    # Greedy steps need no kernel that the others do not need.
     assert seen == {(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)}
 
 
@@ -598,7 +598,7 @@ def _check_on_a_gpu(checkpoint, layout, setups):
 
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_the_rows_of_draft_tokens_are_those_of_the_same_tokens_one_by_one(checkpoint, drafts):
-    """The input side of drafts: how they are packed, fed and read. Nothing accepts them yet."""
+    """The input side of drafts: how they are packed, computed and read. Nothing accepts them yet."""
     backend = build(checkpoint)
     prompts = prompts_of(7, 5)
     expected = [reference(checkpoint, prompt, drafts + 2)[0] for prompt in prompts]

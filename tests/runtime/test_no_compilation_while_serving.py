@@ -1,4 +1,4 @@
-"""A request that waits for a compiler waits for seconds: the warm-up must have met every variant of a kernel."""
+"""The warm-up meets every variant of a kernel: a request that waits for a compiler waits for seconds."""
 
 import json
 import os
@@ -18,7 +18,7 @@ CONFIGS = {
 }
 
 
-# Kernels that a step of these models launches, beside those of attention.
+# Kernels that a step of these models launches, besides those of attention.
 OTHERS = {"_ban_ngrams_kernel", "_ban_words_kernel", "_beam_block_kernel", "_beam_group_kernel", "_beam_row_kernel",
           "_gated_activation_kernel", "_match_stop_words_kernel", "_prepare_step_kernel", "_rms_norm_kernel",
           "_sample_digit_kernel", "_sample_token_kernel", "_sample_mass_kernel", "_sample_piece_kernel",
@@ -27,7 +27,7 @@ OTHERS = {"_ban_ngrams_kernel", "_ban_words_kernel", "_beam_block_kernel", "_bea
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory):
-    """The lines of the program: one for each model, then one of memory."""
+    """Return the lines of the program: one for each model, then one for memory."""
     pytest.importorskip("triton", reason="triton is not installed")
     tmp_path = tmp_path_factory.mktemp("models")
     for name, config in CONFIGS.items():
@@ -41,18 +41,18 @@ def findings(tmp_path_factory):
 
 
 def test_the_warm_up_compiles_every_variant_of_a_kernel_that_serving_meets(findings):
-    """Attention in 11,000 steps a model: every batch size and every length, but not every pair. Those are 35,000, by
-    hand."""
+    """Attention runs 11,000 steps for each model: every batch size and every length, but not every pair. The 35,000
+    steps of all pairs are run by hand."""
     *of_models, _ = findings
     assert len(of_models) == len(CONFIGS)
     for found in of_models:
         assert found["steps"] > 350 and found["attention_steps"] > 256 * 16 + 46 * 112
         assert found["serving"] == {}
-        # Generation reads the block tables of its step, or, where it is plain, those of all sequences.
+        # Generation reads the block tables of its step, or, in a plain step, those of all sequences.
         attention = {"_rope_kv_append_kernel": 1, "_context_kernel": 1, "_decode_kernel": 2, "_merge_kernel": 1}
         assert attention.items() <= found["warm_up"].items()
         assert found["warm_up"].keys() >= OTHERS
-        # Of the products behind a norm: queries, keys and values; gate and up; the head. In steps of any rows the same.
+        # The products after a norm: queries, keys and values; gate and up; the head. More rows add no variant.
         assert found["fused"] == [{"_fused_linear_kernel": 3}, {}]
 
 

@@ -49,7 +49,7 @@ def test_two_contexts_and_two_generation_rows_by_hand():
 
 
 def test_draft_tokens_by_hand():
-    """Slot 5 ends its prompt with two drafts, slot 7 has two drafts, slot 0 none."""
+    """Slot 5 ends its prompt with two drafts, slot 7 has two drafts, and slot 0 has none."""
     tables = BlockTables(8, 4)
     batch = ScheduledBatch(
         iteration=0,
@@ -76,7 +76,7 @@ def test_draft_tokens_by_hand():
 
 
 def test_beams_by_hand():
-    """Three rows of the tables for a slot; slot 2 has a context, slots 1 and 0 two beams each."""
+    """Each slot has three rows in the tables. Slot 2 has a context; slots 1 and 0 have two beams each."""
     tables = BlockTables(1, 1)
     batch = ScheduledBatch(
         iteration=0, max_beam_width=3, context=(context(2, [21, 22], 0, True, SlotSetup()),),
@@ -92,7 +92,7 @@ def test_beams_by_hand():
     assert step.block_tables[1:3].tolist() == [[1, 2], [1, 7]]
     assert step.logits_rows.tolist() == [1, 2, 3, 4, 5]
 
-    alone = pack(batch.take(range(1, 2)), tables, 4)                 # a part of a batch is as wide
+    alone = pack(batch.take(range(1, 2)), tables, 4)                 # a part of a batch has the same width
     assert alone.slots.tolist() == [1, 1] and alone.pool_slots.tolist() == [9, 29]
 
 
@@ -176,7 +176,7 @@ def test_tables_grow_by_doubling_and_keep_what_they_held():
 
 
 def naive(batch, blocks, size):
-    """Token by token, in Python."""
+    """Pack token by token, in Python."""
     tokens, positions, pool_slots, starts, lengths, rows = [], [], [], [0], [], []
     work = [(w.slot, w.token_ids.tolist(), w.start, w.is_last_chunk) for w in batch.context]
     work += [(s, [0], n, True) for s, n in zip(batch.generation.slots.tolist(), batch.generation.kv_lengths.tolist())]
@@ -242,4 +242,4 @@ def test_packing_256_generation_rows_is_cheap():
         pack(batch, tables, 64)
         best = min(best, time.perf_counter() - begin)
     print(f"{best * 1e6:.1f} us")
-    assert best < 400e-6                                          # 40 us alone; ten times that on a busy machine
+    assert best < 400e-6                                          # 40 us alone; up to ten times that on a busy machine

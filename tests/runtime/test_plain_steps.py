@@ -1,4 +1,4 @@
-"""What the host makes of the memory that a plain step writes. What steps compute: test_recorded_steps.py."""
+"""What the host reads from the memory that a plain step writes. What steps compute: test_recorded_steps.py."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ SHAPE = StepShape(4, True, True, context_tokens=16, contexts=5)
 
 
 def finished(batch, shape, results, sums=(), asking=()):
-    """The output of a step in whose memory these stand: results [4, sampled], sums of hidden states."""
+    """Return the output of a step whose memory holds these results [4, sampled] and sums of hidden states."""
     memory = np.concatenate([np.asarray(results, np.int32).ravel(), np.asarray(sums, np.float32).view(np.int32)])
 
     def active(feature, slots):
@@ -26,7 +26,7 @@ def finished(batch, shape, results, sums=(), asking=()):
 
 
 def results_of(num_sampled):
-    """Tokens 100.., finish 1 of each third, all finite, log-probs 0.5, 1.5, .."""
+    """Return tokens 100.., finish 1 in every third row, all finite, log-probs 0.5, 1.5, .."""
     rows = np.arange(num_sampled, dtype=np.int32)
     return np.stack([100 + rows, rows % 3 == 0, np.ones(num_sampled, np.int32),
                      (rows + np.float32(0.5)).astype(np.float32).view(np.int32)])
@@ -62,7 +62,7 @@ def test_a_context_token_that_is_not_finite_fails_its_sequence_alone(token, fail
 
 def test_logits_that_are_not_finite_fail_a_row_and_those_of_padding_nobody():
     results = results_of(9)
-    results[2, [1, 3, 4, 5, 8]] = 0                   # rows 2 and 3 and contexts 1 (samples nothing), 3, 4: padding
+    results[2, [1, 3, 4, 5, 8]] = 0                   # row 3, context 4: padding; context 1 samples nothing
     batch = ScheduledBatch(0, context=(context(7, 3, True), context(2, 4, False)), generation=generation(6, 1))
     assert set(finished(batch, SHAPE, results, np.zeros(16)).failures) == {7, 1}
     output = finished(ScheduledBatch(0, generation=generation(6, 1)), StepShape(4, False, False), results[:, :4])

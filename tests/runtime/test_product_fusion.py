@@ -1,4 +1,4 @@
-"""Which operations share a launch: recordings made by hand, and what models of each family come down to."""
+"""Which operations share a launch: in recordings made by hand, and in models of each family."""
 
 import copy
 import dataclasses
@@ -63,7 +63,8 @@ def recorded(operate, width=12):
 
 
 def kinds(steps):
-    """A letter for each launch: what a product is fused with in front of and behind its P."""
+    """Return the kind of each launch. P is a product; n, a and + are a norm, an activation and a sum that it is fused
+    with."""
     def kind(step):
         if isinstance(step, FusedProduct):
             adds = "+" if step.product.adds else ""
@@ -73,7 +74,7 @@ def kinds(steps):
 
 
 def block(x):
-    """A feed-forward network behind a norm, added to what came in."""
+    """A feed-forward network after a norm, added to its input."""
     gate_up = x.normed(ones(12), None, 1e-5).multiplied(matrix(20, 12), 20)
     return gate_up.activated("silu", gated=True).multiplied(matrix(12, 10, bias=True), 12, adds_to=x)
 
@@ -84,7 +85,7 @@ def norm_for_two_products(x):
 
 
 def norm_of_what_is_overwritten(x):
-    """A product changes what the norm was of before another one reads the norm."""
+    """A product overwrites the input of a norm before another product reads the norm."""
     normed = x.normed(ones(12), None, 1e-5)
     x = normed.multiplied(matrix(12, 12), 12, adds_to=x)
     return normed.multiplied(matrix(5, 12), 5).activated("relu", gated=False).multiplied(matrix(12, 5), 12, adds_to=x)
@@ -114,7 +115,7 @@ def some_columns(x):
 
 
 def added_to_some_columns(x):
-    """Which a launch of all columns cannot do: the norm of it stays as well."""
+    """A launch adds to all columns, so this product is not fused, and neither is its norm."""
     wide = x.multiplied(matrix(24, 12), 24)
     left, right = wide.split_with_sizes([12, 12], 1)
     return x.normed(ones(12), None, 1e-5).multiplied(matrix(12, 12, bias=True), 12, adds_to=right) + left
@@ -154,7 +155,7 @@ def test_what_is_asked_of_each_product():
     asked = []
     fuse(recorded(block), lambda *sizes: asked.append(sizes) or True)
     assert set(asked) == {(12, 10, True, "rms"), (10, 12, False, "none")}
-    # A norm that one of its products does not take stays, and so for the others.
+    # If one product cannot take the norm, the norm stays a launch for all of them.
     steps = fuse(recorded(norm_for_two_products), lambda *sizes: len(asked.append(sizes) or asked) % 2 == 1)
     assert kinds(steps) == ["norm", "product", "product", "sum"]
 
@@ -170,7 +171,7 @@ def test_a_product_is_not_added_to_the_rows_that_it_multiplies():
 
 
 def load(family, monkeypatch, dtype=torch.float32):
-    """A small model with random weights, held as on a GPU."""
+    """Return a small model with random weights, stored as on a GPU."""
     monkeypatch.setattr(weight_form, "_packed", lambda weight: weight)
     if family in OWN:
         name, fields = OWN[family]
@@ -211,7 +212,7 @@ MODELS = {"llama": 2 * LLAMA_LAYER + ["nP"], "mistral": 2 * LLAMA_LAYER + ["nP"]
 def test_models_in_fewer_launches_give_their_own_logits(family, monkeypatch):
     loaded = load(family, monkeypatch)
     recording, gives_logits = record_step(loaded, loaded.spec)
-    assert gives_logits == (family != "gemma2")                     # whose logits are capped
+    assert gives_logits == (family != "gemma2")                     # gemma2 caps its logits
     assert kinds(fuse(recording, lambda *sizes: True)) == MODELS[family]
     fused = FusedStep(recording, CPU, LIMITS, gives_logits=gives_logits)
     monkeypatch.setitem(step_fusion.TOLERANCES, torch.float32, 1e-5)
@@ -221,7 +222,7 @@ def test_models_in_fewer_launches_give_their_own_logits(family, monkeypatch):
 
 
 class WithSinkLogits:
-    """What a model's layers do that have sink logits."""
+    """Runs attention as the layers of a model with sink logits do."""
 
     def __init__(self, attention):
         self.attention = attention
@@ -290,14 +291,14 @@ def test_registers_are_given_back_behind_their_last_use(monkeypatch):
 
     step._launches[3] = [(watched(launch), read_last) for launch, read_last in launches]
     step.run(torch.ones(3, 12), torch.zeros(3, dtype=torch.int64), None)
-    assert held == [1, 2, 2, 2, 1]                                # what comes in, and what the one before made
+    assert held == [1, 2, 2, 2, 1]                                # the input, and the result of the previous launch
 
 
 @pytest.mark.parametrize("change, level", [
     (lambda rows: rows.tanh(), logging.INFO),
     (lambda rows: rows if not isinstance(rows, torch.Tensor) else 3 * rows, logging.WARNING)])
 def test_an_engine_whose_model_cannot_be_recorded_runs_its_layers(change, level, monkeypatch, caplog):
-    """And leaves nothing in the pool. The attention in torch stands for Triton's, which alone has plain steps."""
+    """It also leaves nothing in the pool. The attention in torch stands for Triton's, which alone has plain steps."""
     loaded = load("llama", monkeypatch)
     backend = build_native_backend(
         Path(__file__).parents[2] / "examples" / "models" / "austen-4m",

@@ -1,4 +1,4 @@
-"""Whatever the order of work, the slots and the blocks: a sequence's tokens are those it gets alone."""
+"""A sequence gets the tokens that it gets alone, in any order of work, any slots and any blocks."""
 
 from dataclasses import dataclass, field, replace
 
@@ -29,16 +29,16 @@ class Sequence:
     count: int
     setup: SlotSetup
     generated: list = field(default_factory=list)
-    context: list = field(default_factory=list)     # what has to be computed before it generates
+    context: list = field(default_factory=list)     # tokens to compute before it generates
     computed: int = 0
     slot: int | None = None
     blocks: list = field(default_factory=list)
 
 
 class Schedule:
-    """Runs sequences on a backend in a random order: chunks, batches, pauses, steps that fail and are run in parts.
+    """Runs sequences on a backend in a random order: chunks, batches, pauses, failed steps that run again in parts.
 
-    With a window, blocks are taken back as they leave it, are full of NaN then, and soon somebody else's.
+    With a window, blocks are taken back as they leave it, are filled with NaN, and soon go to another sequence.
     """
 
     def __init__(self, backend, sequences, seed, window=None, sink=0):
@@ -110,23 +110,23 @@ class Schedule:
                               operations=tuple(clears) if self.window else (), first_operation=self.num_operations)
 
     def blocks_for(self, sequence, length):
-        """Table entries for blocks that the sequence still lacks; None where the pool is empty."""
+        """Return table entries for the blocks that the sequence lacks, or None if the pool has too few."""
         missing = -(-length // SIZE) - len(sequence.blocks)
         if missing > len(self.free_blocks):
             return None
         first = len(sequence.blocks)
         for _ in range(missing):
             sequence.blocks.append(self.free_blocks.pop(self.random.integers(len(self.free_blocks))))
-        # Without a setup the device has the entries from before; with one it has none.
+        # Without a setup, the device has the earlier entries; with one, it has none.
         begin = 0 if sequence.computed == 0 else first
         return [(sequence.slot, index, sequence.blocks[index]) for index in range(begin, len(sequence.blocks))]
 
     def launches(self, batch):
         count = batch.num_sequences
-        if self.runs_twice and count > 1 and self.random.random() < 0.2:     # as after a raise: all, then in parts
+        if self.runs_twice and count > 1 and self.random.random() < 0.2:     # as after an exception
             tokens = self.backend.start(batch).finish()
             self.reruns += 1
-            if self.random.random() < 0.6:                                   # after the step that followed
+            if self.random.random() < 0.6:                                   # the parts run after the following step
                 self.run_ahead(batch, tokens.slots)
             middle = int(self.random.integers(1, count))
             parts = [batch.take(range(middle)), batch.take(range(middle, count))]
@@ -139,7 +139,7 @@ class Schedule:
         return parts
 
     def run_ahead(self, batch, slots):
-        """The generation step that follows a batch, as far as there are blocks for it, and nobody reads it."""
+        """Run the generation step after a batch, as far as there are blocks for it, and do not read its result."""
         lengths = {work.slot: work.start + len(work.token_ids) for work in batch.context}
         lengths |= dict(zip(batch.generation.slots.tolist(), (batch.generation.kv_lengths + 1).tolist()))
         rows = [(slot, lengths[slot]) for slot in slots.tolist()
@@ -185,7 +185,7 @@ def sequences_of(count, seed):
 
 
 def with_features(sequences):
-    """The same, sampled from logits that depend on the history by every other way too."""
+    """Give the sequences all other options by which logits depend on the history."""
     features = [dict(repetition_penalty=1.5, no_repeat_ngram_size=2), dict(top_p=0.9, top_p_decay=0.8, top_p_min=0.3),
                 dict(presence_penalty=0.7, frequency_penalty=0.3, bad_words=((3,), (5, 7))), dict(min_p=0.1, top_p=1.0),
                 dict(end_id=4, min_length=9, embedding_bias=np.linspace(3, 0, VOCAB, dtype=np.float32)), {}]

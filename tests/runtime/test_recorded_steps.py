@@ -1,6 +1,6 @@
-"""Plain generation steps can be replayed: what they launch follows from their shape, and a replay is the step.
+"""Plain generation steps can be replayed: their shape decides what they launch, and a replay gives the step's results.
 
-The steps run on interpreted kernels, in a process of their own; see recorded_steps.py.
+The steps run on interpreted kernels, in their own process; see recorded_steps.py.
 """
 
 import json
@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory):
-    """(what the engine in torch answers, what the program found)"""
+    """Return (the answers of the engine in torch, the findings of the program)."""
     pytest.importorskip("triton", reason="triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU; with one graphs are captured")
@@ -85,7 +85,7 @@ def test_a_layer_of_a_llama_takes_five_launches_with_few_rows_where_separate_one
     assert found["fused"]["layer"] == {**attention, "_fused_linear_kernel": 2, "aten.addmm_.default": 2}
     assert sum(found["separate"]["layer"].values()) == 8 + is_split
     assert sum(found["fused"]["layer"].values()) == 5 + is_split
-    # The norm in front of the head too.
+    # The norm before the head is fused too.
     assert sum(found["fused"]["around"].values()) == sum(found["separate"]["around"].values()) - 1
 
 

@@ -17,14 +17,14 @@ def test_the_device_gets_every_entry_that_changed_once_as_it_is_when_it_is_sent(
     draw = np.random.default_rng(0)
     tables, resident = BlockTables(ROWS, BLOCKS), ResidentTables(ROWS, BLOCKS, torch.device("cpu"))
     for number in range(200):
-        for _ in range(draw.integers(0, 4)):                    # steps of which this table is not read
+        for _ in range(draw.integers(0, 4)):                    # steps that do not read this table
             given = updates(draw, draw.integers(0, 7))
             tables.update(ScheduledBatch(0, block_table_updates=given))
             resident.note(given)
         entries, blocks = resident.changes(tables)
         assert len(np.unique(entries)) == len(entries) == len(blocks)
         assert (entries.dtype, blocks.dtype) == (np.int64, np.int32)
-        if number % 3 == 0:                                     # a step that failed before it was launched
+        if number % 3 == 0:                                     # a step that fails before its launch
             continue
         resident.tensor.view(-1)[torch.from_numpy(entries)] = torch.from_numpy(blocks)
         resident.are_sent()

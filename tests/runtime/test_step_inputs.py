@@ -31,7 +31,7 @@ def make(largest=LARGEST):
 
 
 def arrays_of(step):
-    """name -> the part of the step's tensors that the array of that name arrives in"""
+    """Return name -> the part of the step's tensors that receives the array of that name."""
     attention, contexts = step.generation, step.contexts
     there = {"slots": step.slots, "positions": step.positions, "table_entries": step.table_entries,
              "table_blocks": step.table_blocks, "kv_lengths": step.sampled_positions}
@@ -60,7 +60,7 @@ def test_what_is_written_arrives_at_addresses_that_the_shape_gives(shapes, seed)
         for name, array in inputs.arrays(shape).items():
             array[...] = written[name] = draw.integers(-2**31, 2**31, array.shape)
         inputs.send(shape)
-        for array in inputs.arrays(shape).values():       # what is written next does not change what was sent
+        for array in inputs.arrays(shape).values():       # later writes do not change what was sent
             array[...] = 0
         given, rows = inputs.tensors(shape), shape.rows
         there = arrays_of(given)
@@ -78,7 +78,7 @@ def test_what_is_written_arrives_at_addresses_that_the_shape_gives(shapes, seed)
             assert given.context_sums.data_ptr() == given.results.data_ptr() + given.results.nbytes
         assert given.generation.work[None][0].shape == (3 * rows + 7 if shape.is_split else rows, 4)
         addresses = [tensor.data_ptr() for tensor in (*there.values(), given.results) if tensor.data_ptr()]
-        if shape.contexts:                                # arrays_of joins these
+        if shape.contexts:                                # arrays_of concatenates these
             addresses = [given.generation.table_rows.data_ptr(), given.contexts.table_rows.data_ptr(),
                          given.contexts.positions.data_ptr(), given.input_tokens.data_ptr()]
         assert known.setdefault(shape, addresses) == addresses

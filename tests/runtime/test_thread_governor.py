@@ -1,4 +1,4 @@
-"""The number of threads of a compiled step follows what steps take on a machine that others use too."""
+"""The thread count of a compiled step follows measured step times, on a machine that other programs use too."""
 
 import logging
 
@@ -8,7 +8,7 @@ from batch_manager.runtime.thread_governor import PAIRS_OF_A_TRIAL, ThreadGovern
 
 
 class Machine:
-    """Cores, of which other programs keep some busy. A step is 20 ms of work for one thread."""
+    """Cores, some of them busy with other programs. A step is 20 ms of work for one thread."""
 
     def __init__(self, cores, *, busy=0):
         self.cores, self.busy, self.now_s, self.log = cores, busy, 0.0, []
@@ -17,7 +17,7 @@ class Machine:
     def step(self, rows=8):
         threads = self.governor.threads_for(rows)
         free = self.cores - self.busy
-        # Whoever shares a core runs less than half of the time, and the others wait for it at each operation.
+        # A thread on a shared core runs less than half of the time, and the others wait for it at each operation.
         share = 0.4 if threads > free else 1.0
         seconds = 0.02 / threads / share
         self.now_s += seconds
@@ -44,7 +44,7 @@ def test_a_neighbour_is_given_its_core_and_the_core_is_taken_again(caplog):
     machine.busy = 2
     with caplog.at_level(logging.INFO, "batch_manager"):
         machine.run(3)
-    assert machine.run(3).count(4) <= 2 * PAIRS_OF_A_TRIAL          # it is tried now and then
+    assert machine.run(3).count(4) <= 2 * PAIRS_OF_A_TRIAL          # four threads are tried now and then
     assert "steps of about 8 tokens now use 2 threads: 0.80 of the time on 4" in caplog.text
     machine.busy = 0
     machine.run(31)
@@ -52,7 +52,7 @@ def test_a_neighbour_is_given_its_core_and_the_core_is_taken_again(caplog):
 
 
 def test_what_is_hopeless_is_tried_once_and_less_and_less_often():
-    """Fewer threads are tried because time is lost, and take twice as long."""
+    """Fewer threads are tried because time is lost, but they take twice as long."""
     now_s, tried_at = [0.0], []
     governor = ThreadGovernor(2, lambda: now_s[0])
     while now_s[0] < 100:
