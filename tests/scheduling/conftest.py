@@ -10,7 +10,7 @@ from batch_manager.requests.llm_request import LlmRequest
 
 @pytest.fixture(scope="session")
 def play():
-    """Whole runs; see tests/picture/conftest.py."""
+    """Return the class Play of tests/picture/conftest.py, which runs requests to their end."""
     path = Path(__file__).parents[1] / "picture" / "conftest.py"
     spec = importlib.util.spec_from_file_location("picture_conftest", path)
     module = importlib.util.module_from_spec(spec)
@@ -19,7 +19,7 @@ def play():
 
 
 class Line:
-    """A line of requests before a KV cache. `started` and `generating` ones hold their blocks."""
+    """Requests in order, and a KV cache. Requests between chunks and generating requests hold their blocks."""
 
     def __init__(self, num_blocks: int = 100, tokens_per_block: int = 4) -> None:
         self.kv = KvCacheManager(num_blocks, tokens_per_block, 1000, max_draft_len=8)

@@ -1,11 +1,11 @@
-"""Pages of adapters that are in use are not given to others."""
+"""The pages of adapters in use are not given to other adapters."""
 
 from batch_manager.kv.peft_cache_manager import PeftCacheManager
 from batch_manager.scheduling.capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
 
 
 def two_adapters(make_line):
-    """A line where a new request stands before one that runs, and both adapters do not fit together."""
+    """Return a line in which a new request comes before a running one, and the pages cannot hold both adapters."""
     line = make_line()
     line.new, line.running = line.waiting(8, lora_task_id=0), line.between_chunks(8, lora_task_id=1)
     line.peft = PeftCacheManager(3, lambda task_id: 2)

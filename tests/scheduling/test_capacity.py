@@ -1,4 +1,4 @@
-"""Who gets blocks."""
+"""Which requests get blocks."""
 
 import pytest
 
@@ -57,8 +57,8 @@ def test_planning_changes_nothing_and_can_be_repeated(policy, make_line):
 
 def test_no_evict_reserves_for_generating_requests_wherever_they_stand(make_line):
     line = make_line(num_blocks=6)
-    new = line.waiting(8, 4)                                   # 3 blocks to its last token
-    running = line.generating(8, 8)                            # holds 2 of 4
+    new = line.waiting(8, 4)                                   # needs 3 blocks up to its last token
+    running = line.generating(8, 8)                            # holds 2 of its 4
     assert GuaranteedNoEvictScheduler(4, line.kv).schedule_request([new, running]) == ([running], [])
 
 
@@ -70,8 +70,8 @@ def test_no_evict_closes_the_door_behind_the_first_that_does_not_fit(make_line):
 
 def test_no_evict_reserves_for_requests_between_chunks(make_line):
     line = make_line(num_blocks=6)
-    started = line.between_chunks(8, 8)                        # holds 2 of 4
-    late = line.waiting(8, 4)                                  # 3; 4 are free, 2 of them promised
+    started = line.between_chunks(8, 8)                        # holds 2 of its 4
+    late = line.waiting(8, 4)                                  # needs 3; 4 are free, 2 of them reserved
     assert GuaranteedNoEvictScheduler(4, line.kv).schedule_request([started, late]) == ([started], [])
 
 

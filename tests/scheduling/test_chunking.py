@@ -1,4 +1,4 @@
-"""How a budget is divided among prompts: facts that hold for all lengths."""
+"""How a budget is divided among prompts: properties that hold for all lengths."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""A plan that breaks a rule is refused, and the error says whose plan and which rule."""
+"""A plan that breaks a rule is refused, and the error names the scheduler and the rule."""
 
 import pytest
 
@@ -17,7 +17,7 @@ LIMITS = Limits(max_batch_size=3, max_num_tokens=12, max_seq_len=100, max_beam_w
 
 
 class Bad:
-    """A scheduler with a name to be found in the message."""
+    """A scheduler whose name must be in the message."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Random requests, tiny pools, every policy: what must hold whatever comes."""
+"""Random requests, tiny pools, every policy: what holds for all of them."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ PRIORITIES = st.sampled_from([0.5, 0.5, 0.5, 0.2, 0.9])
 
 @st.composite
 def streams(draw, priorities=EQUAL):
-    """(requests, options): a pool that holds the largest request alone, a step that holds a block beside the batch."""
+    """Draw (requests, options). The pool holds the largest request alone; a step holds a block besides the batch."""
     requests = draw(st.lists(st.tuples(st.integers(1, 24), st.integers(1, 14), st.integers(0, 20), priorities),
                              min_size=1, max_size=10))
     tokens_per_block = draw(st.sampled_from([1, 2, 4, 5, 8]))
@@ -32,7 +32,7 @@ def streams(draw, priorities=EQUAL):
 
 
 def run_audited(game, each_step=lambda line, plan: None):
-    """Run to the end with the books audited after every step; each_step sees the line a plan was made for."""
+    """Run to the end, and audit the accounting after every step. each_step gets the line that the plan was made for."""
     step = game.step
 
     def audited_step():

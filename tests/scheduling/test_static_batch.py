@@ -1,4 +1,4 @@
-"""Who can run in lockstep with whom."""
+"""Which requests can run in lockstep together."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from batch_manager.scheduling.lockstep import LockstepScheduler
 
 @pytest.fixture
 def batch_of():
-    """batch_of([(prompt, output, key), ...]) -> places in line of those that form the batch."""
+    """Return batch_of([(prompt, output, key), ...]) -> the indices of the requests that form the batch."""
     def schedule(line, max_num_requests=8, max_seq_len=100, num_blocks=100, generating=()):
         requests = [LlmRequest(i, [0] * prompt, output, batch_key=key) for i, (prompt, output, key) in enumerate(line)]
         for slot, request in enumerate(requests):
