@@ -1,4 +1,4 @@
-"""One engine of a scenario, in lockstep or ahead, without a thread: what each request got, and where the run was."""
+"""One engine of a scenario, in lockstep or running ahead, without a thread: the responses, and counts of events."""
 
 import json
 from collections import Counter
@@ -35,7 +35,7 @@ class Response:
     error: str
 
     def same(self, other: "Response") -> bool:
-        """Bit by bit."""
+        """Compare bit by bit."""
         return (self.is_final, self.error) == (other.is_final, other.error) and self.tensors.keys() == (
             other.tensors.keys()) and all(
             (mine.dtype, mine.shape, mine.tobytes()) == (theirs.dtype, theirs.shape, theirs.tobytes())
@@ -44,7 +44,7 @@ class Response:
 
 @dataclass(slots=True)
 class Run:
-    """What came of a scenario in one engine.
+    """The result of a scenario in one engine.
 
     responses   by request id, in order
     counts      steps, ahead, failed steps, pauses, void, discarded, generated
@@ -59,7 +59,7 @@ class Ahead:
     """How the engine that runs ahead differs from the one in lockstep.
 
     stops       request id -> iteration from which it is asked to stop
-    own_queue   the scripted backend is late by itself
+    own_queue   whether the scripted backend itself is late
     """
 
     seed: int
@@ -70,7 +70,7 @@ class Ahead:
 
 
 def make_backend(scenario: RunAheadScenario, parent: Path, **options):
-    """A new backend, as the scenario says. options: of a scripted one"""
+    """Return a new backend for the scenario. options: of a scripted backend"""
     if scenario.is_scripted:
         return ScriptedBackend(
             vocab_size=scenario.vocab, max_seq_len=scenario.max_seq_len, num_blocks=scenario.num_blocks,
@@ -90,7 +90,7 @@ def make_backend(scenario: RunAheadScenario, parent: Path, **options):
 
 
 def make_late_backend(scenario: RunAheadScenario, parent: Path, ahead: Ahead, faults: Faults):
-    """A backend that is late, with steps that fail at every place where they may."""
+    """Return a backend that is late, with steps that fail at every possible point."""
     if not scenario.is_scripted:
         inner = make_backend(scenario, parent)
         fail_inside(inner, "_layout", inner._runner, "logits", faults)
@@ -103,7 +103,7 @@ def make_late_backend(scenario: RunAheadScenario, parent: Path, ahead: Ahead, fa
         strike(batch)
         return faults.failures(batch)
 
-    # What a step spoils it spoils when it runs: when it is read, later steps may have run, and cleared its blocks.
+    # A step must spoil blocks when it runs: when it is read, later steps may have run and cleared its blocks.
     hooks = {"on_step": faults.failures, "on_finish": strike} if ahead.own_queue else {"on_finish": strike_or_spoil}
     inner = make_backend(scenario, parent, is_asynchronous=ahead.own_queue, **hooks)
     fail_inside(inner, "_lay_out", inner, "_decode", faults)
@@ -111,11 +111,11 @@ def make_late_backend(scenario: RunAheadScenario, parent: Path, ahead: Ahead, fa
 
 
 def fail_inside(backend, lays_out: str, drawer: object, draws: str, faults: Faults) -> None:
-    """Let steps fail before anything is written to the KV cache, and before anything is made of what was computed. The
+    """Make steps fail before they write to the KV cache, and after the model has run but before its output is used. The
     block tables and the operations of the batch are done by then.
 
-    lays_out   name of the method of the backend that is called first, with the batch
-    draws      name of the method of `drawer` that is called when the model has run
+    lays_out   name of the backend's method that is called first, with the batch
+    draws      name of the method of `drawer` that is called after the model has run
     """
     lay_out, draw, running = getattr(backend, lays_out), getattr(drawer, draws), []
 
@@ -133,7 +133,7 @@ def fail_inside(backend, lays_out: str, drawer: object, draws: str, faults: Faul
 
 
 def poison(backend, batch: ScheduledBatch, slots: list[int]) -> None:
-    """Make what the step of a native backend wrote for these slots not finite."""
+    """Replace what the step of a native backend wrote for these slots by NaN."""
     spans = [(work.slot * batch.max_beam_width, range(work.start, work.start + len(work.token_ids)))
              for work in batch.context if work.slot in slots]
     spans += [(row, [length]) for slot, length, row in zip(*map(np.ndarray.tolist, generation_rows(batch)))
@@ -187,13 +187,13 @@ class RunAheadClient(ArrivingClient):
 
 def drive(scenario: RunAheadScenario, backend, *, run_ahead: bool, stops: Mapping[int, int],
           faults: Faults | None = None) -> Run:
-    """Raises AssertionError, or what the loop raises."""
+    """Return the results of a run. Raises AssertionError, or what the loop raises."""
     run = Run({request_id: [] for request_id in scenario.asks})
     client = RunAheadClient(scenario, run, stops)
     loop = make_loop(client, backend=backend, clock=SystemClock(), policy=scenario.policy,
                      model_type=scenario.model_type, max_beam_width=WIDEST, exclude_input=True,
                      params=scenario.params(run_ahead), parts={"logits_post_processor_batched": shift_batched})
-    assert run_ahead or not loop.limits.runs_ahead    # a pool that holds a window in lockstep only: not ahead
+    assert run_ahead or not loop.limits.runs_ahead    # run_ahead is ignored if the pool holds a window only in lockstep
     watch(loop, run.counts, faults)
     try:
         while client.open_ids or not loop.is_empty:
@@ -202,7 +202,7 @@ def drive(scenario: RunAheadScenario, backend, *, run_ahead: bool, stops: Mappin
             assert loop.failure is None, loop.failure
             assert client.iteration < MOST_ITERATIONS, \
                 f"after {client.iteration:,} iterations {sorted(client.open_ids)} are not answered"
-        loop.step(accept_new=True)                                # what is in flight is nobody's: it is dropped
+        loop.step(accept_new=True)                                # drops steps in flight, which belong to no request
         audit(loop.kv)
         assert not loop.window and loop.kv.used_blocks == 0, f"{loop.kv.used_blocks} blocks are held at the end"
     finally:
@@ -212,8 +212,8 @@ def drive(scenario: RunAheadScenario, backend, *, run_ahead: bool, stops: Mappin
 
 
 def watch(loop, counts: Counter, faults: Faults | None) -> None:
-    """Count launches, those with another step in flight, and rows that are taken back; say which rows are of requests
-    that have ended."""
+    """Count launches, launches with another step in flight, and rows that become void. Tell `faults` which rows belong
+    to requests that have ended."""
     window = loop.window
     launch, take_back, read = window.launch, window._unclaim_later_steps, window.read
 

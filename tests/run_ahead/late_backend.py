@@ -1,4 +1,4 @@
-"""A backend that is late, and steps that fail when they run: after the next one was launched."""
+"""A backend that is late, so that steps run, and fail, after the next one was launched."""
 
 import dataclasses
 from collections import Counter, deque
@@ -12,16 +12,16 @@ from batch_manager.names import ErrorCode
 NOT_LAUNCHED, NOT_RUN, NOT_DRAWN = "not launched", "not run", "not drawn"
 NOT_READ, TWICE, ONE_ROW = "not read", "twice", "one row"
 DISCARDED_ROW = "discarded row"
-KINDS = (NOT_LAUNCHED, NOT_RUN, NOT_RUN, NOT_RUN, NOT_DRAWN, NOT_READ, TWICE, ONE_ROW)    # to draw from
+KINDS = (NOT_LAUNCHED, NOT_RUN, NOT_RUN, NOT_RUN, NOT_DRAWN, NOT_READ, TWICE, ONE_ROW)    # to sample from
 
 
 class PlantedError(Exception):
-    """What a step raises that is to fail."""
+    """The exception of a step that must fail."""
 
 
 @dataclass(slots=True)
 class Order:
-    """What is to go wrong with the step of one iteration, and how often still."""
+    """The fault of the step of one iteration, and how often it still occurs."""
 
     kind: str
     times: int
@@ -29,14 +29,13 @@ class Order:
 
 
 class Faults:
-    """Decides once for each iteration whether its step fails, and how.
+    """Decides for each iteration whether its step fails, and how.
 
-    Rows whose requests have ended since the launch are spoilt now and then: nobody may notice.
+    Rows of requests that have ended since the launch fail now and then, which must have no effect.
 
     rate     probability that a step fails
-    counts   how often each kind has struck
-    alone    steps of one sequence that raised, and rows that were spoilt: each may cost a request its life, and
-             nothing else may
+    counts   how often each kind of fault has occurred
+    alone    number of raises by steps of one sequence, and of failed rows: each may end a request, and nothing else may
     ended    (iteration, the slots of its step whose requests have ended) of the step that is being read
     """
 
@@ -48,7 +47,7 @@ class Faults:
         self.ended: tuple[int, list[int]] = -1, []
 
     def strike(self, batch: ScheduledBatch, kinds: tuple[str, ...]) -> None:
-        """Raise PlantedError if the step is to fail here. kinds: those that happen here."""
+        """Raise PlantedError if the step must fail here. kinds: the faults that occur here"""
         order = self._order(batch)
         if order is None or order.kind not in kinds or not order.times:
             return
@@ -58,7 +57,7 @@ class Faults:
         raise PlantedError(order.kind)
 
     def failures(self, batch: ScheduledBatch) -> dict[int, RowFailure]:
-        """The rows of the step that are to fail; each once. What they write to the KV cache is to be not finite."""
+        """Return the rows of the step that fail, each once. What they write to the KV cache must become not finite."""
         order, slots = self._order(batch), batch.slots()
         spoilt = []
         if order is not None and order.kind == ONE_ROW and order.times:
@@ -75,7 +74,8 @@ class Faults:
         return {slot: RowFailure(ErrorCode.NON_FINITE_LOGITS, "planted") for slot in spoilt}
 
     def _order(self, batch: ScheduledBatch) -> Order | None:
-        """None of a step alone but now and then: it would end the request."""
+        """Return the fault of the step, if any. Faults that would end a request, of one row or one sequence, are
+        rare."""
         if not self._rate:
             return None
         if batch.iteration not in self._orders:
@@ -88,12 +88,12 @@ class Faults:
 
 
 class LateBackend:
-    """A backend whose steps run, in the order of their launches, when one of them is waited for, or a little before.
+    """A backend whose steps run, in the order of their launches, when one of them is read, or a little before.
 
-    inner       runs each step whole when it is its turn. It has to strike NOT_RUN and NOT_DRAWN itself, once the block
-                tables and the operations of the batch are done: a step that was launched repeats neither
+    inner       runs each step whole in its turn. It must raise NOT_RUN and NOT_DRAWN itself, after the block tables
+                and the operations of the batch are done: a step that was launched repeats neither
     poison      (batch, slots) makes what the step wrote for these slots not finite
-    eagerness   probability, at each launch, that the device has come to the end of its queue by then
+    eagerness   probability, at each launch, that the device runs all of its queue
     """
 
     def __init__(self, inner, faults: Faults, poison: Callable[[ScheduledBatch, list[int]], None], eagerness: float,
@@ -111,11 +111,11 @@ class LateBackend:
         if self._draw.random() < self._eagerness:
             self.run_up_to(step)
             if step.error is not None and self._draw.random() < 0.5:
-                raise step.error                                  # a launch that has done some of it
+                raise step.error                                  # a launch that fails after a part of its work
         return step
 
     def run_up_to(self, step: "LateStep") -> None:
-        """Run what was launched before this step, and the step."""
+        """Run the steps launched before this one, then this one."""
         while step in self._queue:
             first = self._queue.popleft()
             try:
@@ -134,7 +134,7 @@ class LateBackend:
 
 
 class LateStep:
-    """A step that was launched: its output, or what it raised, once it ran."""
+    """A launched step: its output or exception, once it has run."""
 
     def __init__(self, batch: ScheduledBatch, run_up_to: Callable[["LateStep"], None]) -> None:
         self.batch, self._run_up_to = batch, run_up_to

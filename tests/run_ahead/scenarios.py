@@ -1,4 +1,4 @@
-"""What a seed draws: an engine, and the requests it gets."""
+"""What a seed draws: an engine and its requests."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,17 +18,17 @@ from batch_manager import (
 )
 from tests.deterministic.differential import FAMILIES, VOCAB
 
-SMALL = 9                               # ids below it are likely where a bias says so, and words are made of them
+SMALL = 9                               # a bias makes the ids below it likely, and words consist of them
 SCRIPTED = "scripted"
 WIDEST = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. It can be handed over several times.
+    """One request, which can be handed over several times.
 
     arrival    iteration in which it is handed over
-    features   names of what is special about it
+    features   names of its special features
     """
 
     arrival: int
@@ -48,7 +48,7 @@ class Ask:
 class RunAheadScenario:
     """An engine and its requests.
 
-    family   a checkpoint's, or SCRIPTED
+    family   that of a checkpoint, or SCRIPTED
     """
 
     seed: int
@@ -75,7 +75,7 @@ class RunAheadScenario:
         return self.family == SCRIPTED
 
     def params(self, run_ahead: bool) -> TrtGptModelOptionalParams:
-        """Those of the engine. What of the KV cache the backend decides is in none of them."""
+        """Return the parameters of the engine, without those of the KV cache that the backend decides."""
         return TrtGptModelOptionalParams(
             run_ahead=run_ahead, max_batch_size=self.max_batch_size, max_num_sequences=self.max_num_sequences,
             max_num_tokens=self.max_num_tokens, enable_chunked_context=self.chunking is not None,
@@ -83,7 +83,7 @@ class RunAheadScenario:
             kv_cache_config=KvCacheConfig(enable_block_reuse=self.reuse, host_cache_size=1 if self.host_blocks else 0))
 
     def features(self) -> list[str]:
-        """What is special about the engine."""
+        """Return the names of the engine's special features."""
         said = {"max utilization": self.policy is SchedulerPolicy.MAX_UTILIZATION,
                 "no evict": self.policy is SchedulerPolicy.GUARANTEED_NO_EVICT,
                 "split": self.model_type is TrtGptModelType.InflightBatching,
@@ -94,7 +94,7 @@ class RunAheadScenario:
         return [self.family, *(name for name, holds in said.items() if holds)]
 
 
-# Users' functions. They add to the logits of a token that follows from all tokens before it, the newest included.
+# Users' functions. They add to the logit of a token that depends on all earlier tokens, including the newest.
 
 def shift_one(request_id: int, logits, token_ids: list[list[int]]):
     for beam, tokens in enumerate(token_ids):
@@ -108,11 +108,11 @@ def shift_batched(request_ids: list[int], logits, token_ids: list[list[list[int]
 
 
 def draw_scenario(seed: int, family: str | None = None) -> RunAheadScenario:
-    """The scenario of a seed. Every other one has the scripted model. family: None: the seed draws it"""
+    """Return the scenario of a seed. Every other one has the scripted model. family: None: drawn from the seed"""
     draw = Random(f"run ahead {seed}")
     if family is None:
         family = SCRIPTED if seed % 2 else draw.choice([one for one in FAMILIES for _ in range(
-            1 if one == "austen-4m" else 3)])                     # the shipped model is a large one
+            1 if one == "austen-4m" else 3)])                     # the shipped model is large
     is_scripted = family == SCRIPTED
     block = draw.choice([1, 2, 3, 4, 8, 16]) if is_scripted else draw.choice([8, 8, 8, 16])
     vocab = draw.choice([5, 12, 40, 200]) if is_scripted else 4096 if family == "austen-4m" else VOCAB
@@ -125,7 +125,7 @@ def draw_scenario(seed: int, family: str | None = None) -> RunAheadScenario:
     reuse = not sinks and draw.random() < 0.45
     prompt, output = draw.choice([6, 6, 16, 30]), draw.choice([6, 12, 24, 30])
     chunking = draw.choice([None, None, *ContextChunkingPolicy])
-    if reuse and chunking is not None:                            # many chunks of what others begin with too
+    if reuse and chunking is not None:                            # many chunks of prompts that begin alike
         prompt, output = draw.choice([30, 50]), min(output, 12)
         block = min(block, 8)
     beginning = [draw.randrange(vocab) for _ in range(prompt)]
@@ -149,17 +149,17 @@ def draw_scenario(seed: int, family: str | None = None) -> RunAheadScenario:
 
 
 def num_blocks(ask: Ask, tokens_per_block: int, *, is_reused_or_slides: bool) -> int:
-    """Blocks that the request may need, about, when it is alone."""
+    """Return about how many blocks the request may need when it is alone."""
     tokens = len(ask.tensors["input_ids"]) + ask.tensors["request_output_len"]
     return ask.beam_width * (-(-tokens // tokens_per_block) + 2 * is_reused_or_slides)
 
 
 def draw_ask(draw: Random, vocab: int, beginning: list[int], longest_prompt: int, longest_output: int, family: str,
              beams: float, processors: float, shortest_output: int) -> Ask:
-    """A request of any features, each off most of the time.
+    """Draw a request with random features.
 
-    beginning           what its prompt may begin with
-    beams, processors   probability that it has several, and that it has a logits post-processor
+    beginning           tokens that its prompt may begin with
+    beams, processors   probability of several beams, and of a logits post-processor
     """
     is_scripted = family == SCRIPTED
 
@@ -204,7 +204,7 @@ def draw_scripted_wishes(draw: Random, tensors: dict[str, Any], vocab: int) -> N
 
 
 def draw_wishes(draw: Random, tensors: dict[str, Any], vocab: int) -> None:
-    """What a real model's tokens are sampled by."""
+    """Add random sampling options for a real model."""
     offers: dict[str, Callable[[], Any]] = {
         "temperature": lambda: draw.choice([0.0, 0.7, 1.3]), "runtime_top_k": lambda: draw.choice([1, 5, 50]),
         "runtime_top_p": lambda: draw.uniform(0.3, 1.0), "runtime_min_p": lambda: 0.05,
@@ -216,7 +216,7 @@ def draw_wishes(draw: Random, tensors: dict[str, Any], vocab: int) -> None:
     if draw.random() < 0.2:
         tensors |= {"runtime_top_p": draw.uniform(0.5, 1.0), "runtime_top_p_decay": 0.9, "runtime_top_p_min": 0.2,
                     "runtime_top_p_reset_ids": draw.randrange(SMALL), "random_seed": draw.getrandbits(63)}
-    if draw.random() < 0.45:                                      # an end may come at any token
+    if draw.random() < 0.45:                                      # an end id may come at any token
         noise = np.random.default_rng(draw.getrandbits(32)).normal(size=vocab)
         tensors["embedding_bias"] = (draw.choice([5.0, 20.0]) * (np.arange(vocab) < SMALL) + noise).astype(np.float32)
         if draw.random() < 0.8:
@@ -228,7 +228,7 @@ def words(draw: Random, vocab: int) -> list[list[int]]:
 
 
 def add_virtual_tokens(draw: Random, tensors: dict[str, Any], vocab: int, family: str) -> None:
-    """A table of embeddings, and a prompt with tokens of it."""
+    """Add a table of embeddings, and prompt-tuning tokens before the prompt."""
     rows = draw.randint(1, 3)
     table = np.random.default_rng(draw.getrandbits(32)).normal(size=(rows, HIDDEN_SIZES[family]))
     tensors |= {"prompt_embedding_table": table.astype(np.float32), "prompt_vocab_size": rows,

@@ -1,4 +1,4 @@
-"""T17, quick: a few hundred pairs of a run in lockstep and one that runs ahead; bugs that are planted are caught."""
+"""T17, quick: a few hundred pairs of a run in lockstep and one that runs ahead; planted bugs are caught."""
 
 import dataclasses
 import logging
@@ -77,7 +77,7 @@ def one_request(scenario):
     return dataclasses.replace(scenario, asks={1: scenario.asks[1]})
 
 
-# What must be caught.
+# Bugs that must be caught.
 
 def one_column_per_slot(patch) -> None:
     patch.setattr(PositionRing, "at", lambda self, slots, positions: self.values[slots, positions * 0])
@@ -121,7 +121,7 @@ def what_a_discarded_row_wrote_is_not_cleared(patch) -> None:
     patch.setattr(Resources, "_clear_unread", lambda self, request: None)
 
 
-# Scripted worlds, most of which are a third of a second: the first is one that catches the bug, or is just before it.
+# Scripted scenarios, most of them a third of a second long. The first seed catches the bug, or is just before one.
 @pytest.mark.parametrize(("plant", "first_seed"), [
     (one_column_per_slot, 1), (rows_of_ended_requests_are_read, 1), (void_rows_are_read, 1),
     (requests_in_lockstep_run_ahead, 1), (contexts_are_published_unread, 67),
