@@ -1,4 +1,4 @@
-"""The compiled step's attention as an Attention of one layer at a time: what it rotates, keeps and attends to."""
+"""The attention of a compiled step as an Attention of one layer at a time: rotation, KV cache, result."""
 
 import pytest
 import torch

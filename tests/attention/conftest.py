@@ -1,4 +1,4 @@
-"""Random packed steps over a random pool, and what the oracles make of them."""
+"""Random packed steps over a random pool, and their results by the oracles."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from batch_manager.triton_kernels.reference.paged_attention_context import paged
 from batch_manager.triton_kernels.reference.paged_attention_decode import paged_attention_decode
 from batch_manager.triton_kernels.reference.rope_kv_append import rope_kv_append
 
-# The folder is no package and not on sys.path.
+# The folder is neither a package nor on sys.path.
 _file = importlib.util.spec_from_file_location("compiled_attention", Path(__file__).with_name("compiled_attention.py"))
 _module = importlib.util.module_from_spec(_file)
 _file.loader.exec_module(_module)
@@ -34,9 +34,9 @@ class Layout:
     sink: int = 0
     scale: float | None = None            # None: head_size ** -0.5
     softcaps: tuple | None = None         # None: no layer has one
-    slopes: tuple | None = None           # of all heads, in every layer
+    slopes: tuple | None = None           # of all heads, equal in every layer
     slope_factor: float | None = None
-    sink_logits: tuple | None = None      # of all heads, in every layer
+    sink_logits: tuple | None = None      # of all heads, equal in every layer
 
     @property
     def num_layers(self):
@@ -53,7 +53,7 @@ class Layout:
 
     @property
     def more(self):
-        """What `run` is given beside the heads."""
+        """The arguments of `run` besides the heads."""
         return {} if self.sink_logits is None else {"sink_logits": torch.tensor(self.sink_logits)}
 
     def pool(self, num_blocks, seed=0):
@@ -61,7 +61,7 @@ class Layout:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
 
     def rotary(self, positions=512, size=None):
-        """size: leading entries of a head that are rotated; None: all."""
+        """size: number of leading entries of a head that are rotated; None: all"""
         size = self.head_size if size is None else size
         angles = torch.outer(torch.arange(positions).float(), 0.3 ** torch.arange(size // 2).float())
         return SimpleNamespace(cos=angles.cos(), sin=angles.sin())
@@ -74,7 +74,7 @@ class Layout:
 
 
 def make_step(contexts, generation, num_blocks, tokens_per_block, consecutive=False):
-    """contexts: (tokens cached before, new tokens); generation: tokens cached before."""
+    """contexts: (cached tokens, new tokens); generation: cached tokens"""
     work = [*contexts, *((cached, 1) for cached in generation)]
     order = np.arange(num_blocks) if consecutive else np.random.default_rng(0).permutation(num_blocks)
     needed = [-(-(cached + new) // tokens_per_block) for cached, new in work]
@@ -97,9 +97,10 @@ def make_step(contexts, generation, num_blocks, tokens_per_block, consecutive=Fa
 
 
 def give_back(layout, step, pools, stale=-1):
-    """Blocks that left every layer's window: NaN in all pools, and entries that say `stale`, or still name them (None).
+    """In all pools, fill blocks that left every layer's window with NaN. Set their entries to `stale` (None: keep
+    them).
 
-    Returns how many those are.
+    Return the number of these blocks.
     """
     size, given_back = layout.tokens_per_block, 0
     for row, (begin, length) in enumerate(zip(step.query_starts, step.kv_lengths)):
@@ -111,12 +112,12 @@ def give_back(layout, step, pools, stale=-1):
                 step.block_tables[row, index] = stale
             given_back += 1
         if stale is not None:
-            step.block_tables[row, -(-length // size) :] = stale               # past the sequence's own
+            step.block_tables[row, -(-length // size) :] = stale               # entries past the sequence's own
     return given_back
 
 
 def oracle(layout, pool, layer, step, query, key, value, rotary):
-    """The layer's result by the oracles; writes the pool."""
+    """Return the result of the layer by the oracles. Writes the pool."""
     view, attention = pool[:, layer], layout.attention[layer]
     more = {**layout.more, "softcap": attention.softcap, "alibi_bfloat16_factor": attention.alibi_bfloat16_factor,
             "alibi_slopes": None if layout.slopes is None else torch.tensor(layout.slopes)}
@@ -139,7 +140,7 @@ def oracle(layout, pool, layer, step, query, key, value, rotary):
 @pytest.fixture(params=[TorchPagedAttention, FixedTileAttention, CompiledAttention],
                 ids=["torch", "fixed tiles", "compiled"])
 def implementation(request):
-    """Each attention of a CPU."""
+    """Each attention that runs on a CPU."""
     return request.param
 
 

@@ -1,4 +1,5 @@
-"""The deterministic implementation against the oracles, blocks of others full of NaN; and a row's bits in any step."""
+"""The deterministic implementation against the oracles, with NaN in other blocks. A row has the same bits in any
+step."""
 
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ def test_rows_of_a_prompt_have_the_same_bits_whole_and_one_by_one(softcap, layou
     query, key, value = shape.packed_qkv(length)
 
     def attend(cuts):
-        """The sequence in steps that end at `cuts`; a step of one token is a generation step."""
+        """Return the rows of each layer, by steps that end at `cuts`. A step of one token is a generation step."""
         pool, rows = shape.pool(20), [[], []]
         attention = make_attention(shape, pool, deterministic=True)
         for start, stop in zip([0, *cuts], cuts):

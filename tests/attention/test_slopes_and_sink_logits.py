@@ -1,5 +1,5 @@
-"""ALiBi slopes and sink logits of heads: all attentions of a CPU against the oracles, and against a dense attention
-that is written out here; and that a layer with sink logits gets them."""
+"""ALiBi slopes and sink logits of heads: all attentions of a CPU against the oracles, and against a dense attention in
+this file. A layer with sink logits must get them."""
 
 import dataclasses
 
@@ -46,7 +46,7 @@ def test_every_kind_of_step_equals_the_oracles(implementation, kind, heads, dtyp
 
 
 def dense(query, key, value, how, sink, sink_logits):
-    """Whole sequences at once in float64: a matrix of scores, of what is added to them, and of who sees whom."""
+    """Return attention of whole sequences in float64, by matrices of scores, of biases and of visible tokens."""
     length, heads = query.shape[:2]
     position = torch.arange(length)
     back = position[:, None] - position
@@ -61,7 +61,7 @@ def dense(query, key, value, how, sink, sink_logits):
         slope = torch.tensor(0.0 if how.alibi_slopes is None else how.alibi_slopes[head])
         if how.alibi_bfloat16_factor is None:
             scores[head] -= slope.double() * back
-        else:                                        # of the key alone: what is the same for a row is no matter
+        else:                                        # of the key alone: terms that are equal in a row do not matter
             added = (slope.bfloat16() * position.bfloat16()).double() * how.alibi_bfloat16_factor
             scores[head] += added - added[:, None]
     weights = scores.masked_fill(~visible, -torch.inf).exp()
@@ -145,7 +145,7 @@ def test_sink_logits_that_the_layer_does_not_speak_of_are_refused(implementation
     shape = dataclasses.replace(shape, sink_logits=SINK_LOGITS if has_sink_logits else None)
     attention = implementation(shape, shape.pool(20))
     attention.plan(step)
-    # It cannot be compiled, and attention in torch, which runs instead, raises the error.
+    # The step cannot be compiled. Attention in torch runs instead, and raises the error.
     with pytest.raises((ConfigError, NotRecordableError), match="attention.* called with(out)? sink_logits"):
         attention.run(0, *shape.packed_qkv(step.num_tokens), None,
                       sink_logits=None if has_sink_logits else torch.zeros(6))

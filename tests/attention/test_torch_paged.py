@@ -47,7 +47,7 @@ WIDE_HEADS = {"14 of 2, 64": (14, 2, 64), "3 of 1, 32": (3, 1, 32), "40 of 1, 96
 @pytest.mark.parametrize("heads", WIDE_HEADS)
 @pytest.mark.parametrize("tokens_per_block", [16, 32, 64, 256])
 def test_wide_heads_in_bfloat16(attention_class, heads, tokens_per_block, layout, step_of, by_oracle):
-    """What tiles of a matrix unit take, where there is one."""
+    """Shapes that the tiles of a matrix unit accept, where there is one."""
     shape = layout(*WIDE_HEADS[heads], windows=(None, 10, 70, None), softcaps=(None, None, 4.0, 1.5),
                    dtype=torch.bfloat16, tokens_per_block=tokens_per_block)
     blocks = {16: 64, 32: 40, 64: 24, 256: 12}[tokens_per_block]

@@ -1,4 +1,4 @@
-"""Windows and sinks: what is seen, what is read, and that what was given back never matters."""
+"""Windows and sinks: which tokens are visible, which are read, and that returned blocks have no effect."""
 
 import numpy as np
 import pytest
@@ -15,9 +15,9 @@ SINKS = [0, 1, 4, 16, 17]
     ((None, None), None, 0, ((None, None), 0)),
     ((None, None), 20, 4, ((20, 20), 4)),
     ((7, None), None, 0, ((7, None), 0)),                     # a model's windows alone have no sinks
-    ((7, None), 20, 4, ((7, 20), 4)),                         # with both the smaller holds, and sinks everywhere
+    ((7, None), 20, 4, ((7, 20), 4)),                         # the smaller one applies, and sinks everywhere
     ((30, None), 20, 0, ((20, 20), 0)),
-    ((None, 7), 100, 4, ((None, 7), 4)),                      # no sequence outgrows 100
+    ((None, 7), 100, 4, ((None, 7), 4)),                      # no sequence is longer than 100
     ((None, None), 64, 4, ((None, None), 0)),
     ((None, None), 63, 4, ((63, 63), 4)),
 ])
@@ -88,7 +88,7 @@ def test_a_group_of_sequences_with_different_gaps(attention_class, layout, step_
 
 
 def dense(query, key, value, rotary, window, sink):
-    """The whole sequence at once: rotated by absolute position, then a matrix of who sees whom."""
+    """Return attention of a whole sequence: rotated by absolute position, with a matrix of visible tokens."""
     length, heads, head_size = query.shape
     half = head_size // 2
     cos, sin = rotary.cos[:length, None], rotary.sin[:length, None]
@@ -109,7 +109,7 @@ def dense(query, key, value, rotary, window, sink):
 @pytest.mark.parametrize("sink", SINKS)
 @pytest.mark.parametrize("window", [16, 21])
 def test_a_life_in_which_blocks_are_given_back_as_they_leave_the_window(attention_class, window, sink, chunk, layout):
-    # Prompts shorter than, as long as and longer than the window; then generation far beyond it.
+    # Prompts shorter than, as long as, and longer than the window; then generation far beyond it.
     shape = layout(4, 2, 16, windows=(window,), sink=sink)
     for prompt in (window - 5, window, window + 1, 130):
         total = prompt + 60
@@ -134,7 +134,7 @@ def test_a_life_in_which_blocks_are_given_back_as_they_leave_the_window(attentio
             rows.append(attention.run(0, *(part[start:length].clone() for part in (query, key, value)),
                                       shape.rotary()))
             start = length
-            while (dropped + 1) * 16 <= start - window + 1:       # the next query stands at `start`
+            while (dropped + 1) * 16 <= start - window + 1:       # the next query is at `start`
                 pool[table[dropped]] = torch.nan
                 free.insert(0, table[dropped])
                 table[dropped] = -1
