@@ -1,5 +1,5 @@
 /* Attention of many rows in blocks (`attend_in_tiles`) against attention row by row (`attend`): the results differ only
-   by the rounding of weights to bfloat16. Prints what computes the blocks, and how many numbers are wrong. */
+   by the rounding of weights to bfloat16. Prints the unit that computes the blocks, and the number of wrong results. */
 #include "step.c"
 #include <stdio.h>
 #include <stdlib.h>

@@ -21,7 +21,7 @@ MACHINES = {"native": "", "x86-64-v4": "avx512f", "x86-64-v3": "avx2", "x86-64-v
 
 @pytest.fixture(scope="module", params=MACHINES)
 def machine(request, tmp_path_factory):
-    """The library as it is compiled for a lesser processor, beside that for this one."""
+    """Load the library as compiled for this processor or an older one. Yield the processor's name."""
     if request.param == "native":
         yield request.param
         return
@@ -37,7 +37,7 @@ def machine(request, tmp_path_factory):
 
 @pytest.fixture
 def threads():
-    """threads(count) sets on how many threads a step computes; put back afterwards."""
+    """Yield a function that sets the thread count of steps. The count is restored afterwards."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)

@@ -1,11 +1,11 @@
-/* Many jobs one after the other, on one to four threads: the same numbers each time. For the sanitizers. */
+/* Runs many jobs one after the other, on one to four threads. All have the same results. For the sanitizers. */
 #include "step.c"
 #include <stdio.h>
 #include <unistd.h>
 
 enum { INPUTS = 64, OUTPUTS = 256, ROWS = 40, OPERATIONS = 6, JOBS = 200 };
 
-/* Three sequences of bfloat16, one of them with many rows: nothing outside of the pool's pages and the registers. */
+/* Attention of three bfloat16 sequences, one with many rows. It stays within the pool's pages and the registers. */
 static int attention_jobs(void) {
     enum { HEADS = 14, KEY_HEADS = 2, SIZE = 64, BLOCK = 32, BLOCKS = 44, TOKENS = 12, WIDTH = (HEADS + 2 * KEY_HEADS) * SIZE };
     size_t pool_bytes = (size_t)BLOCKS * 2 * KEY_HEADS * BLOCK * SIZE * 2;

@@ -1,4 +1,4 @@
-/* Products with packed matrices and attention over pages, beside sums in float64. Prints the lanes of a vector, how many
+/* Products with packed matrices and attention over pages, against sums in float64. Prints the lanes of a vector, how many
    numbers were compared, and how many of them are wrong. */
 #include "step.c"
 #include <stdio.h>

@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).with_name("attention_in_blocks.c")
 
 @pytest.mark.parametrize("without_amx", [False, True], ids=["native", "without AMX"])
 def test_blocks_of_rows_find_what_rows_find_one_by_one(without_amx, tmp_path):
-    """Heads, blocks, groups, windows, sinks and caps of all kinds; behind the last token are NaN."""
+    """Heads, blocks, groups, windows, sinks and caps of all kinds. After the last token, the cache holds NaN."""
     instruction_sets, compiler = build._processor().split(), shutil.which("gcc")
     if compiler is None or "avx512_bf16" not in instruction_sets:
         pytest.skip("there is no gcc, or this processor has no AVX-512 for bfloat16")

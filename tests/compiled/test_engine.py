@@ -1,4 +1,4 @@
-"""A manager whose steps are compiled gives the tokens of one whose steps run in torch."""
+"""A manager with compiled steps gives the tokens of one whose steps run in torch."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ def backend(cpu_compile=None, factory=None, layout=layouts.fused, **options):
 def test_it_is_compiled_by_default_and_not_where_it_was_switched_off(caplog):
     with caplog.at_level(logging.INFO, "batch_manager"):
         assert backend()._runner.compiled is not None
-    assert "steps run as compiled code on at most" in caplog.text      # other lines speak of torch
+    assert "steps run as compiled code on at most" in caplog.text      # other lines mention torch
     caplog.clear()
     assert backend(True, dtype="bfloat16")._runner.compiled is not None
     with caplog.at_level(logging.INFO, "batch_manager"):
@@ -101,7 +101,7 @@ def test_the_packed_weights_are_counted_as_those_of_onednn_are():
 
 
 def helper_count():
-    """Threads of the process that Python does not know."""
+    """Return the number of threads of the process that Python does not know."""
     return len(os.listdir("/proc/self/task")) - threading.active_count()
 
 
@@ -111,7 +111,7 @@ def test_c23_the_threads_that_helped_are_gone_with_the_last_backend():
     before = helper_count()
     second = backend(num_threads=5)
     first.close()
-    assert helper_count() >= 4                     # the second one has them
+    assert helper_count() >= 4                     # the second backend keeps them
     second.close()
     second.close()
     assert helper_count() <= before - 4

@@ -1,4 +1,4 @@
-"""The library is compiled once for a processor, and where it cannot be, everything runs in torch."""
+"""The library is compiled once for a processor. Where it cannot be compiled, everything runs in torch."""
 
 import os
 import time
@@ -9,14 +9,14 @@ from batch_manager.triton_kernels.cpu.native import build, library
 
 
 def load():
-    """The library, or why there is none, as a process has it that asks for the first time."""
+    """Return the library, or why there is none, as on the first call of a process."""
     return library._load(lambda: None)
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))            # a tenth of the time to compile
+    monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))            # compiles in a tenth of the time
     return tmp_path / "batch_manager"
 
 
@@ -67,11 +67,11 @@ def test_what_killed_processes_left_is_deleted_when_it_is_old(cache):
     lambda content: content[:9000] + bytes([content[9000] ^ 1]) + content[9001:]], ids=[
     "other", "empty", "first page", "last byte missing", "one bit"])
 def test_a_damaged_file_in_the_cache_is_replaced(cache, damage):
-    """Loading it would end the process: what is mapped and not there is a bus error."""
+    """Loading it would end the process with a bus error, because mapped pages are missing."""
     load()
     (built,) = cache.iterdir()
     content = built.read_bytes()
-    built.unlink()                          # what this process has mapped stays whole
+    built.unlink()                          # the mapping of this process stays whole
     built.write_bytes(damage(content))
     assert not isinstance(load(), str)
     assert list(cache.iterdir()) == [built] and len(built.read_bytes()) == len(content)

@@ -110,7 +110,7 @@ def test_sums(width, dtype):
 
 
 def test_registers_share_memory_only_when_nobody_needs_them_any_more():
-    """The first register is read again at the end, behind many others that come and go."""
+    """The first register is read again at the end, after many others come and go."""
     x = hidden_states(64, torch.float32)
 
     def operate(rows):

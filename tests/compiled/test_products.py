@@ -53,8 +53,8 @@ def test_every_number_of_rows(shape, dtype, num_threads, threads):
 @TYPES
 @pytest.mark.parametrize("count", [1, 4, 32])
 def test_a_product_takes_no_longer_than_torchs_in_float32(machine, count, dtype, threads):
-    """The shortest of many calls in one run. A product takes 0.3 to 1.2 times as long as torch's; 5 to 60 times where
-    the compiler keeps vectors in memory, as GCC does with vectors wider than the processor's registers."""
+    """The fastest of many calls counts. A product takes 0.3 to 1.2 times as long as torch's, and 5 to 60 times as long
+    where the compiler keeps vectors in memory, as GCC does with vectors wider than the processor's registers."""
     if machine != "native":
         pytest.skip("optimised for this processor alone")
     threads(1)
@@ -134,7 +134,7 @@ def test_wrong_rows_are_refused():
 
 
 def test_threads_that_compute_at_once_do_not_disturb_each_other(threads):
-    """One has the helpers; the others compute alone meanwhile."""
+    """One thread has the helpers; the others compute alone meanwhile."""
     weight, _ = made(256, 1000, torch.bfloat16)
     matrices = [PackedMatrix(weight, None) for _ in range(4)]
     inputs = [rows(count, 256, torch.bfloat16) for count in (1, 7, 40, 100)]
@@ -170,7 +170,7 @@ def test_a_forked_child_has_helpers_of_its_own(threads):
     expected = matrix.multiply(x)
     child = os.fork()
     if child == 0:
-        # Nothing of torch that computes: its own threads are not there.
+        # No computation in torch: its threads do not exist in the child.
         found, is_right = torch.empty_like(expected), False
         with contextlib.suppress(Exception):
             matrix._run(x, found, adds=False)

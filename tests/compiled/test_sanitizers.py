@@ -1,4 +1,4 @@
-"""The threads of a step have no race and nothing is read or written out of bounds, as far as GCC's sanitizers see."""
+"""A step has no data race and no access out of bounds, as far as GCC's sanitizers see."""
 
 import shutil
 import subprocess
