@@ -159,7 +159,7 @@ def serve_attention(attention, spec, every_pair):
 
 def serve_bound(attention, step, query, key, value, rotary):
     """Run the same generation step over block tables at a fixed address. Return the number of steps."""
-    if step.num_contexts or len(step.slots) % 16 > 1:        # other batch sizes are served above
+    if step.num_contexts or len(step.slots) % 16 > 1:        # every batch size is served above
         return 0
     work = attention.plan_generation(step.kv_lengths)
     is_split = any(starts[-1] for _, starts in work.values())

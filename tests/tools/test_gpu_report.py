@@ -224,7 +224,7 @@ def test_goals_are_chosen_by_their_families():
         "G1", "G1b", "G1c", "G2", "G2b", "G3", "G3b", "G4", "G5", "G5b", "G6", "G6b", "G7", "G8", "G9"}
 
 
-# ---------------------------------------------------------------------- what is computed from what was measured
+# ---------------------------------------------------------------------- figures computed from measurements
 
 
 def test_the_least_time_of_a_step_is_that_of_its_bytes_and_operations():
