@@ -29,7 +29,7 @@ CORE: dict[str, tuple[str, ...]] = {
     "batch_manager/scheduling": ("tests/scheduling", "tests/property", *THROUGH_THE_LOOP, "tests/conformance"),
 }
 
-# Tests that compare times, or end a process after a time: coverage itself takes too much of the time.
+# Tests that compare times, or end a process after a time: under coverage they measure coverage.
 LEFT_OUT: tuple[str, ...] = (
     "tests/contract/test_life_cycle.py::test_c22_an_idle_manager_uses_at_most_2_percent_of_a_core",
     "tests/sweep/test_sweep.py::test_every_way_a_process_can_end",

@@ -12,7 +12,7 @@ import itertools
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "0")     # threads that wait sleep: on busy cores spinning takes minutes
+os.environ.setdefault("GOMP_SPINCOUNT", "0")     # waiting threads sleep; spinning takes minutes on busy cores
 
 import random
 import sys

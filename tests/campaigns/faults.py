@@ -11,7 +11,7 @@ from tests.sweep.scenarios import SCENARIOS
 from .portions import each_done
 from .registry import Options, Summary
 
-# tier -> (times of a point, every how many-th place, rows of places of a scenario, repeats of a process)
+# tier -> (times of a point, one in so many places is tried, rows of places of a scenario, repeats of a process)
 ENOUGH = {"Q": (3, 211, 10, 1), "F": (points.MOST_TIMES, 1, 100, 200), "C": (points.MOST_TIMES, 1, 10_000, 2_000)}
 PLACES_IN_PARTS = 4
 REPEATS_A_PORTION = 50

@@ -4,7 +4,7 @@
 
 Needs the package `cosmic-ray`, which makes the mutants. The seed chooses places in the core's files and the change at
 each. Each mutant is tested alone, in a copy of the tree, with the tests that CORE in tests/campaigns/branches.py has
-for its file. tests/campaigns/survivors.py lists equivalent mutants, which no test can fail.
+for its file. tests/campaigns/survivors.py lists equivalent mutants, which no test can detect.
 """
 
 import difflib

@@ -5,5 +5,5 @@ from tests.conformance import adapter as the_adapter
 
 @pytest.fixture(scope="session")
 def adapter():
-    """The module that runs cases with the product."""
+    """Return the module that runs cases with the product."""
     return the_adapter

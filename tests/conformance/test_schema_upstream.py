@@ -210,7 +210,7 @@ def test_credit_only_on_the_first_chunk(module):
 
 
 def test_drafts_are_cut_to_the_unit(module):
-    """DraftTokensGreaterThanChunkSize: the kept ones of 17 drafts after 3 tokens, with a unit of 16 and 40 tokens."""
+    """DraftTokensGreaterThanChunkSize: 17 drafts after 3 tokens, with a unit of 16 and 40 tokens per step."""
     config = {"max_batch_size": 64, "max_num_tokens": 40, "max_context_length": 64,
               "chunking": {"policy": FCFS, "unit": 16}}
     assert module.micro_batch_step(config, alike(3, 3, 21, draft_len=17), [])["draft"] == {"0": 13, "1": 13, "2": 5}

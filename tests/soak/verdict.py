@@ -10,7 +10,7 @@ from .soak import Sample
 
 MILLION = 1_000_000
 MIB = 1 << 20
-WARM_UP = 4                     # 1 / share of the first idle points, while caches and dictionaries grow
+WARM_UP = 4                     # the first of so many parts is not judged: caches and dictionaries still grow
 
 
 @dataclass(frozen=True, slots=True)

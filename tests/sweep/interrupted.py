@@ -29,7 +29,7 @@ from batch_manager.worker import NESTED_WORKER_LOOPS
 from .scenarios import SCENARIOS, Run
 
 PACKAGE = os.path.dirname(batch_manager.__file__)
-# Not in runtime: the model does not promise that an interrupted step can run again.
+# Not traced: the runtime does not promise that an interrupted step can run again.
 ELSEWHERE = (os.path.join(PACKAGE, "runtime"),)
 
 
