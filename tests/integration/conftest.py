@@ -1,4 +1,4 @@
-"""Checkpoints saved by transformers with random weights, and what transformers itself generates from them."""
+"""Checkpoints with random weights, saved by transformers, and the tokens that transformers generates from them."""
 
 import functools
 import json
@@ -81,7 +81,7 @@ def _config(family: str):
     if family == "gpt2":
         return transformers.GPT2Config(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=512,
                                        initializer_range=0.15, bos_token_id=None, eos_token_id=None)
-    # These have no class in this package.
+    # These have no native class.
     if family == "mixtral-window":
         return transformers.MixtralConfig(**COMMON, num_local_experts=8, sliding_window=48)
     if family == "exaone4":
@@ -102,12 +102,12 @@ FAMILIES = ["llama", "llama-yarn-bias", "mistral-window", "qwen2", "qwen3", "gpt
 
 
 class Reference:
-    """A checkpoint folder and the model transformers makes of it, fp32 on the CPU."""
+    """A transformers model in float32 on the CPU, and the folder of its checkpoint."""
 
     def __init__(self, family: str, folder) -> None:
         torch.manual_seed(sum(map(ord, family)))
         config = _config(family)
-        # Falcon's eager attention has ALiBi in the mask and once more in the scores.
+        # Falcon's eager attention adds ALiBi twice: in the mask and in the scores.
         attention = "sdpa" if family.startswith("falcon") else "eager"
         self.model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
         self.model.save_pretrained(folder)
@@ -116,7 +116,7 @@ class Reference:
         self._known: dict[tuple, list[int]] = {}
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """What generating alone gives: the model's own cache, one request, argmax."""
+        """Return the tokens of greedy decoding by transformers: one prompt, with the model's own cache."""
         key = (tuple(prompt), count)
         if key not in self._known:
             with torch.inference_mode():
@@ -136,7 +136,7 @@ class Reference:
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory):
-    """references(family) -> Reference; each is made once in a process, and keeps what it generated."""
+    """references(family) -> Reference. Each is made once per process and caches its tokens."""
     return functools.cache(lambda family: Reference(family, tmp_path_factory.mktemp(family)))
 
 

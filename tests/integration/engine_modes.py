@@ -1,9 +1,10 @@
-"""A whole engine in each of its modes, with a small model and requests of every kind: what they got.
+"""Runs the whole engine in each of its modes, with a small model and requests of every kind, and prints the answers.
 
     TRITON_INTERPRET=1 python -m tests.integration.engine_modes FOLDER [MODE ...]      one line of JSON for each mode
 
-FOLDER is where the models' checkpoints are made, or were. In a process with TRITON_INTERPRET=1 the engine runs all of
-its Triton kernels, interpreted on the CPU; without it, in torch. Run by test_whole_engine_interpreted.py.
+The checkpoints of the models are made in FOLDER, unless they exist. With TRITON_INTERPRET=1 the engine runs all of its
+Triton kernels, interpreted on the CPU; without it, the engine runs in torch. test_whole_engine_interpreted.py runs
+this.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ VOCAB, MOST_ITERATIONS = 60, 200
 SMALL = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 128}
 
-# What each request asks for beside a prompt, of that many tokens, and new tokens; `beam_width` in one mode alone.
+# (prompt length, options) of each request. Only the mode "beams" has requests with `beam_width`.
 REQUESTS = [
     (19, {}),
     (5, {"temperature": 0.9, "runtime_top_k": 20, "random_seed": 5, "return_top_log_probs": 3}),
@@ -42,12 +43,12 @@ REQUESTS = [
           "return_top_log_probs": 5, "raw_log_probs": True}),
     (3, {"bad_words_list": [[7], [8, 9]], "stop_words_list": [[11, 12]], "min_length": 4, "end_id": 3}),
 ]
-# None that needs more than the sampling kernel; the second one is cut into parts by attention.
+# Requests that need only the sampling kernel. Attention splits the second one into parts.
 PLAIN = [(19, {}), (84, {}), (5, {"temperature": 0.9, "runtime_top_k": 20, "random_seed": 5}),
          (12, {"temperature": 1.1, "runtime_top_p": 0.8, "random_seed": 2**63 + 9}), (30, {"end_id": 3})]
 BEAMS = [(6, {"beam_width": 3}), (17, {"beam_width": 2, "len_penalty": 1.0})]
 
-# mode -> options of the engine; `pool` is the KV cache in blocks of 16 tokens.
+# mode -> options of the engine; `pool` is the number of KV cache blocks, of 16 tokens each.
 MODES = {
     "plain": {"pool": 40},
     "beams": {"pool": 40, "max_beam_width": 3},
@@ -59,14 +60,15 @@ MODES = {
     "deterministic": {"pool": 40, "deterministic": True},
     "plain_rows": {"pool": 40, "run_ahead": True},
 }
-WARMED_UP = ("plain", "beams")      # the warm-up of the others launches the same
+WARMED_UP = ("plain", "beams")      # the warm-up of the other modes launches the same kernels
 
 
 def make_requests(mode):
-    """The requests of a mode, in order of arrival: two at first, then one in every second iteration."""
+    """Yield the requests of a mode in order of arrival. `run` hands over two first, then one in every second
+    iteration."""
     draw = random.Random(1)
     asked = PLAIN if mode == "plain_rows" else [*REQUESTS, *(BEAMS if mode == "beams" else [])]
-    if mode == "reuse":                                # prompts that begin alike, in blocks that are full
+    if mode == "reuse":                                # prompts that share full blocks
         asked = [(33, {}), (20, {"temperature": 0.9, "runtime_top_k": 20, "random_seed": 5}), (33, {})]
     num_tokens = 7 if mode == "plain_rows" else 3
     shared = [draw.randrange(VOCAB) for _ in range(33)]
@@ -77,7 +79,7 @@ def make_requests(mode):
 
 
 def checkpoint(folder, num_layers=1):
-    """The folder of a small model of so many layers, in one of its own within `folder`; made where it is not there."""
+    """Return the folder, within `folder`, of a small model with this many layers. Make it if it does not exist."""
     CONFIGS["qwen3"] |= SMALL | {"num_hidden_layers": num_layers}
     parent = Path(folder) / f"{num_layers} layers"
     parent.mkdir(exist_ok=True)
@@ -85,7 +87,8 @@ def checkpoint(folder, num_layers=1):
 
 
 def run(folder, mode):
-    """The mode, what runs its operations, the answers by request, and the most that some statistics reached."""
+    """Run the requests of a mode. Return the mode, the dispatch, the answers by request and the maxima of some
+    statistics."""
     options = dict(MODES[mode])
     pool, kv_names = options.pop("pool"), ("enable_block_reuse", "max_attention_window", "sink_token_length")
     kv = KvCacheConfig(tokens_per_block=16, max_tokens=16 * pool,

@@ -1,4 +1,4 @@
-"""What prompt-tuning tokens and functions on logits mean where prefixes are shared."""
+"""Prompt-tuning tokens and logits post-processors with block reuse."""
 
 import json
 
@@ -19,7 +19,7 @@ def table_of(seed):
 
 
 def greedy(model, prompt, table, count):
-    """transformers' continuation of a prompt some of whose tokens are rows of the table."""
+    """Return the prompt with transformers' greedy output; its prompt-tuning tokens are rows of the table."""
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(count):
@@ -53,7 +53,7 @@ def test_virtual_tokens_share_blocks_with_those_of_the_same_table_only(make_mana
     serve_one_after_the_other(make_manager, client, llama_reference.folder, requests)
     for i, table in tables.items():
         assert client.final(i).tokens() == greedy(llama_reference.model, prompt, table, 6)
-    # Two full blocks, and of the third what is there before the prompt's last token.
+    # Two full blocks, and the third one up to the prompt's last token.
     assert seen == [0, 0, 3, 3], "only the third request has a table that was there before"
 
 
@@ -81,6 +81,6 @@ def test_samples_of_one_prompt_compute_it_once(make_manager, new_client, llama_r
     client.wait_for_finals(*range(4))
     assert manager.shutdown()
     records = [json.loads(record) for record in client.stats]
-    # Five blocks of the prompt; the last token is computed by each, and with it its block where that is full.
+    # The prompt has five full blocks. Each request computes the last token, and with it the last block.
     assert sum(record["Total Context Tokens"] for record in records) == 40 + 3 * (40 - 4 * 8)
     assert len({tuple(client.final(i).tokens()) for i in range(4)}) == 4

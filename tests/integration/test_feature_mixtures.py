@@ -1,4 +1,4 @@
-"""C13: any mixture of requests with any mixture of features, 130 of them. Each gets what it gets alone."""
+"""C13: 130 requests with random mixtures of features run together. Each gets what it gets alone."""
 
 import json
 
@@ -20,7 +20,7 @@ MIXED = [
 
 
 def random_tensors(random) -> dict:
-    """A request of any features, each off most of the time; small ids, so that words and n-grams occur."""
+    """Return a request with random features, each off most of the time. Small ids make words and n-grams occur."""
     def words():
         return [random.integers(0, 9, random.integers(1, 4)).tolist() for _ in range(random.integers(1, 5))]
 
@@ -60,7 +60,7 @@ def mixture():
 
 @pytest.fixture
 def serve(make_manager, new_client, llama_reference):
-    """serve(mixture, **options) -> ({number: (tokens, log-probs, why it ended), of every beam}, pauses)"""
+    """serve(mixture, **options) -> ({id: (tokens, log-probs, finish reasons), of all beams}, number of pauses)"""
     def run(mixture, *, pool=300, chunked=False, tokens=512, overlap=False, **options):
         client = new_client()
         client.pending = [InferenceRequest(i, tensors, is_streaming=streams(i, tensors))
@@ -88,7 +88,7 @@ def serve(make_manager, new_client, llama_reference):
 
 @pytest.fixture(scope="module")
 def alone():
-    """What each request of the mixture gets when nobody else is there; filled by the first test that asks."""
+    """The results of the requests when each runs alone. The first test that needs them fills this in."""
     return {}
 
 

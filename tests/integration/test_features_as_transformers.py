@@ -1,4 +1,4 @@
-"""Penalties, bans, word lists, bias and ends, through the callbacks: the same greedy tokens as transformers."""
+"""Penalties, bans, word lists, biases and end ids give the greedy tokens of transformers, through the callbacks."""
 
 import random
 from pathlib import Path
@@ -16,7 +16,7 @@ processors = pytest.importorskip("transformers.generation.logits_process")
 AUSTEN = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
 COUNT = 30
 SEVERAL = "several"                         # of end ids
-TAKEN = {                                   # what is taken from the output there would be without it, to be in its way
+TAKEN = {                                   # values from the output without the feature, so that the feature changes it
     "end_id": lambda drawn: drawn[8],
     SEVERAL: lambda drawn: [drawn[23], drawn[8], drawn[16]],
     "bad_words_list": lambda drawn: [[drawn[2]], drawn[6:8], drawn[11:14]],
@@ -49,13 +49,13 @@ FEATURES = {
 
 
 class Transformers:
-    """Greedy decoding with transformers' own model, cache and processors, one request alone."""
+    """Greedy decoding with transformers' own model, cache and processors, one request at a time."""
 
     def __init__(self, model, folder) -> None:
         self.model, self.folder, self.vocab_size = model, folder, model.config.vocab_size
 
     def scores(self, tensors, tokens, prompt_length, scores):
-        """What the processors make of the logits [1, vocab] behind these tokens."""
+        """Return the logits [1, vocab] after these tokens, changed by the processors."""
         ids = torch.tensor([tokens])
         if "embedding_bias" in tensors:
             scores = scores + torch.tensor(tensors["embedding_bias"])
@@ -75,7 +75,7 @@ class Transformers:
         return scores
 
     def generate(self, prompt, tensors):
-        """(the new tokens, why they end, their log-probs)"""
+        """Return (new tokens, finish reason, log-probs)."""
         tokens, cache, fed, log_probs = list(prompt), None, prompt, []
         while len(tokens) < len(prompt) + COUNT:
             with torch.inference_mode():
@@ -92,7 +92,7 @@ class Transformers:
         return tokens[len(prompt):], FinishReason.LENGTH, log_probs
 
     def completed(self, prompt, feature):
-        """The tensors of a feature, with what it takes from the output without it."""
+        """Return the tensors of a feature. Values that are `...` or SEVERAL come from the output without it."""
         tensors = {name: value for name, value in feature.items() if value is not ... and value is not SEVERAL}
         if "embedding_bias" in tensors:
             bias = np.random.default_rng(0).normal(size=self.vocab_size) * tensors["embedding_bias"]

@@ -1,7 +1,6 @@
-"""Penalties, bans, word lists and bias with beams, through the callbacks: the beams of transformers, and their scores.
+"""Penalties, bans, word lists and biases with beams give the beams and scores of transformers, through the callbacks.
 
-Beside them in the same engine run greedy and sampled requests with the same features, which must get what they get
-alone.
+Greedy and sampled requests with the same features run in the same engine, and get what they get alone.
 """
 
 import itertools
@@ -24,7 +23,7 @@ AUSTEN = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
 MAX, SPLIT = SchedulerPolicy.MAX_UTILIZATION, TrtGptModelType.InflightBatching
 EARLY_STOPPING = {1: True, 0: False, 2: "never"}
 COUNT = 12
-TAKEN = {                                   # what is taken from the beams there would be without it, to be in their way
+TAKEN = {                                   # values from the beams without the feature, so that it changes them
     "end_id": lambda text, prompt: text[3],
     "bad_words_list": lambda text, prompt: [[text[1]], text[4:6], [prompt[-1], text[0]]],
     "stop_words_list": lambda text, prompt: [text[5:7], [text[7]], [prompt[-1], text[0], text[1], text[2]]],
@@ -50,7 +49,7 @@ FEATURES = {
 
 
 class Feature(processors.LogitsProcessor):
-    """Those features that transformers has no processor of its own for."""
+    """The features for which transformers has no processor."""
 
     def __init__(self, tensors, vocab_size, prompt_length):
         self.tensors, self.vocab_size = tensors, vocab_size
@@ -79,14 +78,15 @@ class StopWords(transformers.StoppingCriteria):
 
 
 class Beams:
-    """What a model of transformers, fp32 on the CPU, finds for a prompt: [(tokens, reason, score)], best first."""
+    """Beam search by a transformers model in float32 on the CPU. A call returns [(tokens, reason, score)], best
+    first."""
 
     def __init__(self, model, folder) -> None:
         self.model, self.folder, self.vocab_size = model, folder, model.config.vocab_size
         self._known = {}
 
     def __call__(self, i, prompt, tensors):
-        """i   names the question"""
+        """i: key of the cached result"""
         if i not in self._known:
             self._known[i] = self._find(prompt, tensors)
         return self._known[i]
@@ -116,7 +116,7 @@ class Beams:
                 return_dict_in_generate=True, output_scores=True)
         texts = []
         for sequence, score in zip(found.sequences.tolist(), found.sequences_scores.tolist()):
-            tokens = [token for token in sequence if token not in (self.vocab_size, -1)]    # what it fills rows with
+            tokens = [token for token in sequence if token not in (self.vocab_size, -1)]    # padding
             reason = FinishReason.LENGTH
             if any(tokens[-len(word):] == word for word in words):
                 reason = FinishReason.STOP_WORDS
@@ -126,7 +126,7 @@ class Beams:
         return texts
 
     def questions(self, prompts, ways):
-        """One for each feature: {i: (prompt, tensors)}."""
+        """Return a request for each feature: {i: (prompt, tensors)}."""
         asked, unchanged = {}, 0
         for i, (prompt, feature, (width, len_penalty, early_stopping)) in enumerate(zip(
                 prompts, FEATURES.values(), itertools.cycle(ways))):
@@ -163,7 +163,7 @@ def austen():
 
 
 def without_beams(asked):
-    """The same features, greedy and sampled: {i: (prompt, tensors)}."""
+    """Return requests with the same features, greedy or sampled: {i: (prompt, tensors)}."""
     others = {}
     for i, (prompt, tensors) in asked.items():
         tensors = {name: value for name, value in tensors.items()
@@ -186,7 +186,7 @@ def serve(make_manager, client, new_request, model, asked, **options):
 
 
 def assert_beams(client, model, asked):
-    """All beams of transformers, in order, and their scores."""
+    """Compare all beams and their scores with transformers."""
     for i, (prompt, tensors) in asked.items():
         final, expected = client.final(i), model(i, prompt, tensors)
         reasons = final.tensors["finish_reason"][0].tolist()
@@ -233,7 +233,7 @@ def test_the_shipped_model_too(make_manager, new_client, new_request, austen):
 @pytest.mark.parametrize("where", ["start", "finish"])
 def test_a_step_that_raised_is_run_again_in_parts(
         make_manager, new_client, new_request, llama, llama_questions, monkeypatch, where):
-    """What the beams hold is told from where the step began, also when it raised behind everything it does."""
+    """Also if it raises after its work is done: the beams depend only on the state before the step."""
     original, again = getattr(NativeBackend if where == "start" else NativeStep, where), itertools.cycle([True, False])
 
     def then_raise(self, *batch):

@@ -1,4 +1,4 @@
-"""Each documented tensor changes what a request gets, or is refused by its name. Nothing in between."""
+"""Each documented tensor changes the response, or is refused by name."""
 
 import numpy as np
 import pytest
@@ -7,12 +7,12 @@ from batch_manager import KvCacheConfig
 from batch_manager.requests.inference_request import TENSORS
 
 VOCAB, HIDDEN = 211, 64
-DRAWN = ...                                         # to be taken from what the base request got
+DRAWN = ...                                         # replaced by a value from the base request's output
 SAMPLED = dict(runtime_top_p=1.0, temperature=1.5)
 LOG_PROBS = dict(return_log_probs=True)
 BEAMS = dict(input_ids=[116, 121, 167], beam_width=3, end_id=DRAWN, return_log_probs=True)
 
-# tensor -> (what else the request has, a value that is not neutral)
+# tensor -> (other tensors of the request, a value that is not neutral)
 CRAFTED = {
     "input_ids": ({}, [1, 2, 3, 4]),
     "request_output_len": ({}, 7),
@@ -57,7 +57,7 @@ CRAFTED = {
 }
 NO_EFFECT = {"input_lengths": "obsolete: accepted and not looked at",
              "input_token_extra_ids": "keeps prompts apart in the cache, which changes no output: see test_reuse.py"}
-# Means something only beside another tensor; where that one is refused, its name is in the text.
+# These need another tensor. If that one is refused, the error may name it instead.
 COMPANION = {"prompt_vocab_size": "prompt_embedding_table", "prompt_embedding_table": "prompt_vocab_size",
              "lora_config": "lora_weights", "lora_weights": "lora_config", "draft_logits": "draft_input_ids",
              **dict.fromkeys(["len_penalty", "early_stopping", "beam_search_diversity_rate", "pad_id"], "beam_width")}

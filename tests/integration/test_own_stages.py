@@ -1,4 +1,4 @@
-"""Stages of the user's own (Parts.stages): what they do to logits shows in tokens, log-probs and beams."""
+"""Custom stages (Parts.stages): their changes to the logits show in tokens, log-probs and beams."""
 
 import re
 
@@ -17,7 +17,7 @@ WAYS = {"fused": dict(model_type=FUSED), "split": dict(model_type=SPLIT), "V1": 
 
 
 class OnlyMultiples(LogitsStage):
-    """Each request samples multiples of its own number only, and never the token that it sampled last."""
+    """Bans, for each request, its last token and all tokens that are not multiples of its divisor."""
 
     def __init__(self, divisors):
         self.divisors, self.of_slot, self.largest_call = divisors, {}, 0
@@ -42,7 +42,7 @@ class OnlyMultiples(LogitsStage):
 
 
 class AsProcessor(transformers.LogitsProcessor):
-    """The same for transformers."""
+    """OnlyMultiples for transformers."""
 
     def __init__(self, divisor):
         self.divisor = divisor
@@ -100,7 +100,7 @@ def test_beams_compete_with_what_stages_leave_of_them(make_manager, new_client, 
 def test_deterministic_samples_are_the_same_bits_alone_and_among_others(make_manager, new_client, new_request,
                                                                         llama_reference):
     class Sharpen(LogitsStage):
-        """A product of all rows at once: its bits depend on their number unless each is alone."""
+        """One operation on all rows, whose bits may depend on their number."""
 
         reads = ("temperature",)
 

@@ -1,4 +1,4 @@
-"""Section 4 on a real model: the logits and log-probabilities of transformers, in every way a request can be run."""
+"""Section 4 on a real model: the logits and log-probs are those of transformers, however the requests run."""
 
 import json
 import random
@@ -32,7 +32,7 @@ WAYS = {
 
 
 def joined(responses, name: str) -> np.ndarray:
-    """The pieces of a per-token tensor put behind one another."""
+    """Return the pieces of a per-token tensor, concatenated."""
     return np.concatenate([response.tensors[name] for response in responses], axis=2)
 
 
@@ -43,7 +43,7 @@ def log_softmax(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
 
 
 def check(reference, prompt, responses, *, streaming: bool, excluded: bool, count: int, temperature: float) -> None:
-    """Everything one request got, against transformers run over the whole text."""
+    """Compare all tensors of a request with transformers, run on the whole sequence."""
     final = responses[-1]
     assert [response.final for response in responses] == [False] * (len(responses) - 1) + [True]
     generated = joined(responses, "output_ids")[0, 0].tolist()
@@ -120,7 +120,7 @@ def test_what_one_request_gets_back_does_not_depend_on_who_else_asks(make_manage
 @pytest.mark.parametrize("way", ["fused", "static", "paused, overlapped, in chunks"])
 def test_logits_are_the_models_own_and_log_probs_are_of_what_was_drawn_from(make_manager, new_client, llama_reference,
                                                                             way):
-    """A post-processor halves the logits of some requests and forbids a third of the tokens; others are untouched."""
+    """A post-processor halves the logits of some requests and bans a third of the tokens; other requests have none."""
     vocab = llama_reference.vocab_size
 
     def change(request_id, logits, token_ids):

@@ -1,4 +1,4 @@
-"""Reuse of cached prefixes, host blocks, windows and sinks on real models: the tokens of the same request alone."""
+"""Cached prefixes, host blocks, windows and sinks on real models: each request gets the tokens that it gets alone."""
 
 import functools
 import json
@@ -19,7 +19,8 @@ SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
 
 
 def family_of_prompts(vocab_size, seed=0):
-    """Prompts that begin alike: the same, parts of one another, going on differently in the middle of a block."""
+    """Return prompts that begin alike: equal ones, prefixes of others, and ones that differ from the middle of a block
+    on."""
     draw = random.Random(seed)
     trunk = [draw.randrange(vocab_size) for _ in range(90)]
 
@@ -32,7 +33,8 @@ def family_of_prompts(vocab_size, seed=0):
 
 
 def serve(make_manager, new_client, new_request, folder, prompts, count, *, options=None, **engine):
-    """All of them through one engine, a few at a time. Returns their finals by id and the statistics."""
+    """Run all prompts in one engine, a few arriving at a time. Return their final responses by id, and the
+    statistics."""
     client, draw = new_client(), random.Random(1)
     items = [new_request(i, prompt, count(i), return_log_probs=True, **(options or {}))
              for i, prompt in prompts.items()]
@@ -52,7 +54,7 @@ def serve(make_manager, new_client, new_request, folder, prompts, count, *, opti
 
 
 def alone(make_manager, new_client, new_request, folder, prompts, count, **more):
-    """Nothing reused, nobody beside."""
+    """Return the final responses of the prompts, one request at a time, without reuse."""
     return serve(make_manager, new_client, new_request, folder, prompts, count, max_batch_size=1,
                  kv_cache_config=KvCacheConfig(tokens_per_block=SIZE, max_tokens=256), **more)[0]
 
@@ -68,7 +70,7 @@ def kv(blocks, **more):
     return KvCacheConfig(tokens_per_block=SIZE, max_tokens=blocks * SIZE, enable_block_reuse=True, **more)
 
 
-# Small pools pause and evict; the host's blocks are 3 of the tiny models' largest.
+# Small pools pause and evict; 1 MiB of host memory holds at least 32 blocks.
 ENGINES = {
     "everything kept": dict(policy=MAX, kv_cache_config=kv(200)),
     "pauses and chunks": dict(policy=MAX, kv_cache_config=kv(19), enable_chunked_context=True, max_num_tokens=32),
@@ -122,7 +124,7 @@ def test_samples_are_the_same_with_and_without_reuse(make_manager, new_client, n
 # Windows and sinks.
 
 class Streaming:
-    """StreamingLLM in plain torch: the loaded model, run on the whole text, over an attention that is a mask."""
+    """StreamingLLM in plain torch: the loaded model runs on the whole sequence with a masked attention."""
 
     dispatch = "mask"
 
@@ -195,7 +197,7 @@ def test_windows_and_sinks_are_streaming_llm(make_manager, new_client, new_reque
 
 def test_a_window_lets_a_long_text_run_in_a_pool_that_does_not_hold_it(make_manager, new_client, new_request,
                                                                        llama_reference):
-    """Its blocks return to the pool as they leave the window."""
+    """Blocks return to the pool as they leave the window."""
     config = KvCacheConfig(tokens_per_block=SIZE, max_attention_window=32, sink_token_length=4, max_tokens=7 * SIZE)
     finals, records = serve(make_manager, new_client, new_request, llama_reference.folder, {1: [5, 6, 7]},
                             lambda i: 120, kv_cache_config=config, policy=GUARANTEED)

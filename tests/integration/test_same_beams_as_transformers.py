@@ -1,4 +1,4 @@
-"""Through the callbacks: all beams of transformers, in order, with their scores, whatever the batch does."""
+"""The engine gives all beams of transformers in order, with their scores, through the callbacks, in any batch."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ AUSTEN = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
 
 
 class Beams:
-    """What a model of transformers, fp32 on the CPU, finds for a prompt: [(tokens, score)], best first."""
+    """Beam search by a transformers model in float32 on the CPU. A call returns [(tokens, score)], best first."""
 
     def __init__(self, model, folder) -> None:
         self.model, self.folder = model, folder
@@ -56,7 +56,7 @@ def austen():
 
 
 def run(make_manager, client, new_request, model, asked, **options):
-    """Ask for everything at once; every beam must be the one of transformers. Returns the statistics."""
+    """Send all requests at once and compare every beam with transformers. Return the statistics."""
     client.pending = [
         new_request(i, prompt, count, beam_width=width, end_id=end_id, len_penalty=len_penalty,
                     early_stopping=early_stopping, return_log_probs=True)
@@ -78,13 +78,13 @@ def run(make_manager, client, new_request, model, asked, **options):
 
 
 def test_every_width_penalty_and_way_to_stop(make_manager, new_client, new_request, random_model):
-    """Many of them in one manager at the same time; other ones for each family."""
+    """One manager runs all requests at the same time. Each family has other combinations."""
     draw = random.Random(random_model.folder.name.rstrip("0123456789"))        # the family
     client, asked, i = new_client(), {}, 0
     for width in (2, 3, 4, 8):
         for len_penalty, early_stopping in draw.sample(WAYS, 2):
             prompt = [draw.randrange(211) for _ in range(draw.randrange(1, 40))]
-            end_id = max(text for text, _ in random_model(prompt, 6, 3, 0, 0.0, 2))[-1]    # a token that is likely
+            end_id = max(text for text, _ in random_model(prompt, 6, 3, 0, 0.0, 2))[-1]    # a likely token
             asked[i] = prompt, 14, width, end_id, len_penalty, early_stopping
             i += 1
     run(make_manager, client, new_request, random_model, asked, max_batch_size=16,
@@ -127,7 +127,7 @@ def llama(llama_reference):
 
 @pytest.mark.parametrize("where", ["start", "finish"])
 def test_a_step_that_raised_is_run_again_in_parts(make_manager, new_client, new_request, llama, monkeypatch, where):
-    """Even when it raised behind everything it does: what is drawn depends on where the step began."""
+    """Also if it raises after its work is done: the results depend only on the state before the step."""
     original, again = getattr(NativeBackend if where == "start" else NativeStep, where), itertools.cycle([True, False])
 
     def then_raise(self, *batch):
@@ -192,7 +192,7 @@ def test_returned_logits_are_those_each_token_was_drawn_from(
 def test_no_beam_ends_before_the_minimum_length_and_a_bias_counts_for_all_of_them(
         make_manager, new_client, new_request, llama):
     prompt, width = questions(211, [4])[0][0], 4
-    end_id = llama(prompt, 5, 3, 0, 0.0, 2)[0][0][2]                           # a token that is likely
+    end_id = llama(prompt, 5, 3, 0, 0.0, 2)[0][0][2]                           # a likely token
     bias = np.zeros(211, np.float32)
     bias[100:] = -100
     client = new_client()
@@ -233,7 +233,7 @@ def test_a_logits_post_processor_sees_every_beam(make_manager, new_client, new_r
 
 
 def test_thirty_two_beams_with_thirty_stop_words(make_manager, new_client, new_request, austen):
-    """A step looks at (1 + 30 words + end id) * 32 continuations. Single stop words are end ids of transformers."""
+    """A step considers (1 + 30 words + end id) * 32 continuations. The stop words are end ids for transformers."""
     draw, client, width, asked, expected = random.Random(4), new_client(), 32, [], {}
     for i in range(3):
         prompt = [draw.randrange(20, 4000) for _ in range(6)]

@@ -1,4 +1,4 @@
-"""Through the callbacks, on checkpoints saved by transformers: the same greedy tokens, whatever the batch does."""
+"""The engine gives the greedy tokens of transformers for its checkpoints, through the callbacks, in any batch."""
 
 import json
 import random
@@ -18,13 +18,13 @@ def prompts_of(vocab_size: int, lengths: list[int], seed: int = 0) -> dict[int, 
 
 
 def around(tokens_per_block: int) -> list[int]:
-    """Every length around the multiples of a block, up to 300, and both ends."""
+    """Return the lengths at and around each multiple of a block, up to 300, and the lengths 1, 2 and 300."""
     multiples = range(tokens_per_block, 300, tokens_per_block)
     return sorted({1, 2, 300, *(m + d for m in multiples for d in (-1, 0, 1))})
 
 
 def staggered(client, items: list, draw: random.Random) -> None:
-    """Hand the items over a few at a time, with empty answers in between."""
+    """Make the client hand over a few items at a time, and none in some calls."""
     def get(max_num_requests: int) -> list:
         count = min(max_num_requests, draw.choice([0, 0, 1, 2, 5]))
         given, items[:count] = items[:count], []
@@ -73,7 +73,7 @@ def test_a_pool_so_small_that_requests_are_paused_again_and_again(
                   model_type=model_type, enable_chunked_context=chunked, max_num_tokens=max_num_tokens,
                   max_batch_size=8,
                   kv_cache_config=KvCacheConfig(tokens_per_block=8, max_tokens=12 * 8), arrive_at_once=True)
-    assert sum(record["Paused Requests"] for record in records) > len(prompts)    # a window gives some blocks back
+    assert sum(record["Paused Requests"] for record in records) > len(prompts)    # windows free some blocks
     assert records[-1]["Max KV cache blocks"] == 12
 
 
@@ -147,7 +147,7 @@ def test_a_static_batch_with_a_stopped_member_gives_the_others_the_same_tokens(
 
 def test_padding_does_not_spread_a_token_whose_embedding_is_not_finite(
         make_manager, new_client, new_request, llama_reference, tmp_path):
-    """Padding is token 0; a request without that token does not notice what it is."""
+    """Padding is token 0. Its embedding does not affect requests without that token."""
     from safetensors.numpy import load_file, save_file
 
     (tmp_path / "config.json").write_bytes((llama_reference.folder / "config.json").read_bytes())

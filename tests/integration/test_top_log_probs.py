@@ -18,7 +18,7 @@ KNOBS = [
 
 
 def changed(logits: np.ndarray, text: list[int], prompt_length: int, knobs: dict) -> np.ndarray:
-    """What becomes of the model's logits [n, vocab] before a token is sampled, in plain NumPy."""
+    """Return the model's logits [n, vocab] with the bias, penalty and bans of a request, in plain NumPy."""
     logits = logits.astype(np.float64) + knobs.get("embedding_bias", 0)
     for row, length in enumerate(range(prompt_length, prompt_length + len(logits))):
         seen = sorted(set(text[:length]))
@@ -30,7 +30,7 @@ def changed(logits: np.ndarray, text: list[int], prompt_length: int, knobs: dict
 
 
 def check(tensors: dict, generated: list[int], distribution: np.ndarray, count: int, *, has_log_probs: bool) -> None:
-    """The tensors of a request against log-probabilities [n, vocab]."""
+    """Compare the tensors of a request with log-probs [n, vocab]."""
     ids, log_probs = tensors["top_log_prob_ids"], tensors["top_log_probs"]
     assert ids.dtype == np.int32 and log_probs.dtype == np.float32
     assert ids.shape == log_probs.shape == (1, 1, len(generated), count)
@@ -46,7 +46,7 @@ def check(tensors: dict, generated: list[int], distribution: np.ndarray, count: 
         return
     np.testing.assert_allclose(sampled, distribution[rows, generated], atol=2e-4, rtol=0)
     where, rank = np.nonzero(ids == np.array(generated)[:, None])
-    assert len(where) and (log_probs[where, rank] == sampled[where]).all()       # to the bit
+    assert len(where) and (log_probs[where, rank] == sampled[where]).all()       # the same bits
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -64,7 +64,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(make_manager, new_client
                       "return_log_probs": i % 3 != 0})
     client.pending = [new_request(i, prompt, COUNT, streaming=i % 2 == 1, random_seed=i, **asked[i])
                       for i, prompt in enumerate(prompts)]
-    client.pending.append(new_request(99, [1, 2, 3], COUNT, return_log_probs=True))      # with rows that ask for none
+    client.pending.append(new_request(99, [1, 2, 3], COUNT, return_log_probs=True))      # a row that asks for none
     manager = make_manager(client, model_path=llama_reference.folder, num_threads=1, **WAYS[way])
     client.wait_for_finals(99, *range(len(prompts)))
     assert manager.shutdown()
@@ -110,7 +110,7 @@ def test_an_end_id_is_left_out_and_fewer_tokens_than_asked_for_leave_infinities(
 
 
 def test_of_equal_logits_the_lowest_ids_come_first(make_manager, new_client, new_request, llama_reference):
-    """As the greedy choice has it: the first of the likeliest tokens is the one that is sampled."""
+    """As in greedy sampling: the first of the likeliest tokens is the one that is sampled."""
     client, vocab = new_client(), llama_reference.vocab_size
     bias = np.zeros(vocab, np.float32)
     bias[[150, 20, 77]] = 3e38                            # so large that the logits themselves are rounded away

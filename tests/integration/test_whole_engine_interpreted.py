@@ -1,7 +1,7 @@
 """The whole engine on interpreted Triton kernels gives the tokens and log-probs of the engine in torch, in every mode.
 
-What decoding, attention and models do on a GPU runs in CI that way: a kernel that is called wrongly, a column that is
-packed otherwise than it is read, a padded row that is sampled. The kernels run in a process of their own.
+CI thus runs the GPU code of decoding, attention and models. It finds a kernel that is called wrongly, a column that is
+not read as it is packed, and a padded row that is sampled. The kernels run in a separate process.
 """
 
 import json
@@ -17,13 +17,13 @@ from . import engine_modes
 
 REPOSITORY = Path(__file__).parents[2]
 LOG_PROB_TOLERANCE = 1e-4
-# What shows that a mode did what it is named after.
+# The statistic that shows that a mode took effect.
 SHOWS = {"overlap": "MicroBatch ID", "reuse": "Reused KV cache blocks", "run_ahead": "Iterations In Flight"}
 
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
-    """(folder of the checkpoint, mode -> what the engine on interpreted kernels answered)"""
+    """(folder of the checkpoints, mode -> results of the engine on interpreted kernels)"""
     pytest.importorskip("triton", reason="triton is not installed")
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():

@@ -21,12 +21,13 @@ TINY_BLOOM = {"vocab_size": 97, "hidden_size": 64, "n_layer": 3, "n_head": 4}
 
 
 def make_reference(family: str, **options):
-    """A transformers model with weights that make every part matter: norms off one, biases off zero."""
+    """Return a transformers model whose weights make every part matter: norms are not one, biases are not zero."""
     import transformers
 
     base = TINY_GPT2 if family in ("GPT2", "GPTJ") else TINY_BLOOM if family == "Bloom" else TINY
     config_name = {"Gemma3": "Gemma3TextConfig"}.get(family, f"{family}Config")
-    # Falcon's eager attention has ALiBi in the mask and once more in the scores; sdpa, transformers' choice, once.
+    # Falcon's eager attention adds ALiBi twice: in the mask and in the scores. sdpa, transformers' default, adds it
+    # once.
     attention = "sdpa" if family == "Falcon" else "eager"
     config = getattr(transformers, config_name)(**{**base, **options}, attn_implementation=attention)
     torch.manual_seed(0)
@@ -44,7 +45,7 @@ def make_reference(family: str, **options):
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory):
-    """reference(family, shard=None, **config) -> (transformers model, folder it was saved in); made once each."""
+    """reference(family, shard=None, **config) -> (transformers model, folder of its checkpoint); each is made once."""
     made = {}
 
     def get(family, shard=None, **options):
@@ -60,7 +61,7 @@ def reference(tmp_path_factory):
 
 @dataclass
 class Driver:
-    """Runs packed steps of a loaded model over its own pool; blocks are handed out as they are needed."""
+    """Runs packed steps of a loaded model on its own pool; allocates blocks as needed."""
 
     loaded: object
     tokens_per_block: int = 16
@@ -85,7 +86,11 @@ class Driver:
         self.free = [int(block) for block in order]
 
     def run(self, contexts=(), generation=()):
-        """contexts: (sequence, tokens, is_last); generation: (sequence, token). Logits of those that yield a token."""
+        """Run one step. Return the logits of the sequences that yield a token.
+
+        contexts     (sequence, tokens, is_last)
+        generation   (sequence, token)
+        """
         work = [*contexts, *((sequence, [token], True) for sequence, token in generation)]
         token_ids, positions, pool_slots, starts, lengths, rows = [], [], [], [0], [], []
         for sequence, tokens, is_last in work:
@@ -124,7 +129,7 @@ class Driver:
             return model.logits(hidden[torch.from_numpy(step.logits_rows)])
 
     def prefill(self, prompts, chunk=None):
-        """All prompts, whole or in chunks, together; their last rows' logits."""
+        """Run all prompts together, whole or in chunks. Return the logits of their last rows."""
         if chunk is None:
             return self.run([(i, prompt, True) for i, prompt in enumerate(prompts)])
         logits = {}
@@ -136,7 +141,7 @@ class Driver:
         return torch.stack([logits[i] for i in range(len(prompts))])
 
     def generate(self, prompts, steps, chunk=None):
-        """Greedy continuation: (sequences, logits [steps, prompts, vocab])."""
+        """Generate greedily. Return (sequences, logits [steps, prompts, vocab])."""
         sequences, logits = [list(prompt) for prompt in prompts], [self.prefill(prompts, chunk)]
         for step in range(steps):
             for sequence, row in zip(sequences, logits[-1]):
@@ -152,7 +157,7 @@ def random_prompts(lengths, vocab_size=97, seed=0):
 
 
 def expected_logits(model, sequences, steps):
-    """What transformers computes for the rows that `generate` returned: [steps, prompts, vocab]."""
+    """Return transformers' logits of the rows that `generate` returned: [steps, prompts, vocab]."""
     with torch.inference_mode():
         rows = [model(torch.tensor([sequence[:-1]])).logits[0, -steps:] for sequence in sequences]
     return torch.stack(rows, dim=1)
@@ -160,7 +165,7 @@ def expected_logits(model, sequences, steps):
 
 @pytest.fixture(params=["torch", "compiled"])
 def driver(request):
-    """Both ways a model computes on a CPU."""
+    """driver(folder, dtype, **options) -> Driver of a model in torch, or compiled."""
     compiled = request.param == "compiled"
     if compiled:
         try:

@@ -1,8 +1,8 @@
-"""GGUF files of transformers' models as llama.cpp's converter writes them, from its rules and not from the product's.
+"""Writes GGUF files of transformers' models as llama.cpp's converter does, by its rules and without the product's code.
 
-Names are those of the gguf library's own map; what the converter changes in a tensor is done forwards here. What the
-file then holds of each tensor is decoded whole by the library and carried back to where its numbers came from, which
-gives a transformers model to compare with.
+The gguf library's own map names the tensors. This module applies the converter's changes to them. The library then
+decodes each whole tensor, and its numbers are put back where they came from: the result is a transformers model to
+compare with.
 """
 
 import copy
@@ -26,10 +26,10 @@ def write_gguf(model: torch.nn.Module, path, family: str, kind: str = "F32", wit
                fused: bool = False, **changed) -> torch.nn.Module:
     """Write `model`, and return a copy of it with the numbers that the file holds.
 
-    kind      of matrices; norms and biases are F32
-    fused     queries, keys and values are one tensor
+    kind      type of the matrices; norms and biases are F32
+    fused     store queries, keys and values in one tensor
     without   keys of the metadata that are left out
-    changed   keys, with "__" for ".", that say other than the converter does
+    changed   metadata that differs from the converter's; "__" in a name stands for "."
     """
     architecture = ARCHITECTURES[family]
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -102,7 +102,7 @@ def plus_one(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def changes(architecture: str, name: str, config) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What the converter does to the tensor."""
+    """Return the converter's change to the tensor."""
     if architecture in ("llama", "granite", "smollm3") and re.search(r"\.[qk]_proj\.", name):
         heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
         return lambda tensor: tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)

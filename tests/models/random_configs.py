@@ -1,4 +1,4 @@
-"""Random small configurations of the families, and what transformers' own classes make of them."""
+"""Random small configurations of the families, and the numbers that transformers' own classes read from them."""
 
 import copy
 from random import Random
@@ -18,7 +18,7 @@ FAMILIES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForC
             "GraniteForCausalLM": "granite", "Cohere2ForCausalLM": "cohere2",
             "Olmo3ForCausalLM": "olmo3", "OPTForCausalLM": "opt", "BloomForCausalLM": "bloom",
             "FalconForCausalLM": "falcon"}
-WITH_TABLES = ("gemma3_text", "olmo3")                 # for full and for sliding layers
+WITH_TABLES = ("gemma3_text", "olmo3")                 # one for full and one for sliding layers
 WITH_KINDS = ("gemma2", "gemma3_text")                 # of layers, whatever use_sliding_window says
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
                "gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "relu": "relu"}
@@ -35,7 +35,7 @@ ROTARY = (
      "original_max_position_embeddings": 32},
     {"type": "su", "short_factor": [1.25] * 8, "long_factor": [8.0] * 8},
     {"rope_type": "dynamic", "factor": 2.0}, {}, None)
-# Fields of all families beside those of their own: what one family ignores another may read.
+# Fields of all families: a field that one family ignores may matter in another.
 OPTIONAL: dict[str, tuple] = {
     "num_key_value_heads": (1, 2, 4, 8, 32, None), "head_dim": (4, 8, 16, None), "sliding_window": (3, 5, 8, None),
     "use_sliding_window": (True, True, False), "max_window_layers": (0, 1, 2, 5, 28), "layer_types": (None,),
@@ -67,7 +67,7 @@ OPTIONAL: dict[str, tuple] = {
     "parallel_attn": (True, False), "num_ln_in_parallel_attn": (1, 2), "bias": (True, False),
     "ffn_hidden_size": (48, None), "activation": (*ACTIVATIONS, "tanh"),
 }
-# transformers takes these for granted where a configuration leaves them out; here they are asked for by name.
+# transformers has defaults for these; here a configuration must give them.
 REQUIRED = {
     "gpt2": {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4},
     "opt": {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "ffn_dim": 112},
@@ -79,7 +79,7 @@ REQUIRED = {
                     "granite", "cohere2", "olmo3"), {
         "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4,
         "num_attention_heads": 4})}
-for _family in ("phi3", "smollm3"):                    # whose default is beyond a small vocabulary
+for _family in ("phi3", "smollm3"):                    # their default is outside a small vocabulary
     REQUIRED[_family] = {**REQUIRED[_family], "pad_token_id": 0}
 
 
@@ -103,7 +103,7 @@ def random_config(random: Random) -> dict[str, Any]:
 
 
 def numbers_of_transformers(config: dict[str, Any]) -> dict[str, Any] | None:
-    """What the model that transformers makes of it computes with; None where transformers refuses it, or fails."""
+    """Return the numbers of the model that transformers builds; None if it refuses the configuration, or fails."""
     model_type = config.get("model_type", FAMILIES[config["architectures"][0]])
     given = copy.deepcopy({name: value for name, value in config.items() if name != "model_type"})    # it changes them
     try:
@@ -132,7 +132,7 @@ def _of_gpt2(read: Any, model: torch.nn.Module) -> dict[str, Any]:
 def _of_gptj(read: Any, model: torch.nn.Module) -> dict[str, Any]:
     layers, first = model.transformer.h, model.transformer.h[0]
     size = first.attn.head_dim
-    # transformers 5.24 moved the table of positions from the layers to the model, and turned the scale's name round.
+    # transformers 5.24 moved the table of positions from the layers to the model, and inverted and renamed the scale.
     table = getattr(model.transformer, "rotary_emb", first.attn).embed_positions
     scale = first.attn.scaling if hasattr(first.attn, "scaling") else 1 / first.attn.scale_attn
     exponents = torch.arange(0, first.attn.rotary_dim, 2, dtype=torch.int64) / first.attn.rotary_dim
@@ -267,7 +267,7 @@ def _of_decoder(read: Any, model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _of_stacked(read: Any, model: torch.nn.Module) -> dict[str, Any]:
-    """Of families that store queries, keys and values as one."""
+    """Return the numbers of a family that stores queries, keys and values in one tensor."""
     base = model.base_model
     is_phi, first = read.model_type == "phi3", base.layers[0]
     attention, layers = (first.self_attn if is_phi else first.attention), base.layers
@@ -292,14 +292,14 @@ def _of_stacked(read: Any, model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _positions(read: Any) -> int:
-    """With longrope those before stretching: beyond them other frequencies hold, which are not built."""
+    """With longrope, the positions before stretching: the frequencies beyond them are not implemented."""
     if read.rope_parameters.get("rope_type") == "longrope":
         return min(read.max_position_embeddings, read.rope_parameters["original_max_position_embeddings"])
     return read.max_position_embeddings
 
 
 def _frequencies(read: Any, size: int, kind_of_layer: str = "full_attention") -> tuple[tuple[float, ...], float]:
-    """(radians per position, amplitude) of the layers of a kind, where a model has several."""
+    """Return (radians per position, amplitude) for one kind of layer."""
     rotary, which = read.rope_parameters, {}
     if kind_of_layer in rotary:
         rotary, which = rotary[kind_of_layer], {"layer_type": kind_of_layer}

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors are checked without being read, and refused as loading refuses them."""
+"""`check_tensors` reads no tensor's data, and refuses what loading refuses, with the same message."""
 
 import json
 import shutil

@@ -1,7 +1,7 @@
-"""What is read of a config.json is what transformers' own classes make of it, or it is refused.
+"""config.json is read as transformers' own classes read it, or it is refused.
 
-Here a null means that a field is not given, also in a field that transformers refuses a null for. Nothing else that
-transformers refuses is read.
+A null means that the field is not given, also where transformers refuses a null. Everything else that transformers
+refuses is refused.
 """
 
 import json
@@ -25,7 +25,7 @@ OF_SOME = ("is_parallel", "rotates", "slides", "logit_scale", "embedding_scale",
 
 
 def numbers_of(spec):
-    """The numbers of a ModelSpec, by the names of numbers_of_transformers."""
+    """Return the numbers of a ModelSpec, by the names of numbers_of_transformers."""
     numbers = {name: getattr(spec, name) for name in (
         "architecture", "num_layers", "num_heads", "num_kv_heads", "head_size", "hidden_size", "intermediate_size",
         "vocab_size", "max_position_embeddings", "norm_epsilon", "tie_word_embeddings", "activation", "qkv_bias",
@@ -52,7 +52,7 @@ def frequencies_of(rotary, size):
 
 
 def compare(folder, seed):
-    """("read" | "refused" | "refused by both", what differs)"""
+    """Return ("read" | "refused" | "refused by both", what is wrong, or "")."""
     config = random_config(Random(seed))
     (folder / "config.json").write_text(json.dumps(config))
     expected = numbers_of_transformers(config)

@@ -1,4 +1,4 @@
-"""GGUF files of every architecture have the logits of transformers with the numbers that the files hold."""
+"""GGUF files of every architecture give the logits of transformers with the weights that the files hold."""
 
 import gguf
 import numpy as np
@@ -100,7 +100,7 @@ def test_every_quantisation_that_can_be_written(kind, tmp_path, prompts, check_a
 
 
 def blocks(kind, rows, columns, seed):
-    """Random blocks of a type, whose halves are small numbers."""
+    """Return random bytes as the blocks of a type."""
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     return np.random.default_rng(seed).integers(0, 256, (rows, columns // block * size), np.uint8)
 
@@ -155,7 +155,8 @@ def same_bits(found, expected):
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma2", "StableLm", "GPT2", "Starcoder2"])
 def test_logits_are_those_of_transformers_own_reader(family, tmp_path, prompts, check_against, driver):
-    # It leaves some metadata unread: heads of Qwen 3, positions of GPT-2 and the scale of Gemma 2 are its defaults.
+    # It ignores some metadata: the head size of Qwen 3, the positions of GPT-2 and the scale of Gemma 2 are its
+    # defaults.
     options = {"Llama": {"tie_word_embeddings": True}, "Gemma2": {"head_dim": 256, "query_pre_attn_scalar": 256},
                "Qwen3": {"head_dim": 128}, "GPT2": {"n_positions": 1024}}.get(family, {})
     options = options if family == "GPT2" else {**SIZES, **options}
@@ -167,7 +168,7 @@ def test_logits_are_those_of_transformers_own_reader(family, tmp_path, prompts, 
 
 
 def read_by_transformers(path):
-    """Its own translation of the metadata and of the tensors. (from_pretrained takes the accelerate library too.)"""
+    """Return the model that transformers' own GGUF reader makes. (from_pretrained needs the accelerate library too.)"""
     read = transformers.modeling_gguf_pytorch_utils.load_gguf_checkpoint
     config = transformers.AutoConfig.for_model(**read(path)["config"], attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
@@ -189,7 +190,7 @@ def test_layers_of_transformers_run_the_same_file(case, tmp_path, prompts, check
 
 @pytest.mark.parametrize("family", ["Llama", "Phi"])
 def test_fused_projections_of_older_files(family, tmp_path, prompts, check_against, driver):
-    """Early files of Phi-2 have one tensor for queries, keys and values. No file of a Llama has."""
+    """Early files of Phi-2 have one tensor for queries, keys and values. Files of Llama do not."""
     options = {"num_key_value_heads": 4, **({"intermediate_size": 256} if family == "Phi" else SIZES)}
     held = write_gguf(make_reference(family, **options), tmp_path / "model.gguf", family, fused=True)
     if family == "Phi":

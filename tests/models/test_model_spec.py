@@ -1,4 +1,5 @@
-"""config.json of transformers 4 and 5 becomes one ModelSpec; what would change the numbers is refused by name."""
+"""config.json of transformers 4 and 5 becomes one ModelSpec. A field that would change the numbers is refused by
+name."""
 
 import json
 
@@ -21,7 +22,7 @@ BASE = {
     "Gemma3ForCausalLM": DECODER,
     "GPT2LMHeadModel": {"vocab_size": 97, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256},
 }
-# Whose defaults are compared with transformers by test_config_differential.py.
+# test_config_differential.py compares their defaults with transformers.
 OTHERS = {
     **dict.fromkeys(("Olmo2ForCausalLM", "Phi3ForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM",
                      "Starcoder2ForCausalLM", "PhiForCausalLM", "CohereForCausalLM", "Cohere2ForCausalLM",
@@ -389,7 +390,7 @@ def test_an_unknown_architecture_lists_the_known_ones_and_the_way_to_add_one(spe
 
 
 class Plain:
-    """A class of somebody's that understands nothing beside what `read_decoder_spec` reads."""
+    """A user's class that understands only what `read_decoder_spec` reads."""
 
     harmless_tensors = ()
     options: dict = {}
@@ -410,7 +411,7 @@ NEEDED = {"rms_norm_eps": 1e-5, "rope_theta": 10000.0}
 
 @pytest.fixture
 def registered_spec_of(spec_of, monkeypatch):
-    """spec_of, of an architecture that `members` of a registered class read."""
+    """registered_spec_of(members=..., **fields) -> the spec that a registered class with these members reads"""
 
     def read(*, without=(), members=None, **fields):
         monkeypatch.setattr("batch_manager.models.registry._models", dict(_models))
@@ -439,7 +440,7 @@ CHANGES_NUMBERS = {
 
 @pytest.mark.parametrize("name", CHANGES_NUMBERS)
 def test_a_field_that_a_registered_class_does_not_name_is_refused_by_name(name, registered_spec_of):
-    """The shipped families read their windows themselves; a class of somebody's must say that it does."""
+    """The shipped families read their windows themselves; a user's class must declare that it does."""
     with pytest.raises(ModelLoadError, match=f"{name} is .*; not supported; .*lists it in `understands`"):
         registered_spec_of(**{name: CHANGES_NUMBERS[name]})
     members = {"understands": (name,)}

@@ -1,4 +1,4 @@
-"""Configurations in the form that published checkpoints have them, of the families' first files and of later ones."""
+"""Configurations as in published checkpoints, of the families' first files and of later ones."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is wrong with a class of somebody's, or with the spec that it reads, is said by name; no file is blamed."""
+"""Errors in a user's class, or in the spec that it reads, name the class and the field. They do not blame a file."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ def own_registry(monkeypatch):
 
 @pytest.fixture
 def registered(tmp_path):
-    """registered(**members of a class like Llama) -> the spec that it reads."""
+    """registered(**members of a class like Llama) -> the spec that the class reads"""
 
     def read(fields=(), **members):
         register_model("MyForCausalLM", type("Mine", (Llama,), members))
@@ -36,7 +36,7 @@ def registered(tmp_path):
 
 
 def reads(**changes):
-    """A read_spec whose spec has other values."""
+    """Return a read_spec whose spec has these values."""
     return staticmethod(lambda *given: dataclasses.replace(Llama.read_spec(*given), **changes))
 
 

@@ -169,7 +169,7 @@ def test_contexts_and_generation_in_one_step(reference, driver, prompts):
 
 
 def test_a_batch_of_very_different_lengths(reference, driver, prompts, check_against, monkeypatch):
-    # Groups of generating sequences are closed early, so that several are needed.
+    # A low limit makes the generating sequences form several groups.
     monkeypatch.setattr("batch_manager.attention.torch_paged.MAX_PADDED_BYTES", 8192)
     model, folder = reference("Llama")
     check_against(model, driver(folder, shuffled=True), prompts([120, 2, 64, 3, 33, 110, 1, 70]), steps=6)

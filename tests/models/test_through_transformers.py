@@ -1,4 +1,4 @@
-"""Models that transformers implements, through the engine's attention: logits, refusals, hostile files."""
+"""Models of transformers on the engine's attention: logits, refusals, hostile files."""
 
 import json
 import random
@@ -16,7 +16,7 @@ from batch_manager.models.transformers.proven_types import PROVEN, REFUSED
 from tests.models.conftest import TINY, Driver, expected_logits, random_prompts
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-# Class, and what of its configuration matters here: windows that prompts cross, experts, one key head, scaled logits.
+# Class and the fields that matter here: windows shorter than prompts, experts, one key head, scaled logits.
 TYPES = [
     ("Llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
                                    "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}),
@@ -54,7 +54,7 @@ NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 @pytest.mark.parametrize(("family", "options"), TYPES, ids=[family for family, _ in TYPES])
 def test_logits_are_those_of_transformers(reference, check_against, family, options):
-    """Three prompts packed, in chunks and whole, longer than every window, and generation.
+    """Prompts are packed, in chunks and whole, and longer than every window. Then tokens are generated.
 
     Both sides round: the logits of GraniteMoe, at most 2.6, differ from float64 by 2e-5 in transformers, by 5e-5 here.
     """
@@ -93,7 +93,7 @@ def test_a_family_of_this_package_computes_the_same_either_way(reference, family
     assert (found[1] - expected[1]).abs().max() < 2e-5 * expected[1].abs().max()
 
 
-# ---------------------------------------------------------------------- which implementation
+# ---------------------------------------------------------------------- the choice of the implementation
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def mixtral(reference):
 
 @pytest.fixture
 def edited(tmp_path):
-    """edited(folder, **fields): a copy of a checkpoint with other fields in its config.json; None takes one out."""
+    """edited(folder, **fields) -> a copy of a checkpoint with these fields in its config.json; None removes a field"""
     def edit(folder, **fields):
         copy = tmp_path / "copy"
         shutil.copytree(folder, copy)
@@ -151,12 +151,12 @@ def test_a_registered_class_counts_as_native(mixtral, monkeypatch):
 
     monkeypatch.setattr(registry, "_models", dict(registry._models))
     register_model("MixtralForCausalLM", Llama)
-    refused(mixtral, "num_local_experts")                 # it is the registered class that reads the file
+    refused(mixtral, "num_local_experts")                 # the registered class reads the file
 
 
 @pytest.mark.parametrize("model_type", ["internlm3", "iquestcoder"])
 def test_a_type_that_shares_another_familys_class_is_run_through_transformers(check_against, tmp_path, model_type):
-    """transformers makes a LlamaForCausalLM of it."""
+    """transformers loads it as a LlamaForCausalLM."""
     import transformers
 
     torch.manual_seed(0)
@@ -177,7 +177,7 @@ def test_a_type_of_another_class_of_this_package_is_still_a_mistake(reference, e
 
 
 def test_a_family_of_this_package_that_transformers_cannot_run_is_named_with_its_way_out(reference):
-    """It is not said to be unknown: without the option it runs."""
+    """The error does not call it unknown, and says how to run it."""
     _, folder = reference("Bloom", **NO_IDS)
     with pytest.raises(UnsupportedModelError) as refusal:
         load_model(folder, device="cpu", model_implementation="transformers")
@@ -218,7 +218,7 @@ def test_the_classes_of_this_package_are_on_the_list_too():
 
     types = set(_MODEL_TYPES.values())
     assert types <= PROVEN.keys() | REFUSED.keys()
-    # Their attention does not ask transformers' interface: slopes, and a mask that is added.
+    # Their attention bypasses transformers' attention interface: it has slopes, or adds a mask.
     assert types - PROVEN.keys() <= {"gptj", "bloom", "falcon", "mpt"}
     assert not PROVEN.keys() & REFUSED.keys()
 
@@ -247,7 +247,7 @@ def test_a_kind_of_layer_that_was_not_tried_is_refused(edited, reference):
             error=UnsupportedModelError)
 
 
-# ---------------------------------------------------------------------- files that say too much
+# ---------------------------------------------------------------------- hostile files
 
 
 @pytest.mark.parametrize(("fields", "words"), [
@@ -284,7 +284,7 @@ def test_a_bad_configuration_is_refused_by_name(mixtral, edited, fields, words):
 
 
 def test_fields_that_choose_other_code_change_nothing(mixtral, edited):
-    """Kernels from a hub, remote code, other ways to compute, a table of labels."""
+    """Such fields name kernels from a hub, remote code, other implementations and a table of labels."""
     folder = edited(mixtral, attn_implementation="kernels-community/flash-attn", _attn_implementation="evil/evil",
                     experts_implementation="evil/evil", num_labels=2**24, output_attentions=True, return_dict=False,
                     torchscript=True, use_cache=True, _name_or_path="evil/evil", output_router_logits=True)
@@ -299,7 +299,7 @@ NASTY = (None, 0, -1, 1, 7, 2**20, 2**24, 2**63, 1e-30, -0.5, 1e30, True, False,
 
 @pytest.mark.parametrize("family", ["Mixtral", "GptOss", "Cohere2"])
 def test_whatever_a_field_says_a_model_is_refused_or_loaded(reference, tmp_path, family):
-    """Any other exception, and a test that takes long or much memory, is a fault."""
+    """Any other exception is a bug, and so is a test that takes long or much memory."""
     draw = random.Random(family)
     values = json.loads((reference(family, num_local_experts=8, **NO_IDS)[1] / "config.json").read_text())
     names, ends = sorted(values.keys() - {"architectures", "model_type"}), set()
@@ -383,7 +383,7 @@ def break_the_positions(monkeypatch):
 
 
 def break_the_layers(monkeypatch):
-    """Two layers share their keys."""
+    """Make two layers share their keys."""
     attend = attention_function.RunningStep.attend
 
     def other(self, module, *given):
@@ -425,7 +425,7 @@ def test_what_a_layer_says_later_must_be_what_it_said(mistral):
 
 
 def test_the_comparison_crosses_small_windows(mistral, monkeypatch):
-    """Without the engine's attention's window being right a prompt longer than it would not be equal."""
+    """The comparison at load has a prompt longer than the window, so a wrong window changes its logits."""
     lengths = []
     reference = load_check._reference_logits
     monkeypatch.setattr(load_check, "_reference_logits", lambda model, context, prompts: lengths.extend(

@@ -1,6 +1,7 @@
-"""The same models through the Triton kernels, in triton's interpreter, in a process of its own.
+"""The models on the Triton kernels, in Triton's interpreter, in a separate process.
 
-The first one a second time, with another window, sinks, slopes and sink logits, which transformers does not have there.
+The first model runs a second time, with another window, sinks, slopes and sink logits, which transformers does not
+support for it.
 """
 
 import dataclasses
