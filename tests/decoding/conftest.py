@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """Small tensors: threads only get in each other's way."""
+    """Use one thread: with small tensors more threads are slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -26,7 +26,7 @@ def oracle_of(name, device):
 
 @pytest.fixture(params=["as on a CPU", "with oracles"])
 def way(request, monkeypatch):
-    """Whether the operations are a CPU's own, or the oracles, with which kernels agree."""
+    """Run the operations in their CPU form, or as the oracles that the kernels agree with."""
     if request.param == "with oracles":
         monkeypatch.setattr(dispatch, "kernel", oracle_of)
     return request.param
@@ -34,7 +34,7 @@ def way(request, monkeypatch):
 
 @pytest.fixture
 def decoder_with(way):
-    """decoder_with(setup, ...) -> GptDecoder, the first setup in slot 0."""
+    """decoder_with(setup, ...) -> GptDecoder; the first setup is in slot 0"""
     def make(*setups, num_slots=None, own_stages=()):
         decoder = GptDecoder(num_slots or max(len(setups), 1), CPU, own_stages)
         decoder.set_up(enumerate(setups))

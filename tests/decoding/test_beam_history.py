@@ -1,4 +1,4 @@
-"""What stages see of beams: each its own text, wherever the beams of others stand; and beams that may not go on."""
+"""Stages see the sequence of each beam, wherever it is in the batch. Also: beams that may not go on."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def upload(arrays):
 
 
 class Recorder(LogitsStage):
-    """A stage after all others: what they made of the rows of beams."""
+    """A stage after all others, which records the rows of beams."""
 
     def is_active(self, setup):
         return True
@@ -30,7 +30,7 @@ class Recorder(LogitsStage):
 
 
 class Engine:
-    """A decoder, and steps of all of its sequences; sequence i is in slot i."""
+    """A decoder, and the steps of all its sequences; sequence i is in slot i."""
 
     def __init__(self, decoder_with, setups, prompts):
         self.setups = [setup.continuing(prompt) for setup, prompt in zip(setups, prompts)]
@@ -40,13 +40,15 @@ class Engine:
         self.ended = {}
 
     def step(self, logits_of, times=1):
-        """logits_of(text) -> [vocab]. Returns what stages made of the rows of beams, {slot: [beams, vocab]}, and what
-        came of them."""
+        """Run one step. Return the rows of beams after all stages, {slot: [beams, vocab]}, and the results.
+
+        logits_of(sequence) -> [vocab]
+        """
         going = [slot for slot in range(len(self.setups)) if slot not in self.ended]
         owners = np.array([slot for slot in going for _ in self.texts[slot]], np.int32)
         positions = np.array([len(self.prompts[slot]) + len(self.texts[slot][0]) for slot in owners], np.int32)
         rows = SamplingRows(owners, positions, *(torch.from_numpy(array).long() for array in (owners, positions)))
-        for _ in range(times):                             # a step that is run again
+        for _ in range(times):                             # more than one: the step runs again
             logits = torch.stack([logits_of((*self.prompts[slot], *text))
                                   for slot in going for text in self.texts[slot]])
             sampled = self.decoder.sample(logits, rows)
@@ -70,7 +72,8 @@ def strange_logits(text):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_each_beam_has_the_bans_and_penalties_of_its_own_text(decoder_with, times):
-    """By definition: unigrams of the whole text, prompt included, cannot come again; presence counts them once."""
+    """By definition: no token of the sequence, prompt included, comes again; the presence penalty counts each token
+    once."""
     setups = [SlotSetup(SamplingConfig(no_repeat_ngram_size=1, beam_width=3), max_new_tokens=6),
               SlotSetup(SamplingConfig(no_repeat_ngram_size=1, temperature=0)),
               SlotSetup(SamplingConfig(presence_penalty=3.0, beam_width=2), max_new_tokens=6),
@@ -138,7 +141,7 @@ def test_what_changes_the_log_probabilities_of_beams_and_looks_at_their_tokens(
 
 
 def test_a_beam_that_may_not_go_on_leaves_the_others_alone(decoder_with):
-    """Behind 1 and 2 nothing may follow but what is banned: their beams are gone, and that of 3 goes on."""
+    """After 1 and 2 only banned tokens may follow, so their beams end. The beam of 3 goes on."""
     table = {1: {1: 0.0}, 2: {2: 0.0}, 3: {4: 0.0, 5: -1.0}, 0: {1: 0.0, 2: -0.1, 3: -2.0}}
 
     def logits_of(text):
@@ -160,7 +163,8 @@ def test_a_beam_that_may_not_go_on_leaves_the_others_alone(decoder_with):
 
 
 def test_a_search_in_which_nothing_may_go_on_fails_unless_a_text_is_finished(decoder_with):
-    """One token and the end id; the token is banned the second time. One of the two searches may not end there."""
+    """Only one token and the end id are possible, and the token is banned the second time. One of the two searches may
+    not end there."""
     logits = torch.full((VOCAB,), -torch.inf)
     logits[[3, 4]] = torch.tensor([0.0, -1.0])
     setups = [SlotSetup(SamplingConfig(no_repeat_ngram_size=1, beam_width=2, min_length=min_length), max_new_tokens=5,

@@ -1,4 +1,5 @@
-"""The search itself, on tables of log-probs: against transformers, against all texts there are, and by hand."""
+"""Beam search on tables of log-probs, compared with transformers, with all possible sequences, and with results by
+hand."""
 
 import itertools
 from dataclasses import replace
@@ -15,7 +16,7 @@ EARLY_STOPPING = {1: True, 0: False, 2: "never"}
 
 
 def candidates(search, rows):
-    """`beam_topk`, one at a time. rows: [beams, vocab] float32 log-probs of what follows each text."""
+    """`beam_topk`, one candidate at a time. rows: [beams, vocab] float32 log-probs of the next tokens"""
     found, diversity = [], search.sampling.beam_search_diversity_rate
     for beam, row in enumerate(rows):
         if search.cum_log_probs[beam] > -np.inf:
@@ -30,14 +31,15 @@ def candidates(search, rows):
 
 
 def beams(width, max_new_tokens, len_penalty=0.0, early_stopping=1, diversity_rate=0.0):
-    """The setup of a sequence with beams."""
+    """Return the setup of a sequence with beams."""
     sampling = SamplingConfig(beam_width=width, len_penalty=len_penalty, early_stopping=early_stopping,
                               beam_search_diversity_rate=diversity_rate)
     return SlotSetup(sampling, max_new_tokens=max_new_tokens)
 
 
 def run(setup, end_id, follows, stop_words=(), prompt=(0,)):
-    """Hypotheses, and the outputs of all steps. follows(texts) -> [len(texts), vocab] log-probs of the next token."""
+    """Return the hypotheses, and the outputs of all steps. follows(outputs so far) -> [beams, vocab] log-probs of the
+    next token"""
     end_ids = [end_id] if isinstance(end_id, int) else end_id
     search, texts, outputs = BeamSearch.of(
         replace(setup, end_id=end_ids[0], more_end_ids=tuple(end_ids[1:]), stop_words=stop_words).continuing(prompt)
@@ -61,7 +63,7 @@ def worth(hypothesis, setup):
 
 @pytest.fixture(scope="module")
 def tiny_model():
-    """A model of transformers with eleven tokens and strong opinions."""
+    """Return a transformers model with eleven tokens and peaked distributions."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(3)
     config = transformers.GPT2Config(vocab_size=11, n_embd=16, n_layer=1, n_head=2, n_positions=64,
@@ -123,7 +125,7 @@ def test_the_beams_of_transformers_all_of_them_in_order(tiny_model, follows_in, 
 
 @pytest.mark.parametrize("len_penalty", [0.0, 1.0, 3.0])
 def test_with_beams_enough_nothing_better_exists(len_penalty):
-    """Every text of up to four of three tokens is looked at, so the best one is found."""
+    """The search covers every output of up to four tokens out of three, so it finds the best one."""
     random = np.random.default_rng(1)
     table = {}
 
@@ -146,11 +148,11 @@ def test_with_beams_enough_nothing_better_exists(len_penalty):
     found = tuple(hypotheses[0].tokens.tolist()) + (2,) * (hypotheses[0].finish == END_ID)
     assert found == best
     assert worth(hypotheses[0], setup) == pytest.approx(scores[best], abs=1e-5)
-    assert len(hypotheses) == len(scores)        # fewer than beams: there are no more texts
+    assert len(hypotheses) == len(scores)        # fewer than beams: no more sequences exist
 
 
 def by_the_book(setup, end_id, follows, stop_words, prompt):
-    """The definition, in lists and floats: [(text without the end id, finish, worth)]."""
+    """Run the search by its definition, with lists and floats. Return [(output without the end id, finish, score)]."""
     live, finished = [((), 0.0)], []
 
     def ends(text):
@@ -194,7 +196,7 @@ def random_table(seed, vocab_size):
 @pytest.mark.parametrize("stop_words", [
     ((3,),), ((3,), (4,), (5,), (0, 1)), ((1, 2), (6, 0), (2, 5, 2)), ((9, 6, 1), (4, 4))], ids=str)
 def test_texts_that_end_in_a_stop_word_are_finished_with_it(stop_words, early_stopping):
-    """A word may begin in the prompt, which ends in 9 6; single tokens are so likely that they fill all candidates."""
+    """A word may begin in the prompt, which ends in 9 6. Single tokens are so likely that they fill all candidates."""
     finishes = []
     for seed, width in itertools.product(range(12), (2, 3, 4)):
         setup, follows = beams(width, 7, 1.0, early_stopping), random_table(seed, 7)
@@ -228,7 +230,7 @@ def test_single_stop_words_are_more_end_ids_of_transformers(tiny_model, follows_
 
 
 def test_thirty_stop_words_with_thirty_two_beams_are_more_end_ids_of_transformers_too():
-    """Where most of what is likely ends a beam, more than half of the best 2 * 32 continuations do."""
+    """If most likely tokens end a beam, more than half of the best 2 * 32 continuations are ended ones."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(5)
     config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=64,
@@ -297,7 +299,7 @@ def test_the_end_id_is_in_the_sum_and_the_length_but_not_in_the_text():
 
 @pytest.mark.parametrize(("early_stopping", "steps"), [(1, 2), (0, 3), (7, 6), (-1, 6)])
 def test_when_the_search_is_over(early_stopping, steps):
-    """Two texts end soon. The third token makes the live ones worth less than both, unless they get long."""
+    """Two sequences end soon. The third token makes the live ones worth less than both, unless they get long."""
     likely = {0: 0.5, 1: 0.5, 2: 0.04}                       # of token 0, by position; 0.9 further on
     end = {0: 0.3, 1: 0.3, 2: 0.01}
 
@@ -335,7 +337,7 @@ def test_what_is_kept_of_a_penalised_candidate_is_its_log_probability():
 
 
 def test_fewer_texts_than_beams():
-    def follows(texts):                          # a single text is possible: 0 0 0 ...
+    def follows(texts):                          # only one sequence is possible: 0 0 0 ...
         return np.where(np.arange(5) == 0, np.float32(0), np.float32(-np.inf))[None].repeat(len(texts), 0)
 
     hypotheses, outputs = run(beams(3, 4), 4, follows)

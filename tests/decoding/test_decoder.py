@@ -46,7 +46,7 @@ def test_greedy_and_sampling_rows_in_one_batch_get_what_the_oracle_says(decoder_
 ])
 def test_logits_are_sampled_in_the_models_dtype_unless_something_else_looks_at_them(
         decoder_with, rows_of, setup, dtype):
-    """A kernel reads any dtype; on a CPU logits are float32."""
+    """A kernel reads any dtype. On a CPU logits are float32."""
     logits, given, results = logits_of(2).bfloat16(), [], []
     for reads_any_dtype in (False, True):
         decoder = decoder_with(SlotSetup(), setup)
@@ -150,7 +150,7 @@ def test_slots_grow_by_doubling_and_keep_what_they_hold(decoder_with, rows_of):
 
 
 class BanOneToken:
-    """A stage as a user might write it, without inheriting anything: slots with an end id may not sample token 0."""
+    """A user's stage that inherits nothing: slots with an end id may not sample token 0."""
 
     reads = ()
 
@@ -182,7 +182,7 @@ def test_a_stage_changes_the_rows_it_is_for_and_is_skipped_when_nobody_needs_it(
 
 
 def test_what_is_set_up_reaches_a_device_of_its_own_in_one_copy_however_many_columns_and_slots(rows_of):
-    """The way of a GPU, whose columns are not the host's memory, on tensors of a CPU."""
+    """A GPU's code path, in which columns are not host memory, on CPU tensors."""
     sent = []
 
     def send(arrays):

@@ -8,7 +8,7 @@ from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.handover import SlotSetup
 from batch_manager.sampling_config import PARAMETERS, SamplingConfig
 
-VOCAB, SLOTS, ROUNDS = 40, 2_000, 10                               # 20,000 samples a setting
+VOCAB, SLOTS, ROUNDS = 40, 2_000, 10                               # 20,000 samples per setting
 TOKENS = [3, 8, 3, 1, 20, 3, 8]
 BIAS = np.linspace(-1, 1, VOCAB).astype(np.float32)
 
@@ -34,13 +34,13 @@ SETTINGS = {
 
 
 def setup_of(**values):
-    """The setup with these parameters of sampling and other values."""
+    """Return a setup with these sampling parameters and other values."""
     sampling = {name: values.pop(name) for name in PARAMETERS if name in values}
     return SlotSetup(SamplingConfig(**sampling), **values)
 
 
 def exact(knobs, logits, prompt_length):
-    """[VOCAB] probabilities of the token behind TOKENS."""
+    """Return the probabilities [VOCAB] of the token after TOKENS."""
     known = pytest.importorskip("transformers.generation.logits_process")
     setup, ids, scores = setup_of(**knobs), torch.tensor([TOKENS]), logits[None].double()
     if setup.embedding_bias is not None:
@@ -84,7 +84,7 @@ def test_sampled_tokens_have_the_exact_distribution(rows_of, name):
 
     expected = exact(knobs, logits, prompt_length) * SLOTS * ROUNDS
     assert counts[expected == 0].sum() == 0 and (name in ("all", "temperature", "repetition")) == (expected > 0).all()
-    often = expected >= 5                                          # the rare ones together are one more cell
+    often = expected >= 5                                          # the rare ones share one cell
     observed = np.append(counts[often], counts[~often].sum())
     wanted = np.append(expected[often], expected[~often].sum())
     if wanted[-1] == 0:

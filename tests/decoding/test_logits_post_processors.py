@@ -35,7 +35,7 @@ def processor(function, request_id=5, tokens=((1, 2),), is_batched=False):
 
 @pytest.fixture
 def post_processors():
-    """post_processors({slot: LogitsPostProcessor or None}) -> LogitsPostProcessors; holds the host's part."""
+    """post_processors({slot: LogitsPostProcessor or None}) -> LogitsPostProcessors; keeps the processors alive"""
     held = []
 
     def make(of_slot):
@@ -196,7 +196,7 @@ def test_the_token_and_its_log_prob_are_of_the_changed_logits_and_what_is_return
 
 
 def test_a_child_that_is_forked_in_a_function_ends_where_it_leaves_it():
-    """The rest of the step would be computed by threads that the child does not have."""
+    """Threads that the child does not have would compute the rest of the step."""
     result = subprocess.run([sys.executable, "-c", textwrap.dedent("""
         import os, sys
         import numpy as np, torch

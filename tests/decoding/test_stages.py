@@ -1,4 +1,4 @@
-"""What is done to logits, and what ends a sequence: against transformers, whatever else is in the batch."""
+"""Stages change logits, and end sequences, as transformers does, whatever else is in the batch."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def random_logits(rows, seed=0):
 
 
 def random_setup(random, prompt_length):
-    """Any mixture of features, each off half of the time."""
+    """Return a random mixture of features, each off half of the time."""
     def maybe(value, neutral):
         return value() if random.random() < 0.5 else neutral
 
@@ -48,7 +48,7 @@ def random_setup(random, prompt_length):
 
 
 def as_transformers_would(setup, tokens, logits):
-    """The logits [VOCAB] after the processors of transformers; presence and frequency from their definition."""
+    """Return the logits [VOCAB] after the processors of transformers; presence and frequency by their definition."""
     processors = pytest.importorskip("transformers.generation.logits_process")
     ids, scores = torch.tensor([tokens]), logits[None].clone()
     if setup.embedding_bias is not None:
@@ -129,7 +129,7 @@ def test_all_end_ids_are_banned_until_enough_was_generated(decoder_with, rows_of
 
 
 def logits_for(tokens):
-    """Logits from which exactly these tokens are sampled."""
+    """Return logits from which exactly these tokens are sampled."""
     return torch.nn.functional.one_hot(torch.tensor(tokens), VOCAB).float()
 
 
@@ -187,14 +187,15 @@ def test_extreme_penalties_leave_numbers(decoder_with, rows_of):
 
 
 class Writer:
-    """Draws the tokens of sequences whose logits at a position are the same in every run."""
+    """Samples tokens for sequences whose logits at a position are the same in every run."""
 
     def __init__(self, setups, prompts, rows_of, count):
         self.setups, self.prompts, self.rows_of, self.count = setups, prompts, rows_of, count
         self.logits = random_logits(len(setups) * 100, seed=9).view(len(setups), 100, VOCAB)
 
     def run(self, decoder, members, slots, resume_every=0, twice=False):
-        """The tokens and log-probs of the members, in these slots, set up anew behind every so many tokens."""
+        """Return the tokens and log-probs of the members in these slots. Set them up again every `resume_every`
+        tokens."""
         tokens = {member: list(self.prompts[member]) for member in members}
         log_probs = {member: [] for member in members}
         for step in range(self.count):

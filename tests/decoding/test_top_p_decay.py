@@ -17,7 +17,7 @@ SETUPS = [SlotSetup(SamplingConfig(top_p=0.9, top_p_decay=0.7, top_p_min=0.2, to
 
 
 def by_definition(setup, generated):
-    """top_p of each token, in float32, from the rule."""
+    """Return top_p of each token, in float32, by definition."""
     top_p, trace = np.float32(setup.sampling.top_p), []
     for token in generated:
         trace.append(float(top_p))
@@ -28,7 +28,7 @@ def by_definition(setup, generated):
 
 
 def trace(rows_of, generated, resume_every=0, twice=False):
-    """top_p of each token of the four sequences, run together."""
+    """Return top_p of each token of the four sequences, which run together."""
     state = SlotState(1, CPU)
     state.add_columns(TopPDecay.reads)
     decay = TopPDecay(state)

@@ -1,4 +1,4 @@
-"""GGUF files with made-up vocabularies, written with ggml's own library."""
+"""GGUF files with invented vocabularies, written with ggml's own library."""
 
 import json
 import lzma
@@ -15,7 +15,7 @@ SPECIAL = ["<|begin|>", "<|im_start|>", "<|im_end|>"]
 
 
 def trained_merges(pre_tokenizer, normalizer=None, size=700):
-    """(vocabulary, merges) of byte-level BPE, trained on TEXT; special tokens are not in it."""
+    """Return (vocabulary, merges) of byte-level BPE, trained on TEXT, without special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer
     if normalizer is not None:
@@ -27,7 +27,7 @@ def trained_merges(pre_tokenizer, normalizer=None, size=700):
 
 
 def trained_pieces(size=600):
-    """[(piece, score, kind)] as SentencePiece would have them: three special ones, 256 bytes, then pieces."""
+    """Return [(piece, score, kind)] as in SentencePiece: three special tokens, 256 bytes, then pieces."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=size, show_progress=False, limit_alphabet=80))
@@ -40,7 +40,7 @@ def trained_pieces(size=600):
 
 
 def write(path, values, architecture="llama"):
-    """A GGUF file with metadata only: key -> text, flag, unsigned number, or list."""
+    """Write a GGUF file with metadata only: key -> string, bool, unsigned integer, or list."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in values.items():
         if isinstance(value, bool):
@@ -79,7 +79,8 @@ CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_
 
 
 def write_model(path, seed=0):
-    """A whole GGUF file: a Llama of random weights with 512 positions, a tokenizer of 303 tokens, a chat template."""
+    """Write a whole GGUF file: a Llama with random weights and 512 positions, a tokenizer of 303 tokens, a chat
+    template."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

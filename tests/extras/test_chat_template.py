@@ -1,4 +1,4 @@
-"""Chat templates: what transformers makes of them, and nothing that a hostile one would like to do."""
+"""Chat templates render as in transformers, and hostile ones reach nothing."""
 
 import enum
 import json
@@ -187,20 +187,20 @@ def test_no_template_reaches_a_python_object(tmp_path, template):
         text = chat_prompt(here, talk)
     except (ConfigError, InvalidRequestError) as error:
         assert type(error) is ConfigError or "violated the sandbox" not in str(error)
-    else:    # what may not be read is nothing: it is printed as nothing, or as Undefined within a list
+    else:    # what a template may not read prints as nothing, or as Undefined within a list
         assert text in ("|end", "[Undefined]|end", f"[(Undefined, {talk})]|end")
     assert talk == [{"role": "user", "content": "secret"}], "what was passed has not changed"
 
 
 def test_these_templates_do_reach_something_without_the_sandbox(tmp_path):
-    """The list is worth something: in jinja2's ordinary environment most of it works."""
+    """Most of the list works in jinja2's ordinary environment, so the tests of the sandbox mean something."""
     environment = jinja2.Environment(extensions=["jinja2.ext.do"])
     environment.globals.update(raise_exception=chat_prompt, strftime_now=chat_prompt)
     reached = 0
     for template in ESCAPES:
         try:
             text = environment.from_string(template + "|end").render(messages=[{"role": "user", "content": "secret"}])
-        except Exception:    # some are stopped by the ordinary one too
+        except Exception:    # the ordinary environment stops some too
             continue
         reached += text != "|end"
     assert reached >= 25
@@ -229,7 +229,7 @@ def test_methods_of_what_is_passed_are_out_of_reach(tmp_path):
             chat_prompt(here, [], x=value)
 
 
-# ---------------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("template, said", [

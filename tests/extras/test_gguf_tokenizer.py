@@ -1,4 +1,4 @@
-"""Tokenizers out of GGUF files: the ids of the originals for random texts, and a refusal of what is not known."""
+"""Tokenizers from GGUF files give the ids of the originals for random texts. Unknown ones are refused."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ def random_texts(count, seed=0):
 
 
 def originals():
-    """pre -> (pre-tokenizer, normalizer) as transformers' class for it has them, or as its tokenizer.json does."""
+    """pre -> (pre-tokenizer, normalizer), from transformers' class or from the tokenizer.json"""
     transformers = pytest.importorskip("transformers")
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as PATTERNS
     from transformers.models.cohere.tokenization_cohere import CohereTokenizer
@@ -91,7 +91,7 @@ def test_byte_level_tokenizers_give_the_ids_of_the_originals(tmp_path):
     for number, (pre, (pre_tokenizer, normalizer)) in enumerate(known.items()):
         vocabulary, merges = trained_merges(pre_tokenizer, normalizer)
         whole_words = pre in ("llama-bpe", "llama3", "llama-v3", "tekken")
-        if whole_words:     # a token that no merges lead to
+        if whole_words:     # a token that no merges produce
             vocabulary["Ġtokenizer"] = len(vocabulary)
         original = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=whole_words))
         original.pre_tokenizer = pre_tokenizer
@@ -107,8 +107,8 @@ def test_byte_level_tokenizers_give_the_ids_of_the_originals(tmp_path):
 
 
 def sentence_piece_ids(text, begins_with_space):
-    """What SentencePiece does: joins the neighbours of the highest score, the left ones of several, until none are a
-    piece; characters that are no piece become bytes."""
+    """Return the ids of SentencePiece: it joins the neighbours with the highest score, the leftmost first, until no
+    pair is a piece. Characters that are not a piece become bytes."""
     ids, scores = {piece: n for n, (piece, _, _) in enumerate(PIECES)}, {piece: score for piece, score, _ in PIECES}
     parts = list(("\u2581" * bool(begins_with_space and text) + text).replace(" ", "\u2581"))
     while True:
@@ -178,7 +178,7 @@ def test_a_conversation_by_the_files_template(smollm):
 
 
 def test_texts_of_a_model_that_is_one_file(tmp_path):
-    """Random weights say random bytes: characters come whole all the same."""
+    """Random weights give random bytes; the stream still yields whole characters."""
     talk = [{"role": "user", "content": "Who is Emma?"}]
     with LLM(write_model(tmp_path / "model.gguf"), max_batch_size=2, num_threads=1) as llm:
         assert llm.info.end_ids == (len(load_tokenizer(tmp_path / "model.gguf").get_vocab()) - 1,)

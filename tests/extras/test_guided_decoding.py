@@ -1,4 +1,4 @@
-"""Guided decoding on the model that ships: what is drawn matches, however the requests are run."""
+"""Guided decoding on the shipped model: the sampled text matches, however the requests run."""
 
 import json
 import re

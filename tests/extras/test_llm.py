@@ -1,4 +1,5 @@
-"""LLM: prompts in, completions out, in order, whatever some of them are; and what interrupts, drops or closes it."""
+"""LLM returns completions in the order of the prompts, also if some prompts fail. It can be interrupted, dropped or
+closed."""
 
 import asyncio
 import gc
@@ -41,7 +42,7 @@ def scripted(script=None, *, folder=MODEL, step_seconds=0.0, return_stats=None, 
 
 
 def saying(text, prompt_length=1):
-    """A script: after prompts of that length, the text, over and over."""
+    """Return a script that repeats the text after prompts of that length."""
     tokens = TOKENIZER.encode(text, add_special_tokens=False).ids
     return lambda history: tokens[(len(history) - prompt_length) % len(tokens)]
 

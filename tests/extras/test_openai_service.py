@@ -1,4 +1,4 @@
-"""OpenAIService over a scripted model, without sockets: what bodies are read as, what is refused, how answers look."""
+"""OpenAIService over a scripted model, without sockets: how bodies are read, what is refused, how answers look."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ TOKENS = TOKENIZER.encode(TEXT, add_special_tokens=False).ids
 
 
 def run(test, script=None, folder=MODEL, **backend):
-    """test(service) on an event loop of its own. After prompts of one token the model says TEXT, over and over."""
+    """Run test(service) on a new event loop. After prompts of one token the model repeats TEXT."""
     async def inside():
         says = None if script is HASHED else script or (lambda history: TOKENS[(len(history) - 1) % len(TOKENS)])
         scripted = ScriptedBackend(vocab_size=4096, max_seq_len=4000, num_blocks=2000, verify=False, script=says,
@@ -138,7 +138,7 @@ def test_echo_with_log_probs_tells_those_of_the_prompt_too():
                 for key, values in told.items():
                     assert [value for piece in pieces if piece for value in piece[key] or ()] == (values or [])
                 assert len(told["tokens"]) == len(tokens) + count and "".join(told["tokens"][1:]) == choice["text"]
-                assert told["tokens"][0] == "<s>" and told["text_offset"][1] == 0        # special: not in the text
+                assert told["tokens"][0] == "<s>" and told["text_offset"][1] == 0        # special, so not in the text
                 assert told["text_offset"][0] == 0 and told["text_offset"][-1] + len(told["tokens"][-1]) == len(
                     choice["text"])
                 assert told["token_logprobs"][0] is None and all(value < 0 for value in told["token_logprobs"][1:])
@@ -176,7 +176,7 @@ def test_echo_with_log_probs_tells_the_end_token_so_that_who_scores_drops_it_and
                 for key, values in choice["logprobs"].items():
                     assert [value for each in told for value in each[key]] == values
             later = await whole(service, **{**body, "stop_token_ids": drawn[:1], "min_tokens": 3})
-            assert later["usage"]["completion_tokens"] >= 3      # as without echo: no end before so many
+            assert later["usage"]["completion_tokens"] >= 3      # as without echo: no end before that many
 
     asyncio.run(test())
 
@@ -334,7 +334,7 @@ def test_a_text_that_met_its_stop_string_stops_while_the_others_go_on():
     async def test(service):
         answer = await service.accept(json.dumps({"prompt": [[5], [6]], "max_tokens": 3000, "stream": True,
                                                   "stop": ["village"]}).encode(), False)
-        told = answer.events()                 # an iterator that is dropped stops all of them
+        told = answer.events()                 # dropping the iterator stops all of them
         async for event in told:
             if b'"finish_reason":"stop"' in event:
                 break

@@ -1,4 +1,4 @@
-"""Statistics for Prometheus and OpenTelemetry, and as JSON lines, of an engine that runs."""
+"""Statistics of a running engine for Prometheus and OpenTelemetry, and as JSON lines."""
 
 import errno
 import gc
@@ -81,7 +81,7 @@ def test_what_is_scraped_is_what_happened(model_type):
 
 
 def collected(reader):
-    """(name, attributes without those that every point has) -> point, of what a reader of the SDK finds."""
+    """Return (name, attributes) -> point, from a reader of the SDK."""
     data, points = reader.get_metrics_data(), {}
     for resource in data.resource_metrics if data else ():
         for metric in (metric for scope in resource.scope_metrics for metric in scope.metrics):
@@ -134,7 +134,7 @@ def test_opentelemetry_shows_the_numbers_that_prometheus_shows(model_type, caplo
     assert points == {} and seen > 30
     active = "nv_trt_llm_request_metrics", frozenset({("model", "m"), ("version", "1"), ("request_type", "active")})
     assert busy[0][active].value > 0 == collected(reader)[active].value     # idle
-    assert caplog.records == []              # the SDK writes there what it does not take
+    assert caplog.records == []              # the SDK logs there what it rejects
 
 
 def test_engines_share_a_meter_and_leave_it(caplog):
@@ -173,10 +173,10 @@ def test_a_request_is_a_span_within_the_one_of_its_caller():
     with tracer.start_as_current_span("call"):
         for metrics in timings:
             statistics.observe(metrics, 5)
-    statistics.observe(PerfMetrics(arrival_time_ns=1), 0)        # it was cancelled before it had a token
+    statistics.observe(PerfMetrics(arrival_time_ns=1), 0)        # cancelled before its first token
     *spans, call = exporter.get_finished_spans()
     assert len(spans) == 3 and call.name == "call"
-    clocks_differ = 50_000_000                                   # nanoseconds; the clock on the wall may be set
+    clocks_differ = 50_000_000                                   # nanoseconds; the wall clock may be adjusted
     for span, metrics in zip(spans, timings):
         assert span.name == "chat m" and span.parent.span_id == call.context.span_id
         assert before - clocks_differ < span.start_time < span.end_time < after + clocks_differ
@@ -188,7 +188,7 @@ def test_a_request_is_a_span_within_the_one_of_its_caller():
 
 
 def test_a_global_provider_may_come_later():
-    """In a process of its own: the global provider can be set once."""
+    """Runs in a separate process: the global provider can be set only once."""
     pytest.importorskip("opentelemetry.sdk.metrics", reason="NOT RUN: opentelemetry-sdk is not installed")
     code = """
 from opentelemetry import metrics

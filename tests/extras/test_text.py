@@ -1,6 +1,7 @@
-"""Text in pieces is the text of decoding everything, however the tokens are cut.
+"""The pieces of a text join to the text of decoding all tokens at once, however the tokens are cut.
 
-tests/extras/text_streams.py has the random texts and their law; here run a few hundred of each tokenizer. Ten thousand:
+tests/extras/text_streams.py has the random texts and the expected ones. A few hundred of each tokenizer run here. Ten
+thousand run with:
 
     python tests/campaigns/text_streams.py --first-seed 0 --texts 10000
 """
@@ -122,8 +123,8 @@ def test_special_tokens_are_left_out_unless_they_are_asked_for(austen):
 
 @pytest.mark.parametrize("stop, sent, stopped_by", [
     (["lazy", "fox"], "the quick brown ", "fox"),
-    (["brown fox", "fox"], "the quick brown ", "fox"),          # complete with the same character: the shorter one
-    (["quick brown fox j", "brown f"], "the quick ", "brown f"),     # complete first, though it begins later
+    (["brown fox", "fox"], "the quick brown ", "fox"),          # both complete with the same character: the shorter one
+    (["quick brown fox j", "brown f"], "the quick ", "brown f"),     # complete first, although it begins later
     (["the"], "", "the"),
     (["jumps"], "the quick brown fox jump", None),
     ("fox", "the quick brown ", "fox"),
@@ -376,7 +377,7 @@ def test_tokens_that_become_no_text_cost_no_more(name, token):
     assert len(stream.finish()) in (20_000, 0)
 
 
-# ---------------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("tokens", [["a"], [1.5], [None], [[1, 2]], 5, None, [-1], [2**40], np.zeros((1, 2), int)])
@@ -468,7 +469,7 @@ def test_a_decoder_that_is_described_in_another_way_is_left_to_the_library(descr
 
 
 def test_a_rule_that_the_library_does_not_follow_is_not_used():
-    """What another version of tokenizers may do: read the same description in another way."""
+    """Another version of tokenizers may interpret the same description differently."""
     tokenizer = text_streams.byte_level()
 
     class Another(Counting):

@@ -1,11 +1,11 @@
-"""Random texts through TextStream, beside decoding everything at once. One seed is one text: `run(seed)`.
+"""Random texts through TextStream, compared with decoding all tokens at once. One seed is one text: `run(seed)`.
 
-tests/extras/test_text.py runs a few hundred of each tokenizer; ten thousand in all:
+tests/extras/test_text.py runs a few hundred of each tokenizer. This runs ten thousand in all:
 
     python tests/campaigns/text_streams.py --first-seed 0 --texts 10000
 
-Training breaks ties differently in every process, so that a seed is nearly, and not always, the same text again: what
-fails prints its tokens as they are in the vocabulary.
+Training breaks ties differently in every process, so a seed gives nearly, but not always, the same text again. Failures
+therefore print their tokens as they are in the vocabulary.
 """
 
 import functools
@@ -68,7 +68,7 @@ def llama_decoder() -> decoders.Decoder:
 
 
 def odd_decoder() -> decoders.Decoder:
-    """Everything that can be cut, in an order that nobody ships."""
+    """Return a decoder of every kind that supports pieces, in an order that no real tokenizer has."""
     return decoders.Sequence([decoders.Sequence([decoders.Strip("a", 1, 0)]), decoders.ByteFallback(),
                               decoders.Metaspace(prepend_scheme="first"), decoders.Fuse(), decoders.Strip(" ", 3, 0),
                               decoders.Replace("aab", "\N{WHITE STAR}"), decoders.Replace("  ", " ")])
@@ -122,14 +122,15 @@ def tokenizer_named(name: str) -> Tokenizer:
 
 
 def text_behind(tokenizer, prompt: list[int], tokens: list[int], skips: bool) -> str:
-    """The law: what decoding everything adds to decoding the prompt."""
+    """Return the expected text: what decoding everything adds to decoding the prompt."""
     before = tokenizer.decode(prompt, skip_special_tokens=skips)
     text = tokenizer.decode([*prompt, *tokens], skip_special_tokens=skips)
     return text[len(os.path.commonprefix([before, text])):]
 
 
 def up_to_stop(text: str, stop: list[str]) -> tuple[str, str | None]:
-    """The first position at which a stop string is complete; of those complete there the shortest."""
+    """Return (the text before the first complete stop string, that string). If several complete at once, the
+    shortest."""
     for end in range(1, len(text) + 1):
         found = [string for string in stop if text[:end].endswith(string)]
         if found:
@@ -143,7 +144,7 @@ def random_text(draw: random.Random, most: int = 14) -> str:
 
 
 def random_tokens(draw: random.Random, tokenizer, most: int = 14) -> list[int]:
-    """Tokens of a text, cut anywhere; any tokens; bytes in runs; and all of it in one."""
+    """Return tokens of a text, cut anywhere; or any tokens; or runs of bytes; or a mixture of these."""
     size = tokenizer.get_vocab_size()
     byte_ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
     kind = draw.randrange(5)
@@ -165,7 +166,7 @@ def random_tokens(draw: random.Random, tokenizer, most: int = 14) -> list[int]:
 
 
 def random_stop(draw: random.Random, text: str) -> list[str]:
-    """Pieces of the text, pieces that overlap them, and strings that begin as they do and go on differently."""
+    """Return pieces of the text, pieces that overlap them, and strings that begin like them and then differ."""
     stop: list[str] = []
     for _ in range(draw.choice([0, 0, 1, 1, 2, 3, 6])):
         if text and draw.random() < 0.8:
@@ -190,7 +191,7 @@ def cut(draw: random.Random, tokens: list[int]) -> list[list[int]]:
 
 
 def owes_nothing(name: str, tokenizer, tokens: list[int], skips: bool, text: str) -> bool:
-    """Whether all of the text is certain by what is said of the tokenizer, so that none of it may be kept back."""
+    """Return whether all of the text is certain with this tokenizer, so that none of it may be kept back."""
     if name == "byte level":
         return not text.endswith("\N{REPLACEMENT CHARACTER}")
     if name in ("word piece", "no decoder"):
@@ -203,9 +204,9 @@ def owes_nothing(name: str, tokenizer, tokens: list[int], skips: bool, text: str
 
 
 def run(seed: int, name: str, seen: Counter | None = None) -> None:
-    """One prompt, one list of tokens, some stop strings, one way to cut. Raises AssertionError where the law is broken.
+    """Run one prompt, list of tokens, set of stop strings and way to cut. Raises AssertionError if the text is wrong.
 
-    seen    counts what happened, mutated
+    seen: counts what happened, mutated
     """
     seen = Counter() if seen is None else seen
     draw, tokenizer = random.Random(f"{name} {seed}"), tokenizer_named(name)

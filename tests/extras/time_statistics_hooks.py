@@ -1,7 +1,8 @@
-"""What the statistics hooks cost an iteration: python -m tests.extras.time_statistics_hooks
+"""The cost of the statistics hooks per iteration: python -m tests.extras.time_statistics_hooks
 
-Microseconds a record, the median and the range of seven rounds of 20,000 calls, the hooks in turn. The record is one of
-an engine with a scripted model. OpenTelemetry has the SDK, with a reader in memory, and `observe` is timed beside it.
+Prints microseconds per record: the median and the range of seven rounds of 20,000 calls, with the hooks in turn. The
+record comes from an engine with a scripted model. OpenTelemetry runs with the SDK and a reader in memory. `observe` is
+timed too.
 """
 
 import statistics

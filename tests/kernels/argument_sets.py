@@ -1,10 +1,10 @@
-"""What kernels are called with, without the values: written down by one process, to be compiled in another.
+"""Records the arguments of kernel calls, without their values: one process writes them, another compiles them.
 
     BATCH_MANAGER_ARGUMENT_SETS=FILE pytest tests/kernels          writes every call of a kernel to FILE
     python tests/kernels/compile_argument_sets.py FILE sm_90       compiles them
 
-A line of the file is one call as JSON: module, function, args, kwargs. A tensor is its shape, strides, dtype and the
-bytes that its first element is past a multiple of 16; all else stands as it is.
+A line of the file is one call as JSON: module, function, args, kwargs. A tensor is recorded as its shape, strides,
+dtype and the offset of its first element from a multiple of 16 bytes. Other values are recorded unchanged.
 """
 
 import inspect
@@ -14,9 +14,9 @@ import math
 import numpy as np
 import torch
 
-ALIGNMENT = 16      # bytes; what triton looks at of an address
+ALIGNMENT = 16      # bytes; triton checks the address for it
 
-# Arguments that hold what a model computes in, and so bfloat16 in an engine. Others are float32 or integers always.
+# Arguments in the model's compute dtype, which is bfloat16 in an engine. Others are always float32 or integers.
 OF_THE_MODEL = {
     "activation": ("hidden", "out"),
     "beam_topk": ("logits",),
@@ -36,7 +36,7 @@ OF_THE_MODEL = {
 
 
 def described(module, function, args, kwargs):
-    """The call as a line of the file."""
+    """Return the call as a line of the file."""
     call = {"module": module, "function": function, "args": [_described(value) for value in args],
             "kwargs": {name: _described(value) for name, value in sorted(kwargs.items())}}
     return json.dumps(call)
@@ -55,7 +55,7 @@ def _described(value):
 
 
 def read(lines):
-    """Every different call, and the bfloat16 twin of each that has a twin: (number of the line, call)."""
+    """Yield each different call, and its bfloat16 twin if it has one: (number of the line, call)."""
     seen = set()
     for number, line in enumerate(lines):
         call = json.loads(line)
@@ -67,7 +67,7 @@ def read(lines):
 
 
 def in_bfloat16(call):
-    """The same call with everything of the model in bfloat16."""
+    """Return the same call with all arguments of the model in bfloat16."""
     names = OF_THE_MODEL.get(call["module"], ())
     parameters = list(inspect.signature(launcher(call)).parameters)
 
@@ -82,14 +82,14 @@ def in_bfloat16(call):
 
 
 def launcher(call):
-    """The function of the package that a call is of."""
+    """Return the package's function that is called."""
     import importlib
 
     return getattr(importlib.import_module(f"batch_manager.triton_kernels.{call['module']}"), call["function"])
 
 
 def arguments(call):
-    """(args, kwargs) with tensors of this machine's memory, whose values are nobody's."""
+    """Return (args, kwargs) with uninitialized tensors on this machine."""
     return [_made(value) for value in call["args"]], {name: _made(value) for name, value in call["kwargs"].items()}
 
 

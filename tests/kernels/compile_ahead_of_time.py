@@ -1,10 +1,11 @@
-"""Compiles the kernels for GPUs that are not here, through the wrappers themselves. Run by test_ahead_of_time.py.
+"""Compiles the kernels, through their wrappers, for GPUs that this machine does not have. test_ahead_of_time.py runs
+this.
 
     python compile_ahead_of_time.py sm_90 gfx942      prints one JSON object per compiled kernel
 
-A stand-in for triton's driver names the GPU, and launching is replaced by compiling: the wrappers get tensors without
-memory (device "meta") and choose constants, warps and stages exactly as they would on that GPU. Needs a process without
-TRITON_INTERPRET, and one in which nothing else uses triton.
+A stand-in for triton's driver names the GPU, and compiling replaces launching. The wrappers get tensors without memory
+(device "meta") and choose constants, warps and stages exactly as on that GPU. The process must not have
+TRITON_INTERPRET set, and nothing else in it may use triton.
 """
 
 import json
@@ -20,11 +21,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-# On sm_90 their instructions are counted: disassembling a kernel takes a third of a second.
+# Their instructions are counted on sm_90. Others are not disassembled: it takes a third of a second per kernel.
 DISASSEMBLED = {"_context_kernel", "_decode_kernel", "_deterministic_linear_kernel", "_fused_linear_kernel"}
 NVIDIA_BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
-# name -> target, shared memory one program may use in KiB, multiprocessors
+# name -> target, shared memory per program in KiB, multiprocessors
 GPUS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163, 108),
     "sm_90": (GPUTarget("cuda", 90, 32), 227, 132),
@@ -34,7 +35,7 @@ GPUS = {
 
 
 class AbsentGpu:
-    """The part of a triton driver that choosing settings and compiling look at."""
+    """The part of a triton driver that compiling and the choice of settings use."""
 
     def __init__(self, target, shared_kib, multiprocessors, index):
         self.target, self.index = target, index
@@ -54,7 +55,7 @@ class AbsentGpu:
         return self.properties
 
 
-compiled = []                           # kernels compiled since it was last emptied
+compiled = []                           # kernels compiled since it was last cleared
 
 
 def compile_instead_of_launch(kernel, grid):
@@ -77,19 +78,19 @@ def pool(num_kv_heads, head_size, tokens_per_block=64):
 
 
 def tables(head_size, rotary_size=None):
-    """Cosines and sines for heads whose leading entries rotate; None: all of them."""
+    """Return cosines and sines for heads whose leading rotary_size entries rotate; None: all entries."""
     half = (head_size if rotary_size is None else rotary_size) // 2
     return {name: tensor(4096, half, dtype=torch.float32) for name in ("cos_table", "sin_table")}
 
 
 def packed_heads(num_tokens, group, num_kv_heads, head_size):
-    """Queries, keys and values as a projection leaves them."""
+    """Return queries, keys and values as a projection returns them."""
     packed = tensor(num_tokens, (group + 2) * num_kv_heads, head_size)
     return packed.split([group * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
 
 
 def of_heads(heads, slopes, sink_logits):
-    """slopes   "float32" or "bfloat16", what they are multiplied in; None: there are none"""
+    """slopes: "float32" or "bfloat16", the dtype in which they are multiplied; None: no slopes"""
     given = {}
     if slopes is not None:
         given = {"alibi_slopes": tensor(heads, dtype=torch.float32),
@@ -128,7 +129,7 @@ def linear(size, columns, dtype=torch.bfloat16):
 
 
 def fused(size, columns, *, rows=16, norm="rms", dtype=torch.bfloat16, **options):
-    """The whole of columns when gated: twice as many rows of the weight."""
+    """columns: output columns; with a gate, the weight has twice as many rows"""
     from batch_manager.triton_kernels.fused_linear import fused_linear
 
     norms = {"none": (None, None), "rms": (tensor(size, dtype=dtype), None),
@@ -180,7 +181,7 @@ def sampling():
 
 
 def plain_step():
-    """What a step without other features launches around its layers: sampled, then greedy."""
+    """Launch what a step without other features launches around its layers: sampled, then greedy."""
     from batch_manager.triton_kernels.prepare_step import prepare_step
     from batch_manager.triton_kernels.sample_token import sample_token
 
@@ -273,7 +274,7 @@ CASES = {
 
 
 def variants_by_alignment():
-    """{kernel: compiled variants} when the index tensors are slices that begin at their first, or second, entry."""
+    """Return {kernel: compiled variants} for index tensors that are slices from the first, or the second, entry."""
     from batch_manager.triton_kernels.ban_ngrams import ban_ngrams
     from batch_manager.triton_kernels.ban_words import ban_words
     from batch_manager.triton_kernels.beam_topk import beam_topk
@@ -328,7 +329,7 @@ def variants_by_alignment():
 
 
 def refusals_of_an_unknown_kind():
-    """{kernel: the text of the error}, where kernels are compiled."""
+    """Return {kernel: text of the error}, from kernels as they are compiled."""
     from batch_manager.triton_kernels.activation import activation
     from batch_manager.triton_kernels.fused_linear import fused_linear
     from batch_manager.triton_kernels.gated_activation import gated_activation
@@ -344,7 +345,7 @@ def refusals_of_an_unknown_kind():
 
 
 def nvidia_figures(kernel, with_instructions):
-    """Registers, stack and spills of a cubin, from the disassembler that triton's wheel ships."""
+    """Return registers, stack and spills of a cubin, from the disassembler in triton's wheel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -370,7 +371,7 @@ def nvidia_figures(kernel, with_instructions):
 
 
 def amd_figures(kernel):
-    """Registers and spills from the assembler's own summary; v_mfma instructions."""
+    """Return registers and spills from the assembler's own summary, and the number of v_mfma instructions."""
     text = kernel.asm["amdgcn"]
 
     def number(name):

@@ -1,10 +1,10 @@
-"""Compiles recorded calls of kernels for GPUs that are not here; see argument_sets.py.
+"""Compiles recorded calls of kernels for GPUs that this machine does not have; see argument_sets.py.
 
     python compile_argument_sets.py FILE sm_90 gfx942 [--seconds 120]
 
-Prints one JSON object for each compiled variant of a kernel (with the first call that needed it), one for each call
-that does not compile ("error"), and one for each GPU at its end ("calls", "variants", "left": calls the time did not
-suffice for). What was compiled before comes from triton's cache, so that a run which was too short is simply repeated.
+Prints one JSON object for each compiled variant of a kernel, with the first call that needs it; one for each call that
+does not compile ("error"); and one for each GPU at its end ("calls", "variants", "left": calls that the time did not
+suffice for). Triton's cache keeps what was compiled, so a run that was too short can be repeated.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""Kernels and oracles side by side.
+"""Fixtures that run kernels and oracles side by side.
 
-With a GPU the kernels run on it, in this process. Without one they run in triton's interpreter, in one worker process
-that this file starts on first use. Not in this process: TRITON_INTERPRET has to be set before triton is first imported,
-so anything that imports triton earlier (transformers, torch's compiler) would break these tests, and the variable would
-change what other tests see (`dispatch.use_triton`). The compile tests need the opposite setting and have a process of
-their own as well. So this folder neither needs nor leaves anything behind in the pytest process.
+With a GPU the kernels run on it, in this process. Without one they run in triton's interpreter, in a worker process
+that starts on first use. They cannot run in this process: TRITON_INTERPRET must be set before the first import of
+triton, so anything that imports triton earlier (transformers, torch's compiler) would break these tests, and the
+variable would affect other tests (`dispatch.use_triton`). The compile tests need the opposite setting and also have
+their own process. So this folder needs nothing of the pytest process and changes nothing in it.
 
-With BATCH_MANAGER_ARGUMENT_SETS=FILE in the environment no kernel runs: every call of one is written to the file, in
-bfloat16 too, for compile_argument_sets.py, and the oracle answers in its place. The tests pass then as well, which says
-nothing of the kernels, but that every call was reached.
+With BATCH_MANAGER_ARGUMENT_SETS=FILE in the environment no kernel runs. Every call of a kernel is written to the file
+for compile_argument_sets.py, also in bfloat16, and the oracle computes the result. The tests then pass too, which only
+proves that every call was reached.
 """
 
 import importlib
@@ -30,7 +30,7 @@ TWIN_ROUNDINGS = 2      # to the storage dtype, that the CPU's own form of an op
 
 
 def _load(path):
-    """A helper beside this file; the folder is no package and not on sys.path."""
+    """Load a helper from this folder, which is no package and not on sys.path."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -42,7 +42,7 @@ argument_sets = _load(HERE / "argument_sets.py")
 
 
 class Interpreter:
-    """The worker process, started by the first call."""
+    """The worker process; the first call starts it."""
 
     def __init__(self):
         self.process = None
@@ -79,9 +79,9 @@ def interpreter():
 
 @pytest.fixture(scope="session")
 def run_kernel(interpreter):
-    """run_kernel(name, *args, function=None, dots_in_one_order=False, **kwargs): the Triton side of `name`.
+    """run_kernel(name, *args, function=None, dots_in_one_order=False, **kwargs): runs the Triton side of `name`.
 
-    Mutates its arguments. Where bits are compared, `dots_in_one_order` has the interpreter add up as a GPU does.
+    Mutates its arguments. For comparisons of bits, `dots_in_one_order` makes the interpreter add up as a GPU does.
     """
 
     def run(module, *args, function=None, dots_in_one_order=False, **kwargs):
@@ -99,8 +99,8 @@ def run_kernel(interpreter):
 
 @pytest.fixture(scope="session")
 def count_calls(interpreter):
-    """count_calls(name, *args, of=function, **kwargs): how often the Triton side of `name` calls a function of its own,
-    summed over all programs. In the interpreter only."""
+    """count_calls(name, *args, of=function, **kwargs) -> how often the Triton side of `name` calls this function of its
+    module, over all programs. Only in the interpreter."""
 
     def count(module, *args, of, **kwargs):
         if RECORD_TO or DEVICE != "cpu":
@@ -112,12 +112,12 @@ def count_calls(interpreter):
 
 @pytest.fixture(scope="session")
 def is_recording():
-    """Whether calls of kernels are written down, and oracles answer in float64."""
+    """Whether calls of kernels are recorded, and oracles compute the results in float64."""
     return RECORD_TO is not None
 
 
 def _oracle_in_its_place(module, function, args, kwargs):
-    """What the oracle makes of float64 copies, written to the arguments as a kernel would."""
+    """Run the oracle on float64 copies, and write its results to the arguments as a kernel would."""
     found = getattr(importlib.import_module(f"batch_manager.triton_kernels.reference.{module}"), function)
     given = [*args, *kwargs.values()]
     wide = _copies(given, torch.float64)
@@ -141,7 +141,7 @@ def _oracle_in_its_place(module, function, args, kwargs):
 
 @pytest.fixture(scope="session")
 def run_oracle():
-    """run_oracle(name, *args, **kwargs): the torch side of `name`, on the arguments as they are."""
+    """run_oracle(name, *args, **kwargs): runs the torch side of `name` on the arguments themselves."""
 
     def run(module, *args, function=None, **kwargs):
         found = importlib.import_module(f"batch_manager.triton_kernels.reference.{module}")
@@ -152,7 +152,8 @@ def run_oracle():
 
 @pytest.fixture(scope="session")
 def run_twin(run_oracle):
-    """run_twin(name, *args, **kwargs): the CPU's own form, on the arguments as they are; on a GPU the oracle."""
+    """run_twin(name, *args, **kwargs): runs the CPU form of `name` on the arguments themselves; on a GPU, the
+    oracle."""
 
     def run(module, *args, **kwargs):
         return _twin_of(module)(*args, **kwargs) if DEVICE == "cpu" else run_oracle(module, *args, **kwargs)
@@ -161,7 +162,8 @@ def run_twin(run_oracle):
 
 
 def _copies(values, dtype=None):
-    """Copies, floating point ones in `dtype`; one tensor given twice (an output that is an input) stays one tensor."""
+    """Return copies, floating-point ones in `dtype`. A tensor that is given twice (an output that is an input) stays
+    one."""
     copies = {}
     for value in values:
         if isinstance(value, torch.Tensor) and id(value) not in copies:
@@ -170,7 +172,7 @@ def _copies(values, dtype=None):
 
 
 def _twin_of(module):
-    """The CPU's own form of an operation, or None."""
+    """Return the CPU form of an operation, or None."""
     name = f"batch_manager.triton_kernels.cpu.{module}"
     return getattr(importlib.import_module(name), module) if importlib.util.find_spec(name) else None
 
@@ -179,12 +181,12 @@ def _twin_of(module):
 def assert_equals_oracle(run_kernel, run_oracle):
     """Runs both sides, the oracle on float64 copies, and compares the result and every tensor argument after the call.
 
-    Where the CPU has a form of its own, that is compared too, on copies of the arguments. It may round more often.
+    An operation with a CPU form is compared in that form too, on copies of the arguments. It may round more often.
 
     The largest allowed error is (roundings * eps(dtype) + reduction * eps(float32)) * largest expected value:
     `roundings` counts the values rounded to the storage dtype on the way to a result (the result itself: 1),
-    `reduction` the terms that float32 sums on the way. NaN must stand where the oracle left NaN: outputs come
-    NaN-filled, so what should be written was written and what should not be was not.
+    `reduction` the terms that float32 sums on the way. NaN must be exactly where the oracle has NaN: outputs start
+    NaN-filled, so this proves which entries are written.
     """
 
     def check(module, *args, roundings=1, reduction, dtype, **kwargs):
@@ -223,7 +225,7 @@ def assert_equals_oracle(run_kernel, run_oracle):
     params=[
         pytest.param(torch.float32, id="float32"),
         pytest.param(torch.float16, id="float16"),
-        # Interpreted bf16 dots are silently wrong: by value on a GPU only.
+        # Interpreted bf16 dots are silently wrong, so values are compared on a GPU only.
         pytest.param(torch.bfloat16, id="bfloat16", marks=pytest.mark.gpu),
     ]
 )
@@ -235,7 +237,7 @@ def dtype(request):
 
 @pytest.fixture
 def random():
-    """random(*shape, dtype=float32): normal numbers, the same in every run."""
+    """random(*shape, dtype=float32) -> normal numbers, the same in every run"""
     generator = torch.Generator().manual_seed(20240607)
 
     def draw(*shape, dtype=torch.float32):
@@ -255,11 +257,11 @@ def integers():
 
 
 class PagedCache:
-    """Sequences of random keys and values in a pool of two layers; pages that nobody owns hold NaN.
+    """Sequences of random keys and values in a pool of two layers; unused pages hold NaN.
 
     pool           [N, 2, HK, B, D]: the second layer's view, strided
     block_table    [sequences, max_blocks] int32, pages in random order; unused entries name a page of NaN
-    contents       of each sequence, [2, HK, length, D]: its keys and values as they lie in the pool
+    contents       of each sequence, [2, HK, length, D]: its keys and values as in the pool
     """
 
     def __init__(self, random, kv_lengths, num_kv_heads, head_size, tokens_per_block, dtype):
@@ -284,7 +286,7 @@ class PagedCache:
         self.kv_lengths = torch.tensor(kv_lengths, dtype=torch.int32, device=DEVICE)
 
     def take_newest(self):
-        """Take the newest token of each sequence away: from its place on its page holds NaN.
+        """Remove the newest token of each sequence: its page holds NaN from its position on.
 
         Returns its key and value, [sequences, HK, D] each; NaN for a sequence of length 0.
         """
@@ -299,9 +301,9 @@ class PagedCache:
         return taken.unbind()
 
     def give_back(self, sequence, first_position, window, sink):
-        """Take the pages away that no query from first_position on sees: their entries name a page of NaN, or nothing.
+        """Remove the pages that no query from first_position on sees: their entries name a page of NaN, or nothing.
 
-        Returns how many that are.
+        Returns their number.
         """
         tokens_per_block = self.pool.shape[3]
         left = range(-(-sink // tokens_per_block), max(first_position - window + 1, 0) // tokens_per_block)

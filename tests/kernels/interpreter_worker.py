@@ -1,8 +1,8 @@
-"""Runs kernels through triton's interpreter, in a process of its own. Started by conftest.py.
+"""Runs kernels in triton's interpreter, in a separate process that conftest.py starts.
 
-Reads requests (kernel name, function name, args, kwargs, whether dots go in one order, name of a function whose calls
-are counted or None) from standard input. Answers with (result, tensors after the call), where calls are counted with
-their number in the result's place, or with the text of an exception. A message is eight bytes of length, then a
+Reads requests from standard input: (kernel name, function name, args, kwargs, whether dots go in one order, name of a
+function whose calls are counted, or None). Answers with (result, tensors after the call), or with the text of an
+exception. The number of calls replaces the result if calls are counted. A message is eight bytes of length, then a
 torch.save.
 """
 
@@ -25,7 +25,7 @@ def send(stream, message):
 
 
 def receive(stream):
-    """The next message, None at the end of the stream."""
+    """Return the next message; None at the end of the stream."""
     header = stream.read(8)
     if len(header) < 8:
         return None
@@ -38,9 +38,9 @@ def tensors_of(args, kwargs):
 
 @contextlib.contextmanager
 def dots_in_one_order():
-    """Interpreted `tl.dot` adds up every element of a tile alike, as a matrix unit does.
+    """Make interpreted `tl.dot` add up every element of a tile in the same order, as a matrix unit does.
 
-    numpy's product, which the interpreter takes, gives a row other bits in another place of the tile.
+    The interpreter uses numpy's product, in which the bits of a row depend on its position in the tile.
     """
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -59,7 +59,7 @@ def dots_in_one_order():
 
 @contextlib.contextmanager
 def calls_counted(module, name):
-    """A list of the calls that the kernels of `module` make of a function of theirs; it grows as they are made."""
+    """Yield a list to which the calls of this function by the kernels of `module` are appended."""
     function, calls = getattr(module, name), []
 
     def counted(*args, **kwargs):

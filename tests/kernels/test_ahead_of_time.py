@@ -1,6 +1,6 @@
-"""Every kernel compiled for GPUs that are not here, and what must hold of the machine code.
+"""Every kernel compiles for GPUs that this machine does not have, and the machine code meets its bounds.
 
-The compiler runs in a process of its own, without TRITON_INTERPRET and with its own choice of settings: see
+The compiler runs in a separate process, without TRITON_INTERPRET and with its own settings: see
 compile_ahead_of_time.py. Run with `-s` to see the table that triton_kernels/README.md records.
 """
 
@@ -31,9 +31,9 @@ KNOWN_STACK_BYTES = {("sm_100", "context D64 window"): 24, ("sm_100", "context D
 
 @pytest.fixture(scope="module")
 def compiled():
-    """{gpu: records}, all compiled by one process.
+    """Return {gpu: records}; one process compiles all.
 
-    Under "variants" one record {kernel: variants}, under "refusals" one {kernel: text of its error}.
+    "variants" has one record {kernel: variants}, "refusals" one {kernel: text of its error}.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "1"          # the default changes between versions of triton
@@ -79,7 +79,7 @@ def test_decode_loads_pages_in_the_widest_pieces(compiled):
 
 
 def test_decode_keeps_several_pages_in_flight(compiled):
-    # Keys and values of a page, for each stage but the one in use. Pages of heads of 256 entries leave room for two.
+    # Keys and values of a page, for each stage but the current one. Pages with heads of 256 entries leave room for two.
     for record in of_kernel(compiled["sm_90"], "_decode_kernel"):
         head_size = int(re.search(r"D(\d+)", record["case"])[1])
         stages = 2 if head_size == 256 else 4
@@ -88,7 +88,7 @@ def test_decode_keeps_several_pages_in_flight(compiled):
 
 @pytest.mark.parametrize("gpu", ["sm_80", "sm_90", "sm_100"])
 def test_as_many_decode_programs_as_share_a_multiprocessor_fit_its_registers(compiled, gpu):
-    # `decode_settings` counts programs by shared memory and warps, and the work list is cut for so many.
+    # `decode_settings` counts programs by shared memory and warps, and the work list is split for that number.
     for record in of_kernel(compiled[gpu], "_decode_kernel"):
         programs = min(record["shared_limit_bytes"] // record["shared_bytes"], 16 // record["warps"])
         registers = -(-record["registers"] // 8) * 8
@@ -96,7 +96,7 @@ def test_as_many_decode_programs_as_share_a_multiprocessor_fit_its_registers(com
 
 
 def test_context_attention_uses_the_matrix_units(compiled):
-    # A tile of 16 uniform rows is too low for the instructions of a warp group.
+    # A tile of 16 uniform rows is too small for the instructions of a warp group.
     high = [record for record in of_kernel(compiled["sm_90"], "_context_kernel") if "uniform" not in record["case"]]
     assert all(record["HGMMA"] > 0 for record in high)
     assert all(record["MFMA"] > 0 for record in of_kernel(compiled["gfx942"], "_context_kernel"))
@@ -112,7 +112,7 @@ def test_deterministic_products_use_the_matrix_units(compiled):
 
 def test_fused_products_load_the_weight_in_the_widest_pieces_several_ahead(compiled):
     for record in of_kernel(compiled["sm_90"], "_fused_linear_kernel"):
-        if record["case"] == "fused 100":                  # its rows begin at no multiple of 16 bytes
+        if record["case"] == "fused 100":                  # its rows do not begin at multiples of 16 bytes
             continue
         # A piece: 512 bytes of 16 rows of x and of some of the weight, 16 bytes a thread. Narrower are norms' vectors.
         rows = 80 if "head" in record["case"] else 48 if "gate up" in record["case"] else 32
@@ -136,7 +136,7 @@ def test_an_unknown_kind_of_activation_is_refused_in_the_same_words_as_in_the_in
 
 
 def test_where_an_index_tensor_begins_does_not_compile_a_kernel_again(compiled):
-    # A step slices its index tensors at any row; a new variant would stall the first step that has it.
+    # A step slices its index tensors at any row. A new variant would stall the first step that needs it.
     (variants,) = compiled["variants"]
     assert variants == {
         "gpu": "variants", "_decode_kernel": 1, "_merge_kernel": 1, "_context_kernel": 1, "_rope_kv_append_kernel": 1,

@@ -1,4 +1,4 @@
-"""Calls of kernels are written down and compiled elsewhere: nothing gets lost, and what is wrong is found.
+"""Recorded calls of kernels compile in another process: no call is lost, and errors are found.
 
 The whole, every call of this folder for four GPUs and two versions of triton: `python -m tests.campaigns --suite T18`.
 """
@@ -59,7 +59,7 @@ def test_every_launcher_knows_what_is_of_the_model(argument_sets):
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    """Calls of one file of tests, and two made up, compiled for four GPUs by the installed triton."""
+    """Return calls of one test file, and two invented ones, compiled for four GPUs by the installed triton."""
     if sys.platform != "linux":
         pytest.skip("triton is there for Linux only")
     file = tmp_path_factory.mktemp("calls") / "calls"

@@ -17,7 +17,7 @@ def groups(integers):
 
 @pytest.fixture(params=["kernel", "twin of the CPU"])
 def run_kernel(request, run_kernel):
-    """The Triton side, and the CPU's own form of it."""
+    """The Triton side, and its CPU form."""
     if request.param == "kernel":
         return run_kernel
 
@@ -34,8 +34,8 @@ def run_kernel(request, run_kernel):
 
 @pytest.fixture
 def assert_same_candidates(run_kernel, run_oracle):
-    """Who follows whom, equal; log-probs within the float32 error of a sum over the vocabulary. The oracle computes in
-    float64 and its scores are no closer together than that error, unless they are equal."""
+    """Parents and tokens are equal; log-probs are within the float32 error of a sum over the vocabulary. The oracle
+    computes in float64. Its scores differ by more than that error, unless they are equal."""
 
     def check(logits, temperature, cum_log_probs, starts, rates, max_rows, num_candidates):
         got = run_kernel("beam_topk", logits, temperature, cum_log_probs, rates, starts, num_candidates, max_rows)
@@ -55,7 +55,7 @@ def assert_same_candidates(run_kernel, run_oracle):
 
 
 def by_hand(logits, temperature, cum_log_probs, sizes, rates, num_candidates):
-    """The definition, one candidate at a time: [(log_prob, row in its group, token)] of each group."""
+    """Compute the candidates by definition, one at a time: [(log_prob, row in its group, token)] of each group."""
     result, row = [], 0
     for size, rate in zip(sizes, rates):
         candidates = []
@@ -127,8 +127,8 @@ def test_the_first_candidates_do_not_depend_on_how_many_are_asked_for(run_kernel
 
 def test_rows_without_a_past_and_forbidden_tokens_yield_nothing(assert_same_candidates, random, integers, groups):
     logits, cum_log_probs = random(6, 4500), random(6)
-    cum_log_probs[[1, 2]] = -torch.inf                     # of the first group one row is left
-    logits[3:, 3:] = -torch.inf                            # of the second nine tokens
+    cum_log_probs[[1, 2]] = -torch.inf                     # one row is left of the first group
+    logits[3:, 3:] = -torch.inf                            # nine tokens of the second
     log_probs, parents, tokens, finite = assert_same_candidates(
         logits, integers([1.0] * 6, torch.float32), cum_log_probs, *groups([3, 3]), 12)
     assert finite.all() and parents[0].tolist() == [0] * 12

@@ -11,7 +11,7 @@ def test_shapes(assert_equals_oracle, random, dtype, rows, size, columns, with_b
             "deterministic_linear", random(rows, size, dtype=dtype), random(columns, size, dtype=dtype), bias,
             reduction=size, dtype=dtype,
         )
-    except RuntimeError as refusal:        # a CPU's form refuses by name what torch does not compute row by row there
+    except RuntimeError as refusal:        # a CPU form refuses by name what torch does not compute row by row
         if columns > 5 or type(refusal).__name__ != "NoAgreeingSizeError":
             raise
         pytest.skip(f"refused on this machine: {refusal}")

@@ -3,20 +3,20 @@ import torch
 
 from batch_manager.triton_kernels.fused_linear_settings import MOST_ROWS, fused_linear_settings, is_fused
 
-# Sizes in, rows of the weight, that do and do not divide a program's tiles.
+# Input sizes and rows of the weight that do and do not divide a program's tiles.
 SIZES = [(64, 32), (576, 80), (100, 70), (33, 5), (16, 16)]
 ROUNDINGS = {"none": 1, "norm": 8, "both": 12}       # a rounded norm is multiplied with, a rounded product activated
 
 
 def poisoned(values, spare_rows=1, spare_columns=3):
-    """The same values in memory that holds NaN behind each row and behind the last one."""
+    """Return the same values in memory that holds NaN after each row and after the last one."""
     whole = values.new_full((len(values) + spare_rows, values.shape[1] + spare_columns), torch.nan)
     whole[: len(values), : values.shape[1]] = values
     return whole[: len(values), : values.shape[1]]
 
 
 def contiguous_and_poisoned(values):
-    """The same values, contiguous, with NaN behind the last of them."""
+    """Return the same values, contiguous, with NaN after the last one."""
     whole = values.new_full((values.numel() + 64,), torch.nan)
     whole[: values.numel()] = values.flatten()
     return whole[: values.numel()].view(values.shape)
@@ -79,7 +79,7 @@ def test_strided_rows_into_strided_rows(assert_equals_oracle, random):
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_it_is_what_separate_launches_give(run_kernel, is_recording, made, dtype, norm):
-    """Rounded where they round: the two differ by the order of sums alone."""
+    """The fused kernel rounds where separate launches round. They differ only in the order of sums."""
     x, weight, bias, norm_weight, norm_bias, epsilon = made(7, 200, 96, True, norm)
     if norm == "rms":
         normed = run_kernel("rms_norm", x, norm_weight, epsilon)
@@ -111,7 +111,7 @@ def test_an_unknown_kind_of_activation_is_refused(run_kernel, random):
 
 
 class Limits:
-    """Of a DeviceLimits, what settings look at."""
+    """The part of DeviceLimits that the settings use."""
 
     def __init__(self, shared_kib, multiprocessors):
         self.shared_bytes, self.multiprocessors = shared_kib * 1024, multiprocessors
@@ -136,11 +136,11 @@ def test_settings_fit_the_device_and_cover_it(limits, element_size_bytes, in_siz
 def test_which_products_are_fused():
     limits = Limits(227, 132)
     assert is_fused(16, 4096, 6144, False, "rms", 2, limits) and not is_fused(17, 4096, 6144, False, "rms", 2, limits)
-    # A layer norm looks at x three times: with as few rows of the weight a program, fewer rows of x pay.
+    # A layer norm reads x three times: with few weight rows per program, fusing pays only for fewer rows of x.
     assert is_fused(10, 768, 2304, False, "layer", 2, limits) and not is_fused(11, 768, 2304, False, "layer", 2, limits)
     assert is_fused(16, 4096, 128256, False, "layer", 2, limits)
     for gated in (False, True):
         for norm in ("none", "rms", "layer"):
             fused = [is_fused(rows, 576, 960, gated, norm, 2, limits) for rows in range(1, 40)]
             assert fused[0] and not any(fused[16:])
-            assert fused == sorted(fused, reverse=True)      # what is fused for some rows is for fewer
+            assert fused == sorted(fused, reverse=True)      # what is fused for some rows is fused for fewer

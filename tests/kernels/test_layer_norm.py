@@ -6,7 +6,7 @@ import torch
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_rows(assert_equals_oracle, random, dtype, size, with_residual, with_bias):
-    # The oracle's residual is not rounded to the storage dtype before the norm: one rounding more.
+    # The oracle does not round the residual to the storage dtype before the norm, so one more rounding is allowed.
     residual = random(3, size, dtype=dtype) if with_residual else None
     bias = random(size, dtype=dtype) if with_bias else None
     assert_equals_oracle(

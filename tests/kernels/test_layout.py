@@ -1,4 +1,4 @@
-"""The three folders agree: kernel, oracle and test of one name, one signature; and who imports triton."""
+"""Every kernel has an oracle and a test of its name, with one signature. Also: which modules import triton."""
 
 import ast
 import importlib
@@ -22,7 +22,7 @@ TWINS = sorted({path.stem for path in (KERNELS / "cpu").glob("*.py")} - {"__init
 
 
 def parameters_of(path, name):
-    """(parameter name, default) pairs of function `name`, read without importing the module."""
+    """Return the (parameter name, default) pairs of function `name`, without importing the module."""
     functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
     arguments = next(function.args for function in functions if function.name == name)
     defaults = [ast.unparse(default) for default in arguments.defaults]

@@ -11,12 +11,13 @@ from batch_manager.triton_kernels.context_work_list import (
     most_context_tiles,
 )
 
-B = 16                                  # tokens per block in these tests, unless they say otherwise
+B = 16                                  # tokens per block, by default
 
 
 @pytest.fixture
 def check(assert_equals_oracle, paged_cache, random, integers):
-    """check(query_lengths, kv_lengths, ...): kernel against oracle, with rows of other kinds behind the context's."""
+    """check(query_lengths, kv_lengths, ...): compares kernel and oracle, with generation rows after the context
+    rows."""
 
     def run(query_lengths, kv_lengths, group=1, num_kv_heads=1, head_size=32, tokens_per_block=B,
             dtype=torch.float32, window=None, padded_to=0, sink=0, scale=None, softcap=None, uniform_rows=None, **more):
@@ -26,7 +27,7 @@ def check(assert_equals_oracle, paged_cache, random, integers):
                 cache.give_back(sequence, length - new, window, sink)
         num_rows = sum(query_lengths)
         query = random(num_rows + 3, (group + 2) * num_kv_heads, head_size, dtype=dtype)
-        query = query[:, : group * num_kv_heads]           # as a projection leaves it, beside keys and values
+        query = query[:, : group * num_kv_heads]           # as a projection returns it, next to keys and values
         query[num_rows:] = torch.nan                       # generation rows: neither read nor written
         cu_seqlens = torch.tensor([0, *query_lengths]).cumsum(0).tolist()
         tile_rows = uniform_rows or context_tile_rows(head_size, query.element_size())
@@ -53,7 +54,7 @@ def test_a_chunk_starts_in_the_middle(check, dtype, start):
 
 
 def lengths_around_tiles(tile_rows, group):
-    """Chunks of one token, of about one tile of queries, of one tile of tokens and of more."""
+    """Return chunk lengths: one token, about one tile of queries, one tile of tokens, and more."""
     tokens = max(tile_rows // group, 1)
     return [1, tokens, tokens + 1, tile_rows, tile_rows + tokens + 1]
 
@@ -69,7 +70,7 @@ def test_short_and_long_chunks_together(check, dtype, group, more):
 
 @pytest.mark.parametrize("group, uniform_rows", [(1, None), (3, None), (4, 16), (8, None), (17, 16)])
 def test_programs_walk_keys_for_full_tiles_of_queries(count_calls, paged_cache, random, integers, group, uniform_rows):
-    """For a chunk of few tokens: once for all heads of a group."""
+    """A chunk of few tokens reads the keys once for all heads of a group."""
     tile_rows = uniform_rows or context_tile_rows(16, 4)
     lengths = lengths_around_tiles(tile_rows, group)
     kv_lengths = [length + 9 * number for number, length in enumerate(lengths)]
@@ -78,7 +79,7 @@ def test_programs_walk_keys_for_full_tiles_of_queries(count_calls, paged_cache, 
         "paged_attention_context", random(sum(lengths), group, 16), cache.pool, cache.block_table,
         integers([0, *np.cumsum(lengths)]), cache.kv_lengths,
         integers(context_work_list(lengths, kv_lengths, tile_rows)), 0.2, uniform_rows=uniform_rows, softcap=1.0,
-        of="soft_cap",                                     # once for each tile of keys, in each program
+        of="soft_cap",                                     # called once per tile of keys in each program
     )
     expected = 0
     for length, kv_length in zip(lengths, kv_lengths):
@@ -102,7 +103,7 @@ def test_window(check, window):
     (30.0, 2000.0, {"window": 20}), (50.0, 8.0, {"window": 20, "sink": 5}), (30.0, 2000.0, {"uniform_rows": 16}),
 ])
 def test_capped_scores(check, dtype, softcap, scale, more):
-    """Scores far below the cap, about as large, and so far above that all keys of one sign weigh the same."""
+    """The scores are far below the cap, about as large, or so far above that all keys of one sign weigh the same."""
     assert check([40, 5], [77, 5], group=2, dtype=dtype, softcap=softcap, scale=scale, **more)[:45].isfinite().all()
 
 
@@ -120,7 +121,7 @@ def test_the_oracle_caps_scores_before_the_softmax(run_oracle, streaming_attenti
 
 
 def slopes_of(heads, is_rounded, random):
-    """Falling slopes, the last of them negative; numbers of bfloat16 where that is asked for."""
+    """Return falling slopes, the last one negative; rounded to bfloat16 if is_rounded."""
     slopes = 0.7 ** torch.arange(1, heads + 1).to(random(1).device)
     slopes[-1] *= -1
     return slopes.bfloat16().float() if is_rounded else slopes
@@ -137,7 +138,7 @@ def test_the_oracle_adds_slopes_after_the_cap_and_one_sink_logit(run_oracle, str
                      cache.kv_lengths, None, 0.3, window, sink=sink, softcap=softcap, alibi_slopes=slopes,
                      alibi_bfloat16_factor=factor, sink_logits=sink_logits)
 
-    def product(head, position):                           # of a position above 256, which is no number of bfloat16
+    def product(head, position):                           # bfloat16 cannot represent this position above 256
         return float(slopes[head].bfloat16() * torch.tensor(position).bfloat16())
 
     def added(head, key, position):

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from batch_manager.triton_kernels.decode_work_list import MIN_PAGES_PER_PART, decode_work_list
 
-B = 16                                  # tokens per block in these tests, unless they say otherwise
-WHOLE, HALVED = 1000, 2                 # most pages of a part: sequences in one part, and in several
+B = 16                                  # tokens per block, by default
+WHOLE, HALVED = 1000, 2                 # maximum pages of a part: sequences in one part, and in several
 
 
 def nan_like(tensor):
@@ -16,7 +16,7 @@ def nan_like(tensor):
 
 @pytest.fixture
 def work(integers):
-    """work(kv_lengths, pages_per_part, window, sink, block) -> (work list, part starts) as the kernel takes them."""
+    """work(kv_lengths, pages_per_part, window, sink, block) -> (work list, part starts), as the kernel takes them"""
 
     def make(kv_lengths, pages_per_part=WHOLE, window=None, sink=0, block=B):
         work_list, part_starts = decode_work_list(kv_lengths.tolist(), block, 1, 1, window, sink, pages_per_part)
@@ -27,7 +27,7 @@ def work(integers):
 
 @pytest.fixture
 def rotation(random):
-    """rotation(size) -> the tables, as arguments, of heads whose leading entries rotate; none for 0."""
+    """rotation(size) -> the table arguments of heads whose leading entries rotate; none for 0"""
 
     def make(size, positions=200):
         if size == 0:
@@ -80,7 +80,7 @@ def test_pages_outside_the_window_are_not_read(assert_equals_oracle, paged_cache
 def test_capped_scores(
     assert_equals_oracle, paged_cache, random, dtype, softcap, stretch, window, pages_per_part, work
 ):
-    """Scores far below the cap, about as large, and so far above that all keys of one sign weigh the same."""
+    """The scores are far below the cap, about as large, or so far above that all keys of one sign weigh the same."""
     cache = paged_cache([B - 1, 1, 5 * B + 3], 2, 32, B, dtype)
     query = random(3, 6, 32, dtype=dtype)
     out = nan_like(query)
@@ -110,7 +110,7 @@ def test_the_oracle_caps_scores_before_the_softmax(run_oracle, streaming_attenti
 
 
 def slopes_of(heads, is_rounded, random):
-    """Falling slopes, the last of them negative; numbers of bfloat16 where that is asked for."""
+    """Return falling slopes, the last one negative; rounded to bfloat16 if is_rounded."""
     slopes = 0.7 ** torch.arange(1, heads + 1).to(random(1).device)
     slopes[-1] *= -1
     return slopes.bfloat16().float() if is_rounded else slopes
@@ -127,7 +127,7 @@ def test_the_oracle_adds_slopes_after_the_cap_and_one_sink_logit(run_oracle, str
                      cache.kv_lengths, None, None, 0.3, window, sink=sink, softcap=softcap, alibi_slopes=slopes,
                      alibi_bfloat16_factor=factor, sink_logits=sink_logits)
 
-    def product(head, position):                           # of a position above 256, which is no number of bfloat16
+    def product(head, position):                           # bfloat16 cannot represent this position above 256
         return float(slopes[head].bfloat16() * torch.tensor(position).bfloat16())
 
     def added(head, key, position):
@@ -319,7 +319,7 @@ LENGTHS = [1, 2, B, B + 1, B + 2, 3 * B, 3 * B + 1, 5 * B + 3]
 def test_the_newest_token_is_rotated_appended_and_attended_to(
     assert_equals_oracle, paged_cache, random, dtype, rotary_size, window, sink, pages_per_part, work, rotation
 ):
-    """From its place on, its page is full of NaN, and so are the pages that it does not see."""
+    """Its page is full of NaN from its position on, and so are the pages that it does not see."""
     cache = paged_cache(LENGTHS, 2, 32, B, dtype)
     for sequence, length in enumerate(LENGTHS):
         if window:
@@ -349,7 +349,7 @@ def test_the_pool_holds_what_rope_kv_append_writes(
     run_kernel("paged_attention_decode", query, key, value, cache.pool, cache.block_table, cache.kv_lengths,
                *work(cache.kv_lengths), 0.2, **tables)
     run_kernel("rope_kv_append", query, key, value, appended, pool_slots, newest, **tables)
-    # Compiled, a product may be fused into the sum in one kernel and not in the other.
+    # Compiled, one kernel may fuse a product into the sum where the other does not.
     eps = torch.finfo(dtype).eps if appended.is_cuda else 0.0
     torch.testing.assert_close(cache.pool, appended, rtol=eps, atol=eps, equal_nan=True)
 
@@ -358,7 +358,7 @@ def test_the_pool_holds_what_rope_kv_append_writes(
 def test_beams_share_the_pages_before_those_they_append_to(
     assert_equals_oracle, paged_cache, random, integers, width, work, rotation
 ):
-    """One sequence's beams are rows of the table that name the same pages, but for the last."""
+    """The beams of a sequence are rows of the table that name the same pages, except the last one."""
     cache = paged_cache([2 * B + 5] * width, 2, 32, B, torch.float32)
     cache.block_table[1:, :2] = cache.block_table[0, :2].clone()
     cache.take_newest()
@@ -383,7 +383,7 @@ def test_beams_share_the_pages_before_those_they_append_to(
 def test_attention_over_the_work_list_of_a_step(
     assert_equals_oracle, paged_cache, random, integers, lengths, window, sink
 ):
-    """The list for a device with two resident programs, with padded rows at its end."""
+    """The list is for a device with two resident programs, and has padded rows at its end."""
     cache = paged_cache(lengths, 2, 32, B, torch.float32)
     work_list, part_starts = decode_work_list(lengths, B, 2, 2, window, sink, padded_to=40)
     assert len(work_list) == 40 and (part_starts[-1] or window or not any(lengths))
@@ -396,7 +396,7 @@ def test_attention_over_the_work_list_of_a_step(
 
 
 def visible_pages(length, window, sink, block):
-    """The pages of a sequence that hold a key its newest token sees, key by key."""
+    """Return the pages of a sequence with a key that its newest token sees, checked key by key."""
     return sorted({key // block for key in range(length) if not window or key >= length - window or key < sink})
 
 

@@ -35,4 +35,4 @@ def test_uniform_numbers_are_uniform_along_positions_and_along_seeds(run_oracle)
         counts = torch.histc(drawn, bins=50, min=0, max=1)
         chi_square = ((counts - 400) ** 2 / 400).sum()
         assert drawn.min() >= 0 and drawn.max() < 1
-        assert chi_square < 100                            # 49 degrees of freedom: exceeded with probability 2e-5
+        assert chi_square < 100                            # 49 degrees of freedom: the probability of more is 2e-5

@@ -5,7 +5,7 @@ import torch
 @pytest.mark.parametrize("size", [32, 96, 576, 1000])
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_rows(assert_equals_oracle, random, dtype, size, with_residual):
-    # The oracle's residual is not rounded to the storage dtype before the norm: one rounding more.
+    # The oracle does not round the residual to the storage dtype before the norm, so one more rounding is allowed.
     residual = random(3, size, dtype=dtype) if with_residual else None
     assert_equals_oracle(
         "rms_norm", random(3, size, dtype=dtype), random(size, dtype=dtype), 1e-5, residual=residual,

@@ -4,7 +4,7 @@ import torch
 
 @pytest.fixture
 def row_parameters(integers):
-    """row_parameters(temperature, top_k, top_p, seed, position): the per-row tensors, from lists."""
+    """row_parameters(temperature, top_k, top_p, seed, position) -> the per-row tensors, from lists"""
 
     def make(temperature, top_k, top_p, seed=None, position=None):
         rows = len(temperature)
@@ -19,7 +19,7 @@ def row_parameters(integers):
 
 @pytest.fixture
 def assert_same_draw(run_kernel, run_twin, run_oracle):
-    """Tokens and flags equal; log-probs within the float32 error of a sum over the vocabulary."""
+    """Tokens and flags are equal; log-probs are within the float32 error of a sum over the vocabulary."""
 
     def check(logits, parameters, **more):
         tokens, log_probs, finite = run_kernel("sample_token", logits, *parameters, **more)
@@ -28,7 +28,7 @@ def assert_same_draw(run_kernel, run_twin, run_oracle):
         assert torch.equal(tokens, expected_tokens)
         of_twin = run_twin("sample_token", logits, *parameters, **more)
         assert torch.equal(of_twin[0], tokens) and torch.equal(of_twin[2], finite)
-        # Terms summed, and the argument of the exponential, whose error the logarithm hands on.
+        # Terms in the sum, and the argument of the exponential, whose error passes through the logarithm.
         temperature = parameters[0][more["slots"]] if "slots" in more else parameters[0]
         heat = temperature.where(temperature > 0, 1)
         largest = (logits.float().nan_to_num(0, 0, 0).abs().amax(1) / heat).nan_to_num()
@@ -128,7 +128,7 @@ def test_extreme_logits_and_temperatures(assert_same_draw, random, row_parameter
     logits[1] = torch.finfo(torch.float32).min
     logits[2, 50:] = torch.finfo(torch.float32).min
     assert_same_draw(logits[:3], row_parameters([1.0, 1.0, 1.0], [0, 0, 60], [1.0, 1.0, 0.999]))
-    # Nearly no temperature is nearly greedy; all the temperature there is draws evenly.
+    # A temperature near 0 is nearly greedy; a huge one samples evenly.
     tokens = assert_same_draw(logits[3:], row_parameters([1e-3, 1e6], [0, 0], [1.0, 1.0]))
     assert tokens[0] == logits[3].argmax()
 
@@ -169,7 +169,7 @@ def test_a_row_does_not_depend_on_its_neighbours(run_kernel, random, row_paramet
 
 @pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (6, 0.0), (0, 0.7), (8, 0.8)])
 def test_the_oracle_draws_from_the_distribution_it_documents(run_oracle, top_k, top_p):
-    # Goodness of fit of 20,000 draws, at the positions of one request.
+    # Goodness of fit of 20,000 samples, at the positions of one request.
     draws, vocabulary, temperature = 20_000, 20, 0.8
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(3)).double()
     probabilities = (logits / temperature).softmax(-1)
@@ -209,7 +209,7 @@ def test_numbers_of_slots_are_those_of_rows(assert_same_draw, run_kernel, random
 def test_what_follows_from_a_token_is_written_too(request, side, random, row_parameters, integers):
     run = request.getfixturevalue(side)
     logits, slots, position = random(3, 300), [5, 0, 3], [6, 4, 103]
-    logits[2, 9] = torch.nan                               # no token can be drawn from this row: it has token 0
+    logits[2, 9] = torch.nan                               # no token can be sampled from this row: it gets token 0
     best = logits.argmax(1).tolist()
     parameters = row_parameters([0.0] * 6, [0] * 6, [0.0] * 6)
     end_id = integers([best[1], 7, 7, 7, 7, best[0] + 1])
@@ -232,7 +232,7 @@ def test_counts_that_are_given_are_used(assert_same_draw, run_kernel, random, ro
 
 
 def test_top_p_of_what_top_k_keeps_ends_in_any_digit(assert_same_draw, random, row_parameters, dtype):
-    # Both thresholds in one first digit, in two, and in ties of one logit.
+    # Both thresholds are within one first digit, in two, and in ties of one logit.
     top_k, top_p = [300, 401, 3, 250, 700] * 2, [0.5, 0.95, 0.4, 0.999, 0.05] * 2
     logits = torch.cat([1 + random(10, 400).abs() / 64, random(10, 400) - 3], 1).to(dtype)
     logits[5:, :200] = logits[5:, :1]

@@ -72,7 +72,7 @@ def test_forbidden_tokens_are_never_drawn():
 
 
 def test_fewer_allowed_tokens_than_top_k_keeps_need_no_sorting(monkeypatch):
-    """As under a grammar: a sorted vocabulary for each row would be most of the step."""
+    """As under a grammar: sorting the vocabulary for each row would take most of the step."""
     logits = torch.full((4, 3000), -torch.inf)
     logits[:, [7, 900, 2999]] = random_logits(4, 3, 2.0)
     knobs = arrays([(0.8, 40, 0.9), (1.0, 3, 0.0), (1.2, 50, 1.0), (0.7, 2, 0.5)], range(4), [3] * 4)
@@ -98,7 +98,7 @@ def test_any_small_row_agrees_with_the_oracle(data):
 
 
 def exact_distribution(row, temperature, top_k, top_p):
-    """In float64, from the definition."""
+    """Return the float64 distribution, by definition."""
     p = (row.double() / temperature).softmax(-1)
     if top_k:
         p = torch.where(row >= row.topk(top_k).values[-1], p, 0)
@@ -123,7 +123,7 @@ def test_the_drawn_tokens_have_the_exact_distribution(knob):
         counts += np.bincount(tokens.numpy(), minlength=vocab)
     expected = exact_distribution(row, *knob) * draws
     assert counts[expected == 0].sum() == 0
-    often = expected >= 5                                          # the rare ones together are one more cell
+    often = expected >= 5                                          # the rare ones share one cell
     observed = np.append(counts[often], counts[~often].sum())
     wanted = np.append(expected[often], expected[~often].sum())
     if wanted[-1] == 0:
@@ -178,7 +178,7 @@ def test_a_row_without_a_finite_maximum_is_recognised(vocab):
 
 
 def test_the_whole_operation_is_the_oracles():
-    """Greedy rows among the others, rows that are not finite, and log-probs of those that want one."""
+    """Greedy rows, rows that are not finite, and log-probs of the rows that want them."""
     greedy = [(0.0, 9, 0.5), (1.0, 1, 0.9), (2.0, 0, 0.0), (1.0, 5, 0.0), (0.0, 0, 0.0)]
     knobs = arrays([*KNOBS, *greedy], range(17), range(17))
     logits = random_logits(17, 300, 2.0)

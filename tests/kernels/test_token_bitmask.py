@@ -4,7 +4,7 @@ import torch
 
 @pytest.fixture
 def bits(random):
-    """bits(rows, words): random int32 words, all 32 bits of them in play."""
+    """bits(rows, words) -> random int32 words in which all 32 bits vary"""
 
     def make(rows, words):
         return (random(rows, words, 32) > 0).long().mul(2 ** torch.arange(32, device=random(1).device)).sum(-1).int()

@@ -4,7 +4,7 @@ import torch
 
 @pytest.fixture
 def case(random, integers):
-    """case(vocabulary, lengths, penalties) -> (logits, histories of random ids, per-row tensors)."""
+    """case(vocabulary, lengths, penalties) -> (logits, histories of random ids, per-row tensors)"""
 
     def make(vocabulary, lengths, repetition, presence, frequency, ids=None, ignored=None):
         rows, capacity = len(lengths), max(lengths) + 3
@@ -13,7 +13,7 @@ def case(random, integers):
         history = history.to(integers([0]).device)
         history_row = integers(list(range(rows + 1, 1, -1)), torch.int64)
         for row, length in zip(history_row.tolist(), lengths):
-            history[row, length:] = -7                     # what stands there may be anything
+            history[row, length:] = -7                     # these entries are not read
         penalties = (integers(values, torch.float32) for values in (repetition, presence, frequency))
         return 3 * random(rows, vocabulary), history, history_row, integers(lengths, torch.int64), *penalties, integers(
             ignored or [0] * rows)

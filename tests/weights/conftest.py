@@ -1,4 +1,4 @@
-"""A small honest checkpoint to damage."""
+"""A small valid checkpoint, which tests damage."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""GGUF files as the tests write them, byte by byte and by their own reading of the format, right and wrong ones."""
+"""Valid and invalid GGUF files, written byte by byte, independently of the product's reading of the format."""
 
 import struct
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ def text(value: str | bytes) -> bytes:
 
 
 def value_bytes(kind: int, value) -> bytes:
-    """One value, without its type. Of an array: (kind of its entries, entries)."""
+    """Return the bytes of a value, without its type. The value of an array: (kind of its entries, entries)."""
     if kind == TEXT:
         return text(value)
     if kind == ARRAY:
@@ -28,7 +28,7 @@ def value_bytes(kind: int, value) -> bytes:
 
 @dataclass
 class Entry:
-    """Of the metadata. `raw` stands for the bytes of the value where it is given."""
+    """An entry of the metadata. `raw`, if given, replaces the bytes of the value."""
 
     key: str | bytes
     kind: int
@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass
 class Tensor:
-    """dims as the file has them: columns first. offset None: after the one before"""
+    """dims: in the order of the file, columns first. offset: None places the tensor after the one before"""
 
     name: str | bytes
     dims: list[int]
@@ -80,7 +80,7 @@ class Draft:
 
 
 def small(architecture: str = "llama", extra: Iterable[Entry] = ()) -> Draft:
-    """Two tensors and some metadata: no model, but a right file."""
+    """Return a valid file that is not a model: two tensors and some metadata."""
     return Draft([Entry("general.architecture", TEXT, architecture), Entry(f"{architecture}.block_count", UINT32, 1),
                   Entry("tokenizer.ggml.tokens", ARRAY, (TEXT, ["<s>", "a", "\N{GRINNING FACE}"])),
                   Entry("tokenizer.ggml.scores", ARRAY, (FLOAT32, [0.0, -1.0, -2.5])),

@@ -1,4 +1,4 @@
-"""What the reader of a checkpoint costs, and what it says, does not depend on what the files want."""
+"""The cost of reading a checkpoint and the messages about it have bounds that no file can change."""
 
 import json
 import os
@@ -153,7 +153,7 @@ def test_a_file_shorter_than_it_says_is_incomplete(content, checkpoint):
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_file_that_cannot_be_read_is_named(name, checkpoint, monkeypatch):
-    """As it is without permission; root has it always."""
+    """As without permission, which root always has."""
     checkpoint.write()
     real = Path.open
 

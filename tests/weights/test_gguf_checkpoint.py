@@ -1,4 +1,4 @@
-"""GGUF checkpoints: shards, what the metadata may say, what is refused by its key, and what loading costs."""
+"""GGUF checkpoints: shards, valid metadata, refusals by key, and the cost of loading."""
 
 import builtins
 import struct
@@ -30,7 +30,7 @@ def tensor(name, *shape, kind=F32):
 
 
 def model(architecture="llama", extra=(), **numbers) -> Draft:
-    """A whole Llama, or what is called one."""
+    """Return a whole Llama, or a file that claims another architecture."""
     entries = [Entry("general.architecture", TEXT, architecture)]
     entries += [Entry(f"{architecture}.{key}", UINT32, value)
                 for key, value in {**NUMBERS, **numbers}.items() if value is not None]
@@ -171,7 +171,7 @@ def test_what_a_gpu_keeps_the_weights_in(tmp_path, architecture, kind, dtype):
 
 
 def shards(count=3, **changed) -> dict[str, Draft]:
-    """A model in shards, the metadata in the first."""
+    """Return a model in shards, with the metadata in the first one."""
     whole = model()
     parts = {}
     for index in range(count):
@@ -287,7 +287,7 @@ def test_loading_holds_one_copy_and_a_few_rows(tmp_path, kind):
     path = write(tmp_path, draft)
     del data, draft
     weights = open_checkpoint(path).weights(torch.device("cpu"), torch.float32)
-    weights.tensor("model.embed_tokens.weight", (rows, columns))     # what is allocated and imported once for all
+    weights.tensor("model.embed_tokens.weight", (rows, columns))     # allocate and import what is needed once
     forget_peak()
     before = Resources.now().resident
     made = weights.tensor("model.embed_tokens.weight", (rows, columns))
@@ -306,7 +306,7 @@ def test_a_header_of_many_tensors_is_read_in_a_moment(tmp_path):
 
 
 def of(architecture, *keys, tensors=(), **numbers):
-    """The spec of a file that has just its embedding."""
+    """Return a function that reads the spec of a file with only the embedding."""
     def read(tmp_path):
         draft = model(architecture, [Entry(f"{architecture}.{name}", kind, value) for name, kind, value in keys],
                       **numbers)

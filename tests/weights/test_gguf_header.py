@@ -1,4 +1,4 @@
-"""The header of a GGUF file: what is right is read, and what is wrong is refused by name before memory is taken."""
+"""The header of a GGUF file: a valid one is read; an invalid one is refused by name before memory is allocated."""
 
 import struct
 import tracemalloc
@@ -159,7 +159,7 @@ def test_every_truncation_is_refused(tmp_path):
 
 def test_counts_take_no_memory_before_they_are_checked(tmp_path):
     path = tmp_path / "model.gguf"
-    with path.open("wb") as file:                         # sparse: it takes no space
+    with path.open("wb") as file:                         # sparse: it takes no disk space
         file.write(with_entry("v", ARRAY, raw=struct.pack("<IQ", UINT32, 2**30)).to_bytes())
         file.truncate(2**33)
     tracemalloc.start()

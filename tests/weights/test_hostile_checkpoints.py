@@ -1,4 +1,4 @@
-"""C25: whatever is wrong with a checkpoint, the answer is one ModelLoadError that names file and field."""
+"""C25: a bad checkpoint causes one ModelLoadError, which names file and field."""
 
 import os
 import struct
@@ -318,9 +318,9 @@ def test_weights_larger_than_what_is_free_are_refused_before_any_is_allocated(lo
 
 def test_what_is_not_there_or_not_needed_takes_no_memory(checkpoint):
     honest = 4 * sum(tensor.numel() for tensor in checkpoint.tensors.values())
-    checkpoint.tensors["model.rotary_emb.inv_freq"] = torch.ones(10_000)         # nobody asks for it
+    checkpoint.tensors["model.rotary_emb.inv_freq"] = torch.ones(10_000)         # no model reads it
     load_model(checkpoint.write(), device="cpu", dtype="float32", free_bytes=honest)
-    checkpoint.config |= {"vocab_size": 2**20}                                   # no file has so many rows
+    checkpoint.config |= {"vocab_size": 2**20}                                   # no tensor has that many rows
     checkpoint.write()
     with pytest.raises(ModelLoadError, match="model.embed_tokens.weight"):
         load_model(checkpoint.folder, device="cpu", dtype="float32", free_bytes=honest + 40_000)

@@ -1,4 +1,4 @@
-"""A snapshot of a Hugging Face cache is read through its links; no link leads out of the repository."""
+"""A snapshot in a Hugging Face cache is read through its links. A link out of the repository is not followed."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ from batch_manager.weights.safetensors_source import SafetensorsWeights
 
 @pytest.fixture
 def cached(checkpoint, tmp_path):
-    """cached(shards=False) -> the snapshot of the checkpoint, as huggingface_hub lays it out."""
+    """cached(shards=False) -> the snapshot of the checkpoint, laid out as huggingface_hub does"""
 
     def make(repository="models--org--name", revision="0123abcd", shards=False, folder="hub"):
         checkpoint.write_shards() if shards else checkpoint.write()

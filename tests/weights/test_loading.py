@@ -1,4 +1,4 @@
-"""What an honest checkpoint becomes."""
+"""Valid checkpoints load."""
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ def test_loading_leaves_the_default_dtype_and_the_gradient_mode_alone(checkpoint
 
 
 def test_dummy_weights_are_what_every_family_asks_for(checkpoint):
-    """Also GPT-2's, which is asked how its tensors are called, and a tied head, which is not asked for."""
+    """GPT-2 asks which names its tensors have. A tied head is not asked for."""
     checkpoint.config = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 11, "n_embd": 8, "n_layer": 1, "n_head": 2,
                          "n_positions": 16}
     checkpoint.write_config()
