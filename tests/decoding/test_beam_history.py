@@ -173,5 +173,5 @@ def test_a_search_in_which_nothing_may_go_on_fails_unless_a_text_is_finished(dec
     engine = Engine(decoder_with, setups, [[0], [0]])
     engine.step(lambda text: logits.clone())
     engine.step(lambda text: logits.clone())
-    assert engine.ended[1] is None                                     # as a row without a token fails
+    assert engine.ended[1] is None                                     # as for a row without a possible token
     assert sorted(tuple(text.tokens.tolist()) for text in engine.ended[0]) == [(), (3,)]

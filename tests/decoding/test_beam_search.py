@@ -294,13 +294,13 @@ def test_the_end_id_is_in_the_sum_and_the_length_but_not_in_the_text():
     (best, _), outputs = run(beams(2, 5, 1.0), 1, constant(0.2, 0.7, 0.1))
     assert best.tokens.tolist() == [] and best.finish == END_ID
     assert best.cum_log_prob == pytest.approx(np.log(0.7)) and len(best.log_probs) == len(best.rows) == 0
-    assert len(outputs) == 2                     # the second text ends in the second step
+    assert len(outputs) == 2                     # the second sequence ends in the second step
 
 
 @pytest.mark.parametrize(("early_stopping", "steps"), [(1, 2), (0, 3), (7, 6), (-1, 6)])
 def test_when_the_search_is_over(early_stopping, steps):
     """Two sequences end soon. The third token makes the live ones worth less than both, unless they get long."""
-    likely = {0: 0.5, 1: 0.5, 2: 0.04}                       # of token 0, by position; 0.9 further on
+    likely = {0: 0.5, 1: 0.5, 2: 0.04}                       # of token 0, by position; 0.9 afterwards
     end = {0: 0.3, 1: 0.3, 2: 0.01}
 
     def follows(texts):

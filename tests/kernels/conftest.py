@@ -26,7 +26,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 RECORD_TO = os.environ.get("BATCH_MANAGER_ARGUMENT_SETS")      # a file; None: kernels run
 
-TWIN_ROUNDINGS = 2      # to the storage dtype, that the CPU's own form of an operation may have above the kernel's
+TWIN_ROUNDINGS = 2      # roundings to the storage dtype that a CPU form may have beyond the kernel's
 
 
 def _load(path):

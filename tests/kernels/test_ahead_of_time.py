@@ -114,7 +114,8 @@ def test_fused_products_load_the_weight_in_the_widest_pieces_several_ahead(compi
     for record in of_kernel(compiled["sm_90"], "_fused_linear_kernel"):
         if record["case"] == "fused 100":                  # its rows do not begin at multiples of 16 bytes
             continue
-        # A piece: 512 bytes of 16 rows of x and of some of the weight, 16 bytes a thread. Narrower are norms' vectors.
+        # A piece: 512 bytes of 16 rows of x and of some rows of the weight, 16 bytes per thread. Norm vectors are
+        # narrower.
         rows = 80 if "head" in record["case"] else 48 if "gate up" in record["case"] else 32
         assert record["LDGSTS.128"] >= rows * 512 // (16 * 128) * (record["stages"] - 1), record
         norms = "GPT-2" not in record["case"] or "expand" in record["case"]

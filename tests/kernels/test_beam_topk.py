@@ -116,7 +116,7 @@ def test_the_lower_row_and_the_lower_id_come_first_among_equals(run_kernel, run_
 
 
 def test_the_first_candidates_do_not_depend_on_how_many_are_asked_for(run_kernel, run_oracle, random, integers, groups):
-    logits = (2 * random(4, 500)).round()                  # full of equals
+    logits = (2 * random(4, 500)).round()                  # full of equal values
     starts, rates, max_rows = groups([2, 2])
     for run in (run_kernel, run_oracle):
         few, many = (run("beam_topk", logits, integers([1.0] * 4, torch.float32), integers([0.0] * 4, torch.float32),

@@ -5,7 +5,7 @@ from batch_manager.triton_kernels.fused_linear_settings import MOST_ROWS, fused_
 
 # Input sizes and rows of the weight that do and do not divide a program's tiles.
 SIZES = [(64, 32), (576, 80), (100, 70), (33, 5), (16, 16)]
-ROUNDINGS = {"none": 1, "norm": 8, "both": 12}       # a rounded norm is multiplied with, a rounded product activated
+ROUNDINGS = {"none": 1, "norm": 8, "both": 12}       # a rounded norm is multiplied, a rounded product activated
 
 
 def poisoned(values, spare_rows=1, spare_columns=3):

@@ -52,7 +52,7 @@ def test_mixed_rows_equal_the_oracle(assert_same_draw, random, row_parameters, d
 
 @pytest.mark.parametrize("dtype_of_logits", [torch.float32, torch.float16])
 def test_a_vocabulary_of_several_pieces(assert_same_draw, random, row_parameters, dtype_of_logits):
-    logits = random(6, 20_000).to(dtype_of_logits)         # evenly spread: the draws fall into all pieces
+    logits = random(6, 20_000).to(dtype_of_logits)         # nearly uniform: samples fall into all pieces
     parameters = row_parameters([1.0] * 6, [0, 3000, 0, 9000, 0, 0], [1.0, 0.0, 0.6, 0.7, 0.0, 0.99])
     tokens = assert_same_draw(logits, parameters)
     assert len((tokens // 4096).unique()) > 2
@@ -228,7 +228,7 @@ def test_counts_that_are_given_are_used(assert_same_draw, run_kernel, random, ro
     tokens, _, _ = run_kernel("sample_token", logits, *parameters, counts=counts)
     assert torch.equal(tokens, assert_same_draw(logits, parameters))
     if not is_recording:
-        assert counts.sum(1).tolist() == [5000, 0, 5000]       # what top-k looks at
+        assert counts.sum(1).tolist() == [5000, 0, 5000]       # entries that top-k reads
 
 
 def test_top_p_of_what_top_k_keeps_ends_in_any_digit(assert_same_draw, random, row_parameters, dtype):
