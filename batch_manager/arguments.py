@@ -42,7 +42,7 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
             ("poll_stop_signal_cb", poll_cb, ()), ("return_batch_manager_stats_cb", stats_cb, ("json",)), *hooks):
         if returns_before_it_runs(callback, may_yield=name in ("get_inference_requests_cb", "poll_stop_signal_cb")):
             raise ConfigError(f"{name} is an async or a generator function",
-                              "a plain function: the worker calls it and never runs the object that it returns",
+                              "expected a plain function, because the worker never runs the object that it returns",
                               "pass a function, for instance one that uses loop.call_soon_threadsafe")
         if callback is not None and not can_be_called_with(callback, len(takes)):
             raise ConfigError(f"{name} cannot be called with {len(takes)} arguments",
@@ -53,7 +53,8 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
         raise ConfigError(f"terminate_req_id is {terminate_req_id!r}", "expected an id in 0..2^64-1, or None",
                           "leave it out if no request is to end the worker")
     if max_draft_tokens is not None and (type(max_draft_tokens) is not int or max_draft_tokens):
-        raise ConfigError(f"max_draft_tokens is {max_draft_tokens!r}", "None or 0: draft tokens are not supported yet",
+        raise ConfigError(f"max_draft_tokens is {max_draft_tokens!r}", 
+                          "expected None or 0, because draft tokens are not supported",
                           "leave it out")
     if not isinstance(exclude_input_in_output, bool):
         raise ConfigError(f"exclude_input_in_output is {exclude_input_in_output!r}", "expected True or False",

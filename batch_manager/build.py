@@ -231,7 +231,7 @@ def _make_backend(model_path: Any, model_type: TrtGptModelType, max_beam_width: 
                               "leave one of them out")
         return custom_backend(parts.backend, params)
     if model_path is None:
-        raise ConfigError("model_path is None", "a path, as Parts.backend is not set",
+        raise ConfigError("model_path is None", "expected a path, because Parts.backend is not set",
                           "pass the folder of a Hugging Face checkpoint or a .gguf file, or parts=Parts(backend=...)")
     from .runtime import layouts
     from .runtime.native_backend import build_native_backend

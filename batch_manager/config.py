@@ -247,7 +247,8 @@ class Parts:
                             ("logits_post_processor_batched", "request_ids, logits, token_ids")):
             part = getattr(self, name)
             if part is not None and not callable(part):
-                raise ConfigError(f"Parts.{name} is a {type(part).__name__}", f"a callable of ({takes}), or None",
+                raise ConfigError(f"Parts.{name} is a {type(part).__name__}",
+                                  f"expected a callable of ({takes}), or None",
                                   "pass a function, or leave it None")
         if self.clock is not None and not all(callable(getattr(self.clock, name, None))
                                               for name in ("monotonic", "timestamp")):
@@ -354,7 +355,7 @@ def _require_count(name: str, value: object, *, minimum: int = 1, optional: bool
             maximum is not None and value > maximum):
         allowed = f"an integer of at least {minimum}" if maximum is None else f"an integer in {minimum:,}..{maximum:,}"
         allowed += ", or None" if optional else ""
-        raise ConfigError(f"{name} is {value!r}", allowed)
+        raise ConfigError(f"{name} is {value!r}", f"expected {allowed}")
 
 
 def _require_flag(name: str, value: object) -> None:

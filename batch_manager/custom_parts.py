@@ -98,7 +98,7 @@ def _check_stage(stage: Any) -> None:
                           f"pass {stage.__name__}(...)")
     if missing:
         raise ConfigError(f"Parts.stages has a {type_name(stage)}, which has no {', '.join(missing)}",
-                          "LogitsStages: objects with reads, is_active, needs_history, set_up and apply",
+                          "expected LogitsStages: objects with reads, is_active, needs_history, set_up and apply",
                           "inherit LogitsStage")
     unknown = [name for name in reads if name not in PARAMETERS and name not in ("end_id", "prompt_length")]
     if unknown:
@@ -132,7 +132,7 @@ def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager
         made = part(limits, kv_cache_manager)
     scheduler = _with_defaults(made, default)
     if scheduler is None:
-        raise ConfigError(f"the factory in Parts.scheduler returned a {type_name(made)}", SCHEDULERS,
+        raise ConfigError(f"the factory in Parts.scheduler returned a {type_name(made)}", f"expected {SCHEDULERS}",
                           "inherit one of them")
     return scheduler
 

@@ -61,8 +61,7 @@ class ConfigError(BatchManagerError, ValueError):
 class ModelLoadError(ConfigError):
     """The checkpoint cannot be loaded. Names the file and the field; unprintable characters are escaped."""
 
-    def __init__(self, fact: str, expectation: str = "an undamaged checkpoint",
-                 fix: str = "download or save it again, or correct the file") -> None:
+    def __init__(self, fact: str, expectation: str, fix: str = "") -> None:
         super().__init__(printable(fact), printable(expectation), printable(fix))
 
 

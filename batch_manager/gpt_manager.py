@@ -90,7 +90,8 @@ class GptManager:
         trt_engine_path: str | os.PathLike[str] | None = None,
     ) -> None:
         if hasattr(self, "_control"):
-            raise ConfigError("this manager was constructed already", "one call of __init__", "make another manager")
+            raise ConfigError("this manager was constructed already", "expected one call of __init__",
+                              "make another manager")
         if trt_engine_path is not None:
             if model_path is not None:
                 raise ConfigError("model_path and trt_engine_path are both set", "they are aliases",

@@ -55,7 +55,7 @@ def _refuse_read_spec(model_class: type) -> None:
         signature.bind("config", "architecture")
     except TypeError:
         raise ConfigError(f"{model_class.__name__}.read_spec takes {signature}",
-                          "a static method that takes (config, architecture)",
+                          "expected a static method that takes (config, architecture)",
                           "add @staticmethod, or correct the parameters") from None
 
 
@@ -69,9 +69,10 @@ def refuse_wrong_spec(model_class: type, spec: object) -> None:
     name = f"{model_class.__name__}.read_spec"
     if not isinstance(spec, ModelSpec):
         raise ConfigError(f"{name} returned {shown(spec)}", "expected a ModelSpec", "")
-    for field, expectation, is_valid in _fields(spec):
+    for field, expected, is_valid in _fields(spec):
         if not is_valid:
-            raise ConfigError(f"{name} returned a spec whose {field} is {shown(getattr(spec, field))}", expectation, "")
+            raise ConfigError(f"{name} returned a spec whose {field} is {shown(getattr(spec, field))}",
+                              f"expected {expected}", "")
     if len(spec.attention) != spec.num_layers:
         raise ConfigError(f"{name} returned a spec with {spec.num_layers} layers and {len(spec.attention)} entries in "
                           "attention", "expected one entry for each layer", "")

@@ -49,7 +49,7 @@ class Cohere2:
             default_theta=10000.0, spec_class=Cohere2Spec, logit_scale=config.number("logit_scale", 0.0625),
             slides=tuple(window is not None for window in windows))
         if spec.head_size * spec.num_heads != spec.hidden_size:
-            raise config.fault("head_dim", "hidden_size / num_attention_heads, or absent")
+            raise config.fault("head_dim", "hidden_size / num_attention_heads, or no value")
         return spec
 
     def __init__(self, spec: Cohere2Spec, weights: Weights, context: LayerContext) -> None:

@@ -62,9 +62,9 @@ class Falcon:
         hidden_size = config.count(width, maximum=MAX_WIDTH)
         even_share(config, width, hidden_size, num_heads)
         if "head_dim" in config:
-            raise config.fault("head_dim", "absent, because heads have hidden_size / num_attention_heads entries")
+            raise config.fault("head_dim", "no value, because heads have hidden_size / num_attention_heads entries")
         if config.flag("apply_residual_connection_post_layernorm", False):
-            raise config.fault("apply_residual_connection_post_layernorm", "false or absent")
+            raise config.fault("apply_residual_connection_post_layernorm", "false or no value")
         is_parallel, has_own_norms = _read_norms(config)
         bias, has_slopes = config.flag("bias", False), config.flag("alibi", False)
         renamed = {**config.values, "hidden_size": hidden_size,
@@ -128,7 +128,7 @@ def _read_norms(config: Fields) -> tuple[bool, bool]:
     is_new, is_parallel = config.flag("new_decoder_architecture", False), config.flag("parallel_attn", True)
     num_norms = config.count("num_ln_in_parallel_attn", 2 if is_new else 1)
     if is_new and not is_parallel:
-        raise config.fault("parallel_attn", "true or absent, because new_decoder_architecture is true")
+        raise config.fault("parallel_attn", "true or no value, because new_decoder_architecture is true")
     if is_parallel and num_norms not in ((1, 2) if is_new else (1,)):
         raise config.fault("num_ln_in_parallel_attn", "1 or 2" if is_new else "1 without new_decoder_architecture")
     return is_parallel, is_parallel and num_norms == 2

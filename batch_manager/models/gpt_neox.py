@@ -44,7 +44,7 @@ class GptNeoX:
         kept = {name: value for name, value in config.values.items()
                 if name not in ("num_key_value_heads", "rope_theta", "partial_rotary_factor")}
         if "head_dim" in config:
-            raise config.fault("head_dim", "absent, because heads have hidden_size / num_attention_heads entries")
+            raise config.fault("head_dim", "no value, because heads have hidden_size / num_attention_heads entries")
         return read_decoder_spec(
             Fields(kept, config.where), architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
             mlp_bias=True, gated_mlp=False, default_activation="gelu", norm_epsilon="layer_norm_eps",

@@ -40,7 +40,7 @@ class GptJ:
         for name, alias in (("n_layer", "num_hidden_layers"), ("n_head", "num_attention_heads"),
                             ("n_embd", "hidden_size"), ("n_positions", "max_position_embeddings")):
             if alias in config:
-                raise config.fault(alias, f"absent, because this architecture uses the name {name}")
+                raise config.fault(alias, f"no value, because this architecture uses the name {name}")
         num_layers = layer_count(config, "n_layer")
         refuse_windows(config, num_layers)
         refuse_rope_scaling(config)

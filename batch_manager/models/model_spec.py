@@ -181,7 +181,7 @@ def refuse_unsupported_fields(config: Fields, understood: Collection[str], *, is
                 type(value) in (type(known), int, float) and value == known for known in neutral):
             raise _not_understood(config, name)
     if "auto_map" in config and not (is_shipped and _names_shipped_class(config)):
-        raise config.fault("auto_map", "absent, because code of a checkpoint is never run",
+        raise config.fault("auto_map", "no value, because code of a checkpoint is never run",
                            "save the model without its code, or use a known architecture")
     if is_shipped:
         return
@@ -219,7 +219,7 @@ def _names_shipped_class(config: Fields) -> bool:
 
 
 def _not_understood(config: Fields, name: str) -> ModelLoadError:
-    return config.fault(name, "not supported",
+    return config.fault(name, "only fields that the model class reads",
                         "register a model class that reads the field and lists it in `understands`")
 
 
@@ -295,10 +295,10 @@ def check_spec(config: Fields, spec: ModelSpec, class_name: str, *, is_shipped: 
                  the family's defaults
     Raises       ModelLoadError for a number of the file, ConfigError naming the class for a number of the class
     """
-    def fault(is_from_file: bool, of_file: str, of_spec: str, expectation: str, fix: str) -> ConfigError:
+    def fault(is_from_file: bool, of_file: str, of_spec: str, expected: str, fix: str) -> ConfigError:
         if is_shipped or is_from_file:
-            return ModelLoadError(f"{config.where}: {of_file}", expectation, fix)
-        return ConfigError(f"{class_name}.read_spec returned a spec whose {of_spec}", expectation, "")
+            return ModelLoadError(f"{config.where}: {of_file}", f"expected {expected}", fix)
+        return ConfigError(f"{class_name}.read_spec returned a spec whose {of_spec}", f"expected {expected}", "")
 
     values = config.values
     if spec.num_heads % spec.num_kv_heads:
@@ -334,7 +334,7 @@ def even_share(config: Fields, name: str, whole: int, parts: int) -> int:
 def name_or_alias(config: Fields, name: str, alias: str) -> str:
     """Return `alias` if the file has it, else `name`. Raises ModelLoadError if the file has both and they differ."""
     if name in config and alias in config and config.values[name] != config.values[alias]:
-        raise config.fault(alias, f"absent, or equal to {name}")
+        raise config.fault(alias, f"no value, or the value of {name}")
     return alias if alias in config else name
 
 
@@ -461,7 +461,7 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
                              f"expected one of {', '.join(KINDS)}",
                              "use a model with one of these types")
     if unknown:
-        raise rope.fault(unknown[0], "not supported")
+        raise rope.fault(unknown[0], "only fields that the engine reads")
     if kind == "default":
         return RotaryParameters(theta=theta)
     if kind == "linear":
@@ -502,16 +502,16 @@ def rope_fields_by_kind(config: Fields) -> tuple[Fields, Fields]:
     by_kind = config.fields("rope_parameters", nothing)
     unknown = sorted(name for name in by_kind.values.keys() - {"full_attention", "sliding_attention"})
     if unknown:
-        raise by_kind.fault(unknown[0], "absent, because only full_attention and sliding_attention are known here")
+        raise by_kind.fault(unknown[0], "no value, because only full_attention and sliding_attention are known here")
     older = config.fields("rope_scaling", nothing)
     if older.values and by_kind.values:
         raise config.fault("rope_scaling", "null, because the file has rope_parameters")
     if "type" in older and "rope_type" not in older:
-        raise older.fault("type", "absent, because this architecture uses the name rope_type")
+        raise older.fault("type", "no value, because this architecture uses the name rope_type")
     full, sliding = by_kind.fields("full_attention", older), by_kind.fields("sliding_attention", nothing)
     for rope in (full, sliding):
         if not rope.flag("truncate", True):            # transformers ignores the field here
-            raise rope.fault("truncate", "true or absent")
+            raise rope.fault("truncate", "true or no value")
     return full, sliding
 
 

@@ -41,7 +41,7 @@ class StableLm:
         num_layers = layer_count(config)
         refuse_windows(config, num_layers)
         if "head_dim" in config:
-            raise config.fault("head_dim", "absent, because heads have hidden_size / num_attention_heads entries")
+            raise config.fault("head_dim", "no value, because heads have hidden_size / num_attention_heads entries")
         return read_decoder_spec(
             config, architecture, windows=(None,) * num_layers, qkv_bias=config.flag("use_qkv_bias", False),
             num_kv_heads=32, max_positions=4096, norm_epsilon="layer_norm_eps", default_norm_epsilon=1e-5,

@@ -167,7 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps({"refused": {"fact": error.fact, "expectation": error.expectation,
                                           "way_out": error.fix}}))
         else:
-            parts = ("cannot run: ", error.fact), ("  expected: ", error.expectation), ("  way out:  ", error.fix)
+            parts = (("cannot run: ", error.fact), ("  expected: ", error.expectation.removeprefix("expected ")),
+                     ("  way out:  ", error.fix))
             print("\n".join(name + text for name, text in parts if text), file=sys.stderr)
         return 1
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..errors import ModelLoadError, type_name
 from .json_file import shown
 
-A_CHECKPOINT = "a folder with config.json and *.safetensors files, or a .gguf file"
+A_CHECKPOINT = "expected a folder with config.json and *.safetensors files, or a .gguf file"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -104,14 +104,15 @@ class CheckpointFolder:
             mode = target.stat().st_mode
         except (OSError, ValueError, RuntimeError) as fault:
             raise ModelLoadError(f"{self.path}: {shown(name)}{where} cannot be opened ({type(fault).__name__})",
-                                 "a complete checkpoint has this file", "copy it into the folder") from None
+                                 "expected a complete checkpoint, which has this file", "copy it into the folder"
+                                 ) from None
         if target.parent not in (self.path, self._blobs):
             raise ModelLoadError(f"{path}{where} is a link that leads out of the folder, to {target}",
                                  "expected a link to a file of the folder, or to one in the blobs of the same "
                                  "repository of a Hugging Face cache",
                                  "copy the folder with links followed, for example with cp -rL")
         if not stat.S_ISREG(mode):
-            raise ModelLoadError(f"{path}{where} is not a regular file")
+            raise ModelLoadError(f"{path}{where} is not a regular file", "expected a regular file")
         return CheckpointFile(path, target)
 
     @property

@@ -10,7 +10,7 @@ import torch
 from ..errors import ModelLoadError
 from .folder import CheckpointFile, CheckpointFolder, gguf_file
 from .gguf_config import read_config, read_end_ids
-from .gguf_header import GgufHeader, read_gguf_header
+from .gguf_header import CONVERT, GgufHeader, read_gguf_header
 from .gguf_names import locate
 from .gguf_source import GgufWeights, numbers_of
 from .json_file import Fields, shown
@@ -52,10 +52,11 @@ def _read_shards(first: CheckpointFile) -> list[GgufHeader]:
     number, name = _number(header, "split.no"), SHARD_NAME.fullmatch(first.path.name)
     if name is None or (int(name[2]), int(name[3])) != (number + 1, count):
         raise ModelLoadError(f"{first} is shard {number + 1} of {count}, by split.no and split.count",
-                             f"a name that ends in -{number + 1:05}-of-{count:05}.gguf",
+                             f"expected a name that ends in -{number + 1:05}-of-{count:05}.gguf",
                              "restore its original name, and keep all shards in one folder")
     if number:
-        raise ModelLoadError(f"{first} is shard {number + 1} of {count}", "the first shard, which has the metadata",
+        raise ModelLoadError(f"{first} is shard {number + 1} of {count}",
+                             "expected the first shard, which has the metadata",
                              f"pass {shown(f'{name[1]}-00001-of-{name[3]}{name[4]}')}")
     folder = CheckpointFolder(first.path.parent)
     headers = [header]
@@ -64,14 +65,15 @@ def _read_shards(first: CheckpointFile) -> list[GgufHeader]:
         stated = _number(shard, "split.no"), _number(shard, "split.count")
         if stated != (index, count):
             raise ModelLoadError(f"{shard.file}: split.no is {stated[0]} and split.count is {stated[1]}",
-                                 f"{index} and {count}, as in the file's name", "copy or download the shards again")
+                                 f"expected {index} and {count}, as in the file's name",
+                                 "copy or download the shards again")
         headers.append(shard)
     seen: dict[str, CheckpointFile] = {}
     for shard in headers:
         for tensor in shard.tensors:
             if tensor in seen:
                 raise ModelLoadError(f"{shown(tensor)} is in {seen[tensor]} and again in {shard.file}",
-                                     "every tensor is stored once")
+                                     "expected every tensor in one file", CONVERT)
             seen[tensor] = shard.file
     total = _number(header, "split.tensors.count")
     if total != len(seen):

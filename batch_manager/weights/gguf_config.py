@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelLoadError, UnsupportedModelError
-from .gguf_header import GgufArray, GgufHeader, GgufTensor, read_gguf_array
+from .gguf_header import CONVERT, GgufArray, GgufHeader, GgufTensor, read_gguf_array
 from .gguf_names import Heads
 from .json_file import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, Fields, shown
 
@@ -42,14 +42,15 @@ class GgufFields(Fields):
         super().__init__(values, where)
         self._keys = keys
 
-    def fault(self, name: str, expectation: str, fix: str = "") -> ModelLoadError:
+    def fault(self, name: str, expected: str, fix: str = "") -> ModelLoadError:
         if name not in self._keys:
-            return super().fault(name, expectation, fix)
-        return ModelLoadError(f"{self.where}: {self._keys[name]} is {shown(self.values.get(name))}", expectation, fix)
+            return super().fault(name, expected, fix)
+        return ModelLoadError(f"{self.where}: {self._keys[name]} is {shown(self.values.get(name))}",
+                              f"expected {expected}", fix)
 
-    def missing(self, name: str, expectation: str,
+    def missing(self, name: str, expected: str,
                 fix: str = "convert the model again, with a newer tool") -> ModelLoadError:
-        return super().missing(self._keys.get(name, name), expectation, fix)
+        return super().missing(self._keys.get(name, name), expected, fix)
 
 
 class Metadata:
@@ -77,7 +78,7 @@ class Metadata:
     def need(self, name: str) -> Any:
         value = self.get(name)
         if value is None:
-            raise ModelLoadError(f"{self.where}: {self.key(name)} is missing", "a key that this architecture requires",
+            raise ModelLoadError(f"{self.where}: {self.key(name)} is missing", "this architecture requires the key",
                                  "convert the model again, with a newer tool")
         return value
 
@@ -88,9 +89,10 @@ class Metadata:
             raise self.fault(name, "a positive integer")
         return value
 
-    def fault(self, name: str, expectation: str, fix: str = "") -> ModelLoadError:
+    def fault(self, name: str, expected: str, fix: str = "") -> ModelLoadError:
+        """Return the error to raise for an invalid value of a key. expected: what follows the word in the message."""
         value = self.header.metadata.get(self.key(name))
-        return ModelLoadError(f"{self.where}: {self.key(name)} is {shown(value)}", expectation, fix)
+        return ModelLoadError(f"{self.where}: {self.key(name)} is {shown(value)}", f"expected {expected}", fix)
 
     def has_tensor(self, name: str) -> bool:
         return name in self.tensors
@@ -104,7 +106,7 @@ class Metadata:
             neutral = _NEUTRAL.get(name, ())
             if neutral is not None and not any(type(value) in (type(known), int, float) and value == known
                                                for known in neutral):
-                raise self.fault(name, "not supported",
+                raise self.fault(name, "only keys that the engine reads",
                                  "use a model without it, or the model's Hugging Face checkpoint")
 
 
@@ -184,7 +186,8 @@ def read_end_ids(header: GgufHeader) -> Fields | None:
     ids = [header.metadata[key] for key in keys if key in header.metadata]
     for key in keys:
         if type(header.metadata.get(key, 0)) is not int:
-            raise ModelLoadError(f"{header.file}: {key} is {shown(header.metadata[key])}", "expected an integer")
+            raise ModelLoadError(f"{header.file}: {key} is {shown(header.metadata[key])}", "expected an integer",
+                                 CONVERT)
     return Fields({"eos_token_id": ids}, str(header.file)) if ids else None
 
 
@@ -263,7 +266,7 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
     kind = metadata.get("rope.scaling.type", "none")
     if kind in ("none", "longrope"):
         if metadata.get("rope.scaling.factor", 1.0) not in (0, 1):
-            raise metadata.fault("rope.scaling.factor", f"1 or absent, because rope.scaling.type is {kind}")
+            raise metadata.fault("rope.scaling.factor", f"1 or no value, because rope.scaling.type is {kind}")
         return {"rope_type": "longrope"} if kind == "longrope" else {}
     if kind not in ("linear", "yarn"):
         raise metadata.fault("rope.scaling.type", "none, linear, yarn or longrope")
@@ -291,7 +294,7 @@ def _longrope(metadata: Metadata, scaling: dict[str, Any], values: dict[str, Any
         return {}
     if len(found) != 2:
         raise ModelLoadError(f"{metadata.where} contains {', '.join(found) or 'no rope factors'}",
-                             f"the tensors {' and '.join(names)}", "check that the file is complete")
+                             f"expected the tensors {' and '.join(names)}", "check that the file is complete")
     values["original_max_position_embeddings"] = metadata.need("rope.scaling.original_context_length")
     return {"rope_type": "longrope", "attention_factor": metadata.get("rope.scaling.attn_factor", 1.0),
             "short_factor": factors(names[0]), "long_factor": factors(names[1])}
@@ -328,7 +331,7 @@ def _has_biases(metadata: Metadata, name: str) -> bool:
 
 def _refuse_grouped_keys(metadata: Metadata, heads: Heads) -> None:
     if heads.keys != heads.queries:
-        raise metadata.fault("attention.head_count_kv", f"{heads.queries}, the number of attention heads, or absent")
+        raise metadata.fault("attention.head_count_kv", f"{heads.queries}, the number of attention heads, or no value")
 
 
 def _llama(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
@@ -409,7 +412,7 @@ def _stablelm(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[
 def _falcon(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
     """As llama.cpp computes it: attention and MLP in parallel, rotary positions."""
     if metadata.get("tensor_data_layout", "jploski") != "jploski":
-        raise metadata.fault("tensor_data_layout", "'jploski' or absent")
+        raise metadata.fault("tensor_data_layout", "'jploski' or no value")
     has_own_norms = metadata.has_tensor("blk.0.attn_norm_2.weight")
     is_new = has_own_norms or heads.keys > 1
     return {"ffn_hidden_size": values.pop("intermediate_size"), "num_kv_heads": values.pop("num_key_value_heads"),

@@ -15,9 +15,10 @@ import numpy as np
 
 from ..errors import ModelLoadError
 from .folder import CheckpointFile
-from .json_file import MAX_COUNT, shown
+from .json_file import MAX_COUNT, READABLE, shown
 
 MAGIC = b"GGUF"
+CONVERT = "download the file again, or convert the model again"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 64 * 2**20        # a vocabulary of a million tokens takes 40 MiB
 MAX_TEXT_BYTES = 8 * 2**20           # total of all strings outside arrays: names, licence, chat templates
@@ -111,7 +112,7 @@ def read_gguf_header(checkpoint_file: CheckpointFile) -> GgufHeader:
         with checkpoint_file.real_path.open("rb") as file:
             return _Reader(checkpoint_file, file).header()
     except OSError as fault:
-        raise ModelLoadError(f"{checkpoint_file} cannot be read ({fault.strerror})") from None
+        raise ModelLoadError(f"{checkpoint_file} cannot be read ({fault.strerror})", *READABLE) from None
 
 
 def read_gguf_array(header: GgufHeader, key: str) -> list[str] | np.ndarray:
@@ -127,7 +128,7 @@ def read_gguf_array(header: GgufHeader, key: str) -> list[str] | np.ndarray:
             file.seek(array.begin)
             data = file.read(array.end - array.begin)
     except OSError as fault:
-        raise ModelLoadError(f"{header.file} cannot be read ({fault.strerror})") from None
+        raise ModelLoadError(f"{header.file} cannot be read ({fault.strerror})", *READABLE) from None
     if len(data) != array.end - array.begin:
         raise changed(header.file)
     if array.kind != "text":
@@ -144,7 +145,7 @@ def read_gguf_array(header: GgufHeader, key: str) -> list[str] | np.ndarray:
             texts.append(data[start:end].decode())
         except UnicodeDecodeError:
             raise ModelLoadError(f"{where}[{len(texts)}] is {shown(data[start:end])}",
-                                 "expected a UTF-8 string") from None
+                                 "expected a UTF-8 string", CONVERT) from None
     return texts
 
 
@@ -190,13 +191,15 @@ class _Reader:
         for _ in range(num_entries):
             key = self._short_text("a key", MAX_KEY_BYTES)
             if key in metadata:
-                raise ModelLoadError(f"{self.where}: the key {shown(key)} occurs twice", "expected unique keys")
+                raise ModelLoadError(f"{self.where}: the key {shown(key)} occurs twice",
+                                     "expected unique keys", CONVERT)
             metadata[key] = self._value(f"{shown(key)}", self._unsigned(_SHORT_LENGTH, "a value's type"))
         descriptions = {}
         for _ in range(num_tensors):
             name = self._short_text("a tensor's name", MAX_NAME_BYTES)
             if name in descriptions:
-                raise ModelLoadError(f"{self.where}: the tensor {shown(name)} occurs twice", "unique tensor names")
+                raise ModelLoadError(f"{self.where}: the tensor {shown(name)} occurs twice",
+                                     "expected unique tensor names", CONVERT)
             descriptions[name] = self._description(name)
         alignment = self._alignment(metadata)
         start = -(-self._offset // alignment) * alignment
@@ -239,11 +242,11 @@ class _Reader:
             return self._array(key)
         if kind not in _VALUE_TYPES:
             raise ModelLoadError(f"{self.where}: {key} has value type {kind}",
-                                 "expected a value type of GGUF version 3: 0 to 12")
+                                 "expected a value type of GGUF version 3: 0 to 12", CONVERT)
         layout = np.dtype(_VALUE_TYPES[kind][1])
         data = self._take(layout.itemsize, key)
         if kind == _BOOL and data[0] > 1:
-            raise ModelLoadError(f"{self.where}: {key} is a flag with the value {data[0]}", "expected 0 or 1")
+            raise ModelLoadError(f"{self.where}: {key} is a flag with the value {data[0]}", "expected 0 or 1", CONVERT)
         value = np.frombuffer(data, layout)[0].item()
         return bool(value) if kind == _BOOL else value
 
@@ -257,15 +260,15 @@ class _Reader:
             return GgufArray("text", count, begin, self._offset)
         if kind == _ARRAY:
             raise ModelLoadError(f"{self.where}: {key} is an array of arrays",
-                                 "expected an array of strings, numbers or flags")
+                                 "expected an array of strings, numbers or flags", CONVERT)
         if kind not in _VALUE_TYPES:
             raise ModelLoadError(f"{self.where}: {key} is an array of value type {kind}",
-                                 "expected a value type of GGUF version 3: 0 to 12")
+                                 "expected a value type of GGUF version 3: 0 to 12", CONVERT)
         name, layout = _VALUE_TYPES[kind]
         begin = self._offset
         self._skip(count * np.dtype(layout).itemsize, key)
         if kind == _BOOL and any(self._data[begin : self._offset].translate(None, b"\0\1")):
-            raise ModelLoadError(f"{self.where}: {key} has a flag that is neither 0 nor 1", "expected 0 or 1")
+            raise ModelLoadError(f"{self.where}: {key} has a flag that is neither 0 nor 1", "expected 0 or 1", CONVERT)
         return GgufArray(name, count, begin, self._offset)
 
     def _skip_texts(self, count: int, key: str) -> None:
@@ -297,7 +300,7 @@ class _Reader:
         kind_name, block, block_bytes = TENSOR_TYPES[kind]
         if shape[-1] % block:
             raise ModelLoadError(f"{self.where}: {shown(name)} has rows of {shape[-1]:,} elements in {kind_name}",
-                                 f"expected a multiple of {block}, the block size of that type")
+                                 f"expected a multiple of {block}, the block size of that type", CONVERT)
         row_bytes = shape[-1] // block * block_bytes
         return kind_name, shape, row_bytes, row_bytes * math.prod(shape[:-1]), self._unsigned(_LENGTH, name)
 
@@ -305,14 +308,14 @@ class _Reader:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             raise ModelLoadError(f"{self.where}: general.alignment is {shown(alignment)}",
-                                 f"expected a power of two up to {MAX_ALIGNMENT:,}")
+                                 f"expected a power of two up to {MAX_ALIGNMENT:,}", CONVERT)
         return alignment
 
     def _tensor(self, name: str, start: int, alignment: int, kind: str, shape: tuple[int, ...], row_bytes: int,
                 num_bytes: int, offset: int) -> GgufTensor:
         if offset % alignment:
             raise ModelLoadError(f"{self.where}: {shown(name)} has offset {offset:,}",
-                                 f"expected a multiple of the alignment, {alignment}")
+                                 f"expected a multiple of the alignment, {alignment}", CONVERT)
         if start + offset + num_bytes > self.file_bytes:
             raise incomplete(self.where, f"{shown(name)} ends at byte {start + offset + num_bytes:,}; the file has "
                                          f"{self.file_bytes:,}")
@@ -338,7 +341,8 @@ class _Reader:
         try:
             return data.decode()
         except UnicodeDecodeError:
-            raise ModelLoadError(f"{self.where}: {what} is {shown(bytes(data))}", "expected UTF-8") from None
+            raise ModelLoadError(f"{self.where}: {what} is {shown(bytes(data))}", "expected UTF-8",
+                                 CONVERT) from None
 
     def _length(self, what: str) -> int:
         """Read a length or count. Each entry takes at least one byte, so it is at most the bytes left in the file."""

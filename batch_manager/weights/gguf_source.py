@@ -16,7 +16,7 @@ from ..loading_thread import check_interruption
 from .folder import CheckpointFile
 from .gguf_header import GgufHeader, GgufTensor, changed, open_again
 from .gguf_names import Location
-from .json_file import shown
+from .json_file import READABLE, shown
 from .source import Shape
 
 BLOCK_NUMBERS = 2**17                # elements decoded at a time, at least one row; small enough for a CPU cache
@@ -86,7 +86,7 @@ class GgufWeights:
     def tied(self, name: str, to: str) -> None:
         if name in self._locations:
             raise ModelLoadError(f"{self._file_of(name)} contains tensor {self._locations[name].tensor!r}",
-                                 f"no such tensor, because the model class uses {to!r} in its place",
+                                 f"expected no such tensor, because the model class uses {to!r} in its place",
                                  "correct the model class")
 
     def count_copy(self, num_bytes: int) -> None:
@@ -242,7 +242,7 @@ class _Files:
             with open_again(header) as file:
                 yield partial(_read, header, file, header.tensors[name].begin)
         except OSError as fault:
-            raise ModelLoadError(f"{header.file} cannot be read ({fault.strerror})") from None
+            raise ModelLoadError(f"{header.file} cannot be read ({fault.strerror})", *READABLE) from None
 
 
 def _read(header: GgufHeader, file: BinaryIO, begin: int, offset: int, num_bytes: int) -> bytearray:

@@ -15,6 +15,9 @@ MAX_COUNT = 2**40                    # bound of every size in a configuration; a
 MAX_NUMBER = 1e30                    # bound of other numbers; it and 1 / MIN_NUMBER are finite in float32
 MIN_NUMBER = 1e-30
 
+READABLE = ("expected a readable file", "check the permissions of the file and the state of its disk")
+AGAIN = "download or save the checkpoint again"
+
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxstring, _short.maxlong, _short.maxlist, _short.maxdict = 2, 120, 40, 4, 4
 
@@ -30,22 +33,23 @@ def read_json_file(path: Path, where: str) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(MAX_JSON_BYTES + 1)
     except OSError as fault:
-        raise ModelLoadError(f"{where} cannot be read ({fault.strerror})") from None
+        raise ModelLoadError(f"{where} cannot be read ({fault.strerror})", *READABLE) from None
     return parse_json(data, where)
 
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
     """Parse the JSON object in `data`. Raises ModelLoadError, which names `where`."""
     if len(data) > MAX_JSON_BYTES:
-        raise ModelLoadError(f"{where} is larger than {MAX_JSON_BYTES:,} bytes", "no checkpoint needs that much JSON")
-    if sum(data.count(sign) for sign in (b",", b"[", b"{")) > MAX_JSON_VALUES:
-        raise ModelLoadError(f"{where} has more than {MAX_JSON_VALUES:,} values", "no checkpoint needs that many")
+        raise ModelLoadError(f"{where} is larger than {MAX_JSON_BYTES:,} bytes", "expected JSON within this limit")
+    num_values = sum(data.count(sign) for sign in (b",", b"[", b"{"))
+    if num_values > MAX_JSON_VALUES:
+        raise ModelLoadError(f"{where} has {num_values:,} values", f"expected at most {MAX_JSON_VALUES:,}")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
     except RecursionError:
         raise ModelLoadError(f"{where} is nested too deeply", "expected a plain JSON object") from None
     except ValueError as fault:         # from json, the UTF-8 decoder, and the two functions below
-        raise ModelLoadError(f"{where} is not valid JSON ({fault})") from None
+        raise ModelLoadError(f"{where} is not valid JSON ({fault})", "expected a JSON object", AGAIN) from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{where} contains a {type(value).__name__}", "expected a JSON object")
     return value
@@ -81,14 +85,15 @@ class Fields:
         """Whether the field is present and not null."""
         return self.values.get(name) is not None
 
-    def fault(self, name: str, expectation: str, fix: str = "") -> ModelLoadError:
-        """Return the error to raise for an invalid value of a field."""
-        return ModelLoadError(f"{self.where}: {_name(name)} is {shown(self.values.get(name))}", expectation, fix)
+    def fault(self, name: str, expected: str, fix: str = "") -> ModelLoadError:
+        """Return the error to raise for an invalid value of a field. expected: what follows the word in the message."""
+        return ModelLoadError(f"{self.where}: {_name(name)} is {shown(self.values.get(name))}",
+                              f"expected {expected}", fix)
 
-    def missing(self, name: str, expectation: str,
-                fix: str = "download or save it again, or correct the file") -> ModelLoadError:
-        """Return the error to raise for a field that is absent or null."""
-        return ModelLoadError(f"{self.where}: {_name(name)} is missing", expectation, fix)
+    def missing(self, name: str, expected: str,
+                fix: str = f"{AGAIN}, or add the field") -> ModelLoadError:
+        """Return the error to raise for a field that is absent or null. expected: as in `fault`."""
+        return ModelLoadError(f"{self.where}: {_name(name)} is missing", f"expected {expected}", fix)
 
     def count(self, name: str, default: Any = _REQUIRED, minimum: int = 1, maximum: int = MAX_COUNT) -> Any:
         """Return an integer in `minimum`..`maximum`."""
@@ -135,15 +140,15 @@ class Fields:
         value = self._get(name, default, lambda value: isinstance(value, dict), "an object")
         return Fields(value, f"{self.where}: {_name(name)}") if isinstance(value, dict) else value
 
-    def _get(self, name, default, is_good, expectation, bools=False):
+    def _get(self, name, default, is_good, expected, bools=False):
         self.asked_for.add(name)
         value = self.values.get(name)
         if value is None:
             if default is Fields._REQUIRED:
-                raise self.missing(name, expectation)
+                raise self.missing(name, expected)
             return default
         if isinstance(value, bool) != bools or not is_good(value):
-            raise self.fault(name, expectation)
+            raise self.fault(name, expected)
         return value
 
 

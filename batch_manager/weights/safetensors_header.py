@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import ModelLoadError
 from .folder import CheckpointFile
-from .json_file import MAX_JSON_BYTES, Fields, parse_json, shown
+from .json_file import MAX_JSON_BYTES, READABLE, Fields, parse_json, shown
 
 LENGTH_BYTES = 8                     # the file begins with the length of its header
 MAX_RANK = 8                         # no weight has more dimensions
@@ -49,7 +49,7 @@ def read_header(checkpoint_file: CheckpointFile) -> dict[str, StoredTensor]:
                 raise incomplete(where, f"it has {file_bytes:,} bytes; its length field gives a header of {length:,}")
             header = file.read(min(length, MAX_JSON_BYTES + 1))
     except OSError as fault:
-        raise ModelLoadError(f"{where} cannot be read ({fault.strerror})") from None
+        raise ModelLoadError(f"{where} cannot be read ({fault.strerror})", *READABLE) from None
     fields = Fields(parse_json(header, f"the header of {where}"), f"the header of {where}")
     tensors = {name: _stored(where, name, fields.fields(name)) for name in fields.values if name != "__metadata__"}
     _check_ranges(where, tensors, file_bytes - LENGTH_BYTES - length)

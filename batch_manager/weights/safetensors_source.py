@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from ..errors import ModelLoadError
 from ..loading_thread import check_interruption
 from .folder import CheckpointFile, CheckpointFolder
-from .json_file import Fields, read_json_file, shown
+from .json_file import AGAIN, READABLE, Fields, read_json_file, shown
 from .safetensors_header import ELEMENT_BYTES, StoredTensor, incomplete, read_header
 from .source import Shape
 
@@ -91,7 +91,7 @@ class SafetensorsWeights:
             self._check(name, self._tensors[to].stored.shape)
         if to not in self._tensors or not (self._is_meta or torch.equal(self._read(name), self._read(to))):
             raise ModelLoadError(f"{self._tensors[name].path}: {name!r} differs from {to!r}",
-                                 "equal tensors, because tie_word_embeddings is true",
+                                 "expected equal tensors, because tie_word_embeddings is true",
                                  "set tie_word_embeddings to false, or remove the tensor")
         self._used.add(name)
 
@@ -117,7 +117,7 @@ class SafetensorsWeights:
             self._open_shards(self.folder.file(INDEX_FILE))
         else:
             raise ModelLoadError(f"{self.folder.path} has neither {SINGLE_FILE} nor {INDEX_FILE}",
-                                 "safetensors files, because pickled checkpoints (*.bin, *.pt) are never read",
+                                 "expected safetensors files, because pickled checkpoints (*.bin, *.pt) are never read",
                                  "save the model as safetensors, or pass load_format='dummy' for random weights")
 
     def _open_shards(self, index: CheckpointFile) -> None:
@@ -129,11 +129,13 @@ class SafetensorsWeights:
             if weight_map.values.get(name) != tensor.path.name:
                 raise ModelLoadError(f"{tensor.path} contains tensor {shown(name)}, which {index} "
                                      + (f"lists in {shown(weight_map.values[name])}" if name in weight_map.values
-                                        else "does not list"), "expected an index that matches its shards")
+                                        else "does not list"), "expected an index that matches its shards",
+                                     AGAIN)
         for name, shard in weight_map.values.items():
             if name not in self._tensors:
                 raise ModelLoadError(f"{index} lists tensor {shown(name)} in {shown(shard)}, which does not contain it",
-                                     "expected an index that matches its shards")
+                                     "expected an index that matches its shards",
+                                     AGAIN)
 
     def _open(self, file: CheckpointFile) -> None:
         tensors = read_header(file)
@@ -141,7 +143,8 @@ class SafetensorsWeights:
             str(file.real_path).encode()
         except UnicodeEncodeError:
             raise ModelLoadError(f"the path {str(file.real_path)!r} is not UTF-8",
-                                 "a UTF-8 path, which the safetensors library requires", "rename the folder") from None
+                                 "expected a UTF-8 path, which the safetensors library requires", "rename the folder"
+                                 ) from None
         try:
             reader = safe_open(file.real_path, framework="pt", device="cpu")
         except (SafetensorError, OSError, ValueError, RuntimeError) as fault:    # RuntimeError: the file just shrank
@@ -149,7 +152,7 @@ class SafetensorsWeights:
         for name, stored in tensors.items():
             if name in self._tensors:
                 raise ModelLoadError(f"{shown(name)} is in {self._tensors[name].path} and again in {file}",
-                                     "every tensor is stored once")
+                                     "expected every tensor in one file", AGAIN)
             self._tensors[name] = _Tensor(file.path, reader, stored)
 
     def _check(self, name: str, shape: Shape) -> None:
@@ -176,11 +179,11 @@ class SafetensorsWeights:
         try:
             found = tensor.reader.get_tensor(name)
         except (SafetensorError, OSError, ValueError, RuntimeError) as fault:
-            raise ModelLoadError(f"{tensor.path}: {name!r} cannot be read ({str(fault)[:200]})") from None
+            raise ModelLoadError(f"{tensor.path}: {name!r} cannot be read ({str(fault)[:200]})", *READABLE) from None
         stored = tensor.stored
         if tuple(found.shape) != stored.shape or found.dtype is not TORCH_DTYPES.get(stored.dtype, found.dtype):
             raise ModelLoadError(
                 f"{tensor.path}: {name!r} has shape {shown(list(found.shape))} and type {found.dtype}",
-                f"{shown(list(stored.shape))} and {shown(stored.dtype)}, as in its header before it was replaced",
+                f"expected {shown(list(stored.shape))} and {shown(stored.dtype)}, as in its header when it was opened",
                 "load the model again, and replace no file meanwhile")
         return found

@@ -37,7 +37,7 @@ def make_configuration(config: Fields, model_type: str) -> Any:
     for name, neutral in _REFUSED.items():
         if name in config and config.values[name] != neutral:
             raise UnsupportedModelError(f"{config.where}: {name} is {shown(config.values[name])}",
-                                        "absent, because it is not supported through transformers",
+                                        "expected no value, because the field is not supported through transformers",
                                         "save the model without it, with the newest transformers")
     _refuse_large_numbers(config.values, config.where)
     configuration_class = transformers().CONFIG_MAPPING[model_type]
@@ -53,7 +53,9 @@ def make_configuration(config: Fields, model_type: str) -> Any:
         made = configuration_class(**values)
     except Exception as fault:
         raise ModelLoadError(f"{config.where}: transformers rejects it as a configuration of type {model_type!r} "
-                             f"({first_words(fault)})", "expected a configuration saved by transformers") from None
+                             f"({first_words(fault)})", "expected a configuration saved by transformers",
+                             "save the model again, or install the version of transformers that saved it"
+                             ) from None
     made.use_cache = False
     for name, most in _SIZES:
         size = getattr(made, name, None)
@@ -101,7 +103,8 @@ def refuse_untested_kinds(configuration: Any, where: str) -> None:
     if untested:
         raise UnsupportedModelError(f"{where}: {shown(untested[0])} was not tested with model type "
                                     f"{configuration.model_type!r}",
-                                    f"one of {', '.join(tested)}" if tested else "a configuration without such fields",
+                                    f"expected one of {', '.join(tested)}" if tested
+                                    else "expected a configuration without such fields",
                                     "use a model without such layers")
 
 

@@ -81,7 +81,7 @@ class _Discovery:
             return LayerAttention(scale=sizes[2] ** -0.5 if scale is None else scale, window=window, softcap=softcap,
                                   has_sink_logits=sinks is not None)
         except ConfigError as error:
-            raise _unsupported(f"{name}: {error.fact}", error.expectation) from None
+            raise _unsupported(f"{name}: {error.fact}", error.expectation.removeprefix("expected ")) from None
 
 
 class _WithoutValues(TorchFunctionMode):
@@ -126,7 +126,7 @@ def discover(model: Any, base: Any, hidden_size: int, max_positions: int, where:
         raise type(error)(f"{where}: {error.fact}", error.expectation, error.fix) from None
     except Exception as fault:
         raise UnsupportedModelError(f"{where}: {type(model).__name__} on the meta device raised {first_words(fault)}",
-                                    "a decoder that attends through transformers' interface",
+                                    "expected a decoder that attends through transformers' interface",
                                     "use a model of another type") from None
     if last.shape != hidden.shape:
         raise UnsupportedModelError(f"{where}: {type(model).__name__} turns embeddings {list(hidden.shape)} into "
@@ -149,5 +149,5 @@ def discover(model: Any, base: Any, hidden_size: int, max_positions: int, where:
     return tuple(layers)
 
 
-def _unsupported(fact: str, expectation: str) -> UnsupportedModelError:
-    return UnsupportedModelError(fact, expectation, "use a model of another type")
+def _unsupported(fact: str, expected: str) -> UnsupportedModelError:
+    return UnsupportedModelError(fact, f"expected {expected}", "use a model of another type")

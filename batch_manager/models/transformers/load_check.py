@@ -40,7 +40,7 @@ def refuse_different_logits(wrapped: Any, model: Any, spec: Any, context: LayerC
         if isinstance(fault, MemoryError) or "memory" in str(fault).lower():
             raise
         raise UnsupportedModelError(f"{spec.where}: computing a prompt of {lengths[0]} tokens raised "
-                                    f"{first_words(fault)}", "a model that runs", "use a model of another type"
+                                    f"{first_words(fault)}", "expected a model that runs", "use a model of another type"
                                     ) from fault
     tolerance, share = TOLERANCES[context.dtype], ROWS_WITHIN.get(context.dtype, ROWS_WITHIN_IN_HALF)
     scale = max(float(logits.abs().max()) for logits in expected)

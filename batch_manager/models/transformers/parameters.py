@@ -43,7 +43,7 @@ def _from_files(model: Any, stored: dict[str, torch.Tensor], tied: dict[str, str
         conversions = mapping.get_model_conversion_mapping(model, add_legacy=False)
     except Exception as fault:
         raise UnsupportedModelError(f"{where}: transformers cannot map the tensor names of {type(model).__name__} "
-                                    f"({first_words(fault)})", "a model that transformers can save",
+                                    f"({first_words(fault)})", "expected a model that transformers can save",
                                     "use a model of another type") from None
     renamings = [one for one in conversions if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, loading.WeightConverter)]
@@ -119,7 +119,7 @@ def _compute_buffers(model: Any, device: torch.device, where: str) -> None:
             model.initialize_weights()
     except Exception as fault:
         raise UnsupportedModelError(f"{where}: transformers cannot compute the buffers of {type(model).__name__} "
-                                    f"({first_words(fault)})", "a model that transformers can load",
+                                    f"({first_words(fault)})", "expected a model that transformers can load",
                                     "use a model of another type") from None
     for name, _ in buffers:
         buffer = model.get_buffer(name)

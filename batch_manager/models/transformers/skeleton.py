@@ -46,7 +46,7 @@ def make_skeleton(configuration: Any, architecture: str, where: str, attention: 
     if model_class is None or model_class.__name__ != architecture:
         raise UnsupportedModelError(
             f"{where}: the architecture is {shown(architecture)} and the model type is {configuration.model_type!r}",
-            "transformers' text generation class for this model type"
+            "expected transformers' text generation class for this model type"
             + ("" if model_class is None else f", {model_class.__name__}"),
             "save the model with AutoModelForCausalLM of transformers")
     configuration._attn_implementation = attention
@@ -60,7 +60,9 @@ def make_skeleton(configuration: Any, architecture: str, where: str, attention: 
                              ) from None
     except Exception as fault:
         raise ModelLoadError(f"{where}: transformers cannot create the model ({first_words(fault)})",
-                             "expected a configuration saved by transformers") from None
+                             "expected a configuration saved by transformers",
+                             "save the model again, or install the version of transformers that saved it"
+                             ) from None
     model.eval().requires_grad_(False)
     total = sum(parameter.numel() for parameter in model.parameters())
     if total > MAX_WEIGHTS:
