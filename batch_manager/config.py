@@ -313,17 +313,19 @@ def resolve_limits(params: TrtGptModelOptionalParams, info: BackendInfo, max_bea
     max_seq_len = info.max_seq_len if params.max_seq_len is None else params.max_seq_len
     if max_seq_len > info.max_seq_len:
         raise ConfigError(f"max_seq_len is {max_seq_len:,}", f"the model has positions for {info.max_seq_len:,} tokens",
-                          f"set max_seq_len to at most {info.max_seq_len:,} or leave it unset")
+                          f"set max_seq_len to at most {info.max_seq_len:,}, or leave it unset")
     if params.enable_chunked_context and params.max_num_tokens < info.tokens_per_block:
         raise ConfigError(f"max_num_tokens is {params.max_num_tokens} and a KV cache block holds "
                           f"{info.tokens_per_block} tokens",
-                          "every context chunk but the last must be a whole number of blocks",
+                          f"expected at least {info.tokens_per_block}, because every context chunk but the last is a whole "
+                          "number of blocks",
                           "raise max_num_tokens or lower tokens_per_block")
     if (scheduler_policy is SchedulerPolicy.MAX_UTILIZATION and not params.enable_chunked_context
             and params.max_num_tokens < min(info.tokens_per_block, max_seq_len)):
         raise ConfigError(f"max_num_tokens is {params.max_num_tokens} and a KV cache block holds "
                           f"{info.tokens_per_block} tokens",
-                          "a paused request that no longer fits one step is recomputed in whole blocks",
+                          f"expected at least {min(info.tokens_per_block, max_seq_len)}, because a paused request that no longer "
+                          "fits one step is recomputed in whole blocks",
                           "raise max_num_tokens, lower tokens_per_block, or use GUARANTEED_NO_EVICT")
     num_micro_batches = 2 if params.enable_trt_overlap else 1
     unbounded = params.max_num_sequences == -1

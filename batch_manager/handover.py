@@ -250,8 +250,8 @@ class ScheduledBatch:
                           numbers until a step with them is read; the device runs each once
     first_operation       number of operations[0], counted over the life of the engine; `new_operations` returns those
                           that a device has not run yet
-    num_places            rows of a padded layout in generation: all members of a static batch, finished ones included;
-                          0: one per sequence. Other layouts ignore it
+    num_padded_rows       rows of a padded layout in generation, one for each member of a static batch, finished ones
+                          included; 0: one for each sequence. Other layouts ignore it
     max_beam_width        rows of the block tables per slot; the same in every batch
 
     When `start` or `finish` raises, the loop bisects the batch to find the sequences at fault. So a failed run must not
@@ -264,7 +264,7 @@ class ScheduledBatch:
     context: tuple[ContextWork, ...] = ()
     generation: GenerationWork = NO_GENERATION
     block_table_updates: BlockTableUpdates = NO_UPDATES
-    num_places: int = 0
+    num_padded_rows: int = 0
     max_beam_width: int = 1
     operations: tuple[DeviceOperation, ...] = ()
     first_operation: int = 0

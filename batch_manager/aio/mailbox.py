@@ -134,7 +134,10 @@ class Mailbox:
             self.has_ended = True
 
     def take(self) -> Delta | str | None:
-        """Return everything new as one delta, or the text of an error, or None: nothing new. On the event loop."""
+        """Return everything new as one delta, the text of an error, or None if nothing is new.
+
+        Called on the event loop.
+        """
         arrived = self._arrived
         if not arrived:
             return None

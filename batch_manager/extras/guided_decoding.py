@@ -182,7 +182,7 @@ def _catch_up(session: _Session, tokens: list[int]) -> None:
     if session.matcher.is_error():
         raise InvalidRequestError("the tokens do not match the grammar, or it became too complex",
                                   "every token must be allowed by the grammar",
-                                  "remove whatever else changes the logits, or simplify the grammar")
+                                  "remove anything else that changes the logits, or simplify the grammar")
 
 
 def _unusable(reason: object) -> InvalidRequestError:

@@ -28,7 +28,7 @@ class StaticBatch:
         """Return the batch with a padded row for each member, finished ones included. Contexts form a new batch."""
         if plan.context_requests:
             self.stats = StaticBatchStats.of(plan.context_requests, self._max_seq_len)
-        return replace(batch, num_places=self.stats.members)
+        return replace(batch, num_padded_rows=self.stats.members)
 
 
 class HeldFinals(Finals):

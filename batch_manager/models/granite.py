@@ -54,7 +54,7 @@ class Granite:
     def __init__(self, spec: GraniteSpec, weights: Weights, context: LayerContext) -> None:
         self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size,
                                    scale=_unless_one(spec.embedding_scale))
-        self.virtual_token_scale = spec.embedding_scale    # as in transformers
+        self.prompt_tuning_scale = spec.embedding_scale    # as in transformers
         self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
         self.norm = RmsNorm(weights, context, "model.norm", spec.hidden_size, spec.norm_epsilon)
         self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size,

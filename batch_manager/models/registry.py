@@ -23,8 +23,8 @@ class Model(Protocol):
     understands        optional. Fields of config.json that change what a model computes and that `read_spec` reads,
                        such as "sliding_window"; the tables in model_spec.py have all such fields. A checkpoint is
                        refused if it sets one that is not listed here, except to a value that changes nothing
-    virtual_token_scale   optional. Factor for prompt-tuning rows, which replace rows of `embed`: a prompt-tuning table
-                       contains embeddings before the model scales them
+    prompt_tuning_scale   optional; absent means 1. Factor for prompt-tuning rows, which replace rows of `embed`: a
+                       prompt-tuning table contains embeddings before the model scales them
     deterministic      optional; absent means False. True if the class computes only with layers of
                        batch_manager.layers, attention, and element-wise sums and products between them. With a
                        deterministic context, a row's bits then depend on that row only

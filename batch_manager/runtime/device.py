@@ -33,7 +33,7 @@ def resolve_device(name: str | None) -> torch.device:
     if index is None:
         index = torch.cuda.current_device()
     if index >= count:
-        raise ConfigError(f"device is {name!r}, but torch finds {count} GPUs", "device must exist",
+        raise ConfigError(f"device is {name!r}, but torch finds {count} GPUs", "expected a GPU that torch finds",
                           'use device="cpu", or install a driver and a build of torch that find the GPU')
     return torch.device("cuda", index)
 
@@ -45,7 +45,7 @@ def named_device(name: str) -> torch.device:
     except (RuntimeError, TypeError):
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {name!r}", 'device must be "cpu", "cuda", "cuda:1", ..., or None',
+        raise ConfigError(f"device is {name!r}", 'expected "cpu", "cuda", "cuda:1", ..., or None',
                           "leave device unset to use a GPU if there is one")
     return device
 

@@ -51,5 +51,5 @@ def split(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> 
 
 def padded(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
     """Return the calls of `split`, padded."""
-    return [replace(call, padding=padding(call.step, batch.num_places * batch.generation.beam_width))
+    return [replace(call, padding=padding(call.step, batch.num_padded_rows * batch.generation.beam_width))
             for call in split(batch, tables, tokens_per_block)]

@@ -46,7 +46,7 @@ class ModelRunner:
 
     def __init__(self, model: Model, attention: Attention, uploads: Uploads, vocab_size: int) -> None:
         self._model, self.attention, self._uploads = model, attention, uploads
-        self._vocab_size, self._prompt_tuning_scale = vocab_size, getattr(model, "virtual_token_scale", 1)
+        self._vocab_size, self._prompt_tuning_scale = vocab_size, getattr(model, "prompt_tuning_scale", 1)
         self.compiled: CompiledStep | None = None
         self.fused: FusedStep | None = None
         self.table = record_embedding(model.embed)

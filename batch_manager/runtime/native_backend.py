@@ -197,11 +197,11 @@ def refuse_too_many_slots(num_slots: int, free_bytes: int) -> None:
 def refuse_nondeterministic_parts(device: torch.device, attention_factory: Callable[..., Attention] | None) -> None:
     """Raise ConfigError for a device or attention that cannot be deterministic."""
     if device.type != "cpu" and not use_triton(device):
-        raise ConfigError(f"deterministic was asked for on {device_name(device)} without triton",
+        raise ConfigError(f"deterministic is True, and the device is {device_name(device)}, without triton",
                           "on a GPU the deterministic matrix products are Triton kernels",
                           "install triton, or use the CPU")
     if attention_factory is not None:
-        raise ConfigError("deterministic was asked for with Parts.attention",
+        raise ConfigError("deterministic is True and Parts.attention is set",
                           "only the package's own attention is deterministic", "unset one of the two")
 
 
@@ -378,7 +378,7 @@ class NativeBackend:
                 if width > 1 and first.failures:      # the model gives no finite logit, so there are no beams
                     continue
                 generation = GenerationWork(zero, zero + np.int32(num_cached), width)
-                self.start(ScheduledBatch(iteration=1, generation=generation, num_places=2,
+                self.start(ScheduledBatch(iteration=1, generation=generation, num_padded_rows=2,
                                           max_beam_width=max_beam_width)).finish()
         with on_device(self._device, self._stream), torch.inference_mode():
             clear_block(self._pool, 0)

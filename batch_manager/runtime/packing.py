@@ -48,7 +48,7 @@ def pack(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> P
 
     If any generating sequence has draft tokens, all generating sequences are packed as chunks of 1 + drafts tokens.
 
-    Raises   AssertionError if a token of the step has no block. Blocks of earlier tokens may have been given back.
+    Raises   AssertionError if a token of the step has no block. Blocks of earlier tokens may have been released.
     """
     context, num_drafts = batch.context, batch.generation.num_drafts
     if not context and num_drafts is None:

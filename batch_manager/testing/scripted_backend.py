@@ -537,8 +537,8 @@ class ScriptedBackend:
             search_width = self._searches.width(slot)
             _require(search_width == width, "the beam width of a slot differs from its step", np.array([search_width]))
         _require(bool((ends <= self.info.max_seq_len).all()), "lengths exceed max_seq_len", ends)
-        _require(batch.num_places in (0, max(batch.num_places, batch.num_sequences)), "more sequences than padded rows",
-                 batch.num_places, batch.num_sequences)
+        _require(batch.num_padded_rows in (0, max(batch.num_padded_rows, batch.num_sequences)),
+                 "more sequences than padded rows", batch.num_padded_rows, batch.num_sequences)
         _require(len(np.unique(step.pool_slots)) == len(step.tokens), "two tokens write to one pool slot", step.slots)
         _require(bool(((step.tokens >= 0) & (step.tokens < self.info.vocab_size)).all()), "a token id is out of range")
         _require(all(work.is_last_chunk or (work.start + len(work.token_ids)) % size == 0 for work in batch.context),

@@ -47,7 +47,7 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
     except RecursionError:
-        raise ModelLoadError(f"{where} is nested too deeply", "expected a plain JSON object") from None
+        raise ModelLoadError(f"{where} is nested too deeply", "expected a JSON object of a few levels") from None
     except ValueError as fault:         # from json, the UTF-8 decoder, and the two functions below
         raise ModelLoadError(f"{where} is not valid JSON ({fault})", "expected a JSON object", AGAIN) from None
     if not isinstance(value, dict):

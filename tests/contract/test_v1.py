@@ -129,7 +129,7 @@ def test_a_member_keeps_its_empty_place_in_the_padded_step_until_the_batch_ends(
     world = static_world()
     submit(world, [(5, 2), (3, 4), (1, 1)])
     world.run()
-    assert [(batch.num_sequences, batch.num_places) for batch in world.backend.batches] == [
+    assert [(batch.num_sequences, batch.num_padded_rows) for batch in world.backend.batches] == [
         (3, 3), (2, 3), (1, 3), (1, 3)]
 
 
@@ -137,7 +137,7 @@ def test_in_flight_batches_have_no_empty_places(static_world, submit):
     world = static_world(model_type=FUSED)
     submit(world, [(5, 2), (3, 4), (1, 1)])
     world.run()
-    assert {batch.num_places for batch in world.backend.batches} == {0}
+    assert {batch.num_padded_rows for batch in world.backend.batches} == {0}
 
 
 def test_all_finals_are_sent_when_the_batch_is_done_one_response_each(static_world, submit):
@@ -309,7 +309,7 @@ G!  G
 .   G!"""
     assert world.client.final(0).finish_reason == FinishReason.CANCELLED and world.client.final(0).error == ""
     assert_right(world, prompts, [2, 4])
-    assert [batch.num_places for batch in world.backend.batches] == [2, 2, 2, 2], "its place stays empty"
+    assert [batch.num_padded_rows for batch in world.backend.batches] == [2, 2, 2, 2], "its row stays empty"
 
 
 def test_stopping_the_last_one_that_runs_ends_the_batch_in_that_iteration(static_world, submit):
@@ -413,7 +413,7 @@ def test_c21_a_member_that_fails_is_told_at_once_and_the_batch_goes_on(static_wo
 
 def test_c21_a_batch_too_large_for_memory_is_run_in_parts_that_keep_no_empty_places(static_world, submit):
     def fits_two(batch):
-        if max(batch.num_sequences, batch.num_places) > 2:
+        if max(batch.num_sequences, batch.num_padded_rows) > 2:
             raise MemoryError
 
     world = static_world(backend=Recorded(on_step=fits_two))

@@ -189,7 +189,7 @@ def draw_ask(draw: Random, vocab: int, beginning: list[int], longest_prompt: int
         options["logits_post_processor"] = draw.choice([shift_one, "batched"])
     (draw_scripted_wishes if is_scripted else draw_wishes)(draw, tensors, vocab)
     if not is_scripted and likely(0.08):
-        add_virtual_tokens(draw, tensors, vocab, family)
+        add_prompt_tuning_tokens(draw, tensors, vocab, family)
     arrival = draw.choice([0, 0, draw.randint(0, 8), draw.randint(0, 40)])
     return Ask(arrival, tensors, options, tuple(features_of(tensors, options)))
 
@@ -227,7 +227,7 @@ def words(draw: Random, vocab: int) -> list[list[int]]:
     return [[draw.randrange(vocab) for _ in range(draw.randint(1, 3))] for _ in range(draw.randint(1, 4))]
 
 
-def add_virtual_tokens(draw: Random, tensors: dict[str, Any], vocab: int, family: str) -> None:
+def add_prompt_tuning_tokens(draw: Random, tensors: dict[str, Any], vocab: int, family: str) -> None:
     """Add a table of embeddings, and prompt-tuning tokens before the prompt."""
     rows = draw.randint(1, 3)
     table = np.random.default_rng(draw.getrandbits(32)).normal(size=(rows, HIDDEN_SIZES[family]))

@@ -15,14 +15,15 @@ from batch_manager.runtime.padded_call import PaddedAttention
 SIZE = 4
 
 
-def make(contexts=(), rows=(), num_places=0):
+def make(contexts=(), rows=(), num_padded_rows=0):
     """contexts: lengths of prompts, in slots 0, 1, ...; rows: KV lengths, in the slots after them"""
     slots = np.arange(len(contexts), len(contexts) + len(rows), dtype=np.int32)
     works = tuple(ContextWork(slot, np.arange(1, count + 1, dtype=np.int32), 0, True, SlotSetup())
                   for slot, count in enumerate(contexts))
     mapped = [(slot, index, 5 * slot + index) for slot in range(len(contexts) + len(rows)) for index in range(5)]
     return ScheduledBatch(0, context=works, generation=GenerationWork(slots, np.array(rows, np.int32)),
-                          block_table_updates=BlockTableUpdates(*np.array(mapped, np.int32).T), num_places=num_places)
+                          block_table_updates=BlockTableUpdates(*np.array(mapped, np.int32).T),
+                          num_padded_rows=num_padded_rows)
 
 
 def calls(layout, batch):
@@ -39,12 +40,12 @@ def test_contexts_are_padded_to_the_longest_of_them():
 
 
 def test_generation_is_padded_to_the_places_of_the_batch():
-    (call,) = calls(layouts.padded, make(rows=[3, 9], num_places=5))
+    (call,) = calls(layouts.padded, make(rows=[3, 9], num_padded_rows=5))
     assert call.padding.rows.tolist() == [0, 1]
     assert call.padding.num_rows == 5
 
 
-@pytest.mark.parametrize("batch", [make(contexts=[3, 3]), make(contexts=[5]), make(rows=[3, 9], num_places=2),
+@pytest.mark.parametrize("batch", [make(contexts=[3, 3]), make(contexts=[5]), make(rows=[3, 9], num_padded_rows=2),
                                    make(rows=[3, 9])])
 def test_where_all_are_of_one_length_there_is_no_padding(batch):
     assert [call.padding for call in calls(layouts.padded, batch)] == [None]
@@ -56,7 +57,7 @@ def test_a_mixed_step_is_two_padded_calls():
 
 
 def test_what_is_padded_is_packed_as_ever():
-    for batch in (make(contexts=[2, 4, 1]), make(rows=[3, 9], num_places=5)):
+    for batch in (make(contexts=[2, 4, 1]), make(rows=[3, 9], num_padded_rows=5)):
         (padded,), (packed,) = calls(layouts.padded, batch), calls(layouts.split, batch)
         for name in PackedStep.__slots__:
             np.testing.assert_array_equal(getattr(padded.step, name), getattr(packed.step, name))
@@ -93,9 +94,9 @@ def test_padding_writes_nothing_to_the_cache(checkpoint):
                                            for index, block in enumerate(blocks)], np.int32).T)
     works = tuple(ContextWork(slot, np.arange(1, count + 1, dtype=np.int32), 0, True, SlotSetup())
                   for slot, count in enumerate(contexts))
-    backend.start(ScheduledBatch(0, context=works, block_table_updates=updates, num_places=3)).finish()
+    backend.start(ScheduledBatch(0, context=works, block_table_updates=updates, num_padded_rows=3)).finish()
     backend.start(ScheduledBatch(1, generation=GenerationWork(np.array([1], np.int32), np.array([11], np.int32)),
-                                 num_places=3)).finish()
+                                 num_padded_rows=3)).finish()
 
     written = (backend._pool != mark).all(dim=(1, 2, 3, 5))            # [num_blocks, tokens_per_block]
     untouched = (backend._pool == mark).all(dim=5).all(dim=3).all(dim=2).all(dim=1)

@@ -48,10 +48,18 @@ def paths():
     return [path for path in found if path not in NOT_READ]
 
 
+# An underscore between the words of an identifier, or the beginning of a word in camel case.
+SEAM = re.compile(r"(?<=[A-Za-z0-9])_+(?=[A-Za-z])|(?<=[a-z0-9])(?=[A-Z])")
+
+
 def retired_words(text):
-    """(line, word, what to use instead)."""
+    """(line, word, what to use instead), also for the words of which an identifier consists."""
     for phrase in ALLOWED:
         text = text.replace(phrase, "")
+    return sorted({*_matches(text), *_matches(SEAM.sub(" ", text))})
+
+
+def _matches(text):
     return [(text.count("\n", 0, match.start()) + 1, match[0], instead)
             for word, instead in WORDS for match in word.finditer(text)]
 
@@ -64,11 +72,13 @@ def test_no_retired_word_is_used():
 
 @pytest.mark.parametrize("text", [
     "Nobody waits.", "a block of\nsomebody else", "the tokens behind it", "VIRTUAL TOKENS", "rows.having(STAGES)",
-    "heat = 1", "a double of it", "unread_texts()"])
+    "heat = 1", "a double of it", "unread_texts()",
+    "virtual_token_scale", "setVirtualTokens()", "num_owed_finals", "TokensBehind"])
 def test_they_are_found(text):
     assert retired_words(text)
 
 
-@pytest.mark.parametrize("text", ["nothing is left behind", "wheat", "beheaded", "the door_bell", "outdoors"])
+@pytest.mark.parametrize("text", [
+    "nothing is left behind", "wheat", "beheaded", "the doorbell", "outdoors", "wheat_and_heated"])
 def test_other_words_are_not(text):
     assert not retired_words(text)

@@ -5,13 +5,13 @@ block with the largest maximum, and the K largest logits are in the K blocks wit
 
     greedy         block maxima, then one block
     top-k <= 64    k candidates from k blocks
-    top-p          64 candidates, if their mass suffices
+    top-p          64 candidates, if their total probability suffices
     no filter      block sums, then one block
     otherwise      find the smallest kept value by sorting the values (not the ids) with numpy's vectorized sort: for
                    a larger k, a flatter distribution, or ties at the boundary
 
 Min-p is a lower bound on logits, known in advance, and is applied in all of these cases. A log-prob takes a pass over
-the row, so it is computed only for rows that want it. The result of a row depends on that row alone.
+the row, so it is computed only for rows that ask for it. The result of a row depends on that row alone.
 """
 
 import numpy as np

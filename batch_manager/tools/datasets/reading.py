@@ -72,7 +72,7 @@ def read_workload(path: str | os.PathLike, selection: Selection | None = None, *
     """
     if type(vocab_size) is not int or vocab_size < 1:
         raise DatasetError("", f"the size of the vocabulary is {quoted(vocab_size)}", "expected at least 1",
-                           "pass that of the model")
+                           "pass the vocabulary size of the model")
     selection = selection or Selection()
     report = ReadReport() if report is None else report
     prompts = PromptMaker(selection.seed, vocab_size)

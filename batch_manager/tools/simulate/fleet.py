@@ -24,7 +24,7 @@ class Run:
     """A completed simulation.
 
     wall_s      virtual seconds from the beginning to the last final response
-    arrival_s   [n] arrival of each request; in a closed loop not the time in the traffic
+    arrival_s   [n] arrival of each request; in a closed loop, it differs from the time in the traffic
     """
 
     traffic: Traffic
