@@ -317,15 +317,15 @@ def resolve_limits(params: TrtGptModelOptionalParams, info: BackendInfo, max_bea
     if params.enable_chunked_context and params.max_num_tokens < info.tokens_per_block:
         raise ConfigError(f"max_num_tokens is {params.max_num_tokens} and a KV cache block holds "
                           f"{info.tokens_per_block} tokens",
-                          f"expected at least {info.tokens_per_block}, because every context chunk but the last is a whole "
-                          "number of blocks",
+                          f"expected at least {info.tokens_per_block}, because every context chunk but the last is a "
+                          "whole number of blocks",
                           "raise max_num_tokens or lower tokens_per_block")
     if (scheduler_policy is SchedulerPolicy.MAX_UTILIZATION and not params.enable_chunked_context
             and params.max_num_tokens < min(info.tokens_per_block, max_seq_len)):
         raise ConfigError(f"max_num_tokens is {params.max_num_tokens} and a KV cache block holds "
                           f"{info.tokens_per_block} tokens",
-                          f"expected at least {min(info.tokens_per_block, max_seq_len)}, because a paused request that no longer "
-                          "fits one step is recomputed in whole blocks",
+                          f"expected at least {min(info.tokens_per_block, max_seq_len)}, because a paused request that "
+                          "no longer fits one step is recomputed in whole blocks",
                           "raise max_num_tokens, lower tokens_per_block, or use GUARANTEED_NO_EVICT")
     num_micro_batches = 2 if params.enable_trt_overlap else 1
     unbounded = params.max_num_sequences == -1

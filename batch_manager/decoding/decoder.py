@@ -134,7 +134,9 @@ class GptDecoder:
         return not np.bitwise_or.reduce(self.state.features[rows.slots]) & READS_LOGITS
 
     def sample_largest(self, tokens: torch.Tensor, largest: torch.Tensor, rows: SamplingRows) -> SampledStep:
-        """Return what `sample` would return, computed from the largest logits alone. For rows where `needs_only_largest` is true.
+        """Return what `sample` would return, computed from the largest logits alone.
+
+        For rows where `needs_only_largest` is true.
 
         tokens    [r] int64: token of the largest logit, the lowest id among equals. Set to 0 where not finite
         largest   [r] float32: that logit; NaN where any logit is NaN

@@ -74,7 +74,8 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
         raise ConfigError(f"deterministic is True, but layers of transformers compute {spec.architecture}",
                           "expected a model class of this package", "leave deterministic out")
     if deterministic and not getattr(model_class, "deterministic", False):
-        raise ConfigError(f"deterministic is True, and the model class is {model_class.__name__}, which does not support it",
+        raise ConfigError(f"deterministic is True, and the model class is {model_class.__name__}, which does not "
+                          "support it",
                           "expected a class with deterministic = True: it computes only with layers of "
                           "batch_manager.layers and element-wise sums and products between them",
                           "set deterministic = True in the class if this is so, or leave the option out")

@@ -18,15 +18,10 @@ from pathlib import Path
 
 import torch
 
-from batch_manager import (
-    GptManager,
-    InferenceRequest,
-    KvCacheConfig,
-    SchedulerPolicy,
-    TrtGptModelOptionalParams,
-    TrtGptModelType,
-)
+from batch_manager import InferenceRequest, KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.models import read_spec
+from tests.harness.client import Client
+from tests.harness.world import make_manager
 
 VOCAB, WIDTH, INNER, LAYERS, HEADS = 16384, 768, 2048, 12, 12
 DECODER = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
@@ -65,30 +60,28 @@ CONFIGS = {
 }
 
 
-class Timed:
-    """A manager whose requests are timed token by token."""
+class Timed(Client):
+    """A manager whose requests are timed token by token. It keeps the times, not the responses."""
+
+    has_stats = False
 
     def __init__(self, folder: Path, dtype: str, in_flight: int) -> None:
-        self.in_flight, self.next_id, self.left, self.times, self.waiting = in_flight, 1, 0, [], []
+        super().__init__()
+        self.in_flight, self.next_id, self.left, self.times = in_flight, 1, 0, []
         params = TrtGptModelOptionalParams(dtype=dtype, device="cpu", load_format="dummy", max_batch_size=in_flight,
                                            num_threads=len(os.sched_getaffinity(0)),
                                            kv_cache_config=KvCacheConfig(max_tokens=256 * in_flight))
-        self.manager = GptManager(folder, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION,
-                                  self._get, self._send, lambda: set(), None, params)
+        self.manager = make_manager(self, model_path=folder, params=params)
 
-    def _get(self, most: int) -> list[InferenceRequest]:
-        given, self.waiting = self.waiting, []
-        return given
-
-    def _send(self, request_id: int, tensors: object, is_final: bool, error: str) -> None:
+    def received(self, request_id: int, tensors: list, final: bool, error: str) -> None:
         assert not error, error
         self.times.append(time.perf_counter())
-        self.left -= is_final
+        self.left -= final
 
     def step_ms(self, tokens: int) -> float:
         """Return the median milliseconds between two steps."""
         self.times, self.left = [], self.in_flight
-        self.waiting = [InferenceRequest(self.next_id + i, {
+        self.pending = [InferenceRequest(self.next_id + i, {
             "input_ids": [5 + i] * 16, "request_output_len": tokens, "streaming": True}) for i in range(self.in_flight)]
         self.next_id += self.in_flight
         while self.left:

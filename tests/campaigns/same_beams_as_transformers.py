@@ -30,10 +30,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import transformers
 
-from batch_manager import FinishReason, GptManager, KvCacheConfig
+from batch_manager import FinishReason, KvCacheConfig
 from tests.campaigns.same_tokens_as_transformers import random_config, random_engine
-from tests.harness.client import Client
+from tests.harness.client import StaggeredClient
 from tests.harness.requests import request
+from tests.harness.world import make_manager
 
 TIE, APART, WRONG = 1e-5, 1e-4, 1e-3
 EARLY_STOPPING = {1: True, 0: False, 2: "never"}
@@ -53,21 +54,16 @@ def run_seed(seed: int) -> Counter:
                for i in prompts}
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        client = Client()
         items = [request(i, prompts[i], lengths[i], return_log_probs=True, **options[i]) for i in prompts]
-
-        def get(max_num_requests: int) -> list:
-            count = min(max_num_requests, draw.choice([0, 1, 3, 8]))
-            given, items[:count] = items[:count], []
-            return given
-
+        client = StaggeredClient(items, draw, [0, 1, 3, 8])
         model_type, policy, params = random_engine(draw, prompts, lengths)
         size = params.kv_cache_config.tokens_per_block
         needed = max(most_blocks(len(prompts[i]), lengths[i], options[i]["beam_width"], size) for i in prompts)
         blocks = needed + draw.choice([0, 1, 2, 400])
         params = replace(params, kv_cache_config=KvCacheConfig(
             tokens_per_block=size, max_tokens=blocks * size))
-        manager = GptManager(folder, model_type, 8, policy, get, client.send, client.poll, client.return_stats, params)
+        manager = make_manager(client, model_path=folder, params=params, policy=policy, model_type=model_type,
+                               max_beam_width=8)
         client.wait_for_finals(*prompts)
         assert manager.shutdown()
 

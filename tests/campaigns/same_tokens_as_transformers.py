@@ -24,9 +24,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import transformers
 
-from batch_manager import GptManager, KvCacheConfig, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
-from tests.harness.client import Client
+from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
+from tests.harness.client import StaggeredClient
 from tests.harness.requests import request
+from tests.harness.world import make_manager
 
 TIE = 1e-5
 ROPES = [
@@ -173,15 +174,10 @@ def run_seed(seed: int) -> Counter:
             for i in range(draw.choice([3, 8, 20]))}
         lengths = {i: draw.randrange(1, 24) for i in prompts}
         streaming = {i: draw.random() < 0.4 for i in prompts}
-        client, items = Client(), [request(i, prompts[i], lengths[i], streaming=streaming[i]) for i in prompts]
-
-        def get(max_num_requests: int) -> list:
-            count = min(max_num_requests, draw.choice([0, 0, 1, 3, 8]))
-            given, items[:count] = items[:count], []
-            return given
-
+        items = [request(i, prompts[i], lengths[i], streaming=streaming[i]) for i in prompts]
+        client = StaggeredClient(items, draw, [0, 0, 1, 3, 8])
         model_type, policy, params = random_engine(draw, prompts, lengths)
-        manager = GptManager(folder, model_type, 1, policy, get, client.send, client.poll, client.return_stats, params)
+        manager = make_manager(client, model_path=folder, params=params, policy=policy, model_type=model_type)
         client.wait_for_finals(*prompts)
         assert manager.shutdown()
 

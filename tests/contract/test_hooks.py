@@ -168,7 +168,7 @@ async def wakes_nobody():
     ({"after_responses": lambda health: None}, r"Parts\.after_responses .* after_responses\(\)"),
     ({"at_end": lambda: None}, r"Parts\.at_end .* at_end\(health\)"),
     ({"after_responses": wakes_nobody}, r"Parts\.after_responses is an async or a generator function"),
-    ({"at_end": 3}, r"Parts\.at_end is a int; a callable of \(health\)")])
+    ({"at_end": 3}, r"Parts\.at_end is a int; expected a callable of \(health\)")])
 def test_hooks_of_another_form_are_refused(make_manager, new_client, parts, named):
     with pytest.raises(ValueError, match=named):
         make_manager(new_client(), parts=parts)

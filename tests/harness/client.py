@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -186,6 +187,17 @@ class ArrivingClient(Client):
         for entry in due:
             self.waiting.remove(entry)
         return [request for _, request in due]
+
+
+class StaggeredClient(Client):
+    """Hands its items over a few at a time, with empty answers in between. Each number is drawn from `numbers`."""
+
+    def __init__(self, items: list, draw: Random, numbers: list[int]) -> None:
+        super().__init__()
+        self.pending, self._draw, self._numbers = items, draw, numbers
+
+    def items(self, max_num_requests: int) -> list:
+        return super().items(min(max_num_requests, self._draw.choice(self._numbers)))
 
 
 class _Callback:

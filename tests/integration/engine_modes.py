@@ -14,21 +14,11 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
-
-from batch_manager import (
-    InferenceRequest,
-    KvCacheConfig,
-    Parts,
-    SchedulerPolicy,
-    TrtGptModelOptionalParams,
-    TrtGptModelType,
-)
-from batch_manager.build import build_loop
-from batch_manager.clock import SystemClock
-from batch_manager.kv.audit import audit
+from batch_manager import InferenceRequest, KvCacheConfig, SchedulerPolicy, TrtGptModelType
 from batch_manager.runtime.native_backend import NativeBackend
 from tests.deterministic.differential import CONFIGS, make_checkpoint
+from tests.harness.client import Client
+from tests.harness.world import build_world
 
 VOCAB, MOST_ITERATIONS = 60, 200
 SMALL = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4,
@@ -86,6 +76,37 @@ def checkpoint(folder, num_layers=1):
     return make_checkpoint("qwen3", parent)
 
 
+class Arrivals(Client):
+    """Two requests come at first, then one in every second iteration."""
+
+    has_poll = False
+
+    def __init__(self, requests):
+        super().__init__()
+        self.pending = list(requests)
+
+    def items(self, max_num_requests):
+        due = len(self.stats) % 2 if self.stats else 2
+        return super().items(due if max_num_requests < 0 else min(due, max_num_requests))
+
+
+def answer(responses):
+    """What one request got in all of its responses."""
+    tokens, log_probs = [], []
+    for response in responses:
+        if response.error:
+            continue
+        found = response.tensors
+        for beam in range(found["sequence_length"].shape[1]):
+            tokens += [beam, *response.tokens(beam)]
+        log_probs += found["output_log_probs"].ravel().tolist()
+        if "top_log_probs" in found:
+            log_probs += found["top_log_probs"].ravel().tolist()
+            tokens += found["top_log_prob_ids"].ravel().tolist()
+    return {"tokens": tokens, "log_probs": log_probs, "error": "".join(response.error for response in responses),
+            "finals": sum(response.final for response in responses)}
+
+
 def run(folder, mode):
     """Run the requests of a mode. Return the mode, the dispatch, the answers by request and the maxima of some
     statistics."""
@@ -93,49 +114,20 @@ def run(folder, mode):
     pool, kv_names = options.pop("pool"), ("enable_block_reuse", "max_attention_window", "sink_token_length")
     kv = KvCacheConfig(tokens_per_block=16, max_tokens=16 * pool,
                        **{name: options.pop(name) for name in kv_names if name in options})
-    arguments = {"model_type": TrtGptModelType.InflightFusedBatching, "max_beam_width": 1,
-                 "scheduler_policy": SchedulerPolicy.GUARANTEED_NO_EVICT}
-    arguments |= {name: options.pop(name) for name in arguments if name in options}
-    waiting, records, answers = list(make_requests(mode)), [], {}
-
-    def get(most):
-        count = min(len(waiting), 2 if not records else len(records) % 2, *([most] if most >= 0 else []))
-        taken, waiting[:count] = waiting[:count], []
-        return taken
-
-    def send(request_id, tensors, is_final, error):
-        found = {tensor.name: np.asarray(tensor.tensor) for tensor in tensors}
-        answer = answers.setdefault(request_id, {"tokens": [], "log_probs": [], "error": "", "finals": 0})
-        answer["finals"] += is_final
-        answer["error"] += error
-        if not error:
-            for beam, length in enumerate(found["sequence_length"][0].tolist()):
-                answer["tokens"] += [beam, *found["output_ids"][0, beam, :length].tolist()]
-            answer["log_probs"] += found["output_log_probs"].ravel().tolist()
-            if "top_log_probs" in found:
-                answer["log_probs"] += found["top_log_probs"].ravel().tolist()
-                answer["tokens"] += found["top_log_prob_ids"].ravel().tolist()
-
-    static = arguments["model_type"] is TrtGptModelType.V1
+    static = options.get("model_type") is TrtGptModelType.V1
     with contextlib.nullcontext() if mode in WARMED_UP else mock.patch.object(NativeBackend, "warm_up"):
-        loop = build_loop(
-            model_path=checkpoint(folder, 2 if mode == "plain" else 1), get_inference_requests_cb=get,
-            send_response_cb=send, poll_stop_signal_cb=None,
-            return_batch_manager_stats_cb=lambda record: records.append(json.loads(record)),
-            optional_params=TrtGptModelOptionalParams(
-                device="cpu", dtype="float32", num_threads=1, cpu_compile=False, max_batch_size=4, max_num_tokens=48,
-                enable_chunked_context=not static, kv_cache_config=kv, **options),
-            terminate_req_id=None, exclude_input_in_output=True, parts=Parts(clock=SystemClock()), **arguments)
+        world = build_world(
+            client=Arrivals(make_requests(mode)), model_path=checkpoint(folder, 2 if mode == "plain" else 1),
+            policy=SchedulerPolicy.GUARANTEED_NO_EVICT, device="cpu", dtype="float32", num_threads=1,
+            cpu_compile=False, max_batch_size=4, max_num_tokens=48, enable_chunked_context=not static,
+            kv_cache_config=kv, exclude_input=True, **options)
     try:
-        for _ in range(MOST_ITERATIONS):
-            if not loop.step(accept_new=True) and not waiting:
-                break
-            audit(loop.kv)
-        else:
-            raise AssertionError(f"still busy after {MOST_ITERATIONS} iterations")
+        world.run(MOST_ITERATIONS)
     finally:
-        loop.backend.close()
-    return {"mode": mode, "dispatch": loop.backend.info.dispatch, "requests": answers,
+        world.backend.close()
+    records = [json.loads(record) for record in world.client.stats]
+    return {"mode": mode, "dispatch": world.backend.info.dispatch,
+            "requests": {request_id: answer(got) for request_id, got in world.client.responses.items()},
             **{name: max(record.get(name, 0) for record in records) for name in (
                 "MicroBatch ID", "Reused KV cache blocks", "Iterations In Flight")}}
 

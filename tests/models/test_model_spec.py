@@ -164,7 +164,7 @@ def test_null_means_not_given(spec_of):
 
 
 @pytest.mark.parametrize("fields, named", [
-    ({"new_decoder_architecture": True, "num_kv_heads": 3}, "num_kv_heads is 3; a divisor"),
+    ({"new_decoder_architecture": True, "num_kv_heads": 3}, "num_kv_heads is 3; expected a divisor"),
     ({"multi_query": False, "num_kv_heads": 2}, "num_kv_heads is 2; num_attention_heads, 4"),
     ({"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn is False"),
     ({"new_decoder_architecture": True, "num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn is 3; 1 or 2"),
@@ -441,7 +441,7 @@ CHANGES_NUMBERS = {
 @pytest.mark.parametrize("name", CHANGES_NUMBERS)
 def test_a_field_that_a_registered_class_does_not_name_is_refused_by_name(name, registered_spec_of):
     """The shipped families read their windows themselves; a user's class must declare that it does."""
-    with pytest.raises(ModelLoadError, match=f"{name} is .*; not supported; .*lists it in `understands`"):
+    with pytest.raises(ModelLoadError, match=f"{name} is .*; expected only fields .*; .*lists it in `understands`"):
         registered_spec_of(**{name: CHANGES_NUMBERS[name]})
     members = {"understands": (name,)}
     assert registered_spec_of(members=members, **{name: CHANGES_NUMBERS[name]}).num_layers == 4
@@ -464,7 +464,7 @@ def test_another_name_of_a_number_must_not_say_anything_else(registered_spec_of)
     members = {"options": {"activation": "hidden_activation"}}
     spec = registered_spec_of(members=members, hidden_activation="gelu", hidden_act="gelu")
     assert spec.activation == "gelu"
-    with pytest.raises(ModelLoadError, match="hidden_act is 'relu'; not supported"):
+    with pytest.raises(ModelLoadError, match="hidden_act is 'relu'; expected only fields that"):
         registered_spec_of(members=members, hidden_activation="gelu", hidden_act="relu")
 
 

@@ -12,6 +12,7 @@ from batch_manager import (
     SchedulerPolicy,
     TrtGptModelType,
 )
+from batch_manager.clock import SystemClock
 from batch_manager.errors import ErrorCode
 from batch_manager.handover import RowFailure, ScheduledBatch
 from batch_manager.testing.scripted_backend import ScriptedBackend
@@ -77,18 +78,16 @@ ENGINES = (
 )
 
 
-class HurriedClock:
-    """Real time plus STEP_S for each step, so that deadlines pass as with a real model."""
+class HurriedClock(SystemClock):
+    """Real time plus STEP_S for each step, so that deadlines pass as with a real model.
 
-    def __init__(self) -> None:
-        self.ahead = 0.0
+    The worker is a thread that waits in real time, so a `VirtualClock`, which stands still, does not fit.
+    """
+
+    ahead = 0.0
 
     def monotonic(self) -> float:
         return time.monotonic() + self.ahead
-
-    @staticmethod
-    def timestamp() -> str:
-        return time.strftime("%m-%d-%Y %H:%M:%S")
 
 
 class Planted(Exception):

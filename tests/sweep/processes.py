@@ -48,7 +48,10 @@ def request(request_id: int, new_tokens: int = LONG) -> InferenceRequest:
 
 
 class Server:
-    """Callbacks that print the ids of requests and of finals. on_send: called after a final"""
+    """Callbacks that print the ids of requests and of finals. on_send: called after a final.
+
+    Not a `Client` of tests/harness: the process can end at any time, so it prints each event and keeps none.
+    """
 
     def __init__(self, pending: list, on_send: Callable[[int], None] = lambda request_id: None) -> None:
         self.pending, self.on_send = pending, on_send
