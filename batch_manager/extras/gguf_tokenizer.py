@@ -195,15 +195,15 @@ def _sentence_piece(metadata: "_Metadata", tokens: list[str], kinds: list[int]) 
 
     for key in ("tokenizer.ggml.remove_extra_whitespaces", "tokenizer.ggml.precompiled_charsmap"):
         if metadata.values.get(key):
-            raise metadata.fault(key, "no value: this text normalization is not supported")
+            raise metadata.fault(key, "no value, because this text normalization is not supported")
     begins_with_space = metadata.flag("tokenizer.ggml.add_space_prefix", True)
     special = {metadata.token_id(f"tokenizer.ggml.{key}", len(tokens)) for key in _SPECIAL_TOKENS.values()}
     within = [token for n, (token, kind) in enumerate(zip(tokens, kinds))
               if kind in (CONTROL, USER_DEFINED) and n not in special]
     if begins_with_space and within:
         # Original tokenizers differ here.
-        raise metadata.fault("tokenizer.ggml.add_space_prefix", "false: the file does not specify whether text after "
-                             f"the token {within[0]!r:.60} also gets a space", "true or missing")
+        raise metadata.fault("tokenizer.ggml.add_space_prefix", "false, because the file does not specify whether text "
+                             f"after the token {within[0]!r:.60} also gets a space", "true or missing")
     unknown = metadata.token_id("tokenizer.ggml.unknown_token_id", len(tokens))
     if unknown is None:
         unknown = next((n for n, kind in enumerate(kinds) if kind == UNKNOWN), None)

@@ -77,7 +77,7 @@ def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, ste
     if wanted * block_bytes > share_bytes:
         raise InsufficientMemoryError(
             f"the KV cache needs {wanted:,} blocks of {size} tokens, {wanted * block_bytes:,} bytes",
-            f"it may use {share}, {share_bytes:,} bytes, beside the weights and the buffers of one step",
+            f"it may use {share}, {share_bytes:,} bytes, in addition to the weights and the buffers of one step",
             "lower KvCacheConfig.max_tokens, raise KvCacheConfig.free_gpu_memory_fraction, or free memory"
             if config.max_tokens is not None else
             "free memory, raise KvCacheConfig.free_gpu_memory_fraction, or lower max_num_tokens or max_batch_size")

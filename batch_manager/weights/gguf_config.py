@@ -345,7 +345,8 @@ def _with_attention_bias(metadata: Metadata, heads: Heads, values: dict[str, Any
 def _granite(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
     # In this architecture, unlike in others, the key switches rotary positions on and off.
     if metadata.get("rope.scaling.finetuned", True) is not True:
-        raise metadata.fault("rope.scaling.finetuned", "true, because a Granite without positions is not supported")
+        raise metadata.fault("rope.scaling.finetuned",
+                             "true, because a Granite without rotary positions is not supported")
     return {**_llama(metadata, heads, values), "logits_scaling": metadata.need("logit_scale"),
             "embedding_multiplier": metadata.get("embedding_scale", 1.0),
             "residual_multiplier": metadata.get("residual_scale", 1.0),

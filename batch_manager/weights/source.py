@@ -39,7 +39,7 @@ class Weights(Protocol):
         ...
 
     def count_copy(self, num_bytes: int) -> None:
-        """Add to `num_bytes` the size of a copy that a layer keeps beside the original tensor."""
+        """Add to `num_bytes` the size of a copy that a layer keeps in addition to the original tensor."""
         ...
 
 

@@ -264,7 +264,7 @@ TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
     ({**SENTENCES, "tokenizer.ggml.unknown_token_id": 10**6}, "unknown_token_id is 1000000"),
     ({**SENTENCES, "tokenizer.ggml.remove_extra_whitespaces": True}, "this text normalization is not supported"),
     ({**SENTENCES, TOKENS: [*SENTENCES[TOKENS], "<tool>"], KINDS: [*SENTENCES[KINDS], USER_DEFINED]},
-     "false: the file does not specify whether text after the token '<tool>' also gets"),
+     "false, because the file does not specify whether text after the token '<tool>' also gets"),
 ], ids=lambda value: value.replace(" ", "-")[:40] if isinstance(value, str) else "")
 def test_what_is_not_known_or_broken_is_refused_by_name(tmp_path, values, message):
     path = write(tmp_path / "a.gguf", values)

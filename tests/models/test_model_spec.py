@@ -165,9 +165,9 @@ def test_null_means_not_given(spec_of):
 
 @pytest.mark.parametrize("fields, named", [
     ({"new_decoder_architecture": True, "num_kv_heads": 3}, "num_kv_heads is 3; expected a divisor"),
-    ({"multi_query": False, "num_kv_heads": 2}, "num_kv_heads is 2; num_attention_heads, 4"),
+    ({"multi_query": False, "num_kv_heads": 2}, "num_kv_heads is 2; expected num_attention_heads, 4"),
     ({"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn is False"),
-    ({"new_decoder_architecture": True, "num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn is 3; 1 or 2"),
+    ({"new_decoder_architecture": True, "num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn is 3; expected 1 or 2"),
     ({"alibi": True, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
 ])
 def test_falcon_refuses_what_its_three_layouts_do_not_have(fields, named, spec_of):
