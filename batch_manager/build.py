@@ -132,7 +132,9 @@ def runs_ahead(params: TrtGptModelOptionalParams, info: BackendInfo, parts: Part
 
 
 def plans_by_lengths(scheduler: object) -> bool:
-    """The attribute `plans_by_lengths` of a custom scheduler; False without one. Raises ConfigError if it is no bool.
+    """The attribute `plans_by_lengths` of a custom scheduler; False without one.
+
+    Raises ConfigError if it is not a bool.
     """
     try:
         value = getattr(scheduler, "plans_by_lengths", False)

@@ -20,7 +20,7 @@ class Abortable(Protocol):
     def worker(self) -> threading.Thread | None: ...
 
     def ask_to_abort(self) -> None:
-        """Request the end, from any thread. Never blocks."""
+        """Ask the worker to end. Can be called from any thread; never blocks."""
 
 
 # A plain dictionary, whose keys are copied in one operation of the interpreter. Copying a WeakSet is a loop in Python,

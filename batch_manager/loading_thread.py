@@ -57,7 +57,7 @@ class Loading(Generic[Loaded]):
             self._thread.join()
 
     def ask_to_abort(self) -> None:
-        """Request the end. Never blocks; takes effect when the thread next calls `check_interruption`."""
+        """Ask the thread to end. Never blocks; takes effect when the thread next calls `check_interruption`."""
         self.is_interrupted = True
 
 

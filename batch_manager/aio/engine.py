@@ -174,7 +174,7 @@ class Stream:
         return self._mailbox.request_id
 
     def cancel(self) -> None:
-        """Stop the request and end the stream. From any thread."""
+        """Stop the request and end the stream. Can be called from any thread."""
         self._is_over = True
         mailbox, engine = self._mailbox, self._engine
         if not (mailbox.is_cancelled or mailbox.has_ended):

@@ -184,7 +184,7 @@ class Mailbox:
         return waiter
 
     def wake(self) -> None:
-        """Complete the future of `arrival`. On the event loop."""
+        """Complete the future of `arrival`. Called on the event loop."""
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

@@ -13,7 +13,7 @@ def discard_standard_output() -> None:
 
 
 def print_flushed(text: str) -> None:
-    """Print a text at once. A reader that has exited is no error. Raises OutputError if the disk is full."""
+    """Print a text at once. A reader that has exited is not an error. Raises OutputError if the disk is full."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

@@ -189,7 +189,7 @@ class Answer:
             raise
 
     def cancel(self) -> None:
-        """Stop all requests of the answer. On the event loop."""
+        """Stop all requests of the answer. Called on the event loop."""
         for choice in self._choices:
             choice.stream.cancel()
 
