@@ -111,7 +111,8 @@ class Client:
     def items(self, max_num_requests: int) -> Any:
         """The items that get returns."""
         count = len(self.pending) if max_num_requests < 0 else max_num_requests
-        items, self.pending[:count] = self.pending[:count], []
+        items = self.pending[:count]
+        del self.pending[:len(items)]      # not [:count]: another thread may have added items meanwhile
         return items
 
     def received(self, request_id: int, tensors: list, final: bool, error: str) -> Any:
