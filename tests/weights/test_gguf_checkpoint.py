@@ -217,8 +217,8 @@ def test_shards_that_do_not_fit(tmp_path):
     assert "'m-00003-of-00003.gguf' (named by" in refusal(parts)
     parts = shards()
     parts["m-00002-of-00003.gguf"] = parts["m-00003-of-00003.gguf"]
-    assert "m-00002-of-00003.gguf: split.no is 2 and split.count is 3; expected 1 and 3, as in the file's name" in refusal(
-        parts)
+    assert ("m-00002-of-00003.gguf: split.no is 2 and split.count is 3; expected 1 and 3, as in the file's name"
+            in refusal(parts))
     parts = shards()
     parts["m-00003-of-00003.gguf"].tensors.append(tensor("token_embd.weight", 10, 32))
     assert "'token_embd.weight' is in" in refusal(parts)
