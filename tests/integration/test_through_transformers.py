@@ -48,7 +48,8 @@ def test_prompts_begin_behind_what_is_cached(make_manager, new_client, new_reque
     for i, end in enumerate(ends):
         client.pending.append(new_request(i, common + end, 10))
         client.wait_for_finals(i)
-        assert client.final(i).tokens()[len(common + end):] == reference.greedy(common + end, 10)
+        generated = client.final(i).tokens()[len(common + end):]
+        assert generated == reference.greedy(common + end, 10, guess=generated)
     assert manager.shutdown()
     assert sum(json.loads(record)["Reused KV cache blocks"] for record in client.stats) >= 2 * (40 // 8)
 

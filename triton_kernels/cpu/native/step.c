@@ -85,20 +85,33 @@ static int64_t pieces_of_rows(int64_t rows, int64_t width) {
     return (rows + each - 1) / each;
 }
 
-static int64_t panels_per_piece(const Matrix *m, int threads) {
+/* Rows of a piece of a product: a multiple of MAX_ROWS. With tiles, all rows: a piece reads its panels once. */
+#define ROWS_PER_PIECE 96
+
+static int64_t groups_of_rows(const Operation *o, const Matrix *m, int64_t rows) {
+#if defined(HAS_TILES)
+    if (m->type == BFLOAT16 && may_use_tiles()) return 1;
+#endif
+    return o->number[0] == PRODUCT ? (rows + ROWS_PER_PIECE - 1) / ROWS_PER_PIECE : 1;
+}
+
+/* A piece of a product: outputs of a range of panels for a range of rows. */
+typedef struct {
+    int64_t first_panel, end_panel, first_row, end_row;
+} ProductPiece;
+
+static int64_t panels_per_piece(const Matrix *m, int64_t groups, int threads) {
     int64_t panels = num_panels(m);
     for (int64_t each = MAX_PANELS_PER_PIECE; each > 1; each /= 2)
-        if (panels / each >= 8 * threads) return each;
+        if (panels / each * groups >= 8 * threads) return each;
     return panels >= 8 ? 2 : 1;
 }
 
-typedef struct {
-    int64_t first, end;
-} Range;
-
-static Range panels_of(const Matrix *m, int64_t piece, int threads) {
-    int64_t each = panels_per_piece(m, threads), end = (piece + 1) * each, panels = num_panels(m);
-    return (Range){piece * each, end < panels ? end : panels};
+static ProductPiece piece_of_product(const Operation *o, const Matrix *m, int64_t rows, int64_t piece, int threads) {
+    int64_t groups = groups_of_rows(o, m, rows), each = panels_per_piece(m, groups, threads), panels = num_panels(m);
+    int64_t panel = piece / groups * each, row = groups > 1 ? piece % groups * ROWS_PER_PIECE : 0;
+    int64_t end_row = groups > 1 && row + ROWS_PER_PIECE < rows ? row + ROWS_PER_PIECE : rows;
+    return (ProductPiece){panel, panel + each < panels ? panel + each : panels, row, end_row};
 }
 
 /* Entries per row that a rowwise operation processes. */
@@ -117,8 +130,8 @@ static int64_t count_pieces(const Job *job, const Operation *o, int threads) {
     switch (o->number[0]) {
     case PRODUCT: case LARGEST: {
         const Matrix *m = POINTER(const Matrix *, o->number[7]);
-        int64_t each = panels_per_piece(m, threads);
-        return (num_panels(m) + each - 1) / each;
+        int64_t groups = groups_of_rows(o, m, job->step->rows), each = panels_per_piece(m, groups, threads);
+        return (num_panels(m) + each - 1) / each * groups;
     }
     case ATTEND: return job->num_items;
     default: return pieces_of_rows(job->step->rows, width_of(o));
@@ -279,17 +292,18 @@ static void run_piece(const Job *job, const Operation *o, int64_t piece, int thr
         const Matrix *m = POINTER(const Matrix *, n[7]);
         View from = view_at(s, n + 1);
         int result = (int)n[9];
-        Target t = {s->registers[n[4]] + n[6] * bytes_of(result), n[5], result, (int)n[8]};
-        Range panels = panels_of(m, piece, threads);
-        multiply(m, from.row, from.stride, s->rows, &t, panels.first, panels.end);
+        ProductPiece p = piece_of_product(o, m, s->rows, piece, threads);
+        Target t = {s->registers[n[4]] + (n[6] + p.first_row * n[5]) * bytes_of(result), n[5], result, (int)n[8]};
+        multiply(m, row_at(from, p.first_row, m->type), from.stride, p.end_row - p.first_row, &t,
+                 p.first_panel, p.end_panel);
         break;
     }
     case LARGEST: {
         /* from[1..3], matrix 7; results for each piece and row: the largest outputs 8, their indices 9 */
         const Matrix *m = POINTER(const Matrix *, n[7]);
         View from = view_at(s, n + 1);
-        Range panels = panels_of(m, piece, threads);
-        largest_outputs(m, from.row, from.stride, s->rows, panels.first, panels.end,
+        ProductPiece p = piece_of_product(o, m, s->rows, piece, threads);
+        largest_outputs(m, from.row, from.stride, s->rows, p.first_panel, p.end_panel,
                         POINTER(float *, n[8]) + piece * s->rows, POINTER(int64_t *, n[9]) + piece * s->rows);
         break;
     }
