@@ -89,6 +89,10 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
+def pytest_unconfigure(config):
+    gc.unfreeze()                       # libraries look for leaks when the process ends
+
+
 @pytest.fixture(scope="module", autouse=True)
 def objects_of_modules_are_not_collected():
     """Take everything that is alive before the tests of a file out of garbage collection.

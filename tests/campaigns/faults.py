@@ -51,10 +51,10 @@ def work(kind: str, arguments: tuple) -> tuple[Counter, list[str]]:
     if kind == "place":
         scenario, one_in, part = arguments
         _, tried, wrong = interrupted.sweep(
-            scenario, lambda place, frame: place % (one_in * PLACES_IN_PARTS) == one_in * part)
+            scenario, lambda place: place % (one_in * PLACES_IN_PARTS) == one_in * part)
         return Counter({"places": tried}), wrong
     scenario, count, seed = arguments
-    places, _, _ = interrupted.sweep(scenario, lambda place, frame: False)
+    places, _, _ = interrupted.sweep(scenario, lambda place: False)
     struck, wrong = interrupted.sweep_rows(scenario, places, count, seed)
     return Counter({"rows": count, "struck in rows": struck}), wrong
 

@@ -7,7 +7,7 @@ are clean without the bug.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from batch_manager.kv.sequence_table import SequenceTable
 from batch_manager.loop.active_requests import ActiveRequests
 from batch_manager.loop.advance import Outcome
 from batch_manager.loop.callbacks import GuardedCallbacks
-from batch_manager.loop.fetched_items import FetchedItems
 from batch_manager.loop.finals import Finals
 from batch_manager.loop.generation_loop import GenerationLoop
 from batch_manager.loop.intake import Intake
@@ -201,8 +200,8 @@ def a_paused_request_goes_to_the_back(patch) -> None:
 
     def to_the_back(self, plan, record):
         for request in plan.paused_requests if plan is not None else ():
-            self.active._ordered.remove(request)
-            self.active._ordered.append(request)
+            self.active.in_order.remove(request)
+            self.active.in_order.append(request)
         return claim(self, plan, record)
     patch.setattr(GenerationLoop, "_claim", to_the_back)
 
@@ -425,31 +424,6 @@ def refusals_come_after_the_finals_of_a_broken_plan(patch) -> None:
     patch.setattr(GenerationLoop, "_answer_all_active", late)
 
 
-def a_final_is_off_the_books_before_its_call_begins(patch) -> None:
-    send_last = GuardedCallbacks._send_last
-
-    def early(self, listed, key, *response):
-        entry = listed[key]
-        del listed[key]
-        send_last(self, {key: entry}, key, *response)
-    patch.setattr(GuardedCallbacks, "_send_last", early)
-
-
-def an_item_is_taken_before_there_is_a_place_for_it(patch) -> None:
-    def read_next(self):
-        while self._returned:
-            oldest, items = self._returned[0], []
-            if self._begin(oldest):
-                with self.in_get:
-                    items = list(islice(oldest.iterator[0], 1))
-                self._undecided += items
-                if items:
-                    return True
-            del self._returned[0]
-        return False
-    patch.setattr(FetchedItems, "read_next", read_next)
-
-
 def what_a_step_in_flight_writes_is_not_cleared(patch) -> None:
     patch.setattr(Resources, "_clear_unread", lambda self, request: None)
 
@@ -595,12 +569,6 @@ BUGS = [
     Bug("a window saves blocks for who may be paused", "found here", a_window_saves_blocks_for_who_may_be_paused,
         {**TIGHT, "window": 4, "num_blocks": 6}, {**BUSY, "prompt": 4, "output": 30, "prioritised": 0.5}),
 ]
-
-# Bugs that an asynchronous exception reveals, in the guard or in the files that move items.
-INTERRUPTION_BUGS = {
-    "a final is off the books before its call begins": a_final_is_off_the_books_before_its_call_begins,
-    "an item is taken before there is a place for it": an_item_is_taken_before_there_is_a_place_for_it,
-}
 
 # Bugs of the worker's thread, patched in before the package is imported, each in its own process. Bugs that need a
 # certain order of threads are in tests/interleaving/plants.py.

@@ -29,11 +29,12 @@ from batch_manager.worker import NESTED_WORKER_LOOPS
 from .scenarios import SCENARIOS, Run
 
 PACKAGE = os.path.dirname(batch_manager.__file__)
-# Not traced: the runtime does not promise that an interrupted step can run again.
-ELSEWHERE = (os.path.join(PACKAGE, "runtime"),)
-
-
+# Not traced: backends, the scripted one among them, do not promise that an interrupted step can run again.
+ELSEWHERE = (os.path.join(PACKAGE, "runtime"), os.path.join(PACKAGE, "testing", "scripted_backend.py"))
+# The files of the product that move items from the get callback to their final responses.
+WHERE_ITEMS_MOVE = ("callbacks.py", "fetched_items.py", "guard.py", "unanswered.py")
 MOST_IN_A_ROW = 6
+SAMPLED_EVERY = 211
 PLACES_BEFORE_IT_BEGINS = 1    # the worker is not in its `try` yet, and has called nothing
 
 
@@ -158,7 +159,7 @@ def _name(frame: FrameType) -> str:
     return f"{os.path.relpath(frame.f_code.co_filename, PACKAGE)}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def sweep(name: str, wanted: Callable[[int, FrameType], bool] = lambda place, frame: True, *,
+def sweep(name: str, wanted: Callable[[int], bool] = lambda place: True, *, files: tuple[str, ...] = ("",),
           stops_at_first: bool = False) -> tuple[int, int, list[str]]:
     """Try the wanted places of a scenario. Returns (number of places, places tried, violations).
 
@@ -168,7 +169,9 @@ def sweep(name: str, wanted: Callable[[int, FrameType], bool] = lambda place, fr
 
     def fork(place: int, frame: FrameType) -> None:
         nonlocal tried
-        if place <= PLACES_BEFORE_IT_BEGINS or (stops_at_first and failures) or not wanted(place, frame):
+        if place <= PLACES_BEFORE_IT_BEGINS or (stops_at_first and failures) or not wanted(place):
+            return
+        if not frame.f_code.co_filename.endswith(files):
             return
         tried += 1
         child = os.fork()
@@ -186,6 +189,16 @@ def sweep(name: str, wanted: Callable[[int, FrameType], bool] = lambda place, fr
     if tried < 0:
         os._exit(1 if _verdict(run) else 0)
     return places, tried, failures
+
+
+def sweep_sample(name: str) -> tuple[int, int, list[str]]:
+    """Sweep one of every SAMPLED_EVERY places of a scenario."""
+    return sweep(name, lambda place: place % SAMPLED_EVERY == len(name))
+
+
+def sweep_where_items_move(name: str) -> tuple[int, int, list[str]]:
+    """Sweep all places of the files that move items."""
+    return sweep(name, files=WHERE_ITEMS_MOVE)
 
 
 def sweep_rows(name: str, places: int, count: int, seed: int) -> tuple[int, list[str]]:

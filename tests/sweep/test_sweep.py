@@ -7,14 +7,12 @@ import pytest
 
 from batch_manager.guard import Guard
 from batch_manager.loop.callbacks import GuardedCallbacks
+from tests.harness.small_process import in_a_small_process
 
-from .interrupted import Injected, Tracer, interrupted, sweep_rows
-from .interrupted import sweep as sweep_places
+from .interrupted import Injected, Tracer, interrupted, sweep_rows, sweep_sample, sweep_where_items_move
 from .points import POINTS, scenarios_of
 from .points import sweep as sweep_point
 from .scenarios import SCENARIOS, Run
-
-EVERY = 211
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -36,7 +34,7 @@ def test_a_point_that_fails_costs_nobody_an_answer(point):
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="CPython looks for exceptions elsewhere from here on")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_an_exception_anywhere_costs_nobody_an_answer(name):
-    places, tried, wrong = sweep_places(name, lambda place, frame: place % EVERY == len(name))
+    places, tried, wrong = in_a_small_process(sweep_sample, name)
     assert tried > 10
     assert wrong == []
     struck, wrong = sweep_rows(name, places, 5, seed=0)
@@ -48,8 +46,7 @@ def test_an_exception_anywhere_costs_nobody_an_answer(name):
 @pytest.mark.parametrize("name", ["mixed", "generator"])
 def test_no_place_where_items_move_costs_anybody_an_answer(name):
     """It tries all places of these files; the test above tries a sample of all files."""
-    files = ("callbacks.py", "fetched_items.py", "guard.py", "unanswered.py")
-    _, tried, wrong = sweep_places(name, lambda place, frame: frame.f_code.co_filename.endswith(files))
+    _, tried, wrong = in_a_small_process(sweep_where_items_move, name)
     assert tried > 500
     assert wrong == []
 

@@ -1,0 +1,51 @@
+"""Bugs that an asynchronous exception reveals, in the guard or in the files that move items.
+
+This module does not import torch: at every place of the sweep the process forks.
+"""
+
+from itertools import islice
+
+import pytest
+
+from batch_manager.loop.callbacks import GuardedCallbacks
+from batch_manager.loop.fetched_items import FetchedItems
+from tests.sweep.interrupted import WHERE_ITEMS_MOVE, sweep
+
+
+def a_final_is_off_the_books_before_its_call_begins(patch) -> None:
+    send_last = GuardedCallbacks._send_last
+
+    def early(self, listed, key, *response):
+        entry = listed[key]
+        del listed[key]
+        send_last(self, {key: entry}, key, *response)
+    patch.setattr(GuardedCallbacks, "_send_last", early)
+
+
+def an_item_is_taken_before_there_is_a_place_for_it(patch) -> None:
+    def read_next(self):
+        while self._returned:
+            oldest, items = self._returned[0], []
+            if self._begin(oldest):
+                with self.in_get:
+                    items = list(islice(oldest.iterator[0], 1))
+                self._undecided += items
+                if items:
+                    return True
+            del self._returned[0]
+        return False
+    patch.setattr(FetchedItems, "read_next", read_next)
+
+
+INTERRUPTION_BUGS = {
+    "a final is off the books before its call begins": a_final_is_off_the_books_before_its_call_begins,
+    "an item is taken before there is a place for it": an_item_is_taken_before_there_is_a_place_for_it,
+}
+
+
+def sweep_with(name: str) -> list[str]:
+    """Plant a bug and sweep the places where items move. Return the first failure."""
+    with pytest.MonkeyPatch.context() as patch:
+        INTERRUPTION_BUGS[name](patch)
+        _, _, wrong = sweep("mixed", files=WHERE_ITEMS_MOVE, stops_at_first=True)
+    return wrong
