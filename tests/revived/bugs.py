@@ -462,7 +462,8 @@ def a_slot_is_what_its_new_owner_asked_for(patch) -> None:
     checked = StepOutputCheck.checked
 
     def late(self, batch, output, asked):
-        return checked(self, batch, output, {slot: self._asked[slot] for slot in batch.slots() if slot in self._asked})
+        return checked(self, batch, output, {slot: self._requested[slot] for slot in batch.slots()
+                                            if slot in self._requested})
     patch.setattr(StepOutputCheck, "checked", late)
 
 
