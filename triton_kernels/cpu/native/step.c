@@ -85,7 +85,8 @@ static int64_t pieces_of_rows(int64_t rows, int64_t width) {
     return (rows + each - 1) / each;
 }
 
-/* Rows of a piece of a product: a multiple of MAX_ROWS. With tiles, all rows: a piece reads its panels once. */
+/* Maximum number of rows of a piece of a product: a multiple of MAX_ROWS. More pieces balance the threads, and a piece
+   can have more panels, for which its rows are widened once. With tiles a piece has all rows and reads its panels once. */
 #define ROWS_PER_PIECE 96
 
 static int64_t groups_of_rows(const Operation *o, const Matrix *m, int64_t rows) {
