@@ -1,6 +1,6 @@
-"""What stands in for `threading` in the module under test: the same names, with yield points.
+"""Replaces `threading` in the modules under test: the same names, with yield points.
 
-Outside of a run, and in threads that are no tasks, they do what they are asked without waiting.
+Outside a run, and in threads that are not tasks, no call waits.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +15,8 @@ from .scheduler import Scheduler, Task
 class Threading:
     """The part of `threading` that the manager uses, over one scheduler.
 
-    threads                     every thread that was started, in order
-    before_start, after_start   called with each thread that is started; what they raise comes out of `start`
+    threads                     started threads, in order
+    before_start, after_start   called with each thread that is started; `start` raises their exceptions
     """
 
     TIMEOUT_MAX = 4e9
@@ -117,7 +117,7 @@ class Thread:
     def start(self) -> None:
         self._family.before_start(self)
         function, arguments, options = self._target, self._args, self._kwargs
-        self._target = self._args = self._kwargs = None    # as threading does: the thread alone holds them
+        self._target = self._args = self._kwargs = None    # as threading does: only the thread refers to them
         self.task = self._scheduler.start_task(self.name.removeprefix("batch_manager "),
                                                lambda: function(*arguments, **options))
         self._family.started(self, self.task)
@@ -126,7 +126,7 @@ class Thread:
 
     @property
     def has_finished(self) -> bool:
-        """For the rules: no yield point."""
+        """Whether the thread has ended. Not a yield point: the rules read it."""
         return self.task is not None and self.task.has_finished
 
     def freeze(self) -> None:
@@ -138,14 +138,14 @@ class Thread:
 
     def join(self, timeout: float | None = None) -> None:
         if self._scheduler.current_task() is self.task:
-            self._scheduler.violations.append(f"{self.task.name} joins itself")    # where an exception may be ignored
+            self._scheduler.violations.append(f"{self.task.name} joins itself")    # the exception may be ignored
             raise RuntimeError("cannot join current thread")
         self._scheduler.wait("join", lambda: self.task.has_finished, timeout)
 
 
 @contextmanager
 def managers_over(threading: object) -> Iterator[None]:
-    """The manager and its worker take this for the module `threading`, and know of no other manager of this process."""
+    """Replace the module `threading` for managers and their workers, and hide other managers of this process."""
     nobody = type(interpreter_exit._controls)()
     with (patch.object(gpt_manager, "threading", threading), patch.object(worker, "threading", threading),
           patch.object(one_shot_event, "threading", threading), patch.object(loading_thread, "threading", threading),
@@ -155,7 +155,7 @@ def managers_over(threading: object) -> Iterator[None]:
 
 @contextmanager
 def installed(scheduler: Scheduler) -> Iterator[Threading]:
-    """The manager runs over this scheduler."""
+    """Run managers on this scheduler."""
     threading = Threading(scheduler)
     with managers_over(threading):
         yield threading

@@ -1,8 +1,7 @@
-"""Which schedules of a scenario are run: all with few preemptions (as CHESS does), or random ones.
+"""Runs schedules of a scenario: all with few preemptions (as CHESS does), or random ones.
 
-Taking the running task's turn away costs a preemption, and so do a moved clock and an interrupt; who goes on after a
-task that has to wait, or has ended, is free. Schedules are visited as a tree: below a run are those that differ from it
-in one later decision.
+A switch away from a task that can run costs a preemption. So do a moved clock and an interrupt. A switch from a task
+that waits or has ended costs none. Schedules form a tree: the children of a run differ from it in one later decision.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ Schedule = dict[int, str]
 
 @dataclass(slots=True)
 class Run:
-    """violations: what was wrong. schedule: replays it. log: every yield point, where asked for."""
+    """A finished run. schedule: repeats it. log: every yield point, if requested"""
 
     scenario: str
     schedule: Schedule
@@ -29,7 +28,7 @@ class Run:
 
 
 def run(name: str, schedule: Schedule | None = None, random: Random | None = None, *, with_log: bool = False) -> Run:
-    """One run of a scenario."""
+    """Run a scenario once."""
     scenario = SCENARIOS[name]
     scheduler = Scheduler(schedule, random, scenario.watched_files)
     if with_log:
@@ -40,14 +39,14 @@ def run(name: str, schedule: Schedule | None = None, random: Random | None = Non
 
 
 def cost(decision: Decision, choice: str) -> int:
-    """Preemptions that this choice takes."""
+    """Return the preemptions that a choice costs."""
     if choice == decision.options[0]:
         return 0
     return int(decision.is_preempting or choice in (CLOCK, INTERRUPT))
 
 
 def below(schedule: Schedule, decisions: list[Decision], preemptions: int) -> Iterator[tuple[Schedule, int]]:
-    """Schedules that differ from this one, which was run, in one later decision; with the preemptions left."""
+    """Yield (schedule, preemptions left) for each schedule that differs from a finished one in one later decision."""
     for number in range(max(schedule, default=-1) + 1, len(decisions)):
         decision = decisions[number]
         for choice in decision.options[1:]:
@@ -57,7 +56,7 @@ def below(schedule: Schedule, decisions: list[Decision], preemptions: int) -> It
 
 
 def systematic(name: str, preemptions: int, wanted: Callable[[], bool] = lambda: True) -> Iterator[Run]:
-    """Every schedule with at most so many preemptions, while `wanted()`."""
+    """Run every schedule with at most `preemptions` preemptions, while `wanted()`."""
     waiting: list[tuple[Schedule, int]] = [({}, preemptions)]
     while waiting and wanted():
         schedule, left = waiting.pop()
@@ -80,7 +79,7 @@ def from_text(text: str) -> Schedule:
 
 
 def command(done: Run) -> str:
-    """What shows a run again."""
+    """Return the command that repeats a run."""
     return f"python -m tests.interleaving.replay {done.scenario} '{to_text(done.schedule)}'"
 
 

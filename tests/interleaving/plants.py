@@ -1,7 +1,6 @@
-"""Bugs of threads, planted: each with the scenario that finds it. Those found in this project say so.
+"""Planted concurrency bugs, each with the scenario that finds it. The bugs that this project has had are marked.
 
-A plant is a function that gets pytest's `monkeypatch` and breaks the manager's module, or what that takes from
-`threading`.
+A plant is a function that takes pytest's `monkeypatch` and breaks the manager's modules or their `threading`.
 """
 
 import weakref
@@ -22,7 +21,7 @@ from .scheduler import Abandoned
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """preemptions: as many as a schedule needs to find it in the scenario."""
+    """A bug and the scenario that finds it. preemptions: the number that a schedule needs to find it"""
 
     break_it: Callable[[pytest.MonkeyPatch], None]
     scenario: str
@@ -30,7 +29,7 @@ class Plant:
 
 
 def nobody_takes_the_lock(patch) -> None:
-    """The worker and the constructor that failed both close the loop."""
+    """The worker and the failed constructor both close the loop."""
     patch.setattr(WorkerControl, "claim_the_loop", lambda self: True)
 
 
@@ -68,7 +67,7 @@ def the_end_is_announced_before_it_has_come(patch) -> None:
 
 
 def with_finaliser(patch, finaliser: Callable[[GptManager, WorkerControl], Callable[[], None]]) -> None:
-    """The manager is finalised by finaliser(manager, control)."""
+    """Make finaliser(manager, control) the finaliser of each manager."""
     def finalize(manager: GptManager, ask_to_abort: Callable[[], None]) -> weakref.finalize:
         return weakref.finalize(manager, finaliser(manager, ask_to_abort.__self__))
     patch.setattr(gpt_manager, "weakref", SimpleNamespace(finalize=finalize))
@@ -78,7 +77,7 @@ def the_finaliser_joins_the_worker(patch) -> None:
     def finaliser(manager: GptManager, control: WorkerControl) -> Callable[[], None]:
         def end() -> None:
             control.ask_to_abort()
-            with suppress(RuntimeError):    # of a finaliser the interpreter would only print it
+            with suppress(RuntimeError):    # the interpreter only prints exceptions of finalisers
                 control.worker.join()
         return end
     with_finaliser(patch, finaliser)
@@ -113,11 +112,11 @@ def nobody_is_told_that_the_interpreter_ends(patch) -> None:
     patch.setattr(interpreter_exit, "_abort_all_workers", lambda: None)
 
 
-# Found here.
+# Bugs that this project has had.
 
 
 class _WeakList(weakref.WeakKeyDictionary):
-    """A list of workers that is copied by a loop in Python."""
+    """A list of workers that a Python loop copies."""
 
 
 def the_list_of_workers_changes_while_it_is_read(patch) -> None:
@@ -194,7 +193,7 @@ PLANTS: dict[str, Plant] = {plant.break_it.__name__: plant for plant in [
 
 @contextmanager
 def planted(name: str | None) -> Iterator[None]:
-    """With this bug; None: without any."""
+    """Plant a bug, if any."""
     with pytest.MonkeyPatch.context() as patch:
         if name is not None:
             PLANTS[name].break_it(patch)

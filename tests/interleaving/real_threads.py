@@ -1,7 +1,7 @@
-"""The scenarios on real threads that the interpreter switches as often as it can.
+"""Runs the scenarios on real threads, which the interpreter switches as often as it can.
 
-What stands in for the scheduler and its doubles here lets everything through; the rules that are held are the same, but
-for those that need the virtual clock.
+The scheduler and its replacements for `threading` are themselves replaced by classes that pass all calls through. The
+rules are the same, except those that need the virtual clock.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from .world import InterleavedWorld, run_once
 
 SWITCH_INTERVAL_S = 1e-6
 SECONDS_UNTIL_DEADLOCKED = 5.0
-CPU_SECONDS_OF_A_DEADLOCK = 0.02     # at most, in that time: a process that merely gets few turns uses more
+CPU_SECONDS_OF_A_DEADLOCK = 0.02     # at most, in that time; a process that only runs rarely uses more
 SECONDS_UNTIL_GIVEN_UP = 60.0
 
 
 def has_ended(thread: threading.Thread) -> bool:
-    """Wait for a thread to end. False: it does not, and nothing else in this process gets on either."""
+    """Wait for a thread to end. Returns False if neither it nor any other thread of this process makes progress."""
     deadline = time.monotonic() + SECONDS_UNTIL_GIVEN_UP
     while time.monotonic() < deadline:
         before = time.process_time()
@@ -38,7 +38,7 @@ def has_ended(thread: threading.Thread) -> bool:
 
 
 class RealTime:
-    """The part of a Scheduler that InterleavedWorld uses. No yield point, no schedule, and the real time."""
+    """The part of a Scheduler that InterleavedWorld uses, in real time, without schedules."""
 
     forced_moves = 0
     interrupt: Callable[[], None] | None = None
@@ -50,7 +50,7 @@ class RealTime:
         self._random = random_pauses
 
     def point(self, what: str) -> None:
-        """Now and then let the others go first."""
+        """Sometimes yield to other threads."""
         if self._random.random() < 0.05:
             time.sleep(0)
 
@@ -68,7 +68,7 @@ class RealTime:
 
 
 class RealThreading:
-    """`threading`, with the hooks of the doubles."""
+    """The real `threading`, with the hooks of doubles.Threading."""
 
     Lock, Event = staticmethod(threading.Lock), threading.Event
     current_thread = staticmethod(threading.current_thread)
@@ -93,14 +93,14 @@ class RealThreading:
                 return self.ident is not None and not self.is_alive()
 
             def freeze(self) -> None:
-                """Nobody but the end of the process can."""
+                """Do nothing: only the end of the process stops a real thread."""
 
         self.Thread = Thread
 
     def join_all(self) -> None:
         for thread in self.threads:
             if not has_ended(thread):
-                break    # the rules will say so
+                break    # the rules report it
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def switched_often() -> Iterator[None]:
 
 
 def run(name: str, seed: int) -> list[str]:
-    """One run of a scenario; what was wrong."""
+    """Run a scenario once. Returns the violations."""
     scenario, threads = SCENARIOS[name], RealThreading()
 
     def body(world: InterleavedWorld) -> None:
@@ -130,7 +130,7 @@ def timeless() -> list[str]:
 
 
 def run_for(seconds: float, names: list[str] | None = None) -> tuple[int, list[str]]:
-    """Scenarios in turn, for so long: how many runs, and what was wrong."""
+    """Run scenarios in turn, for a time or until one fails. Returns (number of runs, violations)."""
     names = names or timeless()
     deadline, runs, wrong = time.monotonic() + seconds, 0, []
     with switched_often():

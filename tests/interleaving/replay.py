@@ -1,7 +1,7 @@
-"""One schedule of a scenario again, with every yield point: python -m tests.interleaving.replay SCENARIO [SCHEDULE]
+"""Repeats a schedule of a scenario, with every yield point: python -m tests.interleaving.replay SCENARIO [SCHEDULE]
 
-SCHEDULE is what a failure printed: `3:worker,17:clock` chooses the worker at decision 3 and the clock at decision 17,
-and the default everywhere else.
+A failure prints its SCHEDULE. `3:worker,17:clock` chooses the worker at decision 3, the clock at decision 17, and
+the default at all other decisions.
 """
 
 import argparse

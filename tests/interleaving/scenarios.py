@@ -1,6 +1,6 @@
-"""Small scenarios, each with everything that can be interleaved in it and nothing else.
+"""Small scenarios, each with one set of threads to interleave.
 
-A scenario is the user's main thread. It leaves nothing running: a manager that was not ended is a violation.
+A scenario is the body of the user's main thread. A manager that still runs after it is a violation.
 """
 
 import weakref
@@ -20,8 +20,10 @@ LINES_OF_THE_LOOP = frozenset({generation_loop.__file__})
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """watched_files: each of their lines is a yield point, besides the locks, events, threads and callbacks.
-    is_timeless: on real threads it takes no time.
+    """A body with its yield points.
+
+    watched_files   each of their lines is a yield point, besides locks, events, threads and callbacks
+    is_timeless     on real threads it waits for no timeout
     """
 
     body: Callable[[InterleavedWorld], None]
@@ -33,7 +35,7 @@ SCENARIOS: dict[str, Scenario] = {}
 
 
 def scenario(body: Callable[[InterleavedWorld], None]) -> Callable[[InterleavedWorld], None]:
-    """Twice: with the yield points of the primitives, and with every line of the manager."""
+    """Add a scenario twice: once with the yield points of the primitives, once also with each line of the manager."""
     add(body.__name__, body, LINES_OF_THE_MANAGER)
     return body
 
@@ -97,7 +99,7 @@ def a_callback_asks_for_the_end(world: InterleavedWorld) -> None:
     client = world.client("a")
     client.on_send = lambda request_id, _: world.shutdown(drain=request_id == 1, from_callback=True)
     gate = world.event()
-    client.on_get = gate.wait    # until there is a manager to shut down
+    client.on_get = gate.wait    # until the manager to shut down exists
     world.make("a", (1, 1), (2, 2))
     gate.set()
     world.wait_until_terminate()
@@ -166,7 +168,7 @@ def it_is_dropped_while_another_thread_shuts_it_down(world: InterleavedWorld) ->
     manager = world.managers["a"]
     client = world.clients["a"]
 
-    def end(box=[manager]) -> None:    # noqa: B006  emptied by the one call there is
+    def end(box=[manager]) -> None:    # noqa: B006  the only call empties it
         if box.pop().shutdown() and client.open:
             world.wrong(f"C14: shutdown returned True and {client.open} have had no final")
 
@@ -256,7 +258,7 @@ def a_wait_with_a_timeout(world: InterleavedWorld) -> None:
 
 
 def readers_count_requests(world: InterleavedWorld) -> None:
-    """Two places and twice as many requests: what is read is a number of living requests there was."""
+    """With two slots and four requests, each count that a reader gets was the number of live requests at some time."""
     client, all_done = world.client("a"), world.event()
     client.gives_all = True
     client.on_send = lambda *_: all_done.set() if len(client.ended) == 4 else None
@@ -274,7 +276,7 @@ def readers_count_requests(world: InterleavedWorld) -> None:
         finals = len(client.ended)
         count = ask()
         most = len(client.handed_over) - finals
-        least = accepted - len(client.ended) - 1    # one may be off the books, its final on the way
+        least = accepted - len(client.ended) - 1    # one may be uncounted while its final is sent
         if not least <= count <= most:
             world.wrong(f"{count} active requests; at least {least} are alive, at most {most}")
 
@@ -346,7 +348,7 @@ def make_and_fail(world: InterleavedWorld, error: type[BaseException], **options
         world.make("a", (1, 2), **options)
     except error:
         if world.scheduler.clock.monotonic() >= started + SECONDS_TO_STOP_AFTER_A_TIMEOUT:
-            return    # as after a shutdown that gave up: the worker ends later, and `InterleavedWorld.close` sees to it
+            return    # as after a shutdown that timed out: the worker ends later; `InterleavedWorld.close` checks it
         client = world.clients["a"]
         client.over = "the constructor raised"
         if client.open:

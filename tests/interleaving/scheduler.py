@@ -1,14 +1,15 @@
-"""Runs the threads of a test one at a time and decides at each yield point which of them goes on.
+"""Runs the threads of a test one at a time and chooses at each yield point which thread runs next.
 
-A thread of the test is a *task*: a real thread that waits at a gate of its own until it is chosen. Whoever runs comes
-to a yield point, chooses the next task, opens its gate and waits at its own. Nothing else decides an order, so a run
-is made again by making the same choices.
+A thread of the test is a *task*: a real thread that waits at its own gate until it is chosen. At a yield point the
+running task chooses the next task, opens that task's gate and waits at its own. Nothing else affects the order, so the
+same choices repeat a run.
 
-Choices that are no task: `clock` lets the earliest deadline of a waiting task pass; `interrupt` runs a function inside
-the task that is running, as the garbage collector or a signal does.
+Two choices are not tasks. `clock` lets the earliest deadline of a waiting task pass. `interrupt` runs a function inside
+the running task, as the garbage collector or a signal does.
 
-By default a task runs until it has to wait, then the oldest that can run does, and the clock moves when nobody can. A
-*schedule* is what differs from that: {number of the decision: choice}. Only yield points with a choice are numbered.
+By default a task runs until it must wait. Then the oldest task that can run does; if there is none, the clock moves.
+A *schedule* holds the choices that differ: {number of the decision: choice}. Only yield points with more than one
+option have a number.
 """
 
 import _thread
@@ -27,12 +28,12 @@ SECONDS_UNTIL_STUCK = 30.0
 
 
 class Abandoned(BaseException):
-    """The run is over; raised in every task that is still in the middle of something."""
+    """Ends each unfinished task when the run is over."""
 
 
 @dataclass(slots=True)
 class Decision:
-    """options: in order, the default first. is_preempting: another than the first costs a preemption."""
+    """A choice. options: the default first. is_preempting: any option but the default costs a preemption"""
 
     options: list[str]
     chosen: str
@@ -41,7 +42,7 @@ class Decision:
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """ready: None while it can run; otherwise what it waits for, until `deadline`."""
+    """A thread of the test. ready: None while it can run; otherwise the condition that it awaits, until `deadline`"""
 
     name: str
     gate: "_thread.LockType" = field(default_factory=_thread.allocate_lock)
@@ -53,11 +54,11 @@ class Task:
 class Scheduler:
     """One run.
 
-    clock           the engine's clock too
-    forced_moves    times the clock had to move because nobody could run
-    decisions       what was chosen, and from what
-    violations      what is wrong with the run itself: deadlocks, runs without an end, exceptions of a task
-    when_abandoned  called before `Abandoned` is raised in a task: who contains every exception has to be told otherwise
+    clock           the clock of the tasks and of the engine
+    forced_moves    number of times that the clock moved because no task could run
+    decisions       the choices so far, with their options
+    violations      faults of the run itself: deadlocks, endless runs, exceptions of a task
+    when_abandoned  called before `Abandoned` is raised in a task, to end code that contains all exceptions
     """
 
     def __init__(self, schedule: Mapping[int, str] | None = None, random: Random | None = None,
@@ -85,7 +86,7 @@ class Scheduler:
     # ------------------------------------------------------------------ for the run
 
     def run(self, main: Callable[[], None]) -> None:
-        """From the start of the task `main` until every task has ended, or cannot."""
+        """Start the task `main`, and return when all tasks have ended or none can run."""
         self._current = self.start_task("main", main)
         self._current.gate.release()
         if not self._is_over.acquire(timeout=SECONDS_UNTIL_STUCK):
@@ -94,7 +95,7 @@ class Scheduler:
 
     @property
     def schedule(self) -> dict[int, str]:
-        """What was chosen against the default: replays this run."""
+        """The choices that differ from the default. They repeat this run."""
         return {number: decision.chosen for number, decision in enumerate(self.decisions)
                 if decision.chosen != decision.options[0]}
 
@@ -105,28 +106,28 @@ class Scheduler:
         task = Task(name)
         task.gate.acquire()
         self._tasks.append(task)
-        _thread.start_new_thread(self._body, (task, function))    # not by `threading`, which may be what is watched
+        _thread.start_new_thread(self._body, (task, function))    # not by `threading`: its lines may be watched
         return task
 
     def freeze(self, name: str) -> None:
-        """This task never runs again: what becomes of a daemon thread when the interpreter ends."""
+        """Never run a task again, as happens to a daemon thread when the interpreter ends."""
         self._frozen.add(name)
 
     def current_task(self) -> Task | None:
-        """The task whose thread calls; None of another thread."""
+        """The task of the calling thread; None if it has none."""
         return self._by_thread.get(_thread.get_ident())
 
     # ------------------------------------------------------------------ yield points
 
     def point(self, what: str) -> None:
-        """The task could be interrupted here."""
+        """A yield point: another task may run here."""
         task = self.current_task()
         if task is not None:
             self._note(task, what)
             self._switch(task)
 
     def wait(self, what: str, ready: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Until `ready()`, at most so long. False: the time was up before."""
+        """Wait until `ready()`, at most `seconds`. Returns False after a timeout."""
         task = self.current_task()
         if task is None:
             return ready()
@@ -171,7 +172,7 @@ class Scheduler:
         return self._trace_line
 
     def _switch(self, task: Task) -> None:
-        """Whoever is chosen runs; returns when that is this task again."""
+        """Let the chosen task run. Returns when this task is chosen again."""
         if self._is_abandoned:
             self._abandon()
         while (chosen := self._choose(task)) == INTERRUPT:
@@ -182,7 +183,7 @@ class Scheduler:
         if chosen is not task:
             self._current = chosen
             if chosen is None:
-                self._is_abandoned = True    # the others follow one by one, as each ends
+                self._is_abandoned = True    # the other tasks end one by one
             else:
                 chosen.gate.release()
                 task.gate.acquire()
@@ -194,7 +195,7 @@ class Scheduler:
         raise Abandoned
 
     def _hand_over(self, task: Task) -> None:
-        """The task has ended: somebody else's turn, or the end of the run."""
+        """Let the next task run after this one has ended, or end the run."""
         unfinished = [other for other in self._tasks if not other.has_finished]
         if not unfinished:
             self._is_over.release()
@@ -214,7 +215,7 @@ class Scheduler:
                      or task.ready()))
 
     def _choose(self, current: Task) -> Task | str | None:
-        """Who goes on; INTERRUPT: the running task is interrupted; None: nobody can, which is noted."""
+        """Return the next task, INTERRUPT to interrupt the current one, or None after a violation."""
         while True:
             able = [task for task in self._tasks if self._can_run(task)]
             deadlines = [task.deadline for task in self._tasks

@@ -1,6 +1,6 @@
-"""T10, the quick part: every schedule with one preemption, some random ones, and a short while on real threads.
+"""T10, the quick part: every schedule with one preemption, some random ones, and a few seconds on real threads.
 
-More: `python -m tests.campaigns --suite T10`. One schedule again: `python -m tests.interleaving.replay`.
+`python -m tests.campaigns --suite T10` runs more. `python -m tests.interleaving.replay` repeats one schedule.
 """
 
 import sys
@@ -14,7 +14,7 @@ from .scenarios import SCENARIOS
 
 PREEMPTIONS = 1
 RANDOM_SCHEDULES = 5
-LARGE = {"one_of_two_managers_ends"}    # for the campaign
+LARGE = {"one_of_two_managers_ends"}    # runs in the campaign only
 SECONDS_ON_REAL_THREADS = 5.0
 
 

@@ -1,4 +1,4 @@
-"""The tests of the tests: each planted bug is found, is found again by its schedule, and is not there without it."""
+"""Each planted bug is found, its schedule finds it again, and the scenario passes without it."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from .scheduler import Scheduler
 
 
 def find(name: str) -> Run | None:
-    """The first run that shows the bug, fewest preemptions first."""
+    """Return the first run that shows the bug, fewest preemptions first."""
     plant = PLANTS[name]
     for preemptions in range(plant.preemptions + 1):
         found = next((done for done in systematic(plant.scenario, preemptions) if done.violations), None)
@@ -66,7 +66,7 @@ def test_the_scheduler_tells_what_is_wrong_with_a_run(main, says):
 
 
 def count_up(schedule: dict[int, str]) -> tuple[list[int], Scheduler]:
-    """Two tasks that each read a number, are interrupted, and write it back one higher."""
+    """Run two tasks that each read a number, yield, and write the number plus one."""
     scheduler, numbers = Scheduler(schedule), [0]
 
     def add() -> None:

@@ -1,6 +1,6 @@
-"""What a scenario has at hand: managers over the scheduler, clients whose callbacks are yield points, and the rules.
+"""The objects of a scenario: managers on the scheduler, clients whose callbacks are yield points, and the rules.
 
-Every rule that is broken ends up in `violations`, with what the history checker of the simulator found.
+`violations` lists each broken rule and each anomaly that the simulator's history checker finds.
 """
 
 import gc
@@ -26,11 +26,11 @@ MODEL = {"vocab_size": VOCAB_SIZE, "key": 0, "window": None, "sink": 0}
 class InterleavedClient(Client):
     """The callbacks of one manager. Each begins and ends with a yield point, and feeds a history checker.
 
-    pending      [(request id, tokens to generate)]: given out by get, as many as it is asked for
+    pending      [(request id, tokens to generate)] that get has not returned yet
     ended        request id -> the errors of its finals so far
-    control      the control block of the manager's worker
-    gives_all    get gives everything out, however many it is asked for
-    num_polled   requests that were handed over when poll was last called: all decided by then
+    control      the WorkerControl of the manager
+    gives_all    get ignores max_num_requests and returns all pending requests
+    num_polled   number of requests handed over before the last poll; all of them are accepted or refused by then
     """
 
     has_stats = False
@@ -49,15 +49,15 @@ class InterleavedClient(Client):
 
     @property
     def open(self) -> set[int]:
-        """Ids that were handed over and have had no final."""
+        """The ids that were handed over and have had no final."""
         return self.handed_over - set(self.ended)
 
     def items(self, max_num_requests: int) -> list[InferenceRequest]:
         if self.control is not None and self.control.draining:
             self._gets_after_the_end += 1
-            if self._gets_after_the_end > 1:    # one may have been about to begin
+            if self._gets_after_the_end > 1:    # one call may have been about to begin
                 self.wrong("get was called again although the end was asked for")
-        count = len(self.pending)    # read once: real threads add to it meanwhile
+        count = len(self.pending)    # read once: real threads may append meanwhile
         if not self.gives_all:
             count = min(count, max_num_requests)
         taken, self.pending[:count] = self.pending[:count], []
@@ -98,7 +98,7 @@ class InterleavedClient(Client):
         self._world.wrong(f"{self.name}: {complaint}")
 
     def close(self) -> None:
-        """Judge the history as a whole."""
+        """Check the complete history."""
         self._feed(Closed(self._now()))
         self._world.violations += [f"{self.name}: {anomaly}" for anomaly in self._checker.anomalies]
 
@@ -112,8 +112,8 @@ class InterleavedClient(Client):
 class InterleavedWorld:
     """One run of a scenario.
 
-    managers     name -> manager; a scenario drops the last reference by clearing it
-    threading    the double of `threading`
+    managers     name -> manager; a scenario clears it to drop the last references
+    threading    the replacement of `threading`
     """
 
     def __init__(self, scheduler: Scheduler, threading: Threading) -> None:
@@ -124,10 +124,10 @@ class InterleavedWorld:
         self.violations: list[str] = []
         self.terminate_req_id: int | None = None
 
-    # ------------------------------------------------------------------ what a scenario does
+    # ------------------------------------------------------------------ for scenarios
 
     def make(self, name: str = "a", *pending: tuple[int, int], **options: Any) -> InterleavedClient:
-        """A manager that is idle every 30 s only: whoever wants something of it sooner has to wake it."""
+        """Make a manager whose idle worker wakes only every 30 s unless a call wakes it."""
         client = self.clients.get(name) or self.client(name)
         client.pending += pending
         params = {"max_batch_size": 2, "hang_warning_s": 0.0, "idle_poll_interval_s": 30.0, **options}
@@ -140,7 +140,7 @@ class InterleavedWorld:
         return client
 
     def make_busy(self, name: str, *pending: tuple[int, int], **options: Any) -> InterleavedClient:
-        """A manager that has taken its first requests."""
+        """Make a manager, and return after its first get."""
         client, has_taken = self.client(name), self.event()
         client.on_get = has_taken.set
         self.make(name, *pending, **options)
@@ -152,7 +152,7 @@ class InterleavedWorld:
         return self.clients[name]
 
     def spawn(self, name: str, function: Callable[[], None]) -> Thread:
-        """Another thread of the user's."""
+        """Start another thread of the user."""
         thread = self.threading.Thread(target=function, name=name)
         thread.start()
         return thread
@@ -162,9 +162,9 @@ class InterleavedWorld:
 
     def shutdown(self, name: str = "a", *, drain: bool = True, timeout: float | None = None,
                  from_callback: bool = False, may_block: bool = False) -> bool:
-        """Shut a manager down, and hold it to what it promises.
+        """Shut a manager down, and check what the contract promises.
 
-        may_block   a callback waits for the clock or for whoever calls this
+        may_block   a callback waits for the clock or for the calling thread
         """
         manager, scheduler = self.managers[name], self.scheduler
         forced_moves, started = scheduler.forced_moves, scheduler.clock.monotonic()
@@ -189,7 +189,7 @@ class InterleavedWorld:
         return result
 
     def interpreter_exit(self) -> None:
-        """What `threading` does when the main thread has come to its end, and what becomes of daemons then."""
+        """Do what `threading` does after the main thread has ended, then freeze daemon threads."""
         try:
             interpreter_exit._abort_all_workers()
         except Abandoned:
@@ -232,7 +232,7 @@ class InterleavedWorld:
             self.wrong(f"C23 {name}: {why} and the watchdog is alive")
 
     def close(self) -> None:
-        """At the end of a run: nothing is left of the managers, and every history is whole."""
+        """Check at the end of a run that nothing of the managers is left and that each history is complete."""
         for thread in self.threading.threads:
             if not thread.has_finished:
                 self.wrong(f"C23: {thread.name} has not ended")
@@ -250,11 +250,11 @@ def stop_all_workers() -> None:
 
 
 def run_once(scenario: Callable[[InterleavedWorld], None], scheduler: Scheduler, threading: Threading) -> list[str]:
-    """Run a scenario; what was wrong."""
+    """Run a scenario once. Returns the violations."""
     world = InterleavedWorld(scheduler, threading)
     scheduler.when_abandoned = stop_all_workers
     gc_was_enabled = gc.isenabled()
-    gc.disable()    # where the collector runs is a matter of the schedule alone
+    gc.disable()    # only the schedule decides where the collector runs
     try:
         with quiet_log():
             scheduler.run(lambda: scenario(world))
