@@ -1,4 +1,4 @@
-"""What the rules of block_machine.py are made of: the block manager and its model, and one call of both at a time."""
+"""The operations of block_machine.py. Each one calls the block manager and its model, and compares them."""
 
 from collections import Counter
 from itertools import chain
@@ -17,16 +17,20 @@ TEXTS = (tuple(map(int, "010011010001101001110100")), tuple(map(int, "1101000011
 SALTS = (None, None, None, "a")
 MOST_TOKENS = 1000
 MOST_DRAFTS = 5
-ADAPTER = 10**9                       # no number of a request is so large: those are salts and adapters of strangers
+ADAPTER = 10**9                       # larger than any request id: ids are salts and adapters of unrelated requests
 
-# A prompt is a number: how much of which text, what follows it, under which salt.
+# A prompt is encoded as a number: salt and text, tail, number of tokens of the text.
 TAILS = ((), (0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 1))
 SHARED = 13
 PROMPT_KINDS = len(SALTS) * 4 * len(TAILS) * SHARED
 
 
 class BlockLaboratory:
-    """digest_bits: few of them make blocks collide whose content differs. calls: rules and look-ups, over all runs."""
+    """A block manager with its model.
+
+    digest_bits   with few bits, blocks with different contents collide
+    calls         number of calls of each rule and of other events, over all runs
+    """
 
     digest_bits = 256
     calls: Counter[str] = Counter()
@@ -37,19 +41,19 @@ class BlockLaboratory:
                                  enable_partial_reuse=partial, host_blocks=host_blocks, max_draft_len=MOST_DRAFTS,
                                  digest_bits=self.digest_bits)
         if reuse:
-            self.kv.cache.index._secret = bytes([secret] * 32)     # the same collisions when the run is replayed
+            self.kv.cache.index._secret = bytes([secret] * 32)     # a replayed run has the same collisions
         self.unit, self.partial, self.reuse = unit, partial, reuse
-        # Which of two texts with one digest is stored, and what goes to the host, the model does not foresee.
+        # The model predicts neither which of two texts with one digest is stored nor what is moved to the host.
         self.exact = reuse and self.digest_bits == 256 and not host_blocks
         self.model = BlockModel(unit, beams)
         self.running: dict[int, LlmRequest] = {}
         self.gone: list[LlmRequest] = []
         self.ids = 0
 
-    # What is handed over.
+    # Requests.
 
     def request(self, prompt: int, beams: int = 1) -> LlmRequest:
-        """A request with this prompt, in no slot: the beginning of one of two texts, a few tokens more, a salt."""
+        """Make a request without a slot. Its prompt is the start of one of two texts, with a tail and a salt."""
         prompt, shared = divmod(prompt, SHARED)
         prompt, tail = divmod(prompt, len(TAILS))
         salt, which = divmod(prompt, 4)
@@ -58,7 +62,7 @@ class BlockLaboratory:
                           cache_salt=SALTS[salt], lora_task_id=ADAPTER if salt == 1 else None)
 
     def stranger(self, num_tokens: int) -> LlmRequest:
-        """One that shares nothing with anybody."""
+        """Make a request that shares no blocks with any other."""
         self.ids += 1
         return LlmRequest(self.ids, [0] * num_tokens, MOST_TOKENS, cache_salt=self.ids)
 
@@ -73,14 +77,14 @@ class BlockLaboratory:
     # Claims.
 
     def place(self, new: list[LlmRequest]) -> list[LlmRequest]:
-        """Those of the requests for which there is a slot, in their slots."""
+        """Give slots to requests while there are free ones. Returns the requests that got one."""
         free = [slot for slot in SLOTS if slot not in self.running]
         for request, slot in zip(new, free, strict=False):
             request.seq_slot = slot
         return new[:len(free)]
 
     def needed(self, new: list[LlmRequest], growing: list[LlmRequest]) -> int:
-        """Free blocks a claim of these takes: all but what others hold already."""
+        """Return the free blocks that a claim takes. Blocks that other requests hold are not counted."""
         blocks, used, unit = 0, self.model.used(), self.unit
         to_wake: set[object] = set()
         for request in new:
@@ -95,7 +99,7 @@ class BlockLaboratory:
         return blocks + len(to_wake)
 
     def claim(self, new: list[LlmRequest], growing: list[LlmRequest]) -> bool:
-        """Claim, and note what became of it; False when there was not enough and nothing happened."""
+        """Claim and update the model. Returns False if there are too few free blocks; then nothing may change."""
         for request in new:
             self.look_at(request)
         needed, free, before = self.needed(new, growing), self.kv.free_blocks, self.state()
@@ -134,12 +138,12 @@ class BlockLaboratory:
         return start
 
     def started(self, request: LlmRequest, num_shared: int, copied: set[int]) -> None:
-        """What the claim says of the prompt must be in its blocks; what it took is not anybody's any more."""
+        """Check that the reused tokens of a started request are in its blocks, and overwrite its other blocks."""
         slot, reused, model = request.seq_slot, self.kv.reused_tokens(request), self.model
         first_row = model.tables[slot, 0]
         begun = first_row.get(num_shared) if reused > num_shared * self.unit else None
         if begun is not None and begun not in copied and begun in model.found.values():
-            model.evicted -= 1                                      # taken over with its content: not lost
+            model.evicted -= 1                                      # taken with its content, so not lost
         for beam in range(request.beam_width):
             table = model.tables[slot, beam]
             for index, block_id in table.items():
@@ -150,7 +154,7 @@ class BlockLaboratory:
         self.calls["reused tokens"] += reused
 
     def state(self) -> tuple:
-        """Everything a claim that fails must leave as it is."""
+        """Return all state that a failed claim must not change."""
         pool, sequences = self.kv.pool, self.kv.sequences
         nodes = frozenset(self.kv.cache.index.nodes.items()) if self.reuse else frozenset()
         return (pool.free_order(), list(pool._owners), pool.extra_owners, pool.num_cached, nodes,
@@ -158,7 +162,7 @@ class BlockLaboratory:
                 dict(sequences.reused_tokens), self.kv.usage())
 
     def draft_and_reject(self, growing: list[LlmRequest], counts: list[int], rejected: list[int]) -> bool:
-        """Claim a token and drafts, take the rejected ones back; False when there was not enough."""
+        """Claim a token and drafts, then rewind the rejected drafts. Returns False if there are too few free blocks."""
         free, unit = self.kv.free_blocks, self.unit
         needed = sum(request.beam_width * (-(-(request.num_tokens + count) // unit)
                                            - -(-(request.num_tokens - 1) // unit))
@@ -183,7 +187,7 @@ class BlockLaboratory:
             self.model.shorten(request.seq_slot, self.kv.held_blocks(request))
         return True
 
-    # What a request goes through.
+    # Progress of a request.
 
     def grow(self, requests: list[LlmRequest], tokens: int) -> None:
         for request in requests:
@@ -204,7 +208,7 @@ class BlockLaboratory:
             self.fork(request, tokens)
 
     def fork(self, request: LlmRequest, tokens: int) -> None:
-        """Its prompt is computed: each beam has it, and its first token."""
+        """Fork the beams of a request whose prompt is computed, and append the first token to each."""
         self.model.copy(self.kv.fork(request))
         for beam, text in enumerate(request.tokens):
             assert self.model.reads(request.seq_slot, beam, domain_of(request), text)
@@ -243,7 +247,7 @@ class BlockLaboratory:
         return [block_id for _, block_id in sorted(self.model.tables[request.seq_slot, 0].items())]
 
     def compare(self) -> None:
-        """What always holds."""
+        """Check the invariants."""
         kv, model = self.kv, self.model
         audit(kv)
         used = model.used()

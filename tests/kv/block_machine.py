@@ -1,8 +1,8 @@
-"""Rules for the block manager in any order, against the model of dicts and sets in block_model.py.
+"""Operations of the block manager in random order, against the model of dicts and sets in block_model.py.
 
-A request in the machine goes through what a loop does with it: allocate its prompt, compute and commit it chunk by
-chunk, fork its beams, extend it token by token, free it. What is computed is written into the model's blocks, so that
-whatever a prompt finds in the cache is compared with what it ought to be: a wrong reuse cannot hide.
+The rules do to a request what the loop does: allocate its prompt, compute and commit it chunk by chunk, fork its beams,
+extend it token by token, free it. Computed tokens are written into the blocks of the model. So each block that a prompt
+finds in the cache is compared with its expected content, and every wrong reuse is found.
 """
 
 from itertools import chain
@@ -16,14 +16,12 @@ from batch_manager.requests.llm_request import LlmRequest
 
 from .block_laboratory import MOST_DRAFTS, PROMPT_KINDS, SLOTS, BlockLaboratory
 
-# Few draws of plain integers: Hypothesis takes longer to draw than the manager to answer.
+# Few draws of plain integers: a draw of Hypothesis takes longer than a call of the manager.
 PAIRS = st.integers(0, PROMPT_KINDS**2 - 1)
 NUMBERS = st.integers(0, 2**20 - 1)
 
 
 class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
-    """The rules."""
-
     @initialize(num_blocks=st.sampled_from([24, 16, 12, 8, 5, 3, 2, 1]), unit=st.sampled_from([2, 1, 3, 4]),
                 beams=st.sampled_from([1, 1, 2, 3]), host_blocks=st.sampled_from([0, 0, 0, 2]), partial=st.booleans(),
                 secret=st.integers(0, 255), reuse=st.sampled_from([True, True, True, False]))
@@ -32,7 +30,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
 
     @rule(prompts=PAIRS, number=NUMBERS)
     def allocate(self, prompts, number):
-        """One first chunk or two, sometimes beside others who grow; sometimes computed and committed at once."""
+        """Claim one or two first chunks, sometimes with generating requests. Some are computed at once."""
         self.calls["allocate"] += 1
         number, kind = divmod(number, 8)
         beams = [1 + number // 4**place % self.model.max_beam_width for place in range(2)]
@@ -47,7 +45,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: any(request.is_generating for request in self.running.values()))
     @rule(number=NUMBERS)
     def extend(self, number):
-        """One more token each."""
+        """Append a token to some requests."""
         self.calls["extend"] += 1
         growing = self.chosen(number, generating=True)
         if self.claim([], growing):
@@ -56,7 +54,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: any(request.is_generating for request in self.running.values()))
     @rule(number=NUMBERS, drafts=NUMBERS)
     def draft(self, number, drafts):
-        """Several drafts each, of which some are accepted."""
+        """Claim several drafts each, and accept some."""
         self.calls["draft"] += 1
         growing = self.chosen(number, generating=True)
         counts = [drafts // 7**place % (MOST_DRAFTS + 1) for place in range(len(growing))]
@@ -70,7 +68,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: any(request.is_context for request in self.running.values()))
     @rule(number=NUMBERS)
     def commit(self, number):
-        """Compute a chunk of each, and let others find it; or fail at it, and let nobody."""
+        """Compute and publish a chunk of each context, or fail and publish nothing."""
         self.calls["commit"] += 1
         for request in [request for request in self.running.values() if request.is_context]:
             number, chunk = divmod(number, 8)
@@ -85,7 +83,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
                                    for request in self.running.values()))
     @rule(number=NUMBERS)
     def reorder(self, number):
-        """Each beam goes on where its parent stands: some are forked, some end."""
+        """Replace each beam by a copy of its parent: some beams are forked, some end."""
         self.calls["reorder"] += 1
         request = self.any_of(number, (request for request in self.running.values()
                                        if request.is_generating and request.beam_width > 1))
@@ -98,7 +96,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
 
     @rule(first=PAIRS, second=PAIRS)
     def look_up(self, first, second):
-        """What is found of prompts that are not there."""
+        """Look up two prompts of requests that hold no blocks."""
         self.calls["look_up"] += 1
         for prompt in chain(divmod(first, PROMPT_KINDS), divmod(second, PROMPT_KINDS)):
             request = self.request(prompt)
@@ -109,7 +107,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(number=NUMBERS)
     def salt(self, number):
-        """The prompt of somebody who is there, from somebody who shares with nobody."""
+        """A running request's prompt with another salt or adapter finds nothing."""
         self.calls["salt"] += 1
         known = self.any_of(number, self.running.values())
         self.ids += 1
@@ -121,7 +119,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(number=NUMBERS)
     def free(self, number):
-        """The end of a request, or a pause."""
+        """End or pause a request."""
         self.calls["free"] += 1
         request = self.any_of(number // 8, self.running.values())
         computed = request.context_position if request.is_context else request.num_tokens
@@ -129,7 +127,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def double_free(self, number):
-        """By somebody who is gone; and a block that is free, or twice in one list."""
+        """A second release has no effect. The pool refuses a free block, and a block twice in one list."""
         self.calls["double_free"] += 1
         before = self.state()
         if self.gone:
@@ -144,7 +142,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) < len(SLOTS) and self.kv.free_blocks)
     @rule(share=st.integers(1, 6))
     def evict(self, share):
-        """A stranger overwrites a part of what is free, or all of it."""
+        """An unrelated request overwrites some or all free blocks."""
         self.calls["evict"] += 1
         count = max(self.kv.free_blocks * share // 6, 1)
         (stranger,) = self.place([self.stranger(count * self.unit)])
@@ -155,7 +153,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def fail_nth(self, number):
-        """Some fit and the one behind them does not: nobody gets anything."""
+        """If the last request of a claim does not fit, no request gets blocks."""
         self.calls["fail_nth"] += 1
         growing, fitting = divmod(number, 5)
         new = self.place([*(self.stranger(1) for _ in range(fitting)),
@@ -166,7 +164,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
 
     @rule(rarely=st.integers(0, 5))
     def clear(self, rarely):
-        """Everybody leaves, and one stranger writes to the whole pool: nothing is left of anybody."""
+        """After all requests end and an unrelated one overwrites the whole pool, nothing is cached."""
         if rarely < 5:
             return
         self.calls["clear"] += 1
@@ -182,7 +180,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: self.running or self.gone)
     @rule(number=NUMBERS)
     def strangers_are_refused(self, number):
-        """A start in a slot that is taken, a step of somebody who holds nothing."""
+        """A start in a taken slot and a step of a request without blocks are refused."""
         self.calls["strangers"] += 1
         before = self.state()
         if self.running:
@@ -202,10 +200,10 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
 
 
 class MachineOfFullDigests(BlockMachine):
-    """As the product is: what is found is known exactly."""
+    """Digests as in the product: the model predicts exactly which blocks are found."""
 
 
 class MachineOfFourBits(BlockMachine):
-    """One of sixteen digests for every block: contents collide all the time."""
+    """Sixteen digests for all blocks: different contents collide often."""
 
     digest_bits = 4

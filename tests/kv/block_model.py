@@ -1,7 +1,7 @@
-"""What blocks hold, who names them and what can be found: dicts and sets, and nothing of the manager's own.
+"""A model of blocks in dicts and sets: their contents, owners and cached texts. It uses none of the manager's code.
 
-A *text* is a domain and the tokens up to some position. What a block holds is the text that ends in it: the KV of its
-last positions depends on everything before them. A block that holds a text with other tokens before is a wrong one.
+A *text* is a domain and all tokens up to a position. The content of a block is the text that ends in it, because the KV
+of a token depends on all tokens before it. A block whose text has other tokens before is the wrong block.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,18 +17,18 @@ class Text(NamedTuple):
 
 
 def domain_of(request: LlmRequest) -> tuple:
-    """What requests must have in common to share anything."""
+    """Return the properties that requests must share to share blocks."""
     return request.lora_task_id, request.cache_salt
 
 
 class BlockModel:
-    """The device's memory as the manager's answers describe it, and the texts that can be found.
+    """The device's memory as the manager's results describe it, and the cached texts.
 
-    tables    (slot, beam) -> block ids, as the table updates said
+    tables    (slot, beam) -> {index: block id}, from the table updates
     written   block id -> the text that ends in it; missing: garbage
     host      host block id -> the same
-    found     text -> block id: what was committed and not overwritten since
-    evicted   texts that could be found and were overwritten
+    found     text -> block id, for texts that were committed and not overwritten since
+    evicted   number of cached texts that were overwritten
     """
 
     def __init__(self, unit: int, max_beam_width: int) -> None:
@@ -40,7 +40,7 @@ class BlockModel:
         self.found: dict[Text, int] = {}
         self.evicted = 0
 
-    # What the device does.
+    # Writes of the device.
 
     def update(self, updates: BlockTableUpdates) -> None:
         for row, index, block_id in zip(updates.slots.tolist(), updates.indices.tolist(), updates.block_ids.tolist(),
@@ -48,12 +48,12 @@ class BlockModel:
             self.tables.setdefault(divmod(row, self.max_beam_width), {})[index] = block_id
 
     def forget(self, slot: int) -> None:
-        """The sequence in the slot is gone."""
+        """Remove the sequence of a slot."""
         for row in [row for row in self.tables if row[0] == slot]:
             del self.tables[row]
 
     def shorten(self, slot: int, num_blocks: int) -> None:
-        """The sequence in the slot holds no more than its first blocks."""
+        """Keep only the first blocks of the sequence of a slot."""
         for row, table in self.tables.items():
             if row[0] == slot:
                 for index in [index for index in table if index >= num_blocks]:
@@ -68,7 +68,7 @@ class BlockModel:
             target[one.destination] = Text(domain, tokens[:start + one.num_tokens])
 
     def write(self, slot: int, beam: int, domain: tuple, tokens: Sequence[int], start: int) -> None:
-        """Compute the positions from `start` on."""
+        """Write the KV of the tokens from position `start` on."""
         for index in range(start // self.unit, -(-len(tokens) // self.unit)):
             block_id = self.tables[slot, beam][index]
             assert block_id not in self.found.values(), f"block {block_id} is written to and can be found"
@@ -76,25 +76,25 @@ class BlockModel:
             self.written[block_id] = Text(domain, tuple(tokens[:(index + 1) * self.unit]))
 
     def spoil(self, slot: int, beam: int, start: int) -> None:
-        """A step that failed left garbage from a position on."""
+        """Replace the content from a position on by garbage, as a failed step does."""
         for index, block_id in self.tables[slot, beam].items():
             if index >= start // self.unit:
                 self.written.pop(block_id, None)
 
     def holds(self, block_id: int, text: Text) -> bool:
-        """Whether a block holds the end of this text, and perhaps more tokens behind it."""
+        """Whether a block holds the end of a text. More tokens may follow."""
         there = self.written.get(block_id)
         size, unit = len(text.tokens), self.unit
         return (there is not None and there.domain == text.domain and there.tokens[:size] == text.tokens
                 and (len(there.tokens) - 1) // unit == (size - 1) // unit)
 
     def reads(self, slot: int, beam: int, domain: tuple, tokens: Sequence[int]) -> bool:
-        """Whether the blocks of a sequence hold just these tokens."""
+        """Whether the blocks of a sequence hold these tokens."""
         table = self.tables[slot, beam]
         return all(self.holds(table[index], Text(domain, tuple(tokens[:(index + 1) * self.unit])))
                    for index in range(-(-len(tokens) // self.unit)))
 
-    # Who owns what.
+    # Owners.
 
     def owners(self, block_id: int) -> set[tuple[int, int]]:
         return {row for row, table in self.tables.items() if block_id in table.values()}
@@ -102,10 +102,10 @@ class BlockModel:
     def used(self) -> set[int]:
         return {block_id for table in self.tables.values() for block_id in table.values()}
 
-    # What can be found.
+    # Cached texts.
 
     def commit(self, domain: tuple, tokens: Sequence[int], row: Sequence[int]) -> None:
-        """Let the texts that end in these blocks be found, as far as none of them is missing."""
+        """Cache the texts that end in these blocks, up to the first block that is cached with another text."""
         for index in range(-(-len(tokens) // self.unit)):
             text = Text(domain, tuple(tokens[:(index + 1) * self.unit]))
             if text not in self.found:
@@ -115,7 +115,7 @@ class BlockModel:
                 self.found[text] = row[index]
 
     def overwrite(self, block_id: int) -> None:
-        """What was in the block cannot be found any more, nor what follows it; nothing follows one that is not full."""
+        """Evict the text of a block and the cached texts that continue it. Only texts of full blocks are continued."""
         for text in [text for text, where in self.found.items() if where == block_id]:
             is_full = len(text.tokens) % self.unit == 0
             for below in [other for other in self.found if other == text or (
@@ -124,7 +124,7 @@ class BlockModel:
                 self.evicted += 1
 
     def matched(self, domain: tuple, tokens: Sequence[int]) -> list[int]:
-        """The full blocks that hold the beginning of a prompt."""
+        """Return the full cached blocks of a prompt, from its start to the first gap."""
         block_ids = []
         for end in range(self.unit, len(tokens) + 1, self.unit):
             block_id = self.found.get(Text(domain, tuple(tokens[:end])))
@@ -134,7 +134,7 @@ class BlockModel:
         return block_ids
 
     def begun(self, domain: tuple, tokens: Sequence[int], start: int, partial: bool) -> int:
-        """Tokens behind `start` that one more block begins with: all that are wanted, or with `partial` the most."""
+        """Return how many tokens after `start` one more cached block begins with: all or none, unless `partial`."""
         end = min(start + self.unit, len(tokens) - 1)
         wanted, before, most = tuple(tokens[start:end]), tuple(tokens[:start]), 0
         for text in self.found:

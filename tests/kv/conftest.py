@@ -17,7 +17,7 @@ def make_request():
 
 @pytest.fixture(scope="session")
 def start():
-    """start(kv, request): claim the context, compute it, and the first token with it."""
+    """start(kv, request): claim and compute the context, and add the first token"""
 
     def run(kv, request):
         kv.claim([request], [])

@@ -1,4 +1,4 @@
-"""Books that do not agree are found, whichever of them is wrong."""
+"""The audit finds every inconsistency of the accounting."""
 
 import pytest
 

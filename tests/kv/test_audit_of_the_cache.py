@@ -1,4 +1,4 @@
-"""Each way in which the books of the prefix cache, of the windows and of the beams can be wrong is found."""
+"""The audit finds inconsistent accounting of the prefix cache, of windows and of beams."""
 
 import pytest
 
@@ -13,9 +13,9 @@ UNIT = 4
 
 @pytest.fixture
 def kv(make_request, start):
-    """Request 0 generates in a block of its own; requests 1 and 2 share two full blocks, request 2 with two beams.
+    """Request 0 generates in a block of its own. Requests 1 and 2 share two full blocks; request 2 has two beams.
 
-    What was evicted is in some of the host blocks.
+    Some host blocks hold evicted content.
     """
     kv = KvCacheManager(16, UNIT, 100, max_beam_width=2, enable_block_reuse=True, host_blocks=20)
     evicted = make_request(5, 8, cache_salt="evicted")
@@ -149,7 +149,7 @@ def test_a_host_block_that_belongs_to_a_node_elsewhere_is_named(kv):
 
 
 def test_what_makes_way_while_it_is_pinned_is_not_put_back(kv):
-    # A claim pins what it copies from; the copy's own block may push just that content out of the host's pool.
+    # A claim pins the sources of its copies; the block of a copy may evict just that content from the host's pool.
     host, node = kv.cache.host, node_in_the_host(kv)
     host_id, free = node.host_id, host.num_free
     host.pin(host_id)

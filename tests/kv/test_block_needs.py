@@ -1,4 +1,4 @@
-"""Block arithmetic, against sequences that are really grown token by token."""
+"""Block arithmetic, against sequences that grow token by token."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,7 +62,7 @@ def test_what_is_held_and_what_is_needed_add_up_at_every_step(prompt_len, new, t
 
 
 def test_beams_count_once_for_what_they_share():
-    # 20 prompt tokens: two blocks shared, the third and those of the 8 new tokens one per beam.
+    # 20 prompt tokens: the beams share two blocks. Each has its own third block, and its own blocks for 8 new tokens.
     assert blocks_to_last_token(20, 8, 0, 0, endless(8), beam_width=3) == 2 + 2 * 3
     assert blocks_to_last_token(20, 8, 1, 3, endless(8), beam_width=3) == 3
 

@@ -52,7 +52,7 @@ def test_out_of_blocks_is_a_bug_of_ours_unless_the_loop_knows_better():
 
 
 class PoolAgainstAList(RuleBasedStateMachine):
-    """The model: a list of the free blocks in order, and a list of what was taken together."""
+    """The pool against a model: a list of the free blocks in order, and the blocks of each take."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Drafts are claimed several at a time, and tokens are taken back from several requests at once.
+"""A claim takes several drafts of a request, and a rewind takes several requests.
 
-What could not continue is refused, and nothing has changed then.
+A rewind after which a request could not continue is refused and changes nothing.
 """
 
 import pytest
@@ -19,9 +19,9 @@ def test_who_holds_no_blocks_is_not_rewound(make_request):
 
 
 @pytest.mark.parametrize(("options", "prompt_len", "steps", "rewound"), [
-    ({}, 3, 2, 5),                                                      # nothing would be left
-    ({"enable_block_reuse": True}, 6, 2, 3),                            # others may have the prompt's blocks
-    ({"window": 4}, 10, 3, 4),                                          # what it would look at has left the window
+    ({}, 3, 2, 5),                                                      # no token would be left
+    ({"enable_block_reuse": True}, 6, 2, 3),                            # other requests may share the prompt's blocks
+    ({"window": 4}, 10, 3, 4),                                          # needed tokens have left the window
 ])
 def test_too_much_is_not_taken_back(make_request, start, options, prompt_len, steps, rewound):
     kv = KvCacheManager(8, 2, 100, **options)

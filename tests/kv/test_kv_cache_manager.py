@@ -1,4 +1,4 @@
-"""Claim and release, and the numbers a scheduler asks for."""
+"""Claim, release, and the numbers for schedulers."""
 
 import numpy as np
 import pytest
@@ -91,7 +91,7 @@ def test_release_gives_back_once_and_only_ones_own(make_request):
     kv.release(request)
     successor = make_request(0, 5)
     kv.claim([successor], [])
-    kv.release(request)                                        # the slot has another owner by now
+    kv.release(request)                                        # the slot has another owner now
     assert (kv.used_blocks, kv.held_blocks(successor), kv.held_blocks(request)) == (2, 2, 0)
     audit(kv)
 
@@ -133,7 +133,7 @@ def test_a_paused_request_claims_its_longer_context_anew(make_request, start):
         request.add_token(0)
     kv.release(request)
     request.pause(100)
-    # Seven tokens of the prompt, four generated.
+    # Seven prompt tokens and four generated ones.
     assert kv.start_scheduling().blocks_for_next_step(request) == kv.estimates.get_needed_blocks_one_step(request) == 3
     kv.claim([request], [])
     assert (kv.kv_length(request), kv.held_blocks(request)) == (11, 3)
@@ -184,7 +184,7 @@ def test_a_block_that_can_be_found_is_not_stored_under_another_key(make_request)
     kv.claim([first], [])
     kv.publish_context(first, 9)
     kv.claim([second], [])
-    kv.release(second, computed_tokens=kv.reused_tokens(second))    # stopped before it computed anything
+    kv.release(second, computed_tokens=kv.reused_tokens(second))    # as if stopped before it computed anything
     kv.release(first)
     assert kv.usage().cached_blocks == 2
     audit(kv)

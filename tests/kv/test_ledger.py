@@ -1,4 +1,4 @@
-"""What a plan may spend."""
+"""The budget of a plan."""
 
 from batch_manager.kv.kv_cache_manager import KvCacheManager
 
@@ -35,7 +35,7 @@ def test_a_ledger_knows_what_the_manager_knows(make_request, start):
 
 
 def cached(kv, make_request, start, slot: int, length: int):
-    """A request that holds what it published of its prompt."""
+    """Start a request and publish its prompt."""
     request = start(kv, make_request(slot, length))
     kv.publish_context(request, length)
     return request

@@ -1,4 +1,4 @@
-"""Adapters on the device: pages are held by those who use them, kept for those to come, and never by two."""
+"""Adapter pages on the device: active requests hold them, idle adapters stay cached, and no two adapters share one."""
 
 import pytest
 

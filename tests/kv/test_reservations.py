@@ -1,4 +1,4 @@
-"""What is reserved is enough, whoever shares what with whom, and whatever leaves the window."""
+"""Reservations suffice, whichever blocks are shared and whichever leave the window."""
 
 from random import Random
 
@@ -39,7 +39,7 @@ def test_the_most_a_sequence_holds_is_what_growing_it_shows(prompt_len, new, uni
 
 @given(**lengths, window=st.integers(1, 30), drafts=st.integers(1, 5))
 def test_the_most_a_sequence_with_drafts_holds_is_enough(prompt_len, new, unit, window, sinks, unread, drafts):
-    """Every way of drafting and accepting, tried."""
+    """The reservation covers every sequence of draft and accepted counts. Its excess is at most 2 * drafts tokens."""
     sink_blocks, end, most = -(-sinks // unit), prompt_len + new, -(-prompt_len // unit)
     seen, waiting = set(), [(prompt_len, 0)]                    # length, blocks that left the window
     while waiting:
@@ -58,7 +58,7 @@ def test_the_most_a_sequence_with_drafts_holds_is_enough(prompt_len, new, unit, 
 
 @pytest.mark.parametrize("seed", range(150))
 def test_what_is_reserved_is_enough_whatever_is_drafted_accepted_and_taken_back(seed):
-    """The pool is as large as what the sequences need at most, all together; so no claim may fail."""
+    """No claim fails in a pool of the most blocks that all sequences together can need."""
     draw = Random(seed)
     unit, window = draw.randint(1, 4), draw.choice([None, draw.randint(1, 12), draw.randint(1, 12)])
     unread, drafts = draw.randint(0, 2), draw.randint(0, 3)
@@ -101,7 +101,7 @@ def test_what_is_reserved_is_enough_whatever_is_drafted_accepted_and_taken_back(
 
 
 def prompts_that_slide(num_blocks, make_request):
-    """Two requests that share the first two blocks of their prompts and slide past them."""
+    """Return two requests that share the first two blocks of their prompts and slide past them."""
     kv = KvCacheManager(num_blocks, 4, 100, window=9, enable_block_reuse=True)
     requests = [make_request(slot, 9, 16) for slot in range(2)]
     for request in requests:
@@ -135,7 +135,7 @@ def test_who_slides_past_a_shared_block_is_given_no_credit_for_it(make_request):
     kv, (first, _) = prompts_that_slide(100, make_request)
     sliding, short = make_request(7, 9, 16), make_request(8, 9, 1)
     assert kv.start_scheduling().blocks_to_completion(sliding) == kv.get_needed_resource_to_completion(sliding) == 4
-    assert kv.start_scheduling().blocks_to_completion(short) == 3       # the others will slide: nobody keeps it for him
+    assert kv.start_scheduling().blocks_to_completion(short) == 3       # the others slide and release shared blocks
     kv.release(first)
     keeping = make_request(0, 9, 1)
     kv.claim([keeping], [])

@@ -1,4 +1,4 @@
-"""The manager against a model of dicts and sets, whatever the order of calls. More: suite T2 of tests.campaigns."""
+"""The manager against a model of dicts and sets, with calls in random order. Suite T2 of tests.campaigns runs more."""
 
 import pytest
 
