@@ -30,9 +30,9 @@ _is_exiting = False
 
 
 def list_worker(control: Abortable) -> None:
-    """List a worker to be stopped when the interpreter exits.
+    """Add a worker to the list of those that are stopped when the interpreter exits.
 
-    Raises ManagerClosedError, with the worker listed, if the interpreter is exiting already.
+    Raises ManagerClosedError if the interpreter is exiting already. The worker is in the list even then.
     """
     _controls[control] = None
     if _is_exiting:    # read after listing; the hook sets it before it reads the list, so no worker is missed

@@ -12,8 +12,8 @@ Mutates     out, except for sequences without partial results.
 Oracle      triton_kernels/reference/paged_attention_merge.py
 Source      split-KV attention (Flash-Decoding, Dao et al. 2023); written for this project.
 
-One program per head and sequence. It reads the partial results 16 at a time and keeps a running softmax. The number of
-parts is read on the device, so it does not recompile the kernel.
+One program per head and sequence. It reads the partial results 16 at a time and keeps a running softmax. The kernel
+reads the number of parts from device memory, so it is not recompiled when that number changes.
 """
 
 import triton

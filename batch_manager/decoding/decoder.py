@@ -130,7 +130,7 @@ class GptDecoder:
                            sampled.top, beams)
 
     def needs_only_largest(self, rows: SamplingRows) -> bool:
-        """Whether all rows are greedy and have no feature that reads other logits than the largest."""
+        """Whether all rows are greedy and have no feature that reads any logit but the largest."""
         return not np.bitwise_or.reduce(self.state.features[rows.slots]) & READS_LOGITS
 
     def sample_largest(self, tokens: torch.Tensor, largest: torch.Tensor, rows: SamplingRows) -> SampledStep:

@@ -140,7 +140,7 @@ class SlotState:
         return temperature != 0 and top_k != 1 and bool(top_k != 0 or top_p != 0)
 
     def put(self, slot: int, **values: int) -> None:
-        """Write columns of a slot."""
+        """Set the named columns of a slot. The device has the values after the next `upload`."""
         for name, value in values.items():
             self.host[name][slot] = value
         self._changed.append(slot)

@@ -107,7 +107,7 @@ class BlockPool:
         self._owners[block_id] += 1
 
     def give_back(self, block_ids: Sequence[int], front: bool = False) -> None:
-        """Remove one owner from each of these blocks. Blocks without an owner go to the end of the free order.
+        """Remove one owner from each of these blocks. Those left without an owner go to the end of the free order.
 
         front   put them at the front instead, the last one first
 

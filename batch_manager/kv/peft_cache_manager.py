@@ -101,7 +101,7 @@ class PeftCacheManager:
 
 
 class PageLedger:
-    """The pages that a plan may still spend. Each adapter counts once."""
+    """The pages that a plan may still spend. An adapter counts once, however many requests use it."""
 
     __slots__ = ("available_pages", "_manager", "_counted")
 

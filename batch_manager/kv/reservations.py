@@ -29,7 +29,7 @@ class Reservations:
 
     @property
     def max_draft_len(self) -> int:
-        """Most drafts that a step adds to a sequence."""
+        """The largest number of draft tokens that a step can add to a sequence."""
         return self._window.max_draft_len
 
     def to_start(self, request: LlmRequest, draft_len: int = 0) -> int:

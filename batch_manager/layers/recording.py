@@ -56,7 +56,7 @@ class Rows:
         return ANY_ROWS
 
     def __getattr__(self, name: str) -> Any:
-        raise NotRecordableError(f"it uses {name} of its hidden states")
+        raise NotRecordableError(f"it uses the attribute {name} of its hidden states")
 
     def view(self, *shape: int) -> "Rows":
         if len(shape) == 2 and shape[0] == ANY_ROWS and shape[1] in (-1, self.width):
@@ -80,7 +80,7 @@ class Rows:
     def __add__(self, other: Any) -> "Rows":
         is_table = isinstance(other, LookedUp) and other.table.shape[1] == self.width
         if not is_table and not (isinstance(other, Rows) and (other.width, other.heads) == (self.width, self.heads)):
-            raise NotRecordableError(f"it adds a {type(other).__name__} to its hidden states")
+            raise NotRecordableError(f"it adds an object of type {type(other).__name__} to its hidden states")
         return self.recording.sum(self, other)
 
     # ------------------------------------------------------------------ operations of layers
@@ -176,7 +176,8 @@ class Recording:
         # A product reads whole vectors. If the width is not a multiple of a vector, it reads past the last column,
         # where numbers must be finite: zero padding or other columns of a register. The input has no padding.
         if (rows.register == 0 or rows.column % INPUTS_ALIGNED) and rows.width % INPUTS_ALIGNED:
-            raise NotRecordableError(f"it multiplies {rows.width} columns that are not aligned or not padded")
+            raise NotRecordableError(f"it multiplies {rows.width} columns, not a multiple of {INPUTS_ALIGNED}, which "
+                                     f"{'have no padding' if rows.register == 0 else 'are not aligned'}")
         result = self.register(outputs) if adds_to is None else adds_to
         self.kept.append(matrix)
         self.add(PRODUCT, [rows, result], [matrix.address, int(adds_to is not None), matrix.type])

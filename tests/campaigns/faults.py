@@ -1,4 +1,4 @@
-"""T4: faults at each point and each time, an exception at each place, and each kind of process end many times."""
+"""T4: a fault at each call of each point, an exception at each place, and many repeats of each way to end a process."""
 
 import subprocess
 import sys

@@ -34,7 +34,7 @@ STAND_INS = (Special("pipe"), Special("folder"), Special("socket"), Link("/dev/z
 
 
 def damage_bytes(data: bytes, random: Random) -> bytes:
-    """One thing is done to it, near its beginning more often than elsewhere."""
+    """Return the data with one kind of damage, which is more often near the beginning than elsewhere."""
     kind = random.random()
     if kind < 0.02:
         return random.choice(FOREIGN_FILES)

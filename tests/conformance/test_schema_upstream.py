@@ -197,7 +197,7 @@ def test_requests_of_one_adapter_stand_together(module):
 
 
 def test_credit_only_on_the_first_chunk(module):
-    """test_reusable_tokens_only_on_first_chunk: a later chunk costs the whole prompt."""
+    """test_reusable_tokens_only_on_first_chunk: reusable tokens do not lower the cost of a later chunk."""
     def scheduled(*requests):
         config = {"max_batch_size": 4, "max_num_tokens": 30}
         found = module.micro_batch_step(config, [each | {"max_new_tokens": 5} for each in requests], [])

@@ -266,7 +266,7 @@ def test_a_first_token_waits_for_no_more_than_a_launch(make_world, new_request):
 
 @pytest.mark.parametrize("policy", [MAX, GUARANTEED])
 def test_who_waits_for_the_blocks_of_a_last_token_starts_when_it_was_read(make_world, new_request, policy):
-    """The one that runs fills the pool: nothing can be launched before its last step was read."""
+    """The running request fills the pool, so the other one cannot start before the last step of the first was read."""
     world = world_ahead(make_world, policy=policy, backend={"num_blocks": 3})
     world.client.pending = [new_request(1, [1] * 8, 4), new_request(2, [2] * 8, 4)]
     assert steps_until(world, lambda: world.client.finals(1)) == 5

@@ -1,4 +1,4 @@
-"""Stages see the sequence of each beam, wherever it is in the batch. Also: beams that may not go on."""
+"""Stages see the sequence of each beam, wherever it is in the batch. Beams whose next tokens are all banned end."""
 
 from dataclasses import replace
 

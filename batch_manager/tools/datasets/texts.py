@@ -50,8 +50,10 @@ class TextRecords:
         for number, (position, record) in enumerate(self._texts.items(ARRAY_NAMES)):
             place, name = self.place(position), f"record {number}"
             if type(record) is not dict or not any(key in record for key in PROMPT_KEYS):
-                has = ", ".join(record) or "nothing" if type(record) is dict else record
-                raise DatasetError(place, f"{name} has {quoted(has)}", f"expected one of {', '.join(PROMPT_KEYS)}",
+                fact = f"is {quoted(record)}"
+                if type(record) is dict:
+                    fact = f"has the keys {quoted(', '.join(record))}" if record else "is empty"
+                raise DatasetError(place, f"{name} {fact}", f"expected an object with one of {', '.join(PROMPT_KEYS)}",
                                    FIX_RECORD)
             if has_times is None:
                 has_times = "arrival_s" in record

@@ -1,4 +1,4 @@
-"""A small run as a table of cells: one request in one iteration."""
+"""A small run as a table. Each cell shows one request in one iteration."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

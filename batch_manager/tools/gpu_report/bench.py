@@ -21,7 +21,7 @@ class Bench:
     clock        clock of the device
     dtype        data type of kernels and engines; float32 in a dry run, because the interpreter has no bfloat16
     folder       temporary folder, for example for checkpoints
-    peers        folder of peers; None: there are none
+    peers        folder with another attention kernel, or results of other engines, to compare with; None: no comparison
     goals        goals to measure; empty: all
     copy_bytes_s, read_bytes_s, matmul_flop_s   rates of the device, from the section denominators
     deadline     of the current section, in seconds of time.monotonic()

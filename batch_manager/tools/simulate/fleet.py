@@ -1,4 +1,4 @@
-"""Replicas under one stream of requests, in the order of virtual time."""
+"""Simulates replicas that share one stream of requests, event by event in virtual time."""
 
 import gc
 import heapq
