@@ -44,10 +44,10 @@ def nothing(*_: Any) -> None:
 class Client:
     """The callbacks of one engine.
 
-    pending      items that get returns, as many as it is asked for
+    pending      items for get to return, at most as many as the engine requests
     stops        ids that poll returns
     responses    request id -> its responses, in order
-    stats        the records of return_stats
+    stats        the records that return_stats received
     asked        the argument of each call of get
     events       the calls in order: "get", "send 3", "poll", "stats"
     threads      idents of the threads that called
@@ -55,7 +55,8 @@ class Client:
     over         why no callback may begin any more; "" while callbacks may begin
     has_poll, has_stats   whether the engine gets these two callbacks
 
-    on_get, on_send, on_poll, on_stats   called at the end of each; on_send gets the request id and the response
+    on_get, on_send, on_poll, on_stats   called at the end of each callback; on_send gets the request id and the
+    response
     """
 
     has_poll = has_stats = True
@@ -77,7 +78,7 @@ class Client:
         self._running: list[str] = []
 
     def callbacks(self) -> dict[str, Callable | None]:
-        """The callbacks, as arguments of `GptManager` and `build_loop`."""
+        """Return the callbacks as arguments of `GptManager` and `build_loop`."""
         return {"get_inference_requests_cb": self.get, "send_response_cb": self.send,
                 "poll_stop_signal_cb": self.poll if self.has_poll else None,
                 "return_batch_manager_stats_cb": self.return_stats if self.has_stats else None}
@@ -109,20 +110,20 @@ class Client:
     # what they do
 
     def items(self, max_num_requests: int) -> Any:
-        """The items that get returns."""
+        """Return the items for get."""
         count = len(self.pending) if max_num_requests < 0 else max_num_requests
         items = self.pending[:count]
         del self.pending[:len(items)]      # not [:count]: another thread may have added items meanwhile
         return items
 
     def received(self, request_id: int, tensors: list, final: bool, error: str) -> Any:
-        """Keep a response. Returns what on_send gets."""
+        """Keep a response. Returns the second argument of on_send."""
         response = Response({t.name: np.asarray(t.tensor) for t in tensors}, [t.name for t in tensors], final, error)
         self.responses[request_id].append(response)
         return response
 
     def named_stops(self) -> Any:
-        """The ids that poll returns."""
+        """Return the ids for poll."""
         return self.stops
 
     def record_received(self, record: str) -> None:
@@ -132,11 +133,11 @@ class Client:
     # the rules of all callbacks
 
     def callback(self, name: str, event: str | None = None) -> "_Callback":
-        """A context in which a callback runs. event: how `events` names the call, when not by its name."""
+        """Return a context in which a callback runs. event: the name of the call in `events`, if not `name`"""
         return _Callback(self, name, event or name)
 
     def begins(self, name: str) -> None:
-        """Called when a callback begins."""
+        """Note that a callback begins."""
         if self._running:
             self.wrong(f"I27: {name} began inside {self._running[-1]}")
         if self.over:
@@ -145,7 +146,7 @@ class Client:
         self.threads.add(threading.get_ident())
 
     def ends(self, name: str) -> None:
-        """Called when a callback ends, however it does."""
+        """Note that a callback ends, with or without an exception."""
         self._running.pop()
 
     def wrong(self, complaint: str) -> None:
@@ -173,9 +174,9 @@ class Client:
 
 
 class ArrivingClient(Client):
-    """Hands each request over in its iteration. Whoever steps the loop counts `iteration` up.
+    """Returns each request in its iteration. The code that steps the loop increments `iteration`.
 
-    arrivals   [(iteration, request)]; requests that are due in the same iteration keep this order
+    arrivals   [(iteration, request)]; requests of the same iteration keep this order
     """
 
     def __init__(self, arrivals: list[tuple[int, Any]]) -> None:
@@ -202,7 +203,7 @@ class StaggeredClient(Client):
 
 
 class _Callback:
-    """A callback runs."""
+    """The context of a running callback."""
 
     __slots__ = ("_client", "_event", "_name")
 

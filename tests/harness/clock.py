@@ -1,4 +1,4 @@
-"""The clock of the tests. It stands still until something moves it."""
+"""The clock of the tests. It moves only when a test moves it."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from batch_manager.testing import ManualClock
 class VirtualClock(ManualClock):
     """A `ManualClock` that can also act when it is read.
 
-    Other threads can act while an engine reads the clock. `interrupt` plays such a thread without starting one.
+    Other threads can act while an engine reads the clock. `interrupt` simulates such a thread without starting one.
     """
 
     def __init__(self, now: float = 1000.0) -> None:
@@ -24,5 +24,5 @@ class VirtualClock(ManualClock):
         return self.now
 
     def interrupt(self, readings: int, action: Callable[[], None]) -> None:
-        """Call `action` once, at the reading that follows `readings` others."""
+        """Call `action` once, after `readings` readings, at the next one."""
         self._readings_left, self._at_reading = readings, action

@@ -4,12 +4,12 @@ from typing import Any
 
 from batch_manager import InferenceRequest
 
-OPTIONS = ("priority", "deadline_s", "cache_salt", "arrival_time")    # arguments of a request that are no tensors
+OPTIONS = ("priority", "deadline_s", "cache_salt", "arrival_time")    # arguments of a request that are not tensors
 
 
 def request(request_id: int, prompt: list[int], new_tokens: int, *, streaming: bool = False,
             **tensors: Any) -> InferenceRequest:
-    """A request. tensors: any of its tensors, and OPTIONS."""
+    """Return a request. tensors: any of its tensors, and OPTIONS"""
     options = {name: tensors.pop(name) for name in OPTIONS if name in tensors}
     return InferenceRequest(request_id, {"input_ids": prompt, "request_output_len": new_tokens, **tensors},
                             is_streaming=streaming, **options)

@@ -1,4 +1,4 @@
-"""The control block of the worker, without a thread: nothing waits."""
+"""The control block of the worker, without a thread or real waiting."""
 
 from batch_manager import interpreter_exit
 from batch_manager.clock import reliable
@@ -8,7 +8,7 @@ from .clock import VirtualClock
 
 
 class VirtualWake:
-    """Sleeping moves the clock and takes no other time."""
+    """Its sleep advances the clock and returns at once."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
@@ -21,14 +21,14 @@ class VirtualWake:
 
 
 def virtual_control(clock: VirtualClock) -> WorkerControl:
-    """The real control block; only its sleep is virtual."""
+    """Return a real control block whose sleep is virtual."""
     control = WorkerControl(reliable(clock), 0.0)
     control.wake = VirtualWake(clock)
     return control
 
 
 def exit_of_the_interpreter(control: WorkerControl) -> None:
-    """Do what `threading` does at exit, for this worker and no other of the process."""
+    """Do what `threading` does at exit, for this worker only."""
     others, interpreter_exit._controls = interpreter_exit._controls, {control: None}
     try:
         interpreter_exit._abort_all_workers()

@@ -1,6 +1,6 @@
 """Engines of the tests, with a scripted or a real model: a loop without a thread, or a manager with one.
 
-`make_loop` and `make_manager` know how to build them. A `World` is a loop with its client, its clock and its model.
+`make_loop` and `make_manager` build them. A `World` is a loop with its client, clock and model.
 """
 
 import logging
@@ -29,7 +29,7 @@ MAX_BATCH_SIZE = 8
 
 
 def scripted(backend: Any = None) -> Any:
-    """A ScriptedBackend of these options, or the backend itself where it is one already."""
+    """Return a ScriptedBackend with these options, or `backend` itself if it is a backend."""
     return ScriptedBackend(**(backend or {})) if backend is None or isinstance(backend, dict) else backend
 
 
@@ -50,12 +50,12 @@ def _arguments(client: Client, parts: Any, params: TrtGptModelOptionalParams | N
 def make_loop(client: Client, *, model_path: Any = None, backend: Any = None, clock: Any = None, parts: Any = None,
               params: TrtGptModelOptionalParams | None = None, heartbeat: Any = None,
               as_arrays: bool = False, **options: Any) -> GenerationLoop:
-    """A loop without a thread.
+    """Return a loop without a thread.
 
-    backend     a backend, or options of a scripted one; not used where there is a model_path
+    backend     a backend, or options of a scripted one; ignored if there is a model_path
     clock       None: a VirtualClock
     parts       fields of `Parts`, other than these two
-    params      None: made of the options that follow
+    params      None: built from `options`
     as_arrays   responses have arrays, so that torch need not be imported
     options     policy, model_type, max_beam_width, terminate_req_id, exclude_input; others: fields of
                 TrtGptModelOptionalParams
@@ -72,10 +72,10 @@ def make_loop(client: Client, *, model_path: Any = None, backend: Any = None, cl
 def make_manager(client: Client, *, model_path: Any = None, backend: Any = None, parts: Any = None,
                  params: TrtGptModelOptionalParams | None = None, as_arrays: bool = False,
                  manager_options: dict[str, Any] | None = None, **options: Any) -> GptManager:
-    """A manager, whose worker is running. It has the real clock unless `parts` has another one.
+    """Return a manager with a running worker. It has the real clock unless `parts` has another one.
 
     manager_options   further arguments of GptManager
-    Otherwise as `make_loop`.
+    Other arguments are those of `make_loop`.
     """
     if model_path is None:
         parts = {**(parts or {}), "backend": scripted(backend)}
@@ -87,7 +87,7 @@ def make_manager(client: Client, *, model_path: Any = None, backend: Any = None,
 
 @dataclass
 class World:
-    """A loop without a thread, its client, its clock and its model."""
+    """A loop without a thread, with its client, clock and model."""
 
     loop: GenerationLoop
     client: Client
@@ -95,7 +95,7 @@ class World:
     backend: Any
 
     def step(self, times: int = 1, *, accept_new: bool = True) -> bool:
-        """Run iterations, and audit the pool after each. Whether the last one had anything to do."""
+        """Run iterations, and audit the pool after each. Returns whether the last one had anything to do."""
         busy = False
         for _ in range(times):
             busy = self.loop.step(accept_new=accept_new)
@@ -103,7 +103,7 @@ class World:
         return busy
 
     def run(self, limit: int = 10_000) -> None:
-        """Run until nothing is alive. Then no block may be held."""
+        """Run until no request is live. Then check that no block is held."""
         for _ in range(limit):
             if not self.step() and self.loop.is_empty and not self.client.pending:
                 break
@@ -113,12 +113,12 @@ class World:
         assert not self.client.complaints, self.client.complaints
 
     def expected(self, prompt: list[int], count: int, **options: Any) -> list[int]:
-        """The tokens that the scripted model generates."""
+        """Return the tokens that the scripted model generates."""
         return self.backend.expected(prompt, count, **options)
 
 
 def build_world(*, client: Client | None = None, clock: VirtualClock | None = None, **options: Any) -> World:
-    """A world. options: those of `make_loop`."""
+    """Return a world. options: those of `make_loop`"""
     client = Client() if client is None else client
     clock = VirtualClock() if clock is None else clock
     loop = make_loop(client, clock=clock, **options)
@@ -127,7 +127,7 @@ def build_world(*, client: Client | None = None, clock: VirtualClock | None = No
 
 @contextmanager
 def quiet_log() -> Iterator[None]:
-    """Faults are planted by the thousand: the package logs nothing here."""
+    """Turn the package's log off. Tests that inject thousands of faults use it."""
     log = logging.getLogger("batch_manager")
     level = log.level
     log.setLevel(logging.CRITICAL + 1)

@@ -1,4 +1,4 @@
-"""C15: whatever a callback raises stays in its guard."""
+"""C15: an exception of a callback is contained in its guarded block."""
 
 import json
 import logging
@@ -257,7 +257,8 @@ class OwnDeque(deque):
 
 
 def answered_meanwhile(make_world, make_collection):
-    """Which of ten are answered where the owner takes each out that was answered, and an iteration reads four."""
+    """Return the ids of the answered requests, of ten, and the size of the collection at the end. Its owner removes
+    each answered request, and an iteration reads four."""
     world = make_world(max_admissions_per_iteration=4, max_num_sequences=-1)
     handed_over, given, take_out = make_collection()
     calls = [given]
@@ -303,7 +304,7 @@ def test_c20_what_is_dropped_of_a_generator_is_logged(make_world, new_request, c
 
 
 class Growing(UserList):
-    """Each look at it finds one more."""
+    """A list that grows by one item each time its iterator reaches the end."""
 
     def __iter__(self):
         while True:
@@ -312,7 +313,7 @@ class Growing(UserList):
 
 
 class Hinting:
-    """An iterator that knows how many are left, and finds one more each time."""
+    """An iterator with a length hint. Each call of `next` adds one item."""
 
     def __init__(self, items, make):
         self.items, self.make, self.number = items, make, 0
@@ -332,7 +333,7 @@ class Hinting:
 @pytest.mark.parametrize("reading", ["what has a size", "an iterator over what grows", "a list that grows",
                                      "an iterator with a hint"])
 def test_c14_the_end_comes_although_what_was_handed_over_grows(make_world, new_request, reading):
-    """A client may put what was refused back into what it handed over."""
+    """A client may put refused items back into the returned collection."""
     world = make_world(max_admissions_per_iteration=2)
     items = [new_request(i, [1], 9) for i in range(6)]
     if reading == "what has a size":

@@ -1,4 +1,4 @@
-"""Section 3: what is called in an iteration, in which order, with which arguments."""
+"""Section 3: the calls of an iteration, their order and their arguments."""
 
 import json
 

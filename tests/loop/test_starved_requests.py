@@ -1,4 +1,4 @@
-"""A scheduler that forgets a request it has started is named; one that only lets it wait never is."""
+"""A scheduler that starves a started request is named in an error. A scheduler that only delays a request is not."""
 
 import importlib.util
 import random
@@ -13,7 +13,7 @@ from batch_manager.scheduling.policies import make_scheduler
 
 
 class Forgetful(RequestScheduler):
-    """Never plans a request again once it holds blocks, but for every `nap` plans."""
+    """Leaves a request out of all plans once it holds blocks, except every `nap`th plan."""
 
     def __init__(self, limits, kv_cache_manager, forgotten=1, nap=0):
         self.scheduler, self.kv = make_scheduler(limits, kv_cache_manager), kv_cache_manager
@@ -33,7 +33,7 @@ class Forgetful(RequestScheduler):
 
 @pytest.fixture
 def soon(monkeypatch):
-    """Every plan is looked at and a few are enough."""
+    """Check every plan, and fail after 20 checks."""
     monkeypatch.setattr(starvation, "CHECK_EVERY", 1)
     monkeypatch.setattr(starvation, "MAX_CHECKS", 20)
 
@@ -69,7 +69,7 @@ def test_the_bound_is_ten_thousand_plans(make_world, new_request):
     world.client.pending = [new_request(1, [7], 9), new_request(2, [8], 29_000)]
     plans = 0
     while not world.client.finals(1):
-        world.loop.step(accept_new=True)                           # no audit: it would take longer than all else
+        world.loop.step(accept_new=True)                           # no audit: it would dominate the run time
         plans += 1
     assert 10_000 <= plans <= 10_000 + 2 * starvation.CHECK_EVERY
     assert "10000 plans passed over it" in world.client.final(1).error
@@ -99,8 +99,9 @@ def test_one_who_holds_nothing_is_waiting_and_not_forgotten(make_world, new_requ
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_our_own_policies_pass_nobody_over(make_world, new_request, monkeypatch, policy, overlap, chunked, seed):
-    """Tiny budgets, priorities, long chunk queues, pauses: whoever has to wait finds no room, or nobody overtakes. Not
-    even once, but where two micro-batches are kept even."""
+    """With tiny budgets, priorities, long chunk queues and pauses, no plan passes over a request: a request waits only
+    if it has no room or no later request is scheduled. With overlap, which keeps two micro-batches even, at most two
+    checks in succession find a request passed over."""
     monkeypatch.setattr(starvation, "CHECK_EVERY", 1)
     monkeypatch.setattr(starvation, "MAX_CHECKS", 3 if overlap else 1)
     draw = random.Random(seed)

@@ -26,7 +26,8 @@ def test_the_tensor_of_a_named_tensor_is_made_once_when_it_is_first_read():
 
 
 def read_beside(function, named, attribute):
-    """`function`, which lets another thread read the attribute first, when it is called for the first time."""
+    """Return `function` wrapped so that, in its first call, another thread reads the attribute first, and the list that
+    gets the read value at index 1."""
     others = []
 
     def called(*given):

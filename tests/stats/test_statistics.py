@@ -1,4 +1,4 @@
-"""Section 5: the record of an iteration, by the names readers of TensorRT-LLM's statistics know."""
+"""Section 5: the record of an iteration, with the names of TensorRT-LLM's statistics."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The public table of statistics, and what was added to the record."""
+"""The public table of statistics, and the values that the record has in addition to TensorRT-LLM's."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a trace says of each iteration, and the file it is written to."""
+"""The contents of a trace, and the file that it is written to."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from batch_manager.scheduling import waiting
 
 @pytest.fixture
 def traced(make_world):
-    """traced(**as make_world) -> (world, the iterations of its trace)"""
+    """traced(**options of make_world) -> (world, the iterations of its trace)"""
     def make(**options):
         trace = Trace()
         return make_world(parts={"trace": trace.append}, **options), trace.iterations
@@ -158,7 +158,7 @@ def test_the_trace_and_the_statistics_agree_iteration_by_iteration(seed, make_wo
         told = {"Generation Requests": len(each.generation), "Context Requests": len(each.context),
                 "Total Context Tokens": sum(tokens for _, _, tokens in each.context),
                 "Paused Requests": len(each.paused)}
-        if is_static:    # these describe the whole batch
+        if is_static:    # statistics describe the whole batch
             told = {}
         told |= {"New Requests": len(each.arrived), "Queued Requests": each.queued_requests,
                  "Used KV cache blocks": each.live_blocks, "Cached KV cache blocks": each.cached_blocks,

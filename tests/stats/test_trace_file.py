@@ -1,4 +1,4 @@
-"""A trace on disk: what the reader refuses, and a file that is forked, locked or on a full disk."""
+"""A trace on disk: input that the reader refuses, forks, locks and full disks."""
 
 import json
 import logging
@@ -101,7 +101,7 @@ for number in range(100, 200):
     trace(IterationTrace(number, (), (1,), (), ()))
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=Path(__file__).parents[2])
-    with path.open("rb") as file:        # written whole at exit, although nobody closed it
+    with path.open("rb") as file:        # all lines are written at exit, although the file was never closed
         assert [each.iteration for each in read_trace(file)] == [*range(200)]
 
 

@@ -1,4 +1,4 @@
-"""What a request holds besides blocks: claimed with them, all or nothing, and given back once, however it ends."""
+"""Resources of a request besides blocks: claimed together with the blocks, all or none, and released exactly once."""
 
 import json
 
@@ -15,7 +15,7 @@ from batch_manager.testing.scripted_backend import ScriptedBackend
 
 
 class Licences:
-    """A resource of so many pieces, one for each request. Writes down what is asked of it."""
+    """A resource with a fixed number of pieces, one for each request. It logs its calls."""
 
     def __init__(self, name, log, pieces=100):
         self.name, self.log, self.pieces, self.holders = name, log, pieces, set()
@@ -29,7 +29,7 @@ class Licences:
         self.log += [("claim", self.name, i) for i in ids]
 
     def release(self, request):
-        self.holders.remove(request.request_id)                    # a KeyError when it holds none
+        self.holders.remove(request.request_id)                    # a KeyError if the request holds none
         self.log.append(("release", self.name, request.request_id))
 
     def figures(self):
@@ -115,7 +115,8 @@ def make_plain_record(make_world, new_request):
 
 
 def test_what_was_claimed_is_given_back_when_the_next_has_too_little(make_world, new_request):
-    """A scheduler that does not know the resource asks for too much of it: it is named, everybody is answered."""
+    """If a scheduler overcommits a resource that it does not know, the error names the scheduler, and all requests get
+    a response."""
     world = licensed(make_world, pieces=(100, 2))
     world.client.pending = [new_request(1, [1], 9)]
     world.step(2)
@@ -134,7 +135,7 @@ def test_what_was_claimed_is_given_back_when_the_next_has_too_little(make_world,
 
 
 class Loads(ScriptedBackend):
-    """A device that knows which adapter is in which of its pages, and looks at that in every step."""
+    """A device that tracks the adapter in each of its pages, and checks the pages in every step."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -157,7 +158,7 @@ class Loads(ScriptedBackend):
 
 @pytest.mark.parametrize("policy", list(SchedulerPolicy))
 def test_adapter_pages_are_such_a_resource(make_world, new_request, monkeypatch, policy):
-    """The accounting is there although no adapter can be loaded yet: requests for one are refused until then."""
+    """Pages are accounted for although adapters cannot be loaded yet; until then, requests for one are refused."""
     world = make_world()
     world.client.pending = [new_request(1, [1], 2, lora_task_id=7)]
     world.run()

@@ -1,4 +1,4 @@
-"""The steps in flight: who may be in two of them, and what becomes of those after one that failed."""
+"""The steps in flight: which requests may be in two of them, and how the steps after a failed one are handled."""
 
 from types import SimpleNamespace
 
@@ -14,8 +14,8 @@ LONG = 30
 
 
 class Device(Late):
-    """Notes every batch that is launched, and raises where it is told to: `fails_to_launch` or `fails` name
-    iterations, each of which fails once."""
+    """Notes every launched batch. The launch (`fails_to_launch`) or the run (`fails`) of these iterations fails once
+    each."""
 
     def __init__(self, *, fails=(), fails_to_launch=(), **options):
         super().__init__(**options, on_finish=self.fail_once)
@@ -108,7 +108,8 @@ def test_who_is_blocked_where_steps_run_ahead(ahead, new_request):
 
 @pytest.mark.parametrize("prompt_len", [5, 12])
 def test_a_context_that_was_not_read_keeps_its_blocks(ahead, new_request, prompt_len):
-    """The first token behind it would let some leave the window: that waits until it is known that they are right."""
+    """The first token after this context would release blocks that leave the window, so it waits until the context was
+    read."""
     world = ahead([new_request(1, [1] * prompt_len, LONG), new_request(2, [2], LONG)],
                   Device(window=5), kv_cache_config=KvCacheConfig(max_attention_window=5))
     world.step()
@@ -118,7 +119,7 @@ def test_a_context_that_was_not_read_keeps_its_blocks(ahead, new_request, prompt
     world.run()
 
 
-# After a step that failed
+# After a failed step
 
 def kv_length(world, request_id):
     return world.loop.kv.kv_length(request_of(world, request_id))
@@ -150,13 +151,13 @@ def test_rows_that_ran_on_a_step_that_failed_are_void_and_their_room_is_given_ba
 
 
 def test_a_block_that_a_void_row_took_goes_back(ahead, new_request):
-    """The step after the one that fails is the first in a new block."""
+    """The step after the failed one is the first in a new block."""
     device = Device(fails={4})
     world = ahead([new_request(i, [i] * 4, LONG) for i in (1, 2)], device)
     world.step(5)
     assert [kv_length(world, i) for i in (1, 2)] == [8, 8] and world.loop.kv.used_blocks == 4
     in_use = {block_id for i in (1, 2) for block_id in world.loop.kv.block_ids(request_of(world, i))}
-    world.step()                                                  # launches position 8, and takes it back again
+    world.step()                                                  # launches position 8, and takes it back
     assert device.launches[5].generation.kv_lengths.tolist() == [8, 8]
     assert [kv_length(world, i) for i in (1, 2)] == [8, 8] and world.loop.kv.used_blocks == 4
     taken = set(device.launches[5].block_table_updates.block_ids.tolist())
@@ -198,7 +199,7 @@ def test_what_starts_beside_void_rows_is_not_void(ahead, new_request):
     world = ahead([new_request(i, [i], LONG) for i in (1, 2)], device)
     world.step(4)
     world.client.pending = [new_request(3, [3] * 5, LONG)]
-    world.step()                                                  # launched in the step behind the one that fails
+    world.step()                                                  # launched in the step after the failing one
     assert in_flight(world) == {3} and kv_length(world, 3) == 5
     world.step()
     assert request_of(world, 3).num_tokens == 6 and world.loop.window.num_discarded_tokens == 2
@@ -225,7 +226,7 @@ def test_who_has_ended_is_not_run_again_whoever_has_its_slot(ahead, new_request)
     world.step(4)
     ended = request_of(world, 2).seq_slot
     world.client.stops = {2}
-    # The step that will fail is in flight; so is, from now on, the one after it. Nobody has read either.
+    # The failing step and the next one are in flight from here on. Neither was read.
     world.loop._poll_stops()
     world.client.stops = set()
     world.client.pending = [new_request(4, [4] * 3, LONG)]
@@ -253,7 +254,7 @@ def test_a_step_of_requests_that_have_all_ended_is_not_run_again(ahead, new_requ
 
 
 def test_a_row_is_judged_by_what_was_asked_when_it_was_launched(ahead, new_request):
-    """The slot has another owner by the time it is read, who asked for more."""
+    """When the row is read, its slot has another owner, which requests more outputs."""
     device = Device()
     world = ahead([new_request(i, [i], LONG) for i in (1, 2)], device, max_num_sequences=2)
     world.step(4)

@@ -1,4 +1,4 @@
-"""The harness a user tests his own callbacks and schedulers with: public names only."""
+"""The harness with which users test callbacks and schedulers: public names only."""
 
 import json
 
@@ -15,7 +15,7 @@ from batch_manager.testing import EngineHarness, ManualClock, ScriptedBackend
 
 
 class Server:
-    """Callbacks as a user has them."""
+    """Callbacks like those of a user."""
 
     def __init__(self, *requests):
         self.waiting, self.answers, self.finals, self.records = list(requests), {}, [], []
