@@ -1,4 +1,4 @@
-"""AsyncEngine over a scripted model: what streams yield, how they end, and who is stopped."""
+"""AsyncEngine with a scripted model: what streams yield, how they end, and which requests are stopped."""
 
 import asyncio
 import gc

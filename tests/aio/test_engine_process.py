@@ -1,4 +1,4 @@
-"""AsyncEngine with process=True: the semantics of an engine in this process, and what a process adds: it may die."""
+"""AsyncEngine with process=True: the semantics of an engine in this process, and the death of the engine process."""
 
 import asyncio
 import gc

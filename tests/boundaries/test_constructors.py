@@ -1,4 +1,4 @@
-"""T8: every option and every argument at its limits, one off, and of a wrong type: a clear error before a worker is."""
+"""T8: each option and argument at its limits, one beyond them, and of a wrong type: the error comes before a worker."""
 
 import inspect
 import threading

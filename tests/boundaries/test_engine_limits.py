@@ -1,4 +1,4 @@
-"""T8: limits of the engine, each at the limit and one beside it: what waits, what is refused, what is cut."""
+"""T8: limits of the engine, each at the limit and one beyond it: what waits, is refused, or is cut."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""T8, C8: a request runs in a pool of just the blocks it needs, and is refused at once in one that has one less."""
+"""T8, C8: a request runs in a pool of exactly the blocks it needs, and is refused at once with one block less."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""T8: limits on what one request may hold, each at the limit and one beside it."""
+"""T8: limits on one request, each at the limit and one beyond it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""A host whose threads have small stacks does not make the engine's own so small that the process ends."""
+"""A host whose threads have small stacks does not make the engine's stacks so small that the process crashes."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""C23: after shutdown nothing is left of a manager with a real model, however it ended, again and again."""
+"""C23: after shutdown nothing of a manager with a real model remains, however it ended, also after many managers."""
 
 import gc
 import json

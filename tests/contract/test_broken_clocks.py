@@ -1,4 +1,4 @@
-"""C1, C15: a clock of the user's that fails costs nobody a response."""
+"""C1, C15: a user's clock that fails loses no response."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""C2, C3, C15, C16: callbacks as no documentation foresees them, through a manager with its thread and nothing else."""
+"""C2, C3, C15, C16: unusual callbacks, through a manager with its thread."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""C13, C18, C21 and sections 1 and 4 with a real model in the file system, faults of its weights included."""
+"""C13, C18, C21 and sections 1 and 4 with a real model in the file system, including damaged weights."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""C1, C21, C26 and section 6: parts of the user's, his log handlers and his traces, that break."""
+"""C1, C21, C26 and section 6: users' parts, log handlers and traces that fail."""
 
 import logging
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""A request may say how long it can wait."""
+"""A request can have a limit on its waiting time."""
 
 from batch_manager import FinishReason
 

@@ -1,4 +1,4 @@
-"""Draft tokens through the crossing: what they change is how many tokens a step yields, and nothing else.
+"""Draft tokens between the towers: they change only how many tokens a step yields.
 
 No request can ask for drafts yet. Here the test proposes them, as a drafter would, before each iteration.
 """

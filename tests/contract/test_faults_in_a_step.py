@@ -1,4 +1,4 @@
-"""C21: what a fault in the model step costs, and whom."""
+"""C21: which requests a fault in the model step ends, and with which error."""
 
 import numpy as np
 import pytest

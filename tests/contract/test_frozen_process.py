@@ -1,4 +1,4 @@
-"""A process that stood still and goes on does not hang; one whose callback blocks does."""
+"""A process that was stopped and continues does not count as hung; one whose callback blocks does."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Parts.after_responses and Parts.at_end: when they are called, and that nothing they do costs a response."""
+"""Parts.after_responses and Parts.at_end: when they are called, and that their faults lose no response."""
 
 import json
 import os

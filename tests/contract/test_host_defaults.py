@@ -1,4 +1,4 @@
-"""C13, C18: what the host sets torch's default dtype or default device to changes nothing anybody gets."""
+"""C13, C18: torch's default dtype and default device, set by the host, change no result."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""C1 to C6: every item handed over is answered exactly once, and what is freed is freed before the answer."""
+"""C1 to C6: each item from the get callback is answered exactly once, after its resources are free."""
 
 import pytest
 

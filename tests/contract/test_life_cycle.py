@@ -1,4 +1,4 @@
-"""C14, C16 to C19, C22, C23: the worker thread from the constructor to the end, in this process."""
+"""C14, C16 to C19, C22, C23: the worker thread from the constructor to its end, in this process."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Users' functions on the logits: what they see, how often they are called, and whom their faults cost something."""
+"""Users' functions on the logits: their arguments, the number of calls, and which requests their faults end."""
 
 import json
 

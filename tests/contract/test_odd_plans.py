@@ -1,5 +1,4 @@
-"""Section 6: whatever a scheduler puts its requests into, the plan is carried out, or names class and rule; the engine
-lives."""
+"""Section 6: a scheduler's plan runs, or an error names its class and the rule that it breaks; the engine goes on."""
 
 from collections import deque
 from itertools import chain, count, repeat

@@ -1,4 +1,4 @@
-"""C21: what a backend returns that is no output of its batch costs the request alone whose row it is."""
+"""C21: an output of a backend that does not match its batch ends only the request of the wrong row."""
 
 import logging
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Section 1 and 6: parts are told by what they can do, and what they lack is said in the constructor's caller."""
+"""Section 1 and 6: parts are recognised by their methods; the constructor's caller gets an error for a missing one."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""C9 to C11 through the loop: what a policy may do to a request, and what a wrong scheduler may not."""
+"""C9 to C11 through the loop: what a policy can do to a request, and what a wrong scheduler cannot."""
 
 import json
 import random

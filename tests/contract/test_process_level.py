@@ -1,4 +1,4 @@
-"""C17 and C18 in processes of their own: how they end, and what they said before.
+"""C17 and C18 in processes of their own: how they end, and what they send before.
 
 A process imports torch where its test says so: without it, it starts in a fifth of the time.
 """

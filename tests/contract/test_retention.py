@@ -1,4 +1,4 @@
-"""A request says how long its part of the KV cache is kept: that moves the order of eviction and nothing else."""
+"""A request can set how long its part of the KV cache is kept: this changes only the order of eviction."""
 
 import json
 

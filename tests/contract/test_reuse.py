@@ -1,4 +1,4 @@
-"""C12 and C13: prompts share what is cached of the ones before them, and nobody's text changes for it."""
+"""C12 and C13: prompts share cached blocks of earlier ones, and no output changes."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Section 8: a step may be launched before the last one was read, and nobody can see that it was."""
+"""Section 8: a step can be launched before the last one is read, and the responses are the same."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""TrtGptModelType.V1: a batch runs in lockstep until its last member is done, and no request joins it.
+"""TrtGptModelType.V1: a batch runs in lockstep until its last member ends, and no request joins it.
 
 In the pictures rows are iterations, columns requests: C5 computed five context tokens, G generated, - is done and keeps
 an empty place, ! was sent its final in this iteration.

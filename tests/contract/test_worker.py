@@ -1,4 +1,4 @@
-"""The pieces of the worker that only a race or another process reaches, each by itself."""
+"""Parts of the worker that only a race or another process reaches, one by one."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""A Redis server, workers of examples/redis_worker.py, and the judge of their answers: for test and campaign."""
+"""A Redis server, workers of examples/redis_worker.py, and the check of their answers, for tests and a campaign."""
 
 import json
 import os

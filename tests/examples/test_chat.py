@@ -1,4 +1,4 @@
-"""examples/chat.py as its users meet it: in a terminal with Ctrl-C, and in a pipe."""
+"""examples/chat.py in a terminal with Ctrl-C, and in a pipe."""
 
 import fcntl
 import json

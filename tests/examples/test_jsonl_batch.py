@@ -1,4 +1,4 @@
-"""examples/jsonl_batch.py, started as its text says, killed in the middle, ended by a signal, and started again."""
+"""examples/jsonl_batch.py, started as its docstring says, killed, ended by a signal, and restarted."""
 
 import fcntl
 import json

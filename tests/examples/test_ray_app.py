@@ -1,4 +1,4 @@
-"""What the Ray example decides. With replicas, one of them killed: python tests/campaigns/ray_replicas.py."""
+"""The decisions of the Ray example. With replicas, one of them killed: python tests/campaigns/ray_replicas.py."""
 
 import asyncio
 import importlib

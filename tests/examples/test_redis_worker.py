@@ -1,4 +1,4 @@
-"""examples/redis_worker.py with a real Redis: what a worker decides, and workers, and Redis, that are killed.
+"""examples/redis_worker.py with a real Redis: a worker's decisions, and kills of workers and of Redis.
 
 More of it, with counts: python tests/campaigns/redis_workers.py.
 """

@@ -1,4 +1,4 @@
-"""The way to ask for several outputs after one prompt that docs/requests.md shows."""
+"""Several outputs for one prompt, requested as docs/requests.md shows."""
 
 import re
 from pathlib import Path

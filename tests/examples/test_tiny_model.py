@@ -1,4 +1,4 @@
-"""The small model that ships with the repository: complete, loadable, and really trained."""
+"""The small model in the repository: complete, loadable and trained."""
 
 import importlib.util
 import json

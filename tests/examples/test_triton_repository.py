@@ -1,4 +1,4 @@
-"""The Triton example without the server's binary: what is written, and the host over a stand-in for the server."""
+"""The Triton example without the server's binary: its files, and the host with a replacement of the server."""
 
 import importlib
 import json

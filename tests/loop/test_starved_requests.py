@@ -101,7 +101,7 @@ def test_one_who_holds_nothing_is_waiting_and_not_forgotten(make_world, new_requ
 def test_our_own_policies_pass_nobody_over(make_world, new_request, monkeypatch, policy, overlap, chunked, seed):
     """With tiny budgets, priorities, long chunk queues and pauses, no plan passes over a request: a request waits only
     if it has no room or no later request is scheduled. With overlap, which keeps two micro-batches even, at most two
-    checks in succession find a request passed over."""
+    checks without progress in between find a request passed over."""
     monkeypatch.setattr(starvation, "CHECK_EVERY", 1)
     monkeypatch.setattr(starvation, "MAX_CHECKS", 3 if overlap else 1)
     draw = random.Random(seed)

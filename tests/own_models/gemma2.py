@@ -1,4 +1,4 @@
-"""Gemma 2, as somebody would add it from outside: one file, public names of batch_manager only.
+"""Gemma 2 as a user would add it: one file that imports only public names of batch_manager.
 
 Norms before and after both halves of a layer, which store what is added to one; attention that slides in every other
 layer, with capped scores and a scale of its own; scaled embeddings; capped logits.

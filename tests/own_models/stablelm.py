@@ -1,4 +1,4 @@
-"""StableLM 2, as somebody would add it from outside: layer norms, and a quarter of each head rotated.
+"""StableLM 2 as a user would add it: layer norms, and a quarter of each head is rotated.
 
 Source   the StableLM 2 technical report (arXiv 2402.17834); checkpoints as transformers saves StableLmForCausalLM.
 """

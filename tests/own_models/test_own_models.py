@@ -1,4 +1,4 @@
-"""Model classes written from public names, registered from outside, against transformers: logits and greedy tokens."""
+"""Users' model classes, written with public names, give the logits and greedy tokens of transformers."""
 
 import ast
 import importlib.util

@@ -1,4 +1,4 @@
-"""Random requests that are cut at a random token and resumed on another engine: for the tests and the campaign."""
+"""Random requests that are cut at a random token and resumed on another engine, for the tests and the campaign."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""resume: what an interrupted request goes on with is what it would have had."""
+"""A resumed request gets the tokens that it would have had without the interruption."""
 
 import random
 from pathlib import Path
