@@ -53,7 +53,7 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
         raise ConfigError(f"terminate_req_id is {terminate_req_id!r}", "expected an id in 0..2^64-1, or None",
                           "leave it out if no request is to end the worker")
     if max_draft_tokens is not None and (type(max_draft_tokens) is not int or max_draft_tokens):
-        raise ConfigError(f"max_draft_tokens is {max_draft_tokens!r}", 
+        raise ConfigError(f"max_draft_tokens is {max_draft_tokens!r}",
                           "expected None or 0, because draft tokens are not supported",
                           "leave it out")
     if not isinstance(exclude_input_in_output, bool):

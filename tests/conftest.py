@@ -97,7 +97,7 @@ def pytest_unconfigure(config):
 def objects_of_modules_are_not_collected():
     """Take everything that is alive before the tests of a file out of garbage collection.
 
-    torch, transformers and 13,000 collected tests are about a million objects. Every full collection would visit them.
+    Every full collection would visit the objects of torch, transformers and 13,000 collected tests.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Functions that fork often run in a process without torch: a fork of pytest's own takes ten times as long."""
+"""Functions that fork often run in a process without torch, whose forks take a fraction of the time."""
 
 import multiprocessing
 from collections.abc import Callable

@@ -11,6 +11,7 @@ import torch
 
 from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelType
 from batch_manager.models import load_model
+from tests.harness.client import StaggeredClient
 
 MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
 FUSED, SPLIT, V1 = TrtGptModelType.InflightFusedBatching, TrtGptModelType.InflightBatching, TrtGptModelType.V1
@@ -32,19 +33,13 @@ def family_of_prompts(vocab_size, seed=0):
         branch(0, 12), branch(90, 3), branch(80, 5), branch(64, 1), branch(1, 0)]))
 
 
-def serve(make_manager, new_client, new_request, folder, prompts, count, *, options=None, **engine):
+def serve(make_manager, new_request, folder, prompts, count, *, options=None, **engine):
     """Run all prompts in one engine, a few arriving at a time. Return their final responses by id, and the
     statistics."""
-    client, draw = new_client(), random.Random(1)
     items = [new_request(i, prompt, count(i), return_log_probs=True, **(options or {}))
              for i, prompt in prompts.items()]
 
-    def get(max_num_requests):
-        given, items[:] = items[:draw.choice([0, 0, 1, 2])][:max_num_requests], items
-        del items[:len(given)]
-        return given
-
-    client.get = get
+    client = StaggeredClient(items, random.Random(1), [0, 0, 1, 2])
     manager = make_manager(client, model_path=folder, num_threads=1, **engine)
     client.wait_for_finals(*prompts)
     assert manager.shutdown()
@@ -53,9 +48,9 @@ def serve(make_manager, new_client, new_request, folder, prompts, count, *, opti
     return finals, [json.loads(record) for record in client.stats]
 
 
-def alone(make_manager, new_client, new_request, folder, prompts, count, **more):
+def alone(make_manager, new_request, folder, prompts, count, **more):
     """Return the final responses of the prompts, one request at a time, without reuse."""
-    return serve(make_manager, new_client, new_request, folder, prompts, count, max_batch_size=1,
+    return serve(make_manager, new_request, folder, prompts, count, max_batch_size=1,
                  kv_cache_config=KvCacheConfig(tokens_per_block=SIZE, max_tokens=256), **more)[0]
 
 
@@ -83,9 +78,9 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_greedy_tokens_are_those_of_transformers(make_manager, new_client, new_request, reference, engine):
+def test_greedy_tokens_are_those_of_transformers(make_manager, new_request, reference, engine):
     prompts = family_of_prompts(reference.vocab_size)
-    finals, records = serve(make_manager, new_client, new_request, reference.folder, prompts, lambda i: 12 + i % 5,
+    finals, records = serve(make_manager, new_request, reference.folder, prompts, lambda i: 12 + i % 5,
                             **ENGINES[engine])
     for i, prompt in prompts.items():
         tokens = finals[i].tokens()
@@ -101,23 +96,23 @@ def test_greedy_tokens_are_those_of_transformers(make_manager, new_client, new_r
         assert sum(record["Paused Requests"] for record in records) > 0
 
 
-def test_the_shipped_model_says_the_same_with_and_without_reuse(make_manager, new_client, new_request):
+def test_the_shipped_model_says_the_same_with_and_without_reuse(make_manager, new_request):
     prompts, count = family_of_prompts(2000, seed=3), lambda i: 6 + i % 3
     options = {"temperature": 0.8, "runtime_top_k": 50, "runtime_top_p": 0.95, "random_seed": 11}
-    expected = alone(make_manager, new_client, new_request, SHIPPED, prompts, count, options=options)
+    expected = alone(make_manager, new_request, SHIPPED, prompts, count, options=options)
     for engine in ("pauses and chunks", "host blocks"):
-        finals, records = serve(make_manager, new_client, new_request, SHIPPED, prompts, count, options=options,
+        finals, records = serve(make_manager, new_request, SHIPPED, prompts, count, options=options,
                                 **ENGINES[engine])
         assert_same(finals, expected)
         assert records[-1]["Reused KV cache blocks"] > 15
 
 
-def test_samples_are_the_same_with_and_without_reuse(make_manager, new_client, new_request, llama_reference):
+def test_samples_are_the_same_with_and_without_reuse(make_manager, new_request, llama_reference):
     prompts, count = family_of_prompts(llama_reference.vocab_size, seed=4), lambda i: 12
     options = {"temperature": 0.9, "runtime_top_k": 30, "random_seed": 2**63 + 1}
-    expected = alone(make_manager, new_client, new_request, llama_reference.folder, prompts, count, options=options)
+    expected = alone(make_manager, new_request, llama_reference.folder, prompts, count, options=options)
     for engine in ENGINES.values():
-        finals, _ = serve(make_manager, new_client, new_request, llama_reference.folder, prompts, count,
+        finals, _ = serve(make_manager, new_request, llama_reference.folder, prompts, count,
                           options=options, **engine)
         assert_same(finals, expected)
 
@@ -194,11 +189,11 @@ WINDOWED = [
 
 
 @pytest.mark.parametrize("window, sink, engine", WINDOWED)
-def test_windows_and_sinks_are_streaming_llm(make_manager, new_client, new_request, reference, window, sink, engine):
+def test_windows_and_sinks_are_streaming_llm(make_manager, new_request, reference, window, sink, engine):
     config = KvCacheConfig(tokens_per_block=SIZE, max_attention_window=window, sink_token_length=sink, **engine["kv"])
     engine = {name: value for name, value in engine.items() if name != "kv"}
     prompts = family_of_prompts(reference.vocab_size, seed=5)
-    finals, records = serve(make_manager, new_client, new_request, reference.folder, prompts, lambda i: 10 + 2 * i,
+    finals, records = serve(make_manager, new_request, reference.folder, prompts, lambda i: 10 + 2 * i,
                             kv_cache_config=config, **engine)
     expected = streaming(reference.folder, window, sink)
     for i in (0, 2, 4, 7, 9, 11):
@@ -208,22 +203,22 @@ def test_windows_and_sinks_are_streaming_llm(make_manager, new_client, new_reque
     assert (records[-1]["Reused KV cache blocks"] > 0) == config.enable_block_reuse
 
 
-def test_a_window_lets_a_long_text_run_in_a_pool_that_does_not_hold_it(make_manager, new_client, new_request,
+def test_a_window_lets_a_long_text_run_in_a_pool_that_does_not_hold_it(make_manager, new_request,
                                                                        llama_reference):
     """Blocks return to the pool as they leave the window."""
     config = KvCacheConfig(tokens_per_block=SIZE, max_attention_window=32, sink_token_length=4, max_tokens=7 * SIZE)
-    finals, records = serve(make_manager, new_client, new_request, llama_reference.folder, {1: [5, 6, 7]},
+    finals, records = serve(make_manager, new_request, llama_reference.folder, {1: [5, 6, 7]},
                             lambda i: 120, kv_cache_config=config, policy=GUARANTEED)
     generated = finals[1].tokens()[3:]
     assert generated == Streaming(llama_reference.folder, 32, 4).greedy([5, 6, 7], 120, guess=generated)
     assert max(record["Used KV cache blocks"] for record in records) <= 1 + 4 + 2
 
 
-def test_a_models_own_window_gives_its_blocks_back(make_manager, new_client, new_request, reference):
+def test_a_models_own_window_gives_its_blocks_back(make_manager, new_request, reference):
     if "mistral" not in str(reference.folder):
         pytest.skip("has no window")
     prompts = {i: prompt for i, prompt in family_of_prompts(reference.vocab_size, seed=6).items() if i in (0, 2, 4, 5)}
-    finals, records = serve(make_manager, new_client, new_request, reference.folder, prompts, lambda i: 60,
+    finals, records = serve(make_manager, new_request, reference.folder, prompts, lambda i: 60,
                             kv_cache_config=kv(60), max_batch_size=1)
     for i, prompt in prompts.items():
         generated = finals[i].tokens()[len(prompt):]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelType
+from tests.harness.client import StaggeredClient
 
 MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
 FUSED, SPLIT, V1 = TrtGptModelType.InflightFusedBatching, TrtGptModelType.InflightBatching, TrtGptModelType.V1
@@ -23,24 +24,11 @@ def around(tokens_per_block: int) -> list[int]:
     return sorted({1, 2, 300, *(m + d for m in multiples for d in (-1, 0, 1))})
 
 
-def staggered(client, items: list, draw: random.Random) -> None:
-    """Make the client hand over a few items at a time, and none in some calls."""
-    def get(max_num_requests: int) -> list:
-        count = min(max_num_requests, draw.choice([0, 0, 1, 2, 5]))
-        given, items[:count] = items[:count], []
-        return given
-
-    client.get = get
-
-
 def run(make_manager, new_client, new_request, reference, prompts, count, *, streaming_every=3, arrive_at_once=False,
         **options):
-    client = new_client()
     items = [new_request(i, prompt, count(i), streaming=i % streaming_every == 0) for i, prompt in prompts.items()]
-    if arrive_at_once:
-        client.pending = items
-    else:
-        staggered(client, items, random.Random(0))
+    client = new_client() if arrive_at_once else StaggeredClient(items, random.Random(0), [0, 0, 1, 2, 5])
+    client.pending = items
     manager = make_manager(client, model_path=reference.folder, num_threads=1, **options)
     client.wait_for_finals(*prompts)
     assert manager.shutdown()

@@ -6,7 +6,7 @@ from typing import Any
 from ...errors import ModelLoadError, UnsupportedModelError
 from ...weights.json_file import Fields, shown
 from ..model_spec import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH
-from .installed import first_words, transformers
+from .installed import SAVED_BY_ANOTHER_VERSION, first_words, transformers
 from .proven_types import PROVEN
 
 MOST_LAYERS = 512                # bounds time and memory: each layer is many Python objects, created twice
@@ -54,8 +54,7 @@ def make_configuration(config: Fields, model_type: str) -> Any:
     except Exception as fault:
         raise ModelLoadError(f"{config.where}: transformers rejects it as a configuration of type {model_type!r} "
                              f"({first_words(fault)})", "expected a configuration saved by transformers",
-                             "save the model again, or install the version of transformers that saved it"
-                             ) from None
+                             SAVED_BY_ANOTHER_VERSION) from None
     made.use_cache = False
     for name, most in _SIZES:
         size = getattr(made, name, None)

@@ -81,7 +81,8 @@ class _Discovery:
             return LayerAttention(scale=sizes[2] ** -0.5 if scale is None else scale, window=window, softcap=softcap,
                                   has_sink_logits=sinks is not None)
         except ConfigError as error:
-            raise _unsupported(f"{name}: {error.fact}", error.expectation.removeprefix("expected ")) from None
+            raise UnsupportedModelError(f"{name}: {error.fact}", error.expectation,
+                                        "use a model of another type") from None
 
 
 class _WithoutValues(TorchFunctionMode):

@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 from ...errors import ModelLoadError, UnsupportedModelError
 from ...weights.json_file import shown
 from ..model_spec import MAX_WEIGHTS
-from .installed import first_words, transformers
+from .installed import SAVED_BY_ANOTHER_VERSION, first_words, transformers
 
 MOST_CALLS = 500_000             # of torch, several for each module; they take about half a minute
 MOST_BUFFER_BYTES = 2**30        # of buffers, which transformers computes
@@ -61,8 +61,7 @@ def make_skeleton(configuration: Any, architecture: str, where: str, attention: 
     except Exception as fault:
         raise ModelLoadError(f"{where}: transformers cannot create the model ({first_words(fault)})",
                              "expected a configuration saved by transformers",
-                             "save the model again, or install the version of transformers that saved it"
-                             ) from None
+                             SAVED_BY_ANOTHER_VERSION) from None
     model.eval().requires_grad_(False)
     total = sum(parameter.numel() for parameter in model.parameters())
     if total > MAX_WEIGHTS:

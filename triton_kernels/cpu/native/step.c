@@ -85,21 +85,25 @@ static int64_t pieces_of_rows(int64_t rows, int64_t width) {
     return (rows + each - 1) / each;
 }
 
-/* Maximum number of rows of a piece of a product: a multiple of MAX_ROWS. More pieces balance the threads, and a piece
-   can have more panels, for which its rows are widened once. With tiles a piece has all rows and reads its panels once. */
-#define ROWS_PER_PIECE 96
-
-static int64_t groups_of_rows(const Operation *o, const Matrix *m, int64_t rows) {
-#if defined(HAS_TILES)
-    if (m->type == BFLOAT16 && may_use_tiles()) return 1;
-#endif
-    return o->number[0] == PRODUCT ? (rows + ROWS_PER_PIECE - 1) / ROWS_PER_PIECE : 1;
-}
-
 /* A piece of a product: outputs of a range of panels for a range of rows. */
 typedef struct {
     int64_t first_panel, end_panel, first_row, end_row;
 } ProductPiece;
+
+/* Maximum number of rows of a piece: a multiple of MAX_ROWS. More pieces balance the threads, and a piece can have more
+   panels, for which its rows are widened once. */
+#define ROWS_PER_PIECE 96
+#define ALL_ROWS (1 << 30)
+
+static int64_t max_rows_per_piece(const Operation *o, const Matrix *m) {
+    if (o->number[0] == LARGEST) return ALL_ROWS;                              /* its results are per piece and row */
+    return m->type == BFLOAT16 && may_use_tiles() ? ALL_ROWS : ROWS_PER_PIECE; /* tiles read the panels once */
+}
+
+static int64_t groups_of_rows(const Operation *o, const Matrix *m, int64_t rows) {
+    int64_t each = max_rows_per_piece(o, m);
+    return (rows + each - 1) / each;
+}
 
 static int64_t panels_per_piece(const Matrix *m, int64_t groups, int threads) {
     int64_t panels = num_panels(m);
@@ -110,9 +114,9 @@ static int64_t panels_per_piece(const Matrix *m, int64_t groups, int threads) {
 
 static ProductPiece piece_of_product(const Operation *o, const Matrix *m, int64_t rows, int64_t piece, int threads) {
     int64_t groups = groups_of_rows(o, m, rows), each = panels_per_piece(m, groups, threads), panels = num_panels(m);
-    int64_t panel = piece / groups * each, row = groups > 1 ? piece % groups * ROWS_PER_PIECE : 0;
-    int64_t end_row = groups > 1 && row + ROWS_PER_PIECE < rows ? row + ROWS_PER_PIECE : rows;
-    return (ProductPiece){panel, panel + each < panels ? panel + each : panels, row, end_row};
+    int64_t panel = piece / groups * each, row = piece % groups * max_rows_per_piece(o, m);
+    int64_t end_panel = panel + each, end_row = row + max_rows_per_piece(o, m);
+    return (ProductPiece){panel, end_panel < panels ? end_panel : panels, row, end_row < rows ? end_row : rows};
 }
 
 /* Entries per row that a rowwise operation processes. */
