@@ -1,4 +1,4 @@
-"""A request can have a limit on its waiting time."""
+"""A request that passes its deadline ends: with an error before its first token, else with its tokens so far."""
 
 from batch_manager import FinishReason
 

@@ -1,4 +1,4 @@
-"""Section 1 and 6: parts are recognised by their methods; the constructor's caller gets an error for a missing one."""
+"""Section 1 and 6: parts are recognised by their methods; a missing method is an error of the constructor."""
 
 from dataclasses import replace
 from types import SimpleNamespace
