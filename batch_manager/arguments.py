@@ -24,16 +24,17 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
                           "use 1 without beam search")
     for name, callback in (("get_inference_requests_cb", get_cb), ("send_response_cb", send_cb)):
         if not callable(callback):
-            raise ConfigError(f"{name} is a {type(callback).__name__}", "expected a callable", "pass a function")
+            raise ConfigError(f"{name} is of type {type(callback).__name__}", "expected a callable", "pass a function")
     for name, callback in (("poll_stop_signal_cb", poll_cb), ("return_batch_manager_stats_cb", stats_cb)):
         if callback is not None and not callable(callback):
-            raise ConfigError(f"{name} is a {type(callback).__name__}", "expected a callable or None",
+            raise ConfigError(f"{name} is of type {type(callback).__name__}", "expected a callable or None",
                               "pass a function, or leave it out")
     if not isinstance(params, TrtGptModelOptionalParams):
-        raise ConfigError(f"optional_params is a {type(params).__name__}", "expected a TrtGptModelOptionalParams",
+        raise ConfigError(f"optional_params is of type {type(params).__name__}", "expected a TrtGptModelOptionalParams",
                           "leave it out, or construct one")
     if not isinstance(parts, Parts):
-        raise ConfigError(f"parts is a {type(parts).__name__}", "expected a Parts", "leave it out, or construct one")
+        raise ConfigError(f"parts is of type {type(parts).__name__}", "expected a Parts",
+                          "leave it out, or construct one")
     hooks = [(f"Parts.{name}", getattr(parts, name), takes) for name, takes in (
         ("trace", ("iteration_trace",)), ("after_responses", ()), ("at_end", ("health",)))]
     for name, callback, takes in (

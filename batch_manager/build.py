@@ -69,7 +69,7 @@ def build_loop(
     try:
         info = backend.info
         if not isinstance(info, BackendInfo):
-            raise ConfigError(f"the info of Parts.backend is a {type_name(info)}",
+            raise ConfigError(f"the info of Parts.backend is of type {type_name(info)}",
                               "expected a batch_manager.BackendInfo")
         limits = resolve_limits(optional_params, info, max_beam_width, scheduler_policy)
         if static_batch:    # max_batch_size alone bounds a padded step
@@ -139,12 +139,12 @@ def plans_by_lengths(scheduler: object) -> bool:
     try:
         value = getattr(scheduler, "plans_by_lengths", False)
     except Exception as error:
-        raise ConfigError(f"plans_by_lengths of a {type_name(scheduler)} raised {type_name(error)}",
+        raise ConfigError(f"plans_by_lengths of the scheduler of type {type_name(scheduler)} raised {type_name(error)}",
                           "expected True or False",
                           "make it an attribute") from error
     if type(value) is not bool:
-        raise ConfigError(f"plans_by_lengths of a {type_name(scheduler)} is a {type_name(value)}",
-                          "expected True or False",
+        raise ConfigError(f"plans_by_lengths of the scheduler of type {type_name(scheduler)} is of type "
+                          f"{type_name(value)}", "expected True or False",
                           "set it to True if the scheduler does not look at tokens")
     return value
 
@@ -210,8 +210,8 @@ def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, backend: ModelBacke
                 (kv.enable_block_reuse, "enable_block_reuse is set", "leave enable_block_reuse out"),
                 (limits.max_beam_width > 1, f"max_beam_width is {limits.max_beam_width}", "set max_beam_width to 1")):
             if needs_copies:
-                raise ConfigError(fact, f"a {type(backend).__name__} does not copy blocks: its BackendInfo has "
-                                        "copies_blocks=False",
+                raise ConfigError(fact, f"the backend of type {type(backend).__name__} does not copy blocks: its "
+                                        "BackendInfo has copies_blocks=False",
                                   f"implement BlockCopy and set copies_blocks=True, or {alternative}")
     if kv.host_cache_size and not info.host_blocks:
         raise ConfigError(f"host_cache_size is {kv.host_cache_size:,}", "the backend has no blocks in host memory",

@@ -163,14 +163,13 @@ class TrtGptModelOptionalParams:
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv_cache_config, KvCacheConfig):
-            raise ConfigError(f"kv_cache_config is a {type(self.kv_cache_config).__name__}", "expected a KvCacheConfig",
-                              "pass KvCacheConfig(max_tokens=...)")
+            raise ConfigError(f"kv_cache_config is of type {type(self.kv_cache_config).__name__}",
+                              "expected a KvCacheConfig", "pass KvCacheConfig(max_tokens=...)")
         for name in ("enable_trt_overlap", "enable_chunked_context", "normalize_log_probs", "gather_context_logits",
                      "gather_generation_logits", "deterministic", "flush_stats_when_idle", "log_callback_errors"):
             _require_flag(name, getattr(self, name))
         for name in ("cpu_compile", "cuda_graphs", "run_ahead"):
-            if getattr(self, name) is not None:
-                _require_flag(name, getattr(self, name))
+            _require_flag(name, getattr(self, name), optional=True)
         if self.run_ahead and self.enable_trt_overlap:
             raise ConfigError("run_ahead and enable_trt_overlap are both set",
                               "overlapped micro-batches have disjoint requests, so none can run ahead",
@@ -239,7 +238,7 @@ class Parts:
 
     def __post_init__(self) -> None:
         if self.stages is not None and not callable(self.stages) and not isinstance(self.stages, list | tuple):
-            raise ConfigError(f"Parts.stages is a {type(self.stages).__name__}",
+            raise ConfigError(f"Parts.stages is of type {type(self.stages).__name__}",
                               "expected a list or tuple of LogitsStages, a factory (num_slots, device) of one, or None",
                               "put the stages into a list, or leave it None")
         for name, takes in (("attention", "spec, kv_pool"), ("trace", "iteration_trace"), ("after_responses", ""),
@@ -247,16 +246,16 @@ class Parts:
                             ("logits_post_processor_batched", "request_ids, logits, token_ids")):
             part = getattr(self, name)
             if part is not None and not callable(part):
-                raise ConfigError(f"Parts.{name} is a {type(part).__name__}",
+                raise ConfigError(f"Parts.{name} is of type {type(part).__name__}",
                                   f"expected a callable of ({takes}), or None",
                                   "pass a function, or leave it None")
         if self.clock is not None and not all(callable(getattr(self.clock, name, None))
                                               for name in ("monotonic", "timestamp")):
-            raise ConfigError(f"Parts.clock is a {type(self.clock).__name__}",
+            raise ConfigError(f"Parts.clock is of type {type(self.clock).__name__}",
                               "expected an object with monotonic() and timestamp(), see batch_manager.Clock, or None",
                               "give it both methods, or leave it None")
         if self.backend is not None and not callable(self.backend) and not hasattr(self.backend, "start"):
-            raise ConfigError(f"Parts.backend is a {type(self.backend).__name__}",
+            raise ConfigError(f"Parts.backend is of type {type(self.backend).__name__}",
                               "expected a ModelBackend, a factory () of one, or None",
                               "give it the methods of batch_manager.ModelBackend, or leave it None")
 
@@ -360,9 +359,9 @@ def _require_count(name: str, value: object, *, minimum: int = 1, optional: bool
         raise ConfigError(f"{name} is {value!r}", f"expected {allowed}")
 
 
-def _require_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}", "expected True or False")
+def _require_flag(name: str, value: object, *, optional: bool = False) -> None:
+    if not isinstance(value, bool) and not (optional and value is None):
+        raise ConfigError(f"{name} is {value!r}", f"expected {'True, False or None' if optional else 'True or False'}")
 
 
 def _require_seconds(name: str, value: object, *, positive: bool) -> None:

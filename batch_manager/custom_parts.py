@@ -8,7 +8,7 @@ from typing import Any
 
 from .arguments import can_be_called_with
 from .config import Limits, TrtGptModelOptionalParams
-from .errors import ConfigError, type_name
+from .errors import ConfigError, text_of, type_name
 from .kv.kv_cache_manager import KvCacheManager
 from .sampling_config import PARAMETERS
 from .scheduling.interfaces import CapacityScheduler, MicroBatchScheduler, RequestScheduler
@@ -17,7 +17,18 @@ from .scheduling.simple import SimpleScheduler
 from .seams import ModelBackend
 
 MOST_OWN_STAGES = 16
-SCHEDULERS = "a RequestScheduler, a CapacityScheduler, a MicroBatchScheduler"
+SCHEDULERS = "a RequestScheduler, a CapacityScheduler or a MicroBatchScheduler"
+
+
+def _made(name: str, factory: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    """Call the factory in a field of Parts. Raises ConfigError, with the factory's exception as its cause."""
+    try:
+        return factory(*given, **options)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the factory in Parts.{name} raised {type_name(error)}: {text_of(error)}",
+                          "expected it to return the part", "correct the factory") from error
 
 
 def custom_backend(part: Any, params: TrtGptModelOptionalParams) -> ModelBackend:
@@ -27,9 +38,10 @@ def custom_backend(part: Any, params: TrtGptModelOptionalParams) -> ModelBackend
             raise ConfigError(f"{name} and Parts.backend are both set",
                               "a custom backend decides how it computes", "leave one of them out")
     if isinstance(part, type) or not hasattr(part, "start"):
-        part = part()
+        part = _made("backend", part)
         if not hasattr(part, "start"):
-            raise ConfigError(f"the factory in Parts.backend returned a {type_name(part)}", "expected a ModelBackend",
+            raise ConfigError(f"the factory in Parts.backend returned a value of type {type_name(part)}",
+                              "expected a ModelBackend",
                               "return an object with the methods of batch_manager.ModelBackend")
     _check_backend_methods(part)
     backend: ModelBackend = part
@@ -44,7 +56,7 @@ def _check_backend_methods(backend: Any) -> None:
         return
     if "close" not in missing:
         backend.close()
-    raise ConfigError(f"a {type_name(backend)} in Parts.backend has no {', '.join(missing)}",
+    raise ConfigError(f"the backend of type {type_name(backend)} in Parts.backend has no {', '.join(missing)}",
                       "expected a ModelBackend with all of its methods", "see batch_manager.ModelBackend")
 
 
@@ -54,13 +66,13 @@ def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] 
         return None
 
     def make(*given: Any, **options: Any) -> Any:
-        attention = factory(*given, **options)
+        attention = _made("attention", factory, *given, **options)
         missing = [name for name in ("plan", "run") if not callable(getattr(attention, name, None))]
         if not isinstance(getattr(attention, "dispatch", None), str):
             missing.append("dispatch")
         if missing:
-            raise ConfigError(f"the factory in Parts.attention returned a {type_name(attention)}, which has no "
-                              f"{', '.join(missing)}", "expected an attention implementation",
+            raise ConfigError(f"the factory in Parts.attention returned a value of type {type_name(attention)}, "
+                              f"which has no {', '.join(missing)}", "expected an attention implementation",
                               "see attention.interface.Attention")
         return attention
 
@@ -73,9 +85,9 @@ def checked_stages(part: Any) -> Callable[..., tuple[Any, ...]] | None:
         return None
 
     def make(num_slots: int, device: Any) -> tuple[Any, ...]:
-        made = part(num_slots, device) if callable(part) else part
+        made = _made("stages", part, num_slots, device) if callable(part) else part
         if not isinstance(made, list | tuple):
-            raise ConfigError(f"the factory in Parts.stages returned a {type_name(made)}",
+            raise ConfigError(f"the factory in Parts.stages returned a value of type {type_name(made)}",
                               "expected a list or tuple of LogitsStages", "return the stages in a list")
         if len(made) > MOST_OWN_STAGES:
             raise ConfigError(f"Parts.stages has {len(made)} stages", f"expected at most {MOST_OWN_STAGES}",
@@ -97,12 +109,12 @@ def _check_stage(stage: Any) -> None:
         raise ConfigError(f"Parts.stages has the class {stage.__name__}", "expected LogitsStages: objects, not classes",
                           f"pass {stage.__name__}(...)")
     if missing:
-        raise ConfigError(f"Parts.stages has a {type_name(stage)}, which has no {', '.join(missing)}",
+        raise ConfigError(f"Parts.stages holds a stage of type {type_name(stage)}, which has no {', '.join(missing)}",
                           "expected LogitsStages: objects with reads, is_active, needs_history, set_up and apply",
                           "inherit LogitsStage")
     unknown = [name for name in reads if name not in PARAMETERS and name not in ("end_id", "prompt_length")]
     if unknown:
-        raise ConfigError(f"`reads` of a {type_name(stage)} in Parts.stages holds {unknown[0]!r}",
+        raise ConfigError(f"`reads` of the stage of type {type_name(stage)} in Parts.stages holds {unknown[0]!r}",
                           f"expected end_id, prompt_length or a field of SamplingConfig: {', '.join(PARAMETERS)}",
                           "correct `reads`, or use the setup that set_up gets")
 
@@ -119,21 +131,21 @@ def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager
     if scheduler is not None:
         return scheduler
     if not callable(part):
-        raise ConfigError(f"Parts.scheduler is a {type_name(part)}",
-                          f"expected {SCHEDULERS}, or a factory (limits, kv_cache_manager) of one",
+        raise ConfigError(f"Parts.scheduler is of type {type_name(part)}",
+                          f"expected {SCHEDULERS}, or a factory (limits, kv_cache_manager)",
                           "inherit one of them, or leave it None")
     if isinstance(part, type) and not can_be_called_with(part, 2):
         if not can_be_called_with(part, 0):
             raise ConfigError(f"the class {part.__name__} in Parts.scheduler takes other constructor arguments",
                               "expected either (limits, kv_cache_manager) or no arguments",
                               "pass an object, or a factory (limits, kv_cache_manager)")
-        made = part()
+        made = _made("scheduler", part)
     else:
-        made = part(limits, kv_cache_manager)
+        made = _made("scheduler", part, limits, kv_cache_manager)
     scheduler = _with_defaults(made, default)
     if scheduler is None:
-        raise ConfigError(f"the factory in Parts.scheduler returned a {type_name(made)}", f"expected {SCHEDULERS}",
-                          "inherit one of them")
+        raise ConfigError(f"the factory in Parts.scheduler returned a value of type {type_name(made)}",
+                          f"expected {SCHEDULERS}", "inherit one of them")
     return scheduler
 
 

@@ -25,7 +25,7 @@ from .loop.callbacks import (
     SendResponseCallback,
 )
 from .names import SchedulerPolicy, TrtGptModelType
-from .one_shot_event import checked_timeout
+from .one_shot_event import check_drain, checked_timeout
 from .thread_stack import start_with_enough_stack
 from .worker import WorkerControl, close_worker, health_of, run_worker, watch_worker
 
@@ -189,7 +189,7 @@ class GptManager:
         """End the worker. The get callback is not called again.
 
         drain     True: finish the accepted requests; False: answer them with SHUTDOWN
-        timeout   seconds to drain; the requests that are left get SHUTDOWN. None: no limit
+        timeout   seconds to drain; the requests that are left get SHUTDOWN. None: no limit; a negative one counts as 0
 
         Returns True once no callback will run again. Returns False when a callback or a step does not return within the
         timeout and 5 more seconds. Inside a callback, of this manager or another, it only requests the shutdown and
@@ -197,6 +197,7 @@ class GptManager:
         and this and the other methods raise ManagerClosedError.
         """
         self._check_process()
+        check_drain(drain)
         timeout = checked_timeout(timeout)
         control = self._control
         control.ask_to_drain() if drain else control.ask_to_abort()

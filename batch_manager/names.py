@@ -85,7 +85,7 @@ class ErrorCode(Enum):
         Raises ValueError for any other text, such as the empty one of a response without an error.
         """
         if not isinstance(text, str):
-            raise TypeError(f"the text is a {type(text).__name__}; expected a str; pass the error of a response")
+            raise TypeError(f"the text is of type {type(text).__name__}; expected a str; pass the error of a response")
         code, closing, message = text.removeprefix("[").partition("] ")
         if not text.startswith("[") or not closing or code not in cls.__members__:
             raise ValueError(f"{text[:80]!r} is not the text of an error response; expected a code in brackets first")

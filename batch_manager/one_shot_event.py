@@ -1,4 +1,4 @@
-"""An event that is set once, and the check of timeouts."""
+"""An event that is set once, and the checks of the arguments of `shutdown` and of waits."""
 
 import math
 import threading
@@ -27,12 +27,18 @@ class OneShotEvent:
         return self.is_set
 
 
+def check_drain(drain: object) -> None:
+    """Raise TypeError unless `drain` is True or False. A number is probably a timeout."""
+    if not isinstance(drain, bool):
+        raise TypeError(f"drain is of type {type(drain).__name__}; expected True or False; pass seconds as timeout=...")
+
+
 def checked_timeout(timeout: float | None) -> float | None:
     """Return the timeout as seconds that Thread.join accepts. Raises ValueError for NaN, TypeError for other types."""
     if timeout is None:
         return None
     if isinstance(timeout, str | bytes | bytearray):    # float() would parse it
-        raise TypeError(f"timeout is a {type(timeout).__name__}; expected seconds, or None for no limit")
+        raise TypeError(f"timeout is of type {type(timeout).__name__}; expected seconds, or None for no limit")
     try:
         seconds = float(timeout)
     except OverflowError:

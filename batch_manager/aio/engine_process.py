@@ -24,7 +24,7 @@ from ..engine_info import EngineInfo
 from ..errors import BatchManagerError, ConfigError, ManagerClosedError, type_name
 from ..guard import Guard
 from ..interpreter_exit import forget_worker, is_a_worker, list_worker
-from ..one_shot_event import OneShotEvent, checked_timeout
+from ..one_shot_event import OneShotEvent, check_drain, checked_timeout
 from ..thread_stack import start_with_enough_stack
 from .messages import Beat, End, Ended, Logged, NotStarted, Record, Requests, Responses, Start, Started, Wire
 from .switchboard import CLOSED, Switchboard
@@ -107,6 +107,7 @@ class EngineProcess:
     def shutdown(self, drain: bool = True, timeout: float | None = None) -> bool:
         """See GptManager.shutdown. The process is killed if it has not ended 10 seconds after the timeout."""
         self._check_process()
+        check_drain(drain)
         timeout = checked_timeout(timeout)
         link = self._link
         link.ask_to_end(End(drain, timeout))

@@ -177,7 +177,7 @@ def _failure(what: str, expectation: str) -> RowFailure:
 
 
 def _type_name(value: object) -> str:
-    return "None" if value is None else f"a {type_name(value)}"
+    return "None" if value is None else f"a value of type {type_name(value)}"
 
 
 def _shape(tensor: torch.Tensor) -> str:

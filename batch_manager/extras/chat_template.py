@@ -100,7 +100,7 @@ def _plain(value: Any, where: str) -> Any:
         return {_plain(key, where): _plain(each, f"{where}[{key!r:.40}]") for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each, f"{where}[{n}]") for n, each in enumerate(value)]
-    raise InvalidRequestError(f"{where} is a {type_name(value)}",
+    raise InvalidRequestError(f"{where} is of type {type_name(value)}",
                               "expected dictionaries, lists, strings, numbers, booleans or None",
                               "convert it first; for a Pydantic model: model_dump()")
 
@@ -161,7 +161,7 @@ def _configs(files: tuple[tuple[str, int, int], ...]) -> list[dict[str, Any]]:
                 raise ConfigError(f"{path!r} is not JSON: {_quoted(error)}", "expected a JSON object",
                                   "download or save it again") from error
             if not isinstance(config, dict):
-                raise ConfigError(f"{path!r} contains a {type_name(config)}", "expected a JSON object",
+                raise ConfigError(f"{path!r} contains a value of type {type_name(config)}", "expected a JSON object",
                                   "download or save it again")
             configs.append(config)
     return configs

@@ -341,7 +341,7 @@ def _maker(tokenizer: Any, skips: bool, rules: list[Rule], token_of: Callable[[i
     try:
         decode([])
     except Exception as error:
-        raise ConfigError(f"a {type_name(tokenizer)} cannot decode: {type(error).__name__}",
+        raise ConfigError(f"the tokenizer, of type {type_name(tokenizer)}, cannot decode: {type(error).__name__}",
                           f"decode(list of tokens, skip_special_tokens={skips}) must return a str",
                           "pass a tokenizers.Tokenizer, or a tokenizer of transformers") from error
     return partial(WholeText, decode)

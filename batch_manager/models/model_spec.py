@@ -316,6 +316,12 @@ def check_spec(config: Fields, spec: ModelSpec, class_name: str, *, is_shipped: 
         raise fault(values.get("max_position_embeddings") == spec.max_position_embeddings, positions, positions,
                     f"at most {MAX_ROTARY_ENTRIES // spec.head_size:,} with a head size of {spec.head_size}",
                     "lower max_position_embeddings")
+    if spec.max_position_embeddings < 2:
+        name = "n_positions" if "n_positions" in config else "max_position_embeddings"
+        positions = f"{spec.max_position_embeddings}"
+        raise fault(values.get(name) == spec.max_position_embeddings, f"{name} is {positions}",
+                    f"max_position_embeddings is {positions}", "at least 2, for a prompt and an output of one token",
+                    "correct the field")
     attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size * spec.hidden_size
     total = spec.num_layers * (attention + 2 * spec.intermediate_size * spec.hidden_size) + (
         spec.vocab_size * spec.hidden_size)
@@ -486,7 +492,7 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
                                 amplitude=rope.number("attention_factor", amplitude))
     if theta <= 1.0:
         raise rope.fault("rope_theta", "more than 1 with yarn")
-    factor = rope.number("factor", max_positions / original)
+    factor = rope.number("factor")
     return RotaryParameters(
         kind=kind, theta=theta, factor=factor, original_max_positions=original,
         beta_fast=rope.number("beta_fast", 32.0), beta_slow=rope.number("beta_slow", 1.0),

@@ -26,6 +26,7 @@ from ..sampling_config import (
     UINT64_MAX,
     Range,
     SamplingConfig,
+    shown,
 )
 from .dependent_tensors import check_dependent_tensors
 from .inference_request import (
@@ -253,14 +254,16 @@ class Admission:
                                       "send less, or raise max_request_bytes")
 
         raw.is_streaming = bool(scalar(_IS_STREAMING, item.is_streaming) or raw.scalars.get("streaming", False))
-        raw.priority = scalar(_PRIORITY, item.priority)
-        raw.deadline_s = None if item.deadline_s is None else scalar(_DEADLINE, item.deadline_s)
-        raw.arrival_time = None if item.arrival_time is None else scalar(_ARRIVAL, item.arrival_time)
+        raw.priority = _number(_PRIORITY, item.priority, "a number")
+        raw.deadline_s = _number(_DEADLINE, item.deadline_s, "seconds, or None", optional=True)
+        raw.arrival_time = _number(_ARRIVAL, item.arrival_time, "seconds of time.monotonic(), or None", optional=True)
         raw.cache_salt = item.cache_salt
-        if type(raw.cache_salt) not in (str, bytes, type(None)) or len(raw.cache_salt or "") > MAX_CACHE_SALT:
-            raise InvalidRequestError("cache_salt is of another type or too long",
-                                      f"it must be None, or a str or bytes of at most {MAX_CACHE_SALT:,}",
-                                      "pass a digest of a longer salt")
+        salt = raw.cache_salt
+        if type(salt) not in (str, bytes, type(None)):
+            raise InvalidRequestError(f"cache_salt is of type {type_name(salt)}", "it must be a str, bytes or None")
+        if salt and len(salt) > MAX_CACHE_SALT:
+            raise InvalidRequestError(f"cache_salt has {len(salt):,} {'characters' if type(salt) is str else 'bytes'}",
+                                      f"it must have at most {MAX_CACHE_SALT:,}", "pass a digest of the salt")
         raw.retention = copied_retention(item.kv_cache_retention_config)
         raw.logits_post_processor = self._post_processor_of(item)
         return raw
@@ -381,6 +384,9 @@ class Admission:
         if "random_seed" in given:
             _SEED.check("random_seed", given["random_seed"])
             given["random_seed"] %= 2**64       # a client may store an unsigned seed in an int64 tensor
+        # These ranges are narrower than SamplingConfig's, and their errors name the vocabulary's.
+        self._top_k.check("runtime_top_k", given.get("top_k", 0))
+        self._id_or_none.check("runtime_top_p_reset_ids", given.get("top_p_reset_ids", -1))
         sampling = SamplingConfig(**given)
         if raw.is_streaming and sampling.beam_width > 1:
             raise InvalidRequestError(f"the request is streaming and beam_width is {sampling.beam_width}",
@@ -395,8 +401,6 @@ class Admission:
                                       f"{self.limits.max_num_tokens:,}",
                                       "a step runs one token of each beam, so the request could never run",
                                       "lower beam_width, or raise max_num_tokens")
-        self._top_k.check("runtime_top_k", sampling.top_k)
-        self._id_or_none.check("runtime_top_p_reset_ids", sampling.top_p_reset_ids)
         return sampling
 
     def _values(self, raw: _RawRequest) -> dict[str, Any]:
@@ -496,6 +500,17 @@ class Admission:
                 f"together they may need {blocks:,} blocks of {limits.tokens_per_block} tokens{beams}, and the pool "
                 f"has {limits.num_blocks:,}",
                 f"raise KvCacheConfig.max_tokens to {blocks * limits.tokens_per_block:,}, or shorten the request")
+
+
+def _number(spec: TensorSpec, value: Any, expected: str, *, optional: bool = False) -> Any:
+    """Return the number in a request's attribute, or None if it is optional. Raises InvalidRequestError."""
+    if optional and value is None:
+        return None
+    try:
+        return scalar(spec, value)
+    except InvalidRequestError:
+        found = shown(value) if type(value) in (int, float, bool) else f"of type {type_name(value)}"
+        raise InvalidRequestError(f"{spec.name} is {found}", f"it must be {expected}") from None
 
 
 def _pad_id(scalars: Mapping[str, Any], end_ids: Sequence[int]) -> int:

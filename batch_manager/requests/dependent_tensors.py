@@ -21,10 +21,9 @@ def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tup
     end_ids   end ids of the request, without duplicates
     """
     vocab = limits.vocab_size
-    if "embedding_bias" in shapes and shapes["embedding_bias"] != (vocab,):
-        raise InvalidRequestError(f"embedding_bias has {shapes['embedding_bias'][0]:,} elements",
-                                  f"there must be one for each id of the vocabulary of {vocab:,}", "pad it with zeros")
-
+    if "embedding_bias" in shapes:
+        _require_equal("elements of embedding_bias", shapes["embedding_bias"][0], "one for each id of the vocabulary",
+                       vocab)
     if "input_token_extra_ids" in shapes:
         _require_equal("elements of input_token_extra_ids", shapes["input_token_extra_ids"][0],
                        "one for each token of input_ids", len(values["input_ids"]))
@@ -41,7 +40,7 @@ def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tup
         _require_equal("columns of prompt_embedding_table", columns, "hidden_size of the model",
                        limits.hidden_size)
 
-    _require_both("lora_weights", "lora_config", set(shapes))
+    _require_both("lora_weights", "lora_config", set(shapes), "leave {0} out")    # a LoRA adapter is refused
     if "lora_config" in shapes:
         _require_equal("columns of lora_config", shapes["lora_config"][1], "module, layer and adapter size", 3)
         _require_equal("rows of lora_weights", shapes["lora_weights"][0], "rows of lora_config",
@@ -60,8 +59,8 @@ def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tup
     if "draft_logits" in shapes:
         if not num_drafts:
             raise InvalidRequestError("draft_logits is set without draft_input_ids",
-                                      "Draft tokens must be specified when draft logits are given",
-                                      "set draft_input_ids, or leave draft_logits out")
+                                      "draft tokens must be specified when draft logits are given",
+                                      "leave draft_logits out")
         _require_equal("rows of draft_logits", shapes["draft_logits"][0], "draft tokens", num_drafts)
         _require_equal("columns of draft_logits", shapes["draft_logits"][1], "ids of the vocabulary", vocab)
     if num_drafts + len(values["input_ids"]) > limits.max_seq_len - 1:
@@ -70,14 +69,18 @@ def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tup
             f"the limit for both together is max_seq_len - 1 = {limits.max_seq_len - 1:,}", "shorten one of them")
 
 
-def _require_both(first: str, second: str, given: set[str]) -> None:
+def _require_both(first: str, second: str, given: set[str], way_out: str = "set {1}, or leave {0} out") -> None:
+    """Raise InvalidRequestError if one of two tensors is given alone.
+
+    way_out   advice, with the name of the tensor that is given as {0} and of the missing one as {1}
+    """
     if (first in given) != (second in given):
         present, missing = (first, second) if first in given else (second, first)
         raise InvalidRequestError(f"{present} is set without {missing}", "either both or neither must be set",
-                                  f"set {missing}, or leave {present} out")
+                                  way_out.format(present, missing))
 
 
 def _require_equal(what: str, count: int, whose: str, expected: int) -> None:
     if count != expected:
-        raise InvalidRequestError(f"there are {count:,} {what}", f"there must be {expected:,}: {whose}",
+        raise InvalidRequestError(f"the number of {what} is {count:,}", f"it must be {expected:,}: {whose}",
                                   "send tensors of matching sizes")

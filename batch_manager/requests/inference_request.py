@@ -240,7 +240,8 @@ def _named(tensors: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if wire_name in named:
-            raise InvalidRequestError(f"{wire_name} is given twice", f"{name!r} is an alias of it",
-                                      "give one of the two")
+            names = [given for given in tensors if _WIRE_NAMES.get(given) == wire_name]
+            raise InvalidRequestError(f"{wire_name} is given twice, as {' and as '.join(names)}",
+                                      "expected one of its names", f"leave {name} out")
         named[wire_name] = value
     return named

@@ -65,7 +65,7 @@ class Bound:
 
     def check(self, name: str, size: int, num_bytes: int) -> None:
         if size > self.size:
-            raise InvalidRequestError(f"{name} has {size:,} elements", self.reason, f"shorten {name}")
+            raise InvalidRequestError(f"the number of elements of {name} is {size:,}", self.reason, f"shorten {name}")
         if num_bytes > self.num_bytes:
             raise InvalidRequestError(
                 f"{name} has {num_bytes:,} bytes and the request's other tensors leave {self.num_bytes:,}",
@@ -197,7 +197,8 @@ def _widened(bits: np.ndarray) -> np.ndarray:
 def integers(given: GivenTensor, allowed: Range) -> np.ndarray:
     """Return the values as a new int64 array. They must be in a range, which must fit int64."""
     source = given.source
-    copy = np.array(source) if isinstance(source, np.ndarray) else _int64(given.spec, source)
+    copy = (np.array(source) if isinstance(source, np.ndarray)
+            else _int64(given.spec, source, f"every value must be {allowed}"))
     if copy.size:
         allowed.check(given.spec.name, int(copy.min()))
         allowed.check(given.spec.name, int(copy.max()))
@@ -219,7 +220,7 @@ def _as_array(spec: TensorSpec, value: Any) -> np.ndarray:
         raise InvalidRequestError(
             f"{spec.name} is of type {type_name(value)}",
             "it must be a torch CPU tensor, a numpy array, a number or a list, not of a subclass",
-            "convert it with numpy.array(...)")
+            f"pass {spec.content.value}" if isinstance(value, str | bytes) else "convert it with numpy.array(...)")
     if array.dtype.kind not in _KINDS[spec.content]:
         raise _wrong_content(spec, _KIND_IN_WORDS.get(array.dtype.kind, f"values of dtype {array.dtype}"[:64]))
     return array.view(np.ndarray)
@@ -324,12 +325,11 @@ def _levels(value: Any) -> int:
     return levels
 
 
-def _int64(spec: TensorSpec, rows: Sequence[Any]) -> np.ndarray:
+def _int64(spec: TensorSpec, rows: Sequence[Any], expectation: str = "tokens and offsets must fit int32") -> np.ndarray:
     try:
         return np.array(rows, np.int64)
     except OverflowError:
-        raise InvalidRequestError(f"{spec.name} holds an integer of more than 64 bits",
-                                  "tokens and offsets must fit int32") from None
+        raise InvalidRequestError(f"{spec.name} holds an integer that does not fit int64", expectation) from None
 
 
 def _unpacked(name: str, rows: list[list[int]]) -> list[tuple[int, ...]]:

@@ -35,7 +35,7 @@ class CheckedModel:
         if (isinstance(found, torch.Tensor) and found.shape == shape and found.dtype in dtypes
                 and found.device == given.device):
             return found
-        what = f"a {type_name(found)}"
+        what = f"a value of type {type_name(found)}"
         if isinstance(found, torch.Tensor):
             what = f"a tensor of shape {list(found.shape)} and dtype {_name(found.dtype)} on {found.device}"
         raise ConfigError(f"{type_name(self._model)}.{method} returned {what}",

@@ -59,7 +59,7 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
                 kv_cache_manager: KvCacheManager, limits: Limits) -> str | None:
     """Describe the first rule that the plan breaks; None if it keeps all rules."""
     if not isinstance(plan, SchedulerOutput):
-        return f"schedule_request returned a {type_name(plan)}, not a SchedulerOutput"
+        return f"schedule_request returned a value of type {type_name(plan)}, not a SchedulerOutput"
     contexts, generation, paused = plan.context_requests, plan.generation_requests, plan.paused_requests
     try:
         named = [*contexts, *generation, *paused]

@@ -266,7 +266,7 @@ def _refuse(fact: str, expectation: str, fix: str = "the trace is damaged") -> N
 
 def _iteration(record: Any) -> IterationTrace:
     if type(record) is not dict:
-        _refuse(f"the record is a {type(record).__name__}", "a JSON object")
+        _refuse(f"the record is of type {type(record).__name__}", "a JSON object")
     if "format" in record:
         _refuse("a second trace begins here", "one trace per file", "split the file at this line")
     if missing := REQUIRED - record.keys():

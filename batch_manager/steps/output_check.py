@@ -165,7 +165,7 @@ class StepOutputCheck:
     def _converted(self, batch: ScheduledBatch, output: StepOutput, expected: np.ndarray,
                    requested: Mapping[int, RequestedValues]) -> StepOutput:
         if not isinstance(output, StepOutput):
-            raise WrongOutputError(f"the output is a {type_name(output)}, not a StepOutput")
+            raise WrongOutputError(f"the output is of type {type_name(output)}, not a StepOutput")
         slots = _integers("slots", output.slots, INT32, expected.shape)
         if not np.array_equal(slots, expected):
             raise WrongOutputError("`slots` differs from the slots of the batch in batch order")
@@ -232,7 +232,7 @@ class StepOutputCheck:
                 continue
             top = _of(given, "top_log_probs", slot)
             if not isinstance(top, TopLogProbs):
-                raise WrongOutputError(f"the top_log_probs of a slot are a {type_name(top)}, not TopLogProbs")
+                raise WrongOutputError(f"the top_log_probs of a slot are of type {type_name(top)}, not TopLogProbs")
             tokens = rows.of(slot)
             shape = (tokens.stop - tokens.start, wants.top_log_probs)
             top = checked[slot] = TopLogProbs(_integers("ids of top_log_probs", top.ids, INT32, shape),
@@ -324,7 +324,7 @@ def _hypotheses(batch: ScheduledBatch, output: StepOutput,
 def _hypothesis(given: Hypothesis, width: int, longest: int) -> Hypothesis:
     """Validate one result of a search. longest: most tokens that an output can have after this step"""
     if not isinstance(given, Hypothesis):
-        raise WrongOutputError(f"a result of a search is a {type_name(given)}, not a Hypothesis")
+        raise WrongOutputError(f"a result of a search is of type {type_name(given)}, not a Hypothesis")
     shape = np.shape(given.tokens)
     if len(shape) != 1 or shape[0] > longest:
         raise WrongOutputError(f"tokens of a hypothesis have shape {shape}, at most ({longest},) is expected")
@@ -341,7 +341,7 @@ def _hypothesis(given: Hypothesis, width: int, longest: int) -> Hypothesis:
 
 def _mapping(name: str, given: Mapping[int, Value]) -> Mapping[int, Value]:
     if not isinstance(given, Mapping):
-        raise WrongOutputError(f"{name} is a {type_name(given)}, a mapping is expected")
+        raise WrongOutputError(f"{name} is of type {type_name(given)}, expected a mapping")
     return given
 
 
@@ -353,14 +353,14 @@ def _of(given: Mapping[int, Any], name: str, slot: int) -> Any:
 
 def _slot(slot: int) -> int:
     if not isinstance(slot, Integral):
-        raise WrongOutputError(f"a slot is a {type_name(slot)}, an integer is expected")
+        raise WrongOutputError(f"a slot is of type {type_name(slot)}, expected an integer")
     return int(slot)
 
 
 def _failure(failure: RowFailure) -> RowFailure:
     if (not isinstance(failure, RowFailure) or not isinstance(failure.code, ErrorCode)
             or not isinstance(failure.message, str)):
-        raise WrongOutputError(f"failures holds a {type_name(failure)}, not a RowFailure with a code and a text")
+        raise WrongOutputError(f"failures holds a value of type {type_name(failure)}, not a RowFailure")
     return failure
 
 

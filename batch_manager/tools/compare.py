@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         discard_standard_output()
     except (ComparisonError, OSError) as error:
-        print(f"compare: {error}", file=sys.stderr)
+        print(f"batch-manager compare: {error}", file=sys.stderr)
         return WRONG
     except KeyboardInterrupt:
         return INTERRUPTED

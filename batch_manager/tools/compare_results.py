@@ -121,7 +121,7 @@ def read_runs(path: Path) -> list[Run]:
 
 def _runs_of(result: Any, place: str) -> list[Run]:
     if not isinstance(result, dict):
-        raise ComparisonError(f"{place} is a {type(result).__name__}; expected an object of batch-manager bench; "
+        raise ComparisonError(f"{place} is of type {type(result).__name__}; expected an object of batch-manager bench; "
                               "name another file")
     if result.get("format") == FORMAT and result.get("format_version") != FORMAT_VERSION:
         raise ComparisonError(f"{place} has format_version {result.get('format_version')!r}; this program reads "

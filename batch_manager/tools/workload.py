@@ -63,7 +63,7 @@ def _main(arguments: Sequence[str]) -> int:
 
         return main_of_kind(arguments)
     if arguments and not arguments[0].startswith("-"):
-        print(f"workload: the kind is {arguments[0]!r}; expected one of {', '.join(KINDS)}; "
+        print(f"batch-manager workload: the kind is {arguments[0]!r}; expected one of {', '.join(KINDS)}; "
               "batch-manager workload --help describes them", file=sys.stderr)
         return WRONG
     return _main_without_kind(arguments)
@@ -97,7 +97,7 @@ def _main_without_kind(arguments: Sequence[str]) -> int:
         check_writable(options.out)
         write_file(options.out, [json.dumps(workload)])
     except DatasetError as error:
-        print(f"workload: {error}", file=sys.stderr)
+        print(f"batch-manager workload: {error}", file=sys.stderr)
         return WRONG
     print_summary(workload, options.out)
     return 0

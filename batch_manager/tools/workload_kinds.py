@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         check_writable(options.out, {name: path for name, path in inputs.items() if path is not None})
         KINDS[options.kind][2](options)
     except DatasetError as error:
-        print(f"workload: {error}", file=sys.stderr)
+        print(f"batch-manager workload: {error}", file=sys.stderr)
         return WRONG
     return 0
 
@@ -217,7 +217,7 @@ def _write_read(options: argparse.Namespace) -> None:
     else:
         _write(_read(options, selection, output_tokens, report), options)
     for note in report.notes():
-        print(f"workload: {note}", file=sys.stderr)
+        print(f"batch-manager workload: {note}", file=sys.stderr)
 
 
 def _read(options: argparse.Namespace, selection: Selection, output_tokens: int | None,

@@ -41,7 +41,7 @@ def existing_path(path: str | os.PathLike) -> Path:
     try:
         given = os.fsdecode(path)
     except Exception as fault:                      # an os.PathLike of the user's can raise anything, in its repr too
-        raise ModelLoadError(f"model_path is a {type_name(path)}, which is not a path ({type_name(fault)})",
+        raise ModelLoadError(f"model_path is of type {type_name(path)}, which is not a path ({type_name(fault)})",
                              A_CHECKPOINT) from None
     if not given:                                   # pathlib would take it for the working directory
         raise ModelLoadError("model_path is empty", A_CHECKPOINT, 'pass "." for the working directory')

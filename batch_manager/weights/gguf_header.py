@@ -209,7 +209,7 @@ class _Reader:
         return GgufHeader(self.where, _identity(self._file), version, metadata, tensors)
 
     def _version(self) -> int:
-        magic = bytes(self._take(4, "its first four bytes"))
+        magic = bytes(self._take(4, "its magic number"))
         if magic != MAGIC:
             raise ModelLoadError(f"{self.where} begins with {shown(magic)}",
                                  f"expected a GGUF file, which begins with {MAGIC}",
@@ -368,7 +368,7 @@ class _Reader:
     def _read_to(self, end: int, what: str) -> None:
         """Extend `_data` to the first `end` bytes. Raises if the file, or the largest allowed header, has fewer."""
         if end > self.file_bytes:
-            raise incomplete(self.where, f"{what} ends at byte {end:,}; the file has {self.file_bytes:,}")
+            raise incomplete(self.where, f"{what} ends at byte {end:,}; the file has {self.file_bytes:,} bytes")
         if end > MAX_HEADER_BYTES:
             raise ModelLoadError(f"{self.where}: {what} ends at byte {end:,} of the header",
                                  f"expected a header of at most {MAX_HEADER_BYTES:,} bytes")

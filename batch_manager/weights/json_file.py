@@ -51,7 +51,7 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     except ValueError as fault:         # from json, the UTF-8 decoder, and the two functions below
         raise ModelLoadError(f"{where} is not valid JSON ({fault})", "expected a JSON object", AGAIN) from None
     if not isinstance(value, dict):
-        raise ModelLoadError(f"{where} contains a {type(value).__name__}", "expected a JSON object")
+        raise ModelLoadError(f"{where} contains a value of type {type(value).__name__}", "expected a JSON object")
     return value
 
 
@@ -105,7 +105,8 @@ class Fields:
         return self._get(name, Fields._REQUIRED,
                          lambda value: isinstance(value, list) and len(value) in lengths
                          and all(type(item) is int and 0 <= item <= MAX_COUNT for item in value),
-                         f"a list of {lengths[0]}..{lengths[-1]} integers in 0..{MAX_COUNT:,}")
+                         f"a list of {lengths[0] if len(lengths) == 1 else f'{lengths[0]}..{lengths[-1]}'} integers in "
+                         f"0..{MAX_COUNT:,}")
 
     def numbers(self, name: str) -> list[float]:
         """Return a list of numbers, as floats."""

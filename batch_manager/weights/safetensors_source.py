@@ -148,6 +148,9 @@ class SafetensorsWeights:
         try:
             reader = safe_open(file.real_path, framework="pt", device="cpu")
         except (SafetensorError, OSError, ValueError, RuntimeError) as fault:    # RuntimeError: the file just shrank
+            for name, stored in tensors.items():
+                if stored.dtype not in ELEMENT_BYTES:    # the library refuses the whole file, without the tensor's name
+                    raise _unsupported_type(file.path, name, stored.dtype) from None
             raise incomplete(file.path, str(fault)[:200]) from None
         for name, stored in tensors.items():
             if name in self._tensors:
@@ -167,8 +170,7 @@ class SafetensorsWeights:
                                  f"expected {list(shape)}, by the spec that the model class read from config.json",
                                  "check that config.json and the model class fit these weights")
         if stored.dtype not in ELEMENT_BYTES:
-            raise ModelLoadError(f"{path}: {name!r} has type {shown(stored.dtype)}", "expected F32, F16 or BF16",
-                                 "use unquantised weights, or a GGUF file")
+            raise _unsupported_type(path, name, stored.dtype)
 
     def _read(self, name: str) -> torch.Tensor:
         """Read a tensor from its file. The library opened the file after the header was checked: the file may have been
@@ -187,3 +189,8 @@ class SafetensorsWeights:
                 f"expected {shown(list(stored.shape))} and {shown(stored.dtype)}, as in its header when it was opened",
                 "load the model again, and replace no file meanwhile")
         return found
+
+
+def _unsupported_type(path: Path, name: str, dtype: str) -> ModelLoadError:
+    return ModelLoadError(f"{path}: {shown(name)} has type {shown(dtype)}", "expected F32, F16 or BF16",
+                          "use unquantised weights, or a GGUF file")

@@ -330,7 +330,7 @@ def test_what_is_no_argument_and_what_is_over_is_refused():
         with pytest.raises(ManagerClosedError):
             async with engine:
                 pass
-        with pytest.raises(ValueError, match="parts is a int"):
+        with pytest.raises(ValueError, match="parts is of type int"):
             await AsyncEngine.start(parts=3)
 
     asyncio.run(test())

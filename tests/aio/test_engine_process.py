@@ -254,7 +254,7 @@ def test_the_end_of_the_host_ends_the_process(end):
 
 def test_what_is_no_timeout_is_refused_and_changes_nothing(engine):
     async def test():
-        with pytest.raises(TypeError, match="timeout is a str; expected seconds, or None"):
+        with pytest.raises(TypeError, match="timeout is of type str; expected seconds, or None"):
             await engine.close(timeout="soon")
         with pytest.raises(ValueError, match="timeout is NaN; expected seconds, or None"):
             await engine.close(timeout=float("nan"))
@@ -301,7 +301,7 @@ def test_what_the_constructor_raises_is_raised_here(tmp_path):
         with pytest.raises(ModelLoadError, match="nothing_here"):
             await AsyncEngine.start(tmp_path / "nothing_here", process=True)
         for wrong in (5, start):
-            with pytest.raises(ValueError, match="return_batch_manager_stats_cb is an? (int|async)"):
+            with pytest.raises(ValueError, match="return_batch_manager_stats_cb is (of type int|an async)"):
                 await start(wrong)
         with pytest.raises(ValueError, match="parts cannot be sent to the engine process"):
             await AsyncEngine.start(parts=Parts(backend=lambda: ScriptedBackend()), process=True)

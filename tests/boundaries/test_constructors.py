@@ -123,7 +123,7 @@ def test_a_bad_value_of_the_engine(name, value):
     with pytest.raises(ConfigError) as raised:
         TrtGptModelOptionalParams(**{name: value})
     text = str(raised.value)
-    assert (f"{name} is {value!r}" in text or f"{name} is a {type(value).__name__}" in text) and "; " in text
+    assert (f"{name} is {value!r}" in text or f"{name} is of type {type(value).__name__}" in text) and "; " in text
 
 
 @pytest.mark.parametrize("name, value", cases(PART_OPTIONS, 0))
@@ -135,7 +135,7 @@ def test_a_good_part(name, value):
 def test_a_bad_part(name, value):
     with pytest.raises(ConfigError) as raised:
         Parts(**{name: value})
-    assert f"Parts.{name} is a {type(value).__name__}; " in str(raised.value)
+    assert f"Parts.{name} is of type {type(value).__name__}; " in str(raised.value)
 
 
 GOOD = {"model_path": None, "model_type": TrtGptModelType.InflightFusedBatching, "max_beam_width": 1,
@@ -168,8 +168,8 @@ WITH_A_BACKEND = [
      "max_attention_window is 8"),
     ({"optional_params": TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(
         enable_block_reuse=True, host_cache_size=1))}, "host_cache_size is 1"),
-    ({"parts": Parts(backend=ScriptedBackend(), scheduler=5)}, "Parts.scheduler is a int"),
-    ({"parts": Parts(backend=ScriptedBackend(), scheduler=lambda limits, kv: 5)}, "returned a int"),
+    ({"parts": Parts(backend=ScriptedBackend(), scheduler=5)}, "Parts.scheduler is of type int"),
+    ({"parts": Parts(backend=ScriptedBackend(), scheduler=lambda limits, kv: 5)}, "returned a value of type int"),
     *(({"model_type": TrtGptModelType.V1, "optional_params": TrtGptModelOptionalParams(**{name: True})}, name)
       for name in ("enable_trt_overlap", "enable_chunked_context")),
 ]

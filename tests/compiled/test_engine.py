@@ -73,12 +73,23 @@ def test_a_model_that_does_something_else_runs_in_torch(change, reason, monkeypa
     assert f"steps run in torch: Llama cannot be compiled: {reason}" in caplog.text
 
 
+def dummy_backend(folder, config, **options):
+    (folder / "config.json").write_text(json.dumps(config))
+    params = TrtGptModelOptionalParams(cpu_compile=True, load_format="dummy", device="cpu",
+                                       kv_cache_config=KvCacheConfig(max_tokens=512), **options)
+    return build_native_backend(folder, params, layout=layouts.fused, num_slots=4)
+
+
 def test_a_model_with_slopes_is_compiled(tmp_path):
     config = {"architectures": ["BloomForCausalLM"], "vocab_size": 97, "hidden_size": 64, "n_layer": 2, "n_head": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    params = TrtGptModelOptionalParams(cpu_compile=True, load_format="dummy", device="cpu", max_seq_len=64,
-                                       kv_cache_config=KvCacheConfig(max_tokens=512))
-    assert build_native_backend(tmp_path, params, layout=layouts.fused, num_slots=4)._runner.compiled is not None
+    assert dummy_backend(tmp_path, config, max_seq_len=64)._runner.compiled is not None
+
+
+@pytest.mark.parametrize("positions", [2, 3, 4])
+def test_a_model_with_fewer_positions_than_the_first_step_has_tokens_is_compiled(tmp_path, positions):
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": positions}
+    assert dummy_backend(tmp_path, config)._runner.compiled is not None
 
 
 def test_a_step_that_gives_something_else_than_torch_is_not_used(monkeypatch, caplog):

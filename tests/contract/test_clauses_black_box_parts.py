@@ -190,7 +190,7 @@ def test_c7_c26_control_characters_of_a_user_come_escaped(make_manager, new_clie
 @pytest.mark.parametrize("parts", [{"backend": object()}, {"backend": "cpu"}, {"trace": "x"}, {"clock": object()},
                                    {"attention": 3}], ids=["object", "backend", "trace", "clock", "attention"])
 def test_a_part_that_cannot_be_one_is_refused_where_it_is_given(parts):
-    with pytest.raises(ConfigError, match=f"Parts.{next(iter(parts))} is a"):
+    with pytest.raises(ConfigError, match=f"Parts.{next(iter(parts))} is of type"):
         Parts(**parts)
 
 
@@ -210,11 +210,11 @@ def test_a_backend_that_does_not_say_what_it_is_is_refused_and_closed(make_manag
     closed = []
     backend = SimpleNamespace(start=print, memory_usage=print, info=info,
                               close=lambda: closed.append(1))
-    with pytest.raises(ConfigError, match="the info of Parts.backend is a"):
+    with pytest.raises(ConfigError, match="the info of Parts.backend is of type"):
         make_manager(new_client(), model_path="", parts={"backend": backend})
     assert closed == [1]
 
 
 def test_a_factory_that_returns_no_backend_is_refused_in_the_caller(make_manager, new_client):
-    with pytest.raises(ConfigError, match="the factory in Parts.backend returned a NoneType"):
+    with pytest.raises(ConfigError, match="the factory in Parts.backend returned a value of type NoneType"):
         make_manager(new_client(), model_path="", parts={"backend": lambda: None})

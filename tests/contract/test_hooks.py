@@ -168,7 +168,7 @@ async def wakes_nobody():
     ({"after_responses": lambda health: None}, r"Parts\.after_responses .* after_responses\(\)"),
     ({"at_end": lambda: None}, r"Parts\.at_end .* at_end\(health\)"),
     ({"after_responses": wakes_nobody}, r"Parts\.after_responses is an async or a generator function"),
-    ({"at_end": 3}, r"Parts\.at_end is a int; expected a callable of \(health\)")])
+    ({"at_end": 3}, r"Parts\.at_end is of type int; expected a callable of \(health\)")])
 def test_hooks_of_another_form_are_refused(make_manager, new_client, parts, named):
     with pytest.raises(ValueError, match=named):
         make_manager(new_client(), parts=parts)
@@ -182,7 +182,7 @@ def test_the_text_of_an_error_response_is_taken_apart():
         with pytest.raises(ValueError, match="is not the text of an error response"):
             ErrorCode.of(text)
     for no_text in (None, 5, b"[SHUTDOWN] x"):
-        with pytest.raises(TypeError, match="the text is a .*; expected a str; "):
+        with pytest.raises(TypeError, match="the text is of type .*; expected a str; "):
             ErrorCode.of(no_text)
     assert {code for code in ErrorCode if code.is_retryable} == {
         ErrorCode.QUEUE_FULL, ErrorCode.SHUTDOWN, ErrorCode.ENGINE_FAILED}

@@ -88,7 +88,7 @@ def test_c14_who_waits_long_looks_again_and_again(make_manager, new_client, new_
     assert client.final(1).code == "" and manager.health()["state"] == "STOPPED"
 
 
-def test_c14_a_timeout_that_is_no_number_is_refused_and_nothing_else_happens(make_manager, new_client, new_request):
+def test_c14_arguments_of_other_types_are_refused_and_nothing_else_happens(make_manager, new_client, new_request):
     client = new_client()
     client.pending = [new_request(1, [1], 3)]
     manager = make_manager(client)
@@ -97,6 +97,9 @@ def test_c14_a_timeout_that_is_no_number_is_refused_and_nothing_else_happens(mak
             ask(timeout=float("nan"))
         with pytest.raises(TypeError):
             ask(timeout="1")
+    for no_flag in (3, 0, None, "no"):                  # shutdown(3) is meant as a timeout
+        with pytest.raises(TypeError, match="drain is of type .*; expected True or False; pass seconds as timeout="):
+            manager.shutdown(no_flag)
     assert manager.health()["state"] == "RUNNING"
     assert manager.shutdown() is True and client.final(1).code == ""
 

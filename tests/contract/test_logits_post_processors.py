@@ -92,7 +92,7 @@ FAULTS = {
     "runs out of memory": (MemoryError(), "MODEL_ERROR", "raised MemoryError"),
     "exits": (SystemExit(), "MODEL_ERROR", "raised SystemExit"),
     "returns None": (lambda logits: None, "MODEL_ERROR", "returned None"),
-    "returns False": (lambda logits: False, "MODEL_ERROR", "returned a bool"),
+    "returns False": (lambda logits: False, "MODEL_ERROR", "returned a value of type bool"),
     "drops the batch": (lambda logits: logits[0], "MODEL_ERROR", "of shape [1, 1000]"),
     "another dtype": (lambda logits: logits.half(), "MODEL_ERROR", "torch.float16"),
     "NaN": (lambda logits: logits * float("nan"), "NON_FINITE_LOGITS", "post-processor"),
@@ -191,6 +191,6 @@ def test_it_is_forgotten_with_its_request(make_world):
 
 
 def test_the_batched_one_is_a_callable():
-    with pytest.raises(ConfigError, match="logits_post_processor_batched is a str"):
+    with pytest.raises(ConfigError, match="logits_post_processor_batched is of type str"):
         Parts(logits_post_processor_batched="batched")
     assert Parts(logits_post_processor_batched=np.copyto).logits_post_processor_batched is np.copyto

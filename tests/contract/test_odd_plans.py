@@ -171,7 +171,8 @@ def made_of(names):
 def test_a_scheduler_that_cannot_say_what_it_is_made_of_is_named_by_its_class(make_world, new_request, kind):
     world = run(make_world, new_request, kind(lambda *lists: None))
     name = "Nameless" if kind is Nameless else type.__dict__["__name__"].__get__(kind)
-    assert f"{name} broke the scheduler contract: schedule_request returned a NoneType" in world.client.final(1).error
+    error = world.client.final(1).error
+    assert f"{name} broke the scheduler contract: schedule_request returned a value of type NoneType" in error
 
 
 def test_the_names_of_parts_are_printable_and_short():

@@ -80,10 +80,12 @@ class TakesFive(InheritsOneAtATime):
 
 
 @pytest.mark.parametrize(("scheduler", "said"), [
-    (TakesFive, "TakesFive in Parts.scheduler takes other constructor arguments"), (5, "Parts.scheduler is a int"),
-    (SimpleNamespace(), "Parts.scheduler is a SimpleNamespace"), (lambda limits, kv: None, "returned a NoneType"),
-    (lambda limits, kv: Everything, "returned a type"),
-    (lambda limits, kv: SimpleNamespace(schedule=1), "returned a SimpleNamespace")])
+    (TakesFive, "TakesFive in Parts.scheduler takes other constructor arguments"),
+    (5, "Parts.scheduler is of type int"), (SimpleNamespace(), "Parts.scheduler is of type SimpleNamespace"),
+    (lambda limits, kv: None, "returned a value of type NoneType"),
+    (lambda limits, kv: 1 / 0, "the factory in Parts.scheduler raised ZeroDivisionError: division by zero"),
+    (lambda limits, kv: Everything, "returned a value of type type"),
+    (lambda limits, kv: SimpleNamespace(schedule=1), "returned a value of type SimpleNamespace")])
 def test_what_is_no_scheduler_is_refused(make_world, scheduler, said):
     with pytest.raises(ConfigError, match=said):
         make_world(parts={"scheduler": scheduler})
@@ -112,9 +114,9 @@ def test_a_backend_with_these_methods_is_all_there_need_be_and_copies_are_needed
 
 
 @pytest.mark.parametrize(("made", "lacks"), [
-    (None, "a NoneType, which has no plan, run, dispatch"),
-    (SimpleNamespace(plan=print, run=print), "a SimpleNamespace, which has no dispatch"),
-    (SimpleNamespace(plan=print, run=5, dispatch="torch"), "a SimpleNamespace, which has no run")])
+    (None, "a value of type NoneType, which has no plan, run, dispatch"),
+    (SimpleNamespace(plan=print, run=print), "a value of type SimpleNamespace, which has no dispatch"),
+    (SimpleNamespace(plan=print, run=5, dispatch="torch"), "a value of type SimpleNamespace, which has no run")])
 def test_an_attention_that_is_none_is_refused_by_what_it_lacks(make_manager, new_client, made, lacks):
     with pytest.raises(ConfigError, match=f"Parts.attention returned {lacks}; expected an attention implementation"):
         make_manager(new_client(), model_path="examples/models/austen-4m", max_seq_len=64,
@@ -131,3 +133,16 @@ def test_a_factory_of_attention_is_given_what_it_was_given_before():
 
     assert checked_attention(None) is None and Parts(attention=factory).attention is factory
     assert checked_attention(factory)(1, 2, sink=3) is whole and given == [(1, 2, {"sink": 3})]
+
+
+def fails(*given, **options):
+    raise ZeroDivisionError("a bug of the factory")
+
+
+@pytest.mark.parametrize("name", ["attention", "stages", "backend", "scheduler"])
+def test_a_factory_that_raises_is_named_in_the_caller(make_manager, new_client, name):
+    own = {"backend": ScriptedBackend()} if name == "scheduler" else {}
+    path = {"model_path": "examples/models/austen-4m"} if name in ("attention", "stages") else {"model_path": ""}
+    with pytest.raises(ConfigError, match=f"^the factory in Parts.{name} raised ZeroDivisionError: a bug of the "
+                                          "factory; expected it to return the part; correct the factory"):
+        make_manager(new_client(), max_seq_len=64, parts={**own, name: fails}, **path)

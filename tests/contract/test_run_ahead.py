@@ -766,9 +766,10 @@ class SaysOne(SaysNothing):
 
 
 @pytest.mark.parametrize(("scheduler", "text"), [
-    (SaysNothing(), "plans_by_lengths of a SaysNothing raised ValueError; expected True or False; "
+    (SaysNothing(), "plans_by_lengths of the scheduler of type SaysNothing raised ValueError; expected True or False; "
                     "make it an attribute"),
-    (SaysOne(), "plans_by_lengths of a SaysOne is a int; expected True or False; set it to True if")])
+    (SaysOne(), "plans_by_lengths of the scheduler of type SaysOne is of type int; expected True or False; "
+                "set it to True if")])
 def test_a_scheduler_that_does_not_say_what_it_plans_by_is_refused(make_world, scheduler, text):
     with pytest.raises(ConfigError, match=text):
         world_ahead(make_world, parts={"scheduler": scheduler})

@@ -223,9 +223,9 @@ def test_methods_of_what_is_passed_are_out_of_reach(tmp_path):
     assert chat_prompt(here, [{"role": "user", "content": Loud("a")}], x=Colour.RED, y=np.float64(0.5),
                        z=(1, Loud("b")), b=True) == "False 3 0.5 [1, 'b'] True"
     for value in (object(), np.zeros(2), len, b"bytes", {1, 2}, Path("x")):
-        with pytest.raises(InvalidRequestError, match=r"messages\[0\]\['content'\] is a " + type(value).__name__):
+        with pytest.raises(InvalidRequestError, match=r"messages\[0\]\['content'\] is of type " + type(value).__name__):
             chat_prompt(here, [{"role": "user", "content": value}])
-        with pytest.raises(InvalidRequestError, match="x is a"):
+        with pytest.raises(InvalidRequestError, match="x is of type"):
             chat_prompt(here, [], x=value)
 
 
@@ -272,7 +272,8 @@ def test_a_folder_without_a_template_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("content, said", [
-    (b"{", "is not JSON"), (b"[]", "contains a list"), (b"\xff", "cannot be read"), (b"[" * 100_000, "is not JSON"),
+    (b"{", "is not JSON"), (b"[]", "contains a value of type list"), (b"\xff", "cannot be read"),
+    (b"[" * 100_000, "is not JSON"),
     (b'{"chat_template": ["x"]}', "a list with wrong entries"),
     (b'{"chat_template": [{"name": "x"}]}', "a list with wrong entries"),
     (b'{"chat_template": [{"name": 5, "template": "x"}]}', "a list with wrong entries"),

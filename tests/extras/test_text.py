@@ -418,7 +418,7 @@ def test_what_cannot_leave_out_special_tokens_is_refused():
         def decode(self, tokens):
             return bytes(tokens).decode()
 
-    with pytest.raises(ConfigError, match=r"a Bytes cannot decode.*skip_special_tokens=True"):
+    with pytest.raises(ConfigError, match=r"the tokenizer, of type Bytes, cannot decode.*skip_special_tokens=True"):
         TextStream(Bytes())
 
 

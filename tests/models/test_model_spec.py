@@ -85,6 +85,11 @@ def test_rotary_parameters_of_both_generations_of_configurations(fields, expecte
     assert spec_of("LlamaForCausalLM", **fields).rotary == expected
 
 
+def test_yarn_needs_its_factor_as_in_transformers(spec_of):
+    with pytest.raises(ModelLoadError, match="rope_scaling: factor is missing"):
+        spec_of("LlamaForCausalLM", rope_scaling={"type": "yarn", "original_max_position_embeddings": 32})
+
+
 @pytest.mark.parametrize("fields, expected", [
     ({"torch_dtype": "bfloat16"}, "bfloat16"), ({"dtype": "float16"}, "float16"), ({"dtype": None}, None),
     ({"torch_dtype": "torch.float32"}, "float32"), ({"torch_dtype": "auto"}, None),

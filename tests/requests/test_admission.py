@@ -140,11 +140,11 @@ RANGES = {
     "pad_id": ("an integer in -1..99", [-2, 100]),
     "beam_width": (f"an integer in 1..{COUNT}", [0, -1, COUNT + 1]),
     "temperature": ("a finite float32 of at least 0", [-0.5, -1, 1e39]),
-    "runtime_top_k": ("an integer in 0..1024", [-1, 1025]),
+    "runtime_top_k": ("an integer in 0..100", [-1, 101, 1025]),
     "runtime_top_p": ("a number in [0, 1]", [-0.5, 1.5, 2]),
     "runtime_top_p_decay": ("a number in (0, 1]", [0, 0.0, -0.5, 1.5]),
     "runtime_top_p_min": ("a number in (0, 1]", [0, 0.0, -0.5, 1.5]),
-    "runtime_top_p_reset_ids": ("an integer in -1..99", [100]),
+    "runtime_top_p_reset_ids": ("an integer in -1..99", [-2, 100]),
     "runtime_min_p": ("a number in [0, 1]", [-0.5, 1.5]),
     "len_penalty": ("a finite float32 of at least 0", [-0.5, 1e39]),
     "early_stopping": (f"an integer in {-COUNT - 1}..{COUNT}", [COUNT + 1, -COUNT - 2]),
@@ -255,6 +255,23 @@ def test_options_that_are_no_tensors_are_checked_too(option, wrong, refusal):
     for value in wrong:
         text = refusal(flags={option: value})
         assert text.startswith("[INVALID_REQUEST] request 7: ") and option in text
+
+
+@pytest.mark.parametrize("option, value, says", [
+    ("priority", "high", "priority is of type str; it must be a number"),
+    ("priority", True, "priority is True; it must be a number"),
+    ("deadline_s", "soon", "deadline_s is of type str; it must be seconds, or None"),
+    ("arrival_time", [1, 2], "arrival_time is of type list; it must be seconds of time.monotonic(), or None"),
+    ("cache_salt", 3, "cache_salt is of type int; it must be a str, bytes or None"),
+    ("cache_salt", "x" * 1025, "cache_salt has 1,025 characters; it must have at most 1,024; pass a digest"),
+    ("cache_salt", b"x" * 1025, "cache_salt has 1,025 bytes; ")])
+def test_an_error_of_an_option_states_its_type_and_unit(option, value, says, refusal):
+    assert says in refusal(flags={option: value})
+
+
+@pytest.mark.parametrize("text", ["5 6", b"5 6"])
+def test_the_way_out_for_text_is_not_an_array_of_text(text, refusal):
+    assert "pass integers of any width" in refusal(input_ids=text)
 
 
 def change_nothing(request_id, logits, token_ids):
@@ -392,7 +409,7 @@ def test_a_prompt_table_and_its_size_come_together_and_agree(refusal):
     table = np.ones((2, 8), np.float16)
     assert "prompt_embedding_table is set without prompt_vocab_size" in refusal(prompt_embedding_table=table)
     assert "prompt_vocab_size is set without prompt_embedding_table" in refusal(prompt_vocab_size=2)
-    assert "2 rows of prompt_embedding_table" in refusal(prompt_embedding_table=table, prompt_vocab_size=3)
+    assert "rows of prompt_embedding_table is 2" in refusal(prompt_embedding_table=table, prompt_vocab_size=3)
 
 
 def with_first(value, table):
@@ -401,8 +418,8 @@ def with_first(value, table):
 
 
 @pytest.mark.parametrize("table, rows, says", [
-    (np.ones((2, 7)), 2, "7 columns of prompt_embedding_table; there must be 8: hidden_size of the model"),
-    (np.ones((3, 8)), 2, "3 rows of prompt_embedding_table; there must be 2: prompt_vocab_size"),
+    (np.ones((2, 7)), 2, "columns of prompt_embedding_table is 7; it must be 8: hidden_size of the model"),
+    (np.ones((3, 8)), 2, "the number of rows of prompt_embedding_table is 3; it must be 2: prompt_vocab_size"),
     (np.ones((2, 8)), 0, "prompt_vocab_size is 0"), (np.ones((2, 8)), 2.0, "prompt_vocab_size holds a float"),
     (np.ones(8), 1, "shape [8]"), (np.ones((2, 2, 8)), 2, "shape [2, 2, 8]"),
     (np.ones((1, 1, 2, 8)), 2, "shape [1, 1, 2, 8]"),
@@ -456,9 +473,10 @@ def test_bytes_count_a_prompt_table_as_it_is_kept(admit):
 
 def test_draft_logits_need_draft_tokens_and_agree_with_them(refusal):
     logits = np.zeros((2, VOCAB), np.float32)
-    expected = "Draft tokens must be specified when draft logits are given"
-    assert expected in refusal(draft_logits=logits) and expected in refusal(draft_logits=logits, draft_input_ids=[])
-    assert "2 rows of draft_logits" in refusal(draft_logits=logits, draft_input_ids=[1])
+    expected = "draft tokens must be specified when draft logits are given"
+    assert f"{expected}; leave draft_logits out" in refusal(draft_logits=logits)
+    assert expected in refusal(draft_logits=logits, draft_input_ids=[])
+    assert "rows of draft_logits is 2" in refusal(draft_logits=logits, draft_input_ids=[1])
     assert "columns of draft_logits" in refusal(draft_logits=logits[:, 1:], draft_input_ids=[1, 2])
 
 
@@ -468,9 +486,10 @@ def test_a_prompt_with_its_draft_tokens_must_fit(refusal):
 
 def test_lora_weights_and_their_configuration_come_together_and_agree(refusal):
     weights, config = np.ones((2, 6), np.float32), [[0, 0, 4], [4, 1, 4]]
-    assert "lora_weights is set without lora_config" in refusal(lora_weights=weights)
+    text = refusal(lora_weights=weights)
+    assert "lora_weights is set without lora_config" in text and text.endswith("; leave lora_weights out")
     assert "lora_config is set without lora_weights" in refusal(lora_config=config)
-    assert "2 rows of lora_weights" in refusal(lora_weights=weights, lora_config=config[:1])
+    assert "rows of lora_weights is 2" in refusal(lora_weights=weights, lora_config=config[:1])
     assert "columns of lora_config" in refusal(lora_weights=weights, lora_config=[[0, 0], [0, 0]])
     assert "lora_config is -1" in refusal(lora_weights=weights, lora_config=[[0, 0, 4], [4, -1, 4]])
 

@@ -41,8 +41,10 @@ def test_every_tensor_is_a_property_that_gives_back_the_value_as_given(name):
 def test_an_alias_and_the_wire_name_are_one_tensor():
     request = InferenceRequest(1, {"max_new_tokens": 4})
     assert request.request_output_len == 4 and request.input_tensors == {"request_output_len": 4}
-    with pytest.raises(InvalidRequestError, match="given twice"):
-        InferenceRequest(1, {"max_new_tokens": 4, "request_output_len": 4})
+    for names in (["max_new_tokens", "request_output_len"], ["request_output_len", "max_new_tokens"]):
+        said = f"given twice, as {names[0]} and as {names[1]}; .*leave {names[1]} "
+        with pytest.raises(InvalidRequestError, match=said):
+            InferenceRequest(1, dict.fromkeys(names, 4))
 
 
 def test_none_in_the_mapping_is_a_missing_tensor():

@@ -493,12 +493,12 @@ def test_a_model_that_is_not_finite_for_the_token_of_the_warm_up_is_made(checkpo
     ("logits", lambda found: found.bfloat16(), "dtype bfloat16 on cpu; .*dtype float32"),
     ("logits", lambda found: found[0], r"shape \[160\]"),
     ("logits", lambda found: found[:0], r"shape \[0, 160\]"),
-    ("logits", lambda found: None, "a NoneType"),
+    ("logits", lambda found: None, "a value of type NoneType"),
     ("forward", lambda found: found[:-1], r"shape \[0, 48\] .*; "
                                                r"expected a tensor of shape \[1, 48\] and dtype float32"),
     ("forward", lambda found: found.double(), "dtype float64"),
     ("embed", lambda found: found[:, :8], r"shape \[1, 8\]"),
-    ("embed", lambda found: found.tolist(), "a list"),
+    ("embed", lambda found: found.tolist(), "a value of type list"),
 ])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 def test_what_a_model_returns_is_checked_when_it_is_loaded(checkpoint, method, change, told, layout, monkeypatch):

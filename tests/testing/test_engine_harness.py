@@ -111,14 +111,14 @@ def test_options_are_checked_as_the_manager_checks_them():
     ({"max_beam_width": 0}, "max_beam_width is 0; expected an integer of at least 1"),
     ({"policy": 3}, "scheduler_policy is 3; expected a member of SchedulerPolicy"),
     ({"model_type": 2}, "model_type is 2; expected a member of TrtGptModelType"),
-    ({"poll": 5}, "poll_stop_signal_cb is a int; expected a callable or None"),
-    ({"parts": 5}, "parts is a int; expected a Parts"),
+    ({"poll": 5}, "poll_stop_signal_cb is of type int; expected a callable or None"),
+    ({"parts": 5}, "parts is of type int; expected a Parts"),
 ])
 def test_wrong_arguments_are_refused_as_the_manager_refuses_them(wrong, text):
     server = Server()
     with pytest.raises(ConfigError, match=text):
         EngineHarness(server.get, server.send, **wrong)
-    with pytest.raises(ConfigError, match="send_response_cb is a NoneType; expected a callable"):
+    with pytest.raises(ConfigError, match="send_response_cb is of type NoneType; expected a callable"):
         EngineHarness(server.get, None)
 
 

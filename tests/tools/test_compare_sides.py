@@ -175,8 +175,8 @@ def test_saturations_are_compared_by_what_is_sustained(write):
 
 @pytest.mark.parametrize("content, text", [
     ("no JSON", "cannot be read: Expecting value"),
-    ("3", "is a int; expected an object"),
-    ("[3]", "[0] is a int"),
+    ("3", "is of type int; expected an object"),
+    ("[3]", "[0] is of type int"),
     ("{}", "has no figures; expected a result of batch-manager bench"),
     ("[]", "is an empty list; expected at least one result"),
     (json.dumps({**RESULT, "format_version": 9}), "has format_version 9; this program reads version 1"),
@@ -201,7 +201,7 @@ def test_the_command(write, tmp_path, capsys):
     assert json.loads(out.read_text())["a"] == [a, b]
     for wrong in ([], [a], [a, b, c], [a, "--"], ["--", a], [a, str(tmp_path / "none")]):
         assert main(wrong) == 2
-        assert capsys.readouterr().err.startswith("compare: ")
+        assert capsys.readouterr().err.startswith("batch-manager compare: ")
     with pytest.raises(SystemExit, match="2"):
         main(["--first", a, "--second", b, "--", c])
 

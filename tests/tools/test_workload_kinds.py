@@ -108,7 +108,7 @@ def test_a_trace(write):
     assert [len(one["prompt"]) for one in made["requests"]] == [min(2000, one.input_tokens) for one in arrivals]
     assert made["source"]["format"] == "mooncake" and made["vocab"] == 49152
     cut = sum(one.input_tokens > 2000 for one in arrivals)
-    assert printed.err == f"workload: {cut} requests with a prompt truncated to the limit\n" and cut > 5
+    assert printed.err == f"batch-manager workload: {cut} requests with a prompt truncated to the limit\n" and cut > 5
 
 
 def test_a_slice_of_a_trace_as_a_trace(tmp_path, capsys):
@@ -171,8 +171,8 @@ def test_a_reader_that_has_seen_enough():
 
 def test_a_full_disk(capsys):
     assert main([*UNIFORM, "--out", "/dev/full"]) == 2
-    assert capsys.readouterr().err == ("workload: /dev/full: the file cannot be written: No space left on device; "
-                                       "expected a writable path and enough space\n")
+    assert capsys.readouterr().err == ("batch-manager workload: /dev/full: the file cannot be written: No space left "
+                                       "on device; expected a writable path and enough space\n")
 
 
 @pytest.mark.parametrize("is_link", [False, True])

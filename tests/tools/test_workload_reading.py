@@ -223,7 +223,7 @@ def test_files_that_are_compressed_with_gzip(name, write):
     (FILES["mooncake"].replace("[0, 3, 4]", "7"), ":2: hash_ids is 7; expected a list"),
     (FILES["mooncake"] + "7\n", ":4: the line is 7; expected one object per line"),
     ("[]", ":1: the array is empty; expected at least one request"),
-    ('{"a": 1}', ":1: the object has 'a'; expected an array data or requests or samples"),
+    ('{"a": 1}', ":1: the object has 'a'; expected an array with the name data or requests or samples"),
     ('[{"a": 1}]', ":1: the first item has 'a'; expected an item of workload"),
     (FILES["dataset"][:-2], ":5:100: the file is truncated; expected ','; write or download it again"),
     (FILES["dataset"][:-20], ":5:"),

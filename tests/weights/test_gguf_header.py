@@ -95,7 +95,7 @@ def with_tensor(*tensor) -> Draft:
 HUGE = 2**64 - 1
 WRONG = {
     "another magic": (changed(magic=b"GGML"), r"begins with b'GGML'; expected a GGUF file"),
-    "nothing": (b"", r"its first four bytes ends at byte 4; the file has 0"),
+    "nothing": (b"", r"its magic number ends at byte 4; the file has 0 bytes"),
     "version 1": (changed(version=1), r"has GGUF version 1; expected version 2 or 3"),
     "version 4": (changed(version=4), r"has GGUF version 4"),
     "big-endian": (changed(version=3 << 24), r"is a big-endian GGUF file; expected a little-endian one"),

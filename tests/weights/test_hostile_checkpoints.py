@@ -89,6 +89,20 @@ def with_header(c, header, data=b"\0" * 64):
     return c.folder, "model.safetensors"
 
 
+def a_type_that_the_format_does_not_have(c):
+    return (*with_header(c, b'{"a.b":{"dtype":"F99","shape":[16],"data_offsets":[0,64]}}'), "'a.b'", "'F99'",
+            "expected F32, F16 or BF16")
+
+
+def an_offset_too_few(c):
+    return (*with_header(c, b'{"a":{"dtype":"F32","shape":[16],"data_offsets":[0]}}'), "expected a list of 2 integers")
+
+
+def one_position(c):
+    c.config["max_position_embeddings"] = 1
+    return c.write(), "config.json", "max_position_embeddings is 1; expected at least 2"
+
+
 def a_header_that_is_no_object(c):
     return with_header(c, b"[1, 2]")
 
@@ -213,6 +227,7 @@ def no_configuration(c):
     a_missing_tensor, a_missing_head, a_wrong_shape, a_transposed_matrix, an_integer_tensor, an_eight_bit_float,
     an_unexpected_tensor, another_layer_than_the_configuration_has, a_tied_head_with_other_numbers, no_weights,
     an_empty_file, a_header_length_beyond_the_file, a_header_that_is_no_object, a_header_nested_without_end,
+    a_type_that_the_format_does_not_have, an_offset_too_few, one_position,
     a_name_twice_in_one_header, overlapping_offsets, a_shape_whose_product_overflows, a_negative_size,
     a_shard_that_is_not_there, an_index_that_climbs_out_of_the_folder, an_index_with_an_absolute_path,
     an_index_with_a_windows_path, an_index_with_a_null_byte, an_index_that_names_a_folder,
@@ -288,8 +303,8 @@ class NoPath:
 
 
 @pytest.mark.parametrize("path, words", [
-    ("", "model_path is empty"), (b"", "model_path is empty"), (5, "model_path is a int"),
-    (NoPath(), "model_path is a NoPath")])
+    ("", "model_path is empty"), (b"", "model_path is empty"), (5, "model_path is of type int"),
+    (NoPath(), "model_path is of type NoPath")])
 def test_a_path_that_is_none_is_refused_wherever_the_process_stands(path, words, checkpoint, monkeypatch):
     monkeypatch.chdir(checkpoint.write())
     load_model(".", device="cpu")

@@ -11,6 +11,9 @@ from .source import NOT_CUT
 BLANK = re.compile(r"[ \t\r\n]*")
 COMMENT = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\r\n]*|/\*.*?\*/', re.DOTALL)
 NOT_BLANK = re.compile(r"[^\r\n]")
+# Messages of Python's decoder that are not sentences.
+EXPECTATIONS = {"Expecting value": "expected a value",
+                "Expecting property name enclosed in double quotes": "expected the name of a member in double quotes"}
 
 
 class JsonDocument:
@@ -63,7 +66,7 @@ class JsonDocument:
             at = self._next(at, "}")
         if not found:
             raise DatasetError(self.place(start), f"the object has {quoted(', '.join(self.members) or 'no members')}",
-                               f"expected an array {' or '.join(array_names)}",
+                               f"expected an array with the name {' or '.join(array_names)}",
                                "set another format with --format")
         return at + 1
 
@@ -98,18 +101,26 @@ class JsonDocument:
         try:
             return self._decoder.raw_decode(self._text, at)
         except json.JSONDecodeError as error:
-            raise self._wrong(error.pos, f"invalid JSON: {error.msg}") from None
+            raise self._wrong(error.pos, _expectation(error.msg)) from None
         except RecursionError:
-            raise self._wrong(at, "expected less nesting") from None
+            raise self._wrong(at, "expected fewer nested arrays and objects") from None
         except ValueError as error:       # NaN, or a number with thousands of digits
-            raise self._wrong(at, f"invalid JSON: {str(error)[:80]}") from None
+            raise self._wrong(at, f"expected valid JSON: {str(error)[:80]}") from None
 
     def _wrong(self, position: int, fact: str) -> DatasetError:
         column = position - (self._text.rfind("\n", 0, position) + 1) + 1
         place = f"{self.place(position)}:{column}"
         if position >= len(self._text.rstrip()):
             return DatasetError(place, "the file is truncated", fact, NOT_CUT)
-        return DatasetError(place, f"the text is {quoted(self._text[position:position + 20])}", fact)
+        rest_of_line = self._text[position:position + 20].split("\n")[0]
+        return DatasetError(place, f"the text is {quoted(rest_of_line)}" if rest_of_line else "the line ends", fact)
+
+
+def _expectation(fault: str) -> str:
+    """What Python's decoder expected, in the words of its message."""
+    if fault.startswith("Expecting "):
+        return EXPECTATIONS.get(fault, fault.replace("Expecting", "expected").removesuffix(" delimiter"))
+    return f"expected valid JSON: {fault[:1].lower()}{fault[1:].removesuffix(' at').removesuffix(' starting')}"
 
 
 def _blank(match: re.Match) -> str:
