@@ -91,7 +91,7 @@ def written_by(operation: Operation) -> list[int]:
 
 @dataclass(slots=True)
 class LaunchRecording:
-    """The operations of a model's forward, and of its head if that is recorded too.
+    """The operations of a model's forward, and of its head if the head is recorded too.
 
     dtype       of all rows
     operations  in order
