@@ -1,5 +1,5 @@
-"""Rows of logits in blocks of 64. The largest logits are in the blocks with the largest maxima, so one vectorized pass
-finds these blocks and only a few of them are searched.
+"""Finds the largest logits of rows in blocks of 64. One vectorized pass computes the maximum of each block. The largest
+logits are in the few blocks with the largest maxima, and only these blocks are searched.
 """
 
 import torch
