@@ -17,7 +17,7 @@ class Statistic:
               engine started, which never falls
     meaning   a short description
     schemes   batching schemes whose records have the key: "all", "in flight" (all but TrtGptModelType.V1) or "V1"
-    always    False: the key may be missing, while its value is zero or if the backend does not report it
+    always    False: the key may be missing if its value is zero or if the backend does not report it
     """
 
     name: str
