@@ -1,8 +1,8 @@
 """The configuration of a GGUF file, under the field names of Hugging Face's config.json.
 
-The family's model class reads and checks the values, as for a config.json. This module refuses a file with an unread
-metadata key of the architecture. Values that GGUF files never state, such as the activation, are the family's defaults
-in transformers.
+The family's model class reads and checks the values, as it does for a config.json. This module refuses a file that has
+a metadata key of the architecture that was not read. Values that GGUF files never state, such as the activation, are
+the family's defaults in transformers.
 """
 
 from collections.abc import Callable, Mapping
@@ -312,7 +312,7 @@ def _frequency_factors(metadata: Metadata, heads: Heads, factors: Callable[[str]
 
 
 def _layer_types(metadata: Metadata, period: int) -> list[str]:
-    """Return `layer_types`: the file's pattern, by default sliding attention in all but every `period`-th layer."""
+    """Return `layer_types` by the file's pattern. By default, every `period`-th layer has full attention."""
     layers, name = metadata.count("block_count"), "attention.sliding_window_pattern"
     pattern = metadata.get(name)
     if isinstance(pattern, GgufArray):
@@ -362,8 +362,8 @@ def _gemma2(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[st
 
 
 def _query_scalar(metadata: Metadata, heads: Heads, layers_of_27b: int) -> int:
-    """Return `query_pre_attn_scalar` of Gemma 2 and 3, for which there is no key. The 27B models, recognized by their
-    number of layers, use hidden size / query heads; all others use the head size."""
+    """Return `query_pre_attn_scalar` of Gemma 2 and 3, which has no metadata key. The 27B models, recognized by their
+    number of layers, use hidden size / query heads. All others use the head size."""
     if metadata.count("block_count") != layers_of_27b:
         return heads.size
     return metadata.count("embedding_length") // heads.queries
@@ -411,7 +411,7 @@ def _stablelm(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[
 
 
 def _falcon(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
-    """As llama.cpp computes it: attention and MLP in parallel, rotary positions."""
+    """Falcon as llama.cpp computes it: attention and MLP are parallel, and positions are rotary."""
     if metadata.get("tensor_data_layout", "jploski") != "jploski":
         raise metadata.fault("tensor_data_layout", "'jploski' or no value")
     has_own_norms = metadata.has_tensor("blk.0.attn_norm_2.weight")

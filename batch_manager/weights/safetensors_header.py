@@ -1,7 +1,7 @@
 """The header of a safetensors file, checked before the safetensors library opens the file.
 
-The library checks it too, but its errors name neither tensor nor field and quote the file unescaped. It also keeps the
-last of two tensors with the same name, and parses headers of up to 100 MB.
+The library checks the header too, but its errors name neither tensor nor field and quote the file unescaped. The
+library also keeps the last of two tensors with the same name, and parses headers of up to 100 MB.
 """
 
 import math
@@ -62,7 +62,7 @@ def incomplete(path: Path, reason: str) -> ModelLoadError:
 
 
 def _stored(path: Path, name: str, fields: Fields) -> StoredTensor:
-    """Read one description and check its size; for a dtype that cannot be loaded the size is not known."""
+    """Read one description and check its size. The size of a dtype that cannot be loaded is not known or checked."""
     dtype, shape = fields.text("dtype"), fields.counts("shape", range(MAX_RANK + 1))
     begin, end = fields.counts("data_offsets", range(2, 3))
     if dtype in ELEMENT_BYTES and (size := math.prod(shape) * ELEMENT_BYTES[dtype]) != end - begin:
