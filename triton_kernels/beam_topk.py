@@ -106,7 +106,7 @@ def _beam_row_kernel(
     are_log_probs = tl.load(are_log_probs_ptr + row) != 0
     usable = finite & (tl.load(cum_log_prob_ptr + row) > -float("inf"))
 
-    # Blocks are in the order of ids: of equal entries, the one of the first block is taken.
+    # Blocks are in the order of ids, so among equal entries the entry of the first block is taken.
     values_ptr = value_ptr + row * num_blocks * num_kept + block * num_kept
     tokens_ptr = token_ptr + row * num_blocks * num_kept
     usable_blocks = tl.where(usable, num_blocks, 0)

@@ -249,7 +249,7 @@ class ContextSettings(NamedTuple):
     """Launch settings.
 
     rows, keys              query rows and keys of a tile
-    num_warps, num_stages   of one program
+    num_warps, num_stages   warps and pipeline stages of one program
     """
 
     rows: int

@@ -20,7 +20,7 @@ Oracle      triton_kernels/reference/token_penalties.py
 Source      the repetition penalty is that of CTRL (Keskar et al., 2019); written for this project.
 
 One program per row and piece of the vocabulary. It counts the tokens of the history that fall into its piece and
-changes their logits. So no state of the size of the vocabulary is kept between steps.
+changes their logits. No state of the size of the vocabulary is kept between steps.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""Chooses what runs a model: a class of this package (or a registered one), or transformers."""
+"""Chooses the implementation of a model: a class of this package, a registered class, or transformers."""
 
 from ..errors import UnsupportedModelError
 from ..weights.json_file import Fields, shown

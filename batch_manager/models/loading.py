@@ -51,13 +51,13 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     """Load the checkpoint at `path`.
 
     dtype           a torch dtype or its name; "auto": the checkpoint's dtype on a GPU, float32 on a CPU
-    load_format     "auto": safetensors or GGUF; "dummy": random weights from `seed`, only config.json is needed
+    load_format     "auto": safetensors or GGUF; "dummy": random weights from `seed`, which need only config.json
     deterministic   a row's bits depend on that row only; ConfigError if the model class does not support this
     compiled_step   on a CPU: store matrices for the compiled step, see triton_kernels/cpu/native
     free_bytes      free device memory; larger weights are refused before any allocation. None: no check
     model_implementation   "native": a class of this package, or a registered one; "transformers": transformers' own
                            class with the engine's attention; "auto": native if there is such a class
-    Raises ModelLoadError, which names file and field, UnsupportedModelError, or InsufficientMemoryError.
+    Raises                 ModelLoadError, which names file and field; UnsupportedModelError; InsufficientMemoryError
     """
     device = torch.device(device)
     if model_implementation not in MODEL_IMPLEMENTATIONS:

@@ -1,4 +1,4 @@
-"""The registry: architecture -> model class."""
+"""The registry of model classes by architecture."""
 
 from importlib import import_module
 from typing import Protocol

@@ -14,9 +14,9 @@ from ..errors import ConfigError, DeviceLostError
 
 MEMORY_SECONDS = 1.0               # time for which a value of GPU memory is reused in statistics
 UPLOAD_BUFFERS = 3                 # used in turn, because copies of earlier steps may still read their buffers
-LARGE_READBACK_BYTES = 1 << 20     # larger tensors are read back by themselves, without the copy that joins small ones
+LARGE_READBACK_BYTES = 1 << 20     # larger tensors are read back one by one; smaller tensors are joined into one copy
 ALIGNMENT = 16                     # bytes; of each array within an upload
-CONTROL_GROUP = Path("/sys/fs/cgroup")    # of this process, in a container
+CONTROL_GROUP = Path("/sys/fs/cgroup")    # control group of this process, in a container
 
 _ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", ())
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 SMALL_ROWS = (1, 2, 4)
 STEP, LARGE_STEP = 8, 32
 LARGE_ROWS = 256                   # from here on, shapes are LARGE_STEP rows apart
-MOST_ROWS = 512                    # of a step with a graph; larger steps compute for longer than their launches take
+MOST_ROWS = 512                    # for a step with a graph; larger steps compute for longer than their launches take
 
 MIXED_ROWS = (8, 32, 64, 128, 256)                       # generation rows of steps with contexts
 MIXED_TOKENS = (64, 128, 256, 512, 1024, 2048)           # context tokens of these steps

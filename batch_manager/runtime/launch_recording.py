@@ -93,8 +93,8 @@ def written_by(operation: Operation) -> list[int]:
 class LaunchRecording:
     """The operations of a model's forward, and of its head if the head is recorded too.
 
-    dtype       of all rows
-    operations  in order
+    dtype       dtype of all rows
+    operations  the operations in order
     widths      columns of each register; register 0 is the input, the hidden states
     result      register of the output
     """

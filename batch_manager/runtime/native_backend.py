@@ -397,7 +397,7 @@ class NativeBackend:
         """Use the fused step for plain generation steps of few rows from now on, if the device runs Triton kernels and
         the model can be recorded. Call after the warm-up.
 
-        spec   with the effective windows
+        spec   the model's spec with the effective windows
         """
         if self._plain_steps is None or not use_triton(self._device):
             return
@@ -424,7 +424,7 @@ class NativeBackend:
     def compile_step(self, loaded: LoadedModel, spec: ModelSpec, *, must: bool = False) -> None:
         """Run the model's forward as compiled code from now on, if that is possible.
 
-        spec   with the effective windows
+        spec   the model's spec with the effective windows
         must   whether to raise ConfigError if the model cannot be compiled
         """
         try:

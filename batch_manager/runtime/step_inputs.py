@@ -16,8 +16,8 @@ In each step:
 
 The arrays follow one another at offsets that the `StepShape` determines. Generation rows come first, then contexts,
 each with its padding, so that both start at rows that the shape determines. A padding row has a slot that no sequence
-uses and length 0, and its token is not stored. So all steps of a shape make the same launches with the same arguments,
-and a graph of these launches can be replayed.
+uses and length 0, and its token is not stored. All steps of a shape therefore make the same launches with the same
+arguments, and a graph of these launches can be replayed.
 """
 
 import math

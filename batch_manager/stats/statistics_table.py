@@ -12,7 +12,7 @@ class Statistic:
     """One key of the JSON record.
 
     name      the key
-    unit      of the value; "text" for a string
+    unit      unit of the value; "text" for a string
     time      "of this iteration": since the last record; "now": current value; "since the start": a count since the
               engine started, which never falls
     meaning   a short description

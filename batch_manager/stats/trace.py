@@ -183,7 +183,7 @@ class _LineFile:
             return
         try:
             self._write(content)
-        except OSError as error:        # a retry would leave a gap
+        except OSError as error:        # no retry: the file would have a gap
             self._failure = error
             log.error("the trace is incomplete: %s cannot be written: %s; no further iteration is recorded",
                       self._path, error.strerror)
@@ -199,7 +199,7 @@ class _LineFile:
             raise self._failure
 
     def close_quietly(self) -> None:
-        with suppress(OSError):        # the log has it
+        with suppress(OSError):        # the error is in the log
             self.close()
 
     def _write(self, content: bytes | memoryview) -> None:

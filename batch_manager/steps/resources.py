@@ -43,7 +43,7 @@ class Resource(Protocol):
         ...
 
     def release(self, request: LlmRequest) -> None:
-        """Release what the request holds."""
+        """Release everything that the request holds of the resource."""
         ...
 
     def figures(self) -> Mapping[str, int]:
@@ -68,7 +68,7 @@ class Resources:
         self._prompt_tables: dict[int, PromptTable] = {}
 
     def admit(self, admitted: Admitted) -> None:
-        """Keep the setup that the device needs when the request starts."""
+        """Keep the setup that the device needs when the request starts, and its prompt-tuning table if it has one."""
         request_id = admitted.request.request_id
         self._setups[request_id] = admitted.setup
         if admitted.prompt_table is not None:

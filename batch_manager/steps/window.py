@@ -1,4 +1,4 @@
-"""The steps in flight, and the reruns of failed ones."""
+"""The steps in flight, and the reruns of failed steps."""
 
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -19,7 +19,7 @@ NO_REQUESTS: frozenset[int] = frozenset()
 class StepInFlight:
     """A step that was launched and not read yet.
 
-    requests   in batch order
+    requests   the requests in batch order
     void       requests whose rows are void: an earlier step of these requests failed
     """
 

@@ -90,7 +90,8 @@ class Metadata:
         return value
 
     def fault(self, name: str, expected: str, fix: str = "") -> ModelLoadError:
-        """Return the error to raise for an invalid value of a key. expected: what follows the word in the message."""
+        """Return the error to raise for an invalid value of a key. expected: the words after "expected" in the message.
+        """
         value = self.header.metadata.get(self.key(name))
         return ModelLoadError(f"{self.where}: {self.key(name)} is {shown(value)}", f"expected {expected}", fix)
 
@@ -273,8 +274,8 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
     scaling = {"rope_type": kind, "factor": metadata.need("rope.scaling.factor")}
     if kind == "linear":
         return scaling
-    # Converters and llama.cpp disagree on what an attention factor multiplies with yarn. It is not read here, so
-    # refuse_unread_keys refuses a file that has one.
+    # Converters and llama.cpp disagree on the meaning of an attention factor with yarn. The key is not read here, so
+    # refuse_unread_keys refuses a file that has it.
     scaling["original_max_position_embeddings"] = metadata.need("rope.scaling.original_context_length")
     for field, name in (("beta_fast", "rope.scaling.yarn_beta_fast"), ("beta_slow", "rope.scaling.yarn_beta_slow")):
         if (value := metadata.get(name)) is not None:

@@ -75,7 +75,7 @@ class GgufTensor:
     """A tensor of the file.
 
     kind         name of its type, such as "Q4_K"
-    shape        in torch's order: rows first
+    shape        shape in torch's order: rows first
     row_bytes    bytes of one row, the elements along the last dimension
     begin, end   byte range in the file
     """

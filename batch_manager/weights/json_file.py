@@ -87,7 +87,10 @@ class Fields:
         return self.values.get(name) is not None
 
     def fault(self, name: str, expected: str, fix: str = "") -> ModelLoadError:
-        """Return the error to raise for an invalid value of a field. expected: what follows the word in the message."""
+        """Return the error to raise for an invalid value of a field.
+
+        expected   the words after "expected" in the message
+        """
         return ModelLoadError(f"{self.where}: {_name(name)} is {shown(self.values.get(name))}",
                               f"expected {expected}", fix)
 

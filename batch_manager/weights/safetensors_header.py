@@ -23,7 +23,7 @@ ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 class StoredTensor:
     """The description of a tensor.
 
-    dtype        as the file spells it; it may be one that cannot be loaded
+    dtype        the dtype as the file spells it; it may be a dtype that cannot be loaded
     begin, end   byte range in the data, which follows the header
     """
 

@@ -5,7 +5,7 @@ logits are in the few blocks with the largest maxima, and only these blocks are 
 import torch
 
 BLOCK = 64
-OFFSETS = torch.arange(BLOCK, dtype=torch.int64, device="cpu")     # of the logits in a block
+OFFSETS = torch.arange(BLOCK, dtype=torch.int64, device="cpu")     # offsets of the logits in a block
 
 
 def block_maxima(logits: torch.Tensor) -> torch.Tensor:

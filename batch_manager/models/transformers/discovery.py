@@ -100,7 +100,7 @@ class _WithoutValues(TorchFunctionMode):
             if function in (torch.nonzero, torch.Tensor.nonzero, torch.argwhere):
                 return torch.empty((0, given.dim()), dtype=torch.int64, device="meta")
             if function in (torch.all, torch.Tensor.all) and len(args) == 1 and not kwargs:
-                return torch.ones((), dtype=torch.bool, device="cpu")       # used to check for a single sequence
+                return torch.ones((), dtype=torch.bool, device="cpu")       # models check for a single sequence with it
             if function is torch.where and len(args) == 1:
                 return tuple(torch.empty(0, dtype=torch.int64, device="meta") for _ in range(given.dim()))
             if function in (torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__index__,

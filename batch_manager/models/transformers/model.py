@@ -148,7 +148,7 @@ class _StandInOutput:
 def _base_of(model: Any, where: str) -> Any:
     """Return the part of a model that computes hidden states."""
     base = model.base_model
-    if base is model:                              # its base_model_prefix belongs to a larger model
+    if base is model:                              # the model's base_model_prefix belongs to a larger model
         base = getattr(model, "model", model)
     if base is model or not isinstance(base, torch.nn.Module):
         raise UnsupportedModelError(f"{where}: {type(model).__name__} has no base model that computes hidden states",

@@ -1,5 +1,5 @@
-/* Attention in bfloat16 by tiles: the same sums as `attend`, for many query rows at once. Uses AMX tiles, or blocks of
-   AVX-512 vectors without AMX.
+/* Attention in bfloat16 by tiles: the same sums as `attend`, for many query rows at once. Uses AMX tiles or, without
+   AMX, blocks of AVX-512 vectors.
 
    The products of keys and queries are stored as [token][query], so that the softmax handles sixteen queries at a time.
    Weights are rounded to bfloat16, the input type of the tiles. Queries and weights are transposed in pairs of bfloat16

@@ -175,7 +175,7 @@ def _folders() -> list[Path]:
 
 
 def _processor() -> str:
-    """Return what `-march=native` depends on: the name and instruction sets of the processor."""
+    """Return the name and the instruction sets of the processor, on which `-march=native` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -2,7 +2,7 @@
 
    A packed matrix consists of panels of 16 outputs. A bfloat16 panel is [inputs / 2][16][2]: one load has two inputs of
    each of 16 outputs, as both vdpbf16ps and AMX tiles expect. A float32 panel is [inputs][16]. Inputs are padded with
-   zeros to a multiple of 32. Rows of x are read up to that multiple: memory after their end must be finite. */
+   zeros to a multiple of 32. Rows of x are read up to this multiple, so the memory after their end must be finite. */
 #pragma once
 #include "tiles.h"
 
@@ -280,7 +280,7 @@ static void multiply(const Matrix *m, const void *x, int64_t stride, int64_t row
 }
 
 /* Find the largest output of each row among the panels first .. end - 1, at most MAX_PANELS_PER_PIECE of them, and its
-   index. Ties: the lowest index. The output is NaN if any is NaN. The products stay in the cache. */
+   index. Ties: the lowest index. The result is NaN if any output is NaN. The products stay in the cache. */
 #define ROWS_OF_LARGEST 32
 
 static void largest_outputs(const Matrix *m, const void *x, int64_t stride, int64_t rows, int64_t first, int64_t end,

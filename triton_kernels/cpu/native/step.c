@@ -35,7 +35,7 @@ typedef struct {
 } Step;
 
 /* A piece of attention: query rows of one kv head of one sequence. A single row of a long sequence is split by keys
-   into several items, the parts; the thread that finishes the last part merges their results.
+   into several items, which are its parts. The thread that finishes the last part merges their results.
 
    parts          number of parts; 1: not split
    first_partial  index of the result of part 0 in Job.partials, and of the counter in Job.num_finished */
@@ -562,8 +562,8 @@ void stop_helpers(void) {
    shortly after the job has ended. */
 int64_t processor_nanoseconds(void) { return atomic_load_explicit(&pool.processor_ns, memory_order_relaxed); }
 
-/* Find the largest output of each row of x and its index. Ties: the lowest index. The output is NaN if any is NaN.
-   Returns 0, or 1 if there is not enough memory. */
+/* Find the largest output of each row of x and its index. Ties: the lowest index. The result of a row is NaN if any of
+   its outputs is NaN. Returns 0, or 1 if there is not enough memory. */
 int largest_outputs_of(const Matrix *matrix, const void *x, int64_t stride, int64_t rows, int64_t *index_of,
                        float *largest_of, int threads) {
     char *const registers[1] = {(char *)x};
