@@ -352,7 +352,7 @@ class NativeBackend:
             one with all features
             one that is sampled, without other features
             one without features, long enough for attention to split it
-            one for each power of two of beams below max_beam_width, and one of max_beam_width beams
+            with beams, one for each power of two below max_beam_width, and one of max_beam_width beams
 
         This compiles the kernels of all variants of a step, so that no kernel is compiled while requests wait.
         """

@@ -26,7 +26,9 @@ class Padding:
 
 
 def padding(step: PackedStep, num_generation_rows: int) -> Padding | None:
-    """Return the padding of contexts to the longest one, or of generation rows to `num_generation_rows`; None: none.
+    """Return the padding of contexts to the longest one, or of generation rows to `num_generation_rows`.
+
+    Returns None if no row is padding.
 
     step   has only contexts, or only generation rows
     """

@@ -3,8 +3,8 @@
 This function is `PlainSteps.run_step`. The shape of the step is its only argument and determines all launches. It is
 called for each step, or once per shape to capture a graph, which later steps replay.
 
-A step with contexts is plain only if there is a graph for its size. Such steps have a hundred times more shapes than
-graphs could be captured for, and they gain nothing without a graph.
+A step with contexts is plain only if there is a graph for its size. There are a hundred times more shapes of such steps
+than graphs that could be captured, and without a graph such a step gains nothing.
 """
 
 from collections.abc import Callable
