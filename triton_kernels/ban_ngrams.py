@@ -6,7 +6,7 @@
 Shapes      logits                   [R, V]   float32, contiguous rows, any row stride
             history                  [H, C]   int32, contiguous rows, any row stride; ids >= V have no logit
             history_row              [R] int64   row of `history` for each row of logits
-            length                   [R] int64   number of its tokens that count, at most C
+            length                   [R] int64   number of tokens of that history that count, at most C
             size                     [R] int32   n; 0: off; 1: forbid all tokens of the sequence
 Neutral     a row of size 0 is unchanged, and its history is not read: history_row and length are arbitrary
 Mutates     logits
@@ -49,7 +49,9 @@ def _ban_ngrams_kernel(
 
 
 def ban_ngrams(logits, history, history_row, length, size):
-    """Modify and return `logits`. See the module docstring for shapes. Columns of `history` past all lengths cost time.
+    """Modify and return `logits`. See the module docstring for shapes.
+
+    Columns of `history` after the longest length cost time too.
     """
     num_rows, vocabulary = logits.shape
     assert logits.stride(1) == 1 and history.stride(1) == 1

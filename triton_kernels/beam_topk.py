@@ -13,9 +13,8 @@ Shapes      logits          [R, V]   any float dtype, contiguous rows, any row s
             group_starts    [G + 1] int32   group g is the rows group_starts[g] .. group_starts[g + 1] - 1
             num_candidates  K >= 1
             max_rows        at least the number of rows of the largest group
-            are_log_probs   [R] bool   the logits of the row are log-probs, to be used without normalization; None: of
-                            no row
-Returns     log_probs       [G, K] float32   of the token alone; -inf past the last candidate of a group
+            are_log_probs   [R] bool   the logits of the row are log-probs and are not normalized; None: in no row
+Returns     log_probs       [G, K] float32   log-prob of the token alone; -inf past the last candidate of a group
             parents         [G, K] int32   row within the group; 0 past the last candidate
             tokens          [G, K] int32   0 past the last candidate
             finite          [R] bool   False for a row with NaN or +inf, or only -inf; it has no candidates
@@ -23,11 +22,14 @@ Oracle      triton_kernels/reference/beam_topk.py
 Source      top-k of blocks, then rows, then groups; written for this project.
 
 The diversity penalty grows with the rank, so it never reorders the tokens of a row. The best candidates of a group are
-therefore among the K largest logits of its rows, and these among the K largest of each block of logits. A program of
-the first kernel finds the K largest of one block: it removes the maximum K times while the block stays in registers, so
-each logit is read once. The second kernel merges the lists of the blocks of a row, the third merges the lists of the
-rows of a group. Both hold the first remaining entry of each list, take the best of these K times, and load the next
-entry of that list. K is unlimited: registers hold a block, or one entry per block or row.
+therefore among the K largest logits of each of its rows. The K largest logits of a row are among the K largest logits
+of each of its blocks.
+
+A program of the first kernel finds the K largest logits of one block. It removes the maximum K times while the block
+stays in registers, so each logit is read once. The second kernel merges the lists of the blocks of a row. The third
+kernel merges the lists of the rows of a group. Both hold the first remaining entry of each list. They take the best of
+these entries K times, and each time load the next entry of its list. K is unlimited, because registers hold only a
+block, or one entry per block or row.
 """
 
 import torch
@@ -104,7 +106,7 @@ def _beam_row_kernel(
     are_log_probs = tl.load(are_log_probs_ptr + row) != 0
     usable = finite & (tl.load(cum_log_prob_ptr + row) > -float("inf"))
 
-    # Blocks are in the order of ids: of equal entries, the one of the first block is taken.
+    # Blocks are in the order of ids, so among equal entries the entry of the first block is taken.
     values_ptr = value_ptr + row * num_blocks * num_kept + block * num_kept
     tokens_ptr = token_ptr + row * num_blocks * num_kept
     usable_blocks = tl.where(usable, num_blocks, 0)

@@ -1,9 +1,9 @@
 """The work list of `paged_attention_context`: one row per tile of a sequence's new tokens. Pure host arithmetic.
 
-A tile has as many tokens as a program's tile of queries has rows. Its row of the list starts one program per query
-head, which is as many as the queries of a full tile need.
+A tile of new tokens has as many tokens as a program's tile of queries has rows. A row of the list starts one program
+per query head, which is the number of programs that the queries of a full tile need.
 
-The tile height depends only on the head size and the element size, so the list can be made without knowing the device.
+The tile height depends only on the head size and the element size, so the list does not depend on the device.
 """
 
 import numpy as np
@@ -12,9 +12,10 @@ WORK_COLUMNS = 2
 
 
 def context_tile_rows(head_size: int, element_size_bytes: int) -> int:
-    """Return the rows of a tile of queries, which is also the tokens of a tile of tokens. Limited by registers.
+    """Return the number of rows of a tile of queries, which is also the number of tokens of a tile of new tokens.
 
-    float32 has smaller tiles: no matrix instruction keeps its precision, and other products take more registers.
+    Registers limit the number. float32 has smaller tiles: no matrix instruction keeps its precision, and other products
+    take more registers.
     """
     if element_size_bytes == 4:
         return 32 if head_size <= 64 else 16

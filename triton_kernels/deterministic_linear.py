@@ -13,8 +13,9 @@ Source      tiled matrix product; "Defeating Nondeterminism in LLM Inference" (H
 
 A library selects the tile, the instruction and the split of K by the number of rows, so the result of a row depends on
 the batch. Here the tile depends only on the element size, one program walks all of K in fixed steps, and nothing is
-tuned: a batch of one row uses the same tile as a thousand rows, mostly padding. A small batch is bound by reading the
-weights anyway. The slowdown of large batches against a library has not been measured.
+tuned. A batch of one row uses the same tile as a batch of a thousand rows, although most of its tile is padding. This
+costs little, because reading the weights takes most of the time of a small batch. The slowdown of large batches
+compared to a library has not been measured.
 """
 
 from typing import NamedTuple

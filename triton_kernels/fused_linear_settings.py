@@ -7,10 +7,10 @@ The constants are estimates from vendors' bandwidths and latencies, not measured
 import functools
 from typing import NamedTuple
 
-MOST_ROWS = 16                      # of x: the minimum of a matrix instruction
+MOST_ROWS = 16                      # rows of x: the minimum of a matrix instruction
 COLUMNS = (64, 32, 16)              # columns of `out` per program, in order of preference; 16: see MOST_ROWS
 WAVES = 2                           # minimum number of programs per multiprocessor to give a program more columns
-STEP_BYTES = 512                    # of a row of the weight, loaded at once
+STEP_BYTES = 512                    # bytes of a row of the weight that are loaded at once
 MOST_STAGES = 5                     # pieces of the weight in flight, including the one in use
 MOST_SHARED_BYTES = 100 * 1024      # per program, so that two fit on a multiprocessor
 MOST_READS = 2.0                    # bytes of x that all programs read in total, relative to those of the weight

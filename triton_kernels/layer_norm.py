@@ -13,7 +13,7 @@ Mutates     residual and out. out can be `hidden`; None: allocated.
 Oracle      triton_kernels/reference/layer_norm.py
 Source      Ba, Kiros and Hinton 2016; written for this project.
 
-One program per row, held in registers, so the variance is computed around the mean in a second pass.
+One program per row. The row stays in registers, so a second pass can compute the variance around the mean.
 """
 
 import torch

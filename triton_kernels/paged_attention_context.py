@@ -12,8 +12,8 @@ Shapes      query                    [T, HQ, D]   T packed tokens; heads contigu
             cu_seqlens               [C + 1] int32   sequence c owns query rows cu_seqlens[c] .. cu_seqlens[c + 1] - 1
             kv_lengths               [C] int32   keys of each sequence, including those of this step
             work_list                [W, 2] int32   from `context_work_list`, on the queries' device; row (c, m) is the
-                                                    m-th tile of new tokens of sequence c, as many as a tile of
-                                                    queries has rows; (-1, -1) is padding
+                                                    m-th tile of new tokens of sequence c, with as many tokens
+                                                    as a tile of queries has rows; (-1, -1) is padding
             slots                    [C] int32   row of block_table for each sequence; None: row c
             out                      [T, HQ, D]   None: allocated
             alibi_slopes             [HQ] float32   None: no ALiBi bias
@@ -28,8 +28,8 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
             without a window. Positions are absolute: a key is rotated once, by its position, when it is written to the
             pool. It is not rotated again when tokens between it and the query leave the window.
             uniform_rows: rows of a tile, at least 16, which is also the tile height of work_list; None = chosen from
-            the shapes. When set, the bits of a row depend on its query and keys alone: a generation row, as a context
-            of one token, gives the same bits as in the middle of a prompt.
+            the shapes. When set, the bits of a row depend on its query and keys alone: a token has the same bits as a
+            generation row (a context of one token) and in the middle of a prompt.
 Mutates     out, rows below cu_seqlens[C]. Later rows (generation, padding) are neither read nor written.
 Needs       pages with a visible key hold finite numbers for all B tokens: zero the pool once.
 Oracle      triton_kernels/reference/paged_attention_context.py
@@ -41,13 +41,14 @@ of a kv head are numbered token by token, with the heads of the group next to ea
 needs one tile for the whole group, not one per query head. A row of the work list starts one program per query head. A
 full tile of tokens keeps all of them busy; with a shorter tile, programs without queries exit immediately.
 
-Tiles of keys that all rows see are walked without a mask. The tiles at the edge of the window, before them, and those
-on the diagonal, after them, use a mask. The tiles of the sinks are walked with the edge, numbered directly below its
-first tile. `sink` is a compile-time constant, because an engine has one value; 0 adds no code.
+Tiles of keys that all rows see are walked without a mask. The tiles at the edge of the window come before these tiles
+and need a mask. The tiles on the diagonal come after them and also need a mask. The tiles of the sinks are walked in
+the same loop as the edge, and are numbered directly below the first tile of the edge. `sink` is a compile-time
+constant, because an engine has one value; 0 adds no code.
 
-Tiles of keys count from position 0 and are accumulated in that order, wherever a chunk begins. Only the choice of the
-loop for a tile depends on the chunk, and a compiler may use a fused multiply-add in one loop and not in another. With
-uniform_rows, one masked loop walks all tiles.
+Tiles of keys are numbered from position 0 and accumulated in this order, wherever a chunk begins. The chunk determines
+only which loop walks a tile. A compiler may use a fused multiply-add in one loop and not in another. With uniform_rows,
+one masked loop therefore walks all tiles.
 """
 
 from typing import NamedTuple
@@ -248,7 +249,7 @@ class ContextSettings(NamedTuple):
     """Launch settings.
 
     rows, keys              query rows and keys of a tile
-    num_warps, num_stages   of one program
+    num_warps, num_stages   warps and pipeline stages of one program
     """
 
     rows: int

@@ -77,7 +77,7 @@ def _rotated(row_ptr, keep, lane, cos, sin, HALF: tl.constexpr):
     row_ptr    first entry of each row
     keep       mask of entries that exist
     lane       indices of the entries
-    cos, sin   for each entry; `sin` negated for the first HALF entries; 1 and 0 for entries that do not rotate
+    cos, sin   values for each entry; `sin` negated for the first HALF entries; 1 and 0 for entries that do not rotate
     """
     head = tl.load(row_ptr + lane, mask=keep, other=0.0).to(tl.float32)
     if HALF > 0:
@@ -256,7 +256,7 @@ class DecodeSettings(NamedTuple):
     """Launch settings.
 
     resident_programs       programs that the device runs at the same time
-    num_warps, num_stages   of one program
+    num_warps, num_stages   warps and pipeline stages of one program
     """
 
     resident_programs: int

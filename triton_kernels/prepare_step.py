@@ -10,7 +10,7 @@ Shapes      block_table              [rows, m] int32, contiguous
             table_entries            [u] int64   indices into the flat table; duplicates must have equal blocks
             table_blocks             [u] int32
             last_tokens              [S, C] int64, contiguous; C a power of two
-            slots, positions         [R] int64   positions can be longer
+            slots, positions         [R] int64   positions can have more entries, which are not read
             input_tokens             [T - R] int64   can be empty
             embedding                [V, H]   contiguous rows, any row stride; None: out is the tokens
             cleared                  [q, c] int32, contiguous   memory to zero for later kernels of the step, or None

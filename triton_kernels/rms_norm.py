@@ -13,7 +13,7 @@ Mutates     residual and out. out can be `hidden`; None: allocated.
 Oracle      triton_kernels/reference/rms_norm.py
 Source      Zhang and Sennrich 2019; written for this project.
 
-One program per row, held in registers.
+One program per row. The row stays in registers.
 """
 
 import torch

@@ -41,9 +41,9 @@ The kernels before the last run one program per row and piece of the vocabulary,
     digit     find the thresholds of top-k, then of top-p, digit by digit. Logits are mapped to integers of the same
               order. A digit has 11 bits, the third 10: two digits cover a 16-bit logit, three a float32. For each digit
               after the first, a pass counts and weighs, by that digit, the logits that share the digits of the
-              threshold so far. The first pass also weighs all logits by their first digit, for top-p; what top-k
-              removes is subtracted once its threshold is known. Weights are integers, in units of 2^-40 of the largest,
-              so that their sums do not depend on the order
+              threshold so far. The first pass also weighs all logits by their first digit, for top-p. The weights that
+              top-k removes are subtracted when its threshold is known. Weights are integers, in units of 2^-40 of the
+              largest, so that their sums do not depend on the order
     mass      sum the kept weights of each piece
     token     one program per row: find the piece that u falls into, then the token; set the results
 
@@ -152,9 +152,9 @@ def _histogram(histogram_ptr, row, which, DIGITS: tl.constexpr):
 def _next_digit(histogram, digits, missing, VALUES: tl.constexpr):
     """Find the next digit of a threshold. Returns (digits with the next one appended, new `missing`).
 
-    histogram  counts or weights, by the next digit, of the logits that share `digits`
-    digits     of the threshold so far; 0 before the first
-    missing    the count or weight that the logits that share `digits` must contribute
+    histogram  counts or weights, by the next digit, of the logits that begin with `digits`
+    digits     digits of the threshold so far; 0 before the first
+    missing    count or weight that the logits beginning with `digits` must contribute
     VALUES     number of values of the next digit
     """
     digit = tl.arange(0, BUCKETS)
@@ -423,7 +423,7 @@ def sample_token(
 ):
     """Sample one token per row. Returns (tokens, log_probs, finite). See the module docstring for shapes.
 
-    Ignores wants_log_prob: every row gets a log-prob, which costs nothing extra.
+    Ignores wants_log_prob, because a log-prob for every row costs nothing extra.
     """
     num_rows, vocabulary = logits.shape
 

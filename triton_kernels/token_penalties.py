@@ -9,17 +9,18 @@
 Shapes      logits                   [R, V]   float32, contiguous rows, any row stride
             history                  [H, C]   int32, contiguous rows, any row stride; ids >= V have no logit
             history_row              [R] int64   row of `history` for each row of logits
-            length                   [R] int64   number of its tokens that count, at most C
+            length                   [R] int64   number of tokens of that history that count, at most C
             repetition               [R] float32   above 0; 1: off
             presence, frequency      [R] float32   0: off
             ignored                  [R] int32   leading tokens that presence and frequency do not count, 0..length
-Neutral     a row with 1, 0 and 0 is unchanged, and its history is not read: history_row and length are arbitrary
-Mutates     logits. Finite logits stay finite: they saturate at the largest float32. Others are unchanged.
+Neutral     a row with repetition 1, presence 0 and frequency 0 is unchanged, and its history is not read: history_row
+            and length are arbitrary
+Mutates     logits. Finite logits stay finite: they saturate at the largest float32. Other logits are unchanged.
 Oracle      triton_kernels/reference/token_penalties.py
 Source      the repetition penalty is that of CTRL (Keskar et al., 2019); written for this project.
 
 One program per row and piece of the vocabulary. It counts the tokens of the history that fall into its piece and
-changes their logits. So no state of the size of the vocabulary is kept between steps.
+changes their logits. No state of the size of the vocabulary is kept between steps.
 """
 
 import triton

@@ -38,7 +38,7 @@ DEFAULT_POSITIONS = 2048       # the models' training length; ALiBi has no limit
 class BloomSpec(ModelSpec):
     """The spec of BLOOM models.
 
-    adds_to_normed   attention and the MLP add their outputs to the normed rows, not to the rows before the norm
+    adds_to_normed   attention and the MLP add their outputs to the normed rows; otherwise to the rows before the norm
     """
 
     adds_to_normed: bool
@@ -99,7 +99,7 @@ class Bloom:
                          tied_to=self.embedding if spec.tie_word_embeddings else None)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings before their norm. `forward` applies the norm, to rows of a prompt-tuning table too."""
+        """Embeddings before their norm. `forward` applies the norm, also to rows of a prompt-tuning table."""
         return self.embedding(token_ids)
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
@@ -118,7 +118,7 @@ class _Layer:
         self.heads, self.head_size = [spec.num_heads] * 3, spec.head_size
         size, epsilon = spec.hidden_size, spec.norm_epsilon
         self.attention_norm = LayerNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
-        # The file has the rows by head, each with its query, key and value.
+        # The file orders the rows by head. Each head has its query, key and value.
         order = torch.arange(3 * size, dtype=torch.int64, device=context.device).view(spec.num_heads, 3, spec.head_size)
         self.qkv = Linear(weights, context, [f"{name}.self_attention.query_key_value"], size, spec.qkv_sizes, bias=True,
                           split="columns", row_order=order.transpose(0, 1).reshape(-1))

@@ -1,5 +1,4 @@
-"""Command-R7B, Command A (Cohere 2): Cohere with sliding windows and rotary positions, except in every fourth layer,
-which has neither.
+"""Command-R7B, Command A (Cohere 2): Cohere with sliding windows and rotary positions. Every fourth layer has neither.
 
 Source   "Command A" (arXiv 2504.00698); checkpoints of transformers' Cohere2ForCausalLM.
 """

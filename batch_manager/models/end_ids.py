@@ -7,7 +7,7 @@ MOST_END_IDS = 1000
 
 
 def read_end_ids(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ...]:
-    """Return `eos_token_id` of generation_config.json or, without one there, of config.json; empty if neither has one.
+    """Return `eos_token_id` of generation_config.json, or else of config.json; empty if neither has the field.
 
     Ids outside the vocabulary are dropped. Raises ModelLoadError for a value that is neither an integer nor a list of
     integers.

@@ -147,7 +147,7 @@ class _Layer:
         self.mlp_norm = None                               # None: the MLP reads attention's normed rows
         if spec.has_own_norms or not spec.is_parallel:
             self.mlp_norm = norm("ln_mlp" if spec.has_own_norms else "post_attention_layernorm")
-        # The file has the rows by key head: its query heads, the key head itself, its value head.
+        # The file orders the rows by key head: first its query heads, then the key head, then its value head.
         order = torch.arange(sum(spec.qkv_sizes), dtype=torch.int64, device=context.device)
         order = order.view(spec.num_kv_heads, -1, spec.head_size)
         parts = (order[:, :-2], order[:, -2], order[:, -1])

@@ -84,7 +84,7 @@ class Gemma3:
 
 
 def _for_sliding_layers(config: Fields) -> Fields:
-    """The configuration with the sliding layers' `rope_theta`."""
+    """Return the configuration with the `rope_theta` of the sliding layers."""
     return Fields({**config.values, "rope_theta": config.values.get("rope_local_base_freq")}, config.where)
 
 

@@ -79,7 +79,7 @@ class _Layer:
         self.heads, self.head_size = [spec.num_heads] * 3, spec.head_size
         size, epsilon = spec.hidden_size, spec.norm_epsilon
         self.attention_norm = LayerNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
-        # The file has the rows by head, each with its query, key and value.
+        # The file orders the rows by head. Each head has its query, key and value.
         order = torch.arange(3 * size, dtype=torch.int64, device=context.device).view(spec.num_heads, 3, spec.head_size)
         self.qkv = Linear(weights, context, [f"{name}.attention.query_key_value"], size, spec.qkv_sizes,
                           bias=spec.qkv_bias, split="columns", row_order=order.transpose(0, 1).reshape(-1))

@@ -24,7 +24,7 @@ class GraniteSpec(ModelSpec):
     """The spec of Granite models.
 
     embedding_scale   factor of the embeddings
-    residual_scale    factor of what attention and the MLP of each layer add
+    residual_scale    factor of the outputs of attention and MLP in each layer
     logits_divisor    divisor of the logits
     """
 

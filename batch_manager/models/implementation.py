@@ -1,4 +1,4 @@
-"""Chooses what runs a model: a class of this package (or a registered one), or transformers."""
+"""Chooses the implementation of a model: a class of this package, a registered class, or transformers."""
 
 from ..errors import UnsupportedModelError
 from ..weights.json_file import Fields, shown
@@ -12,8 +12,8 @@ def choose_implementation(config: Fields, architecture: str, wanted: str) -> str
     """Return NATIVE or TRANSFORMERS for a checkpoint.
 
     wanted   "native", "transformers" or "auto", as for load_model
-    Raises   UnsupportedModelError if only transformers remains, by choice or because no class is known, and the model
-             type is not proven to run in the engine
+    Raises   UnsupportedModelError if transformers must run the model and the model type is not proven to run in the
+             engine. Transformers must run it if `wanted` says so or if no class of this package is known
     """
     if wanted == NATIVE:
         return NATIVE
@@ -41,8 +41,7 @@ def choose_implementation(config: Fields, architecture: str, wanted: str) -> str
 
 
 def _has_foreign_type(config: Fields, architecture: str) -> bool:
-    """Whether a shipped architecture comes with another model type, which no shipped class runs but transformers does.
-    """
+    """Whether a shipped architecture comes with a model type that transformers runs and no shipped class runs."""
     expected = model_type_of(architecture)
     if expected is None or not is_shipped(architecture, find_model(architecture)):
         return False

@@ -22,7 +22,7 @@ from .registry import Model, find_model, is_shipped, known_architectures, model_
 class LoadedModel:
     """A model ready to run.
 
-    weight_bytes     size of the tensors, and of the copies of them that layers keep for speed
+    weight_bytes     size of the tensors, and of the copies that layers keep for speed
     end_ids          tokens that end a sequence, from the checkpoint
     implementation   "native" or "transformers"
     """
@@ -51,13 +51,13 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     """Load the checkpoint at `path`.
 
     dtype           a torch dtype or its name; "auto": the checkpoint's dtype on a GPU, float32 on a CPU
-    load_format     "auto": safetensors or GGUF; "dummy": random weights from `seed`, only config.json is needed
+    load_format     "auto": safetensors or GGUF; "dummy": random weights from `seed`, which need only config.json
     deterministic   a row's bits depend on that row only; ConfigError if the model class does not support this
     compiled_step   on a CPU: store matrices for the compiled step, see triton_kernels/cpu/native
     free_bytes      free device memory; larger weights are refused before any allocation. None: no check
     model_implementation   "native": a class of this package, or a registered one; "transformers": transformers' own
                            class with the engine's attention; "auto": native if there is such a class
-    Raises ModelLoadError, which names file and field, UnsupportedModelError, or InsufficientMemoryError.
+    Raises                 ModelLoadError, which names file and field; UnsupportedModelError; InsufficientMemoryError
     """
     device = torch.device(device)
     if model_implementation not in MODEL_IMPLEMENTATIONS:
@@ -90,8 +90,8 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
                 return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic, end_ids,
                                    implementation)
             weights = checkpoint.weights(device, dtype)
-            # A tensor is allocated only if both the configuration and the files have it, so the smaller number bounds
-            # the memory. Differences between the two are refused below, with the tensor's name.
+            # A tensor is allocated only if the configuration and the files both have it, so the smaller number bounds
+            # the memory. Differences between them are refused below, with the tensor's name.
             refuse_too_many_weights(min(spec.num_weights, weights.num_weights), checkpoint, device, dtype, free_bytes)
             model = model_class(spec, weights, context)
             weights.finish(model.harmless_tensors)
@@ -108,7 +108,7 @@ def check_tensors(checkpoint: Checkpoint, model_class: type[Model], spec: ModelS
     """Check the names and shapes of a checkpoint's tensors against the model, without reading the tensors.
 
     Raises the ModelLoadError that `load_model` would raise. Tied tensors are not compared. `model_class` must be a
-    class of this package, because the constructors of others may need values.
+    class of this package, because the constructors of other classes may need the values of tensors.
     """
     device = torch.device("meta")
     with torch.inference_mode():
@@ -120,8 +120,8 @@ def refuse_too_many_weights(num_weights: int, checkpoint: Checkpoint, device: to
                            free_bytes: int | None) -> None:
     """Raise InsufficientMemoryError if the weights alone are larger than the free memory.
 
-    The system provides the pages of a large allocation when they are written. The allocation can therefore succeed, and
-    the system then kills the process while it loads.
+    The system provides the pages of a large allocation when they are written. An allocation that is too large can
+    therefore succeed, and the system kills the process during loading.
     """
     num_bytes = num_weights * dtype.itemsize
     if free_bytes is not None and num_bytes > free_bytes:
@@ -166,7 +166,7 @@ def _read_native_spec(config: Fields, name: str) -> tuple[type[Model], ModelSpec
 
 
 def _refuse_composite(config: Fields, architecture: str) -> None:
-    """Raise UnsupportedModelError for a model of text and something else, such as images."""
+    """Raise UnsupportedModelError for a model of text and other inputs, such as images."""
     text = config.values.get("text_config")
     if architecture in known_architectures() or not isinstance(text, dict) or not text:
         return

@@ -12,12 +12,12 @@ from ..layers.rotary import KINDS, RotaryParameters
 from ..weights.json_file import Fields
 
 MAX_LAYERS, MAX_HEADS, MAX_WIDTH, MAX_VOCAB, MAX_POSITIONS = 4096, 4096, 2**20, 2**24, 2**24
-MAX_WEIGHTS = 2**44                                  # of all layers together
+MAX_WEIGHTS = 2**44                                  # elements of all layers together
 MAX_ROTARY_ENTRIES = 2**27                           # 512 MiB of cosines and sines, which config.json alone can request
 
 # Field that changes what a model computes -> values that change nothing. Any other value is refused by name, unless the
 # model class lists the field in `understands`. Fields that imply additional tensors, such as those of experts, need no
-# entry: tensors that no class requests are refused anyway.
+# entry, because tensors that the model class does not request are refused.
 _NEUTRAL = {
     "quantization_config": (), "compression_config": (),
     "partial_rotary_factor": (1, 1.0), "rotary_pct": (1, 1.0), "rope_interleaved": (False,), "use_mrope": (False,),
@@ -198,7 +198,7 @@ def refuse_unsupported_fields(config: Fields, understood: Collection[str], *, is
 
 
 def refuse_unread_aliases(config: Fields, understood: Collection[str]) -> None:
-    """Raise ModelLoadError for an alias whose value differs from every alias that the model class read.
+    """Raise ModelLoadError for an unread alias whose value differs from all values that the model class read.
 
     config       after the class has read it
     understood   as in `refuse_unsupported_fields`
@@ -211,8 +211,8 @@ def refuse_unread_aliases(config: Fields, understood: Collection[str]) -> None:
 
 
 def _names_shipped_class(config: Fields) -> bool:
-    """Whether `auto_map` names the class in `architectures`. Such code is older than the class in transformers, which
-    then uses its own class."""
+    """Whether `auto_map` names the class in `architectures`. Such code is older than the class in transformers, and
+    transformers uses its own class."""
     by_task = config.values["auto_map"]
     text = by_task.get("AutoModelForCausalLM") if isinstance(by_task, dict) else None
     return isinstance(text, str) and [text.rpartition(".")[2]] == config.values["architectures"]
@@ -235,15 +235,15 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
     """Read the spec of a decoder with rotary positions, such as Llama and its relatives.
 
     windows                    window of each layer, as in LayerAttention
-    scale, softcap             of all layers, as in LayerAttention; scale None: head_size ** -0.5
+    scale, softcap             values for all layers, as in LayerAttention; scale None: head_size ** -0.5
     activation, norm_epsilon   names of the fields
     head_size, num_kv_heads, tie_word_embeddings, max_positions, default_activation
                                the family's defaults; num_kv_heads None: the number of attention heads
     default_norm_epsilon, default_theta
-                               the family's defaults of the norms' epsilon and of `rope_theta`; None: no default, a
-                               file without the field is refused
+                               the family's defaults of the norms' epsilon and of `rope_theta`; None: a file without
+                               the field is refused
     rope                       the rotary parameters; None: those in `rope_parameters` or `rope_scaling`
-    partial_rotary_factor      the family's default; None: whole heads are rotated, another factor is refused
+    partial_rotary_factor      the family's default; None: whole heads are rotated, and another factor is refused
     spec_class, more_fields    a subclass of ModelSpec, and the values of its additional fields
     Raises ModelLoadError, which names file and field.
     """
@@ -381,15 +381,15 @@ def read_layer_windows(config: Fields, num_layers: int) -> tuple[int | None, ...
 
 
 def read_alternating_windows(config: Fields, period: int) -> tuple[int | None, ...]:
-    """Return the window of each layer, by `layer_types`; by default, all but every `period`-th layer have one."""
+    """Return the window of each layer, by `layer_types`. By default, every `period`-th layer has no window."""
     kinds = read_layer_types(config, ["sliding_attention" if (index + 1) % period else "full_attention"
                                       for index in range(layer_count(config))])
     return windows_of(config, kinds, read_window(config))
 
 
 def read_uniform_windows(config: Fields, window: int | None) -> tuple[int | None, ...]:
-    """Return `window` for each layer, for a family that ignores `layer_types`. A file whose `layer_types` differs is
-    refused, because it describes another model."""
+    """Return `window` for each layer, for a family that ignores `layer_types`. A file whose `layer_types` contradict
+    this is refused, because it describes another model."""
     num_layers, kind = layer_count(config), "full_attention" if window is None else "sliding_attention"
     if set(read_layer_types(config, [kind] * num_layers)) != {kind}:
         raise config.fault("layer_types", f"{kind} for every layer, to match sliding_window")
@@ -447,9 +447,9 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
                 is_partial: bool = False, rope: Fields | None = None) -> RotaryParameters:
     """Read the rotary parameters from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`.
 
-    default_theta   used if the file has no `rope_theta`; None: the file must have it
+    default_theta   used if the file has no `rope_theta`; None: the file must have the field
     is_partial      whether the family can rotate a part of each head; otherwise a file that does so is refused
-    rope            the parameters, for a family with several sets; None: those of the fields above
+    rope            the parameters, for a family with several sets; None: the parameters in the fields above
     """
     rope = _rope_fields(config) if rope is None else rope
     if not is_partial and "partial_rotary_factor" in rope and rope.number("partial_rotary_factor") != 1.0:
@@ -473,7 +473,7 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
     if kind == "linear":
         return RotaryParameters(kind=kind, theta=theta, factor=rope.number("factor"))
 
-    # As in transformers, a top-level value takes precedence over the one in the rope parameters.
+    # As in transformers, a top-level value takes precedence over a value in the rope parameters.
     original = config.count("original_max_position_embeddings",
                             rope.count("original_max_position_embeddings", max_positions, maximum=MAX_POSITIONS),
                             maximum=MAX_POSITIONS)
@@ -485,7 +485,7 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
                                 low_freq_factor=low, high_freq_factor=high)
     if kind == "longrope":
         factor = rope.number("factor", max_positions / original)
-        rope.numbers("long_factor")               # only checked: it applies to sequences longer than those run here
+        rope.numbers("long_factor")               # only checked: it applies to sequences longer than the engine runs
         amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(max(original, 2)))
         return RotaryParameters(kind=kind, theta=theta, factor=factor, original_max_positions=original,
                                 short_factors=tuple(rope.numbers("short_factor")),

@@ -38,8 +38,8 @@ EPSILON = 1e-5
 class OptSpec(ModelSpec):
     """The spec of OPT models.
 
-    embedding_size       width of the embedding; if it is not the hidden size, one matrix maps embeddings to the hidden
-                         size, and another maps hidden states back before the head
+    embedding_size       width of the embedding. If it differs from the hidden size, one matrix maps embeddings to the
+                         hidden size, and another maps hidden states back before the head
     norms_first          norms come before attention and the MLP; otherwise after the residual sums
     has_last_norm        there is a norm after the last layer
     norms_have_weights   norms have weights and biases
@@ -116,7 +116,7 @@ class Opt:
                          tied_to=self.tokens if spec.tie_word_embeddings else None)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings mapped to the hidden size. Rows of a prompt-tuning table need the hidden size, too."""
+        """Embeddings mapped to the hidden size. Rows of a prompt-tuning table must also have the hidden size."""
         rows = self.tokens(token_ids)
         return rows if self.project_in is None else self.project_in(rows)
 

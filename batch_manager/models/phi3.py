@@ -52,7 +52,7 @@ class Phi3:
 
 
 def _with_longrope(config: Fields) -> Fields:
-    """Return the configuration with current names and defaults: early files call longrope "su", and
+    """Return the configuration with current names and defaults. Early files call longrope "su".
     `original_max_position_embeddings` is 4096 by default."""
     values = dict(config.values)
     for name in ("rope_scaling", "rope_parameters"):

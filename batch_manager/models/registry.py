@@ -1,4 +1,4 @@
-"""The registry: architecture -> model class."""
+"""The registry of model classes by architecture."""
 
 from importlib import import_module
 from typing import Protocol
@@ -21,9 +21,9 @@ class Model(Protocol):
                        model does not need, such as "model.rotary.inv_freq". Any other tensor that `__init__` does not
                        request is refused by name
     understands        optional. Fields of config.json that change what a model computes and that `read_spec` reads,
-                       such as "sliding_window"; the tables in model_spec.py have all such fields. A checkpoint is
-                       refused if it sets one that is not listed here, except to a value that changes nothing
-    prompt_tuning_scale   optional; absent means 1. Factor for prompt-tuning rows, which replace rows of `embed`: a
+                       such as "sliding_window"; the tables in model_spec.py list all such fields. A checkpoint is
+                       refused if it sets such a field that is not listed here, except to a value that changes nothing
+    prompt_tuning_scale   optional; absent means 1. Factor of prompt-tuning rows, which replace rows of `embed`. A
                        prompt-tuning table contains embeddings before the model scales them
     deterministic      optional; absent means False. True if the class computes only with layers of
                        batch_manager.layers, attention, and element-wise sums and products between them. With a
@@ -45,7 +45,7 @@ class Model(Protocol):
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Packed tokens [T] int64 -> a new tensor [T, hidden_size] of embeddings, without position terms. The engine
-        can replace rows of it before it calls `forward`."""
+        can replace rows of this tensor before it calls `forward`."""
         ...
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:

@@ -6,9 +6,9 @@ from ..handover import BlockTableUpdates, ScheduledBatch
 
 
 def generation_rows(batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return slots, tokens in the KV cache before the step, and block table rows of the generation rows.
+    """Return the slots of the generation rows, their tokens in the KV cache before the step, and their table rows.
 
-    All [g * beam width] int32: one row for each beam.
+    Each is an array [g * beam width] int32, with one row for each beam.
     """
     generation, per_slot = batch.generation, np.int32(batch.max_beam_width)
     slots, kv_lengths, width = generation.slots, generation.kv_lengths, generation.beam_width
@@ -19,11 +19,11 @@ def generation_rows(batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 class BlockTables:
-    """Block ids in order, one row per slot, or per beam of each slot. Capacity doubles when a larger slot or a longer
-    table arrives.
+    """Block ids of each sequence in order: one row per slot, or per beam of each slot. The capacity doubles when a
+    larger slot or a longer table arrives.
 
-    rows     [slots * beams, max_blocks] int32; undefined (any id, or -1) after the sequence's last block, and for
-             blocks that it gave back because they left its window
+    rows     [slots * beams, max_blocks] int32. Entries after the sequence's last block are undefined (any id, or -1),
+             and so are entries of blocks that were released when they left the window
     mapped   [slots * beams] int32: number of leading entries that were written for the sequence in the slot
     """
 
@@ -32,7 +32,7 @@ class BlockTables:
         self.mapped = np.zeros(len(self.rows), np.int32)
 
     def update(self, batch: ScheduledBatch) -> None:
-        """Apply the changes that a batch brings. Idempotent."""
+        """Apply the block table changes of a batch. Idempotent."""
         for work in batch.context:
             if work.setup is not None:                            # a new sequence in the slot, without blocks yet
                 first = work.slot * batch.max_beam_width

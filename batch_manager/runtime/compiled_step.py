@@ -1,4 +1,4 @@
-"""A model as compiled code on a CPU: one call runs its recorded forward on the rows of a step, another its head."""
+"""Runs a model as compiled code on a CPU: one call runs its recorded forward for a step, another call runs its head."""
 
 import time
 
@@ -14,14 +14,14 @@ from .thread_governor import ThreadGovernor
 
 
 class CompiledStep:
-    """Runs the recorded operations of a model, in memory that it arranges, over a KV cache pool.
+    """Runs the recorded operations of a model over a KV cache pool, and allocates their registers.
 
-    recording     of a model with packed matrices, see layers/recording.py
+    recording     recording of a model with packed matrices, see layers/recording.py
     kv_pool       [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]
     num_heads     query heads
     head          the packed matrix of the model's head; None: the head is not just a product
-    threads       largest number of threads, the calling one included
-    Raises        CannotCompileError if the library cannot be built; packing the matrices raises it earlier
+    threads       largest number of threads, including the calling thread
+    Raises        CannotCompileError if the library cannot be built. Packing the matrices raises the same error earlier
     """
 
     def __init__(self, recording: Recording, kv_pool: torch.Tensor, num_heads: int, head: PackedMatrix | None,
@@ -51,7 +51,7 @@ class CompiledStep:
         hidden = hidden.to(recording.dtype).contiguous()
         result = torch.empty((rows, recording.strides[recording.result]), dtype=recording.dtype, device="cpu")
         self._registers[0], self._registers[recording.result] = hidden.data_ptr(), result.data_ptr()
-        # Kept alive until the call returns: the compiled code has only their addresses.
+        # Keep these arrays alive until the call returns: the compiled code has only their addresses.
         arrays = [np.ascontiguousarray(array, dtype) for array, dtype in (
             (step.positions, np.int32), (step.pool_slots, np.int64), (step.query_starts, np.int32),
             (step.block_tables, np.int32))]
@@ -81,8 +81,9 @@ class CompiledStep:
         return self._head.multiply(hidden, torch.float32, self.threads)
 
     def largest(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the largest logit of each row without storing the logits. hidden [r, hidden size]
+        """Return the largest logit of each row, without storing all logits.
 
+        hidden    [r, hidden size]
         Returns   tokens [r] int64, the lowest id among equals; logits [r] float32, NaN where any logit is NaN
         """
         return self._head.largest(hidden, self.threads)
@@ -99,8 +100,8 @@ class CompiledStep:
 def arrange(recording: Recording) -> tuple[list[int], int]:
     """Return the offset of each register, in entries per row, and the total number of entries per row.
 
-    After its last use, a register's memory is reused for another one of the same stride. A register with padding after
-    its rows keeps its memory, because the padding must stay zero.
+    The memory of a register is reused after its last use, for another register of the same stride. A register with
+    padding after its rows keeps its memory, because the padding must stay zero.
     """
     last_use = {register: index for index, used in enumerate(recording.uses) for register in used}
     offsets, free, total = [0] * len(recording.strides), {}, 0

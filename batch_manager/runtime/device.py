@@ -13,10 +13,10 @@ import torch
 from ..errors import ConfigError, DeviceLostError
 
 MEMORY_SECONDS = 1.0               # time for which a value of GPU memory is reused in statistics
-UPLOAD_BUFFERS = 3                 # so that the copies of earlier steps can still read theirs
-LARGE_READBACK_BYTES = 1 << 20     # larger tensors are read back by themselves, without the copy that joins small ones
+UPLOAD_BUFFERS = 3                 # used in turn, because copies of earlier steps may still read their buffers
+LARGE_READBACK_BYTES = 1 << 20     # larger tensors are read back one by one; smaller tensors are joined into one copy
 ALIGNMENT = 16                     # bytes; of each array within an upload
-CONTROL_GROUP = Path("/sys/fs/cgroup")    # of this process, in a container
+CONTROL_GROUP = Path("/sys/fs/cgroup")    # control group of this process, in a container
 
 _ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", ())
 
@@ -73,10 +73,10 @@ def device_name(device: torch.device) -> str:
 
 
 class AllocatedMemory:
-    """Bytes that torch holds on a GPU in this process; 0 for a CPU.
+    """Bytes that torch has allocated to tensors on a GPU in this process; 0 for a CPU.
 
-    Asking torch takes 50 microseconds, too long for the statistics of every iteration, so the value is refreshed at
-    most once in MEMORY_SECONDS.
+    Reading the value from torch takes 50 microseconds, which is too long for the statistics of every iteration. The
+    value is therefore refreshed at most once in MEMORY_SECONDS.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -124,7 +124,7 @@ def on_device(device: torch.device, stream: torch.cuda.Stream | None = None) -> 
 
     stream   becomes the thread's current stream; None: the current stream stays
     Raises   DeviceLostError if the device cannot be used again; MemoryError if host memory ran out. All other
-             exceptions pass through, torch's out-of-memory errors of a GPU included.
+             exceptions pass through, including torch's out-of-memory errors of a GPU.
     """
     try:
         if device.type != "cuda":
@@ -142,7 +142,7 @@ def on_device(device: torch.device, stream: torch.cuda.Stream | None = None) -> 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory ran out, on a GPU or the host. The device is still usable then."""
+    """Whether the error says that memory ran out, on a GPU or the host. The device stays usable after such an error."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error)
@@ -183,8 +183,10 @@ class Uploads:
                 for array, start in zip(arrays, starts)]
 
     def into(self, target: torch.Tensor, array: np.ndarray) -> None:
-        """Queue a copy of an array to `target` on the device, a uint8 tensor of as many bytes, after the work launched
-        so far. The array may be overwritten as soon as this returns."""
+        """Queue a copy of a uint8 array to `target`, a uint8 tensor of the same size on the device.
+
+        The copy runs after the work launched so far. The caller may overwrite the array as soon as this returns.
+        """
         if self._shares_memory:
             target.copy_(torch.from_numpy(array))
             return
@@ -209,10 +211,10 @@ class Uploads:
 class CapturedGraph:
     """A CUDA graph: the launches of a function, captured once and replayed in one call.
 
-    memory_of   a graph whose memory pool this one shares. Only one of the two may run at a time, and the results of one
-                in the pool are lost once the other runs. None: a pool of its own
+    memory_of   a graph whose memory pool the new graph shares. Only one of the two graphs may run at a time, and its
+                run overwrites the results of the other in the pool. None: the new graph gets a new pool
 
-    A replay uses the addresses of the capture and reads whatever they hold at that time.
+    A replay uses the addresses of the capture, and reads their contents at the time of the replay.
     """
 
     def __init__(self, device: torch.device, memory_of: "CapturedGraph | None" = None) -> None:
@@ -224,7 +226,7 @@ class CapturedGraph:
         """Capture the function's launches on the current stream, which must not be the default one. Nothing runs.
 
         Raises RuntimeError if the function does something that cannot be captured, such as copying from unpinned
-        memory, waiting or reading results. The capture has ended then.
+        memory, waiting or reading results. The capture ends before the exception is raised.
         """
         torch.cuda.synchronize(self._device)
         # "thread_local": other threads of the process may use the GPU during the capture.
@@ -270,7 +272,7 @@ class Readback:
         self._done.record(torch.cuda.current_stream(device))
 
     def wait(self) -> dict[str, np.ndarray]:
-        """Wait for the copies and return the arrays. Releases the GIL. Raises as `on_device`."""
+        """Wait for the copies and return the arrays. Releases the GIL. Raises the exceptions of `on_device`."""
         if self._done is not None:
             with on_device(self._device):
                 self._done.synchronize()
@@ -300,7 +302,7 @@ def _is_lost(device: torch.device, error: RuntimeError) -> bool:
 
 
 def _free_host_memory() -> int:
-    """Return MemAvailable, or the free bytes of the control group if fewer. Page cache counts as free in both."""
+    """Return MemAvailable, or the free bytes of the control group if these are fewer. Both count page cache as free."""
     free = _meminfo_available()
     if free is None:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

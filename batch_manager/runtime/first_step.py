@@ -1,6 +1,6 @@
-"""The comparison of a compiled or fused forward with the model's own, on a first step, before anything is served.
+"""Compares a compiled or fused forward with the model's own forward, on one step, before the first request.
 
-The tolerance admits rounding; a wrong operation exceeds it by far.
+The tolerance is above the differences that rounding causes, and far below those of a wrong operation.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from ..attention.interface import PackedStep
 
 
 def first_step(num_tokens: int, vocab_size: int) -> PackedStep:
-    """Return a context step of num_tokens tokens in block 0, which must hold them."""
+    """Return a context step of num_tokens tokens, which must fit into block 0."""
     rows = np.arange(num_tokens, dtype=np.int32)
     return PackedStep(token_ids=rows % vocab_size, positions=rows, pool_slots=rows.astype(np.int64),
                       slots=np.zeros(1, np.int32), query_starts=np.array([0, num_tokens], np.int32),
@@ -26,7 +26,7 @@ def describe_difference(found: torch.Tensor, expected: torch.Tensor, tolerance: 
     """
     found, expected = found.float(), expected.float()
     scale, difference = expected.abs().max().item(), (found - expected).abs().max().item()
-    # The model's own values are not finite, so there is nothing to compare.
+    # If the model's own values are not finite, there is nothing to compare.
     if not expected.isfinite().all() or difference <= tolerance * max(scale, 1e-6):
         return ""
     return f"by {difference:.3g} where the largest value is {scale:.3g}"

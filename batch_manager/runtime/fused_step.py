@@ -1,8 +1,8 @@
 """Runs a model's recorded forward in generation steps of few rows, with fewer launches than its layers make.
 
 The operations that `product_fusion.fuse` joins run as one launch of the kernel `fused_linear`, where
-`fused_linear_settings.is_fused` expects that to be faster. All others are launched as by the layers. Layers and models
-need no code for this.
+`fused_linear_settings.is_fused` expects that to be faster. All other operations are launched as the layers launch them.
+Layers and models need no code for fusion.
 """
 
 from collections.abc import Callable
@@ -83,7 +83,7 @@ def _touched_by(step: Operation | FusedProduct) -> list[int]:
 
 
 def _launch(step: Operation | FusedProduct, widths: list[int], device: torch.device) -> Launch:
-    """Return the launch of one step, with everything resolved that does not depend on its inputs."""
+    """Return the launch of one operation. Everything that does not depend on its inputs is resolved here."""
     result = step.result.register
     match step:
         case FusedProduct():

@@ -1,11 +1,12 @@
 """The padded shapes of plain steps that have graphs, and the choice among them. Pure arithmetic.
 
-In matrix products a padding row costs as much as a real one; elsewhere it costs nothing. So shapes are close together:
-no generation step has more padding than rows; from 8 rows on it has at most 7 padding rows, from 256 on at most 31.
+A padding row costs as much as a real row in matrix products, and nothing elsewhere. The shapes are therefore close
+together. A generation step has at most as many padding rows as real rows. From 8 rows on it has at most 7 padding rows,
+and from 256 rows on at most 31.
 
-In a step with contexts both the generation rows and the context tokens are padded. A few shapes suffice: padding is
-free while a product takes longer to read its weights than to compute, and larger steps, which compute for longer than
-their launches take, have no graph.
+In a step with contexts, the generation rows and the context tokens are padded. A few shapes suffice for two reasons.
+Padding is free while a product takes longer to read its weights than to compute. Larger steps have no graph, because
+they compute for longer than their launches take.
 """
 
 import bisect
@@ -15,11 +16,11 @@ from typing import NamedTuple
 SMALL_ROWS = (1, 2, 4)
 STEP, LARGE_STEP = 8, 32
 LARGE_ROWS = 256                   # from here on, shapes are LARGE_STEP rows apart
-MOST_ROWS = 512                    # of a step with a graph; larger steps compute for longer than their launches take
+MOST_ROWS = 512                    # for a step with a graph; larger steps compute for longer than their launches take
 
 MIXED_ROWS = (8, 32, 64, 128, 256)                       # generation rows of steps with contexts
-MIXED_TOKENS = (64, 128, 256, 512, 1024, 2048)           # their context tokens
-MOST_CONTEXTS = 32                                       # sequences of these tokens
+MIXED_TOKENS = (64, 128, 256, 512, 1024, 2048)           # context tokens of these steps
+MOST_CONTEXTS = 32                                       # contexts of these steps
 # Operations of the largest step with contexts that has a graph: a multiplication and an addition per weight and token.
 # They take 3 ms at 400 TFLOP/s, measured on an H100 in bf16; launching the kernels of a layer takes about 0.1 ms.
 MOST_OPERATIONS = 12 * 10**11
@@ -83,5 +84,5 @@ def padded_mixed(num_rows: int, num_tokens: int, sizes: frozenset[tuple[int, int
 
 
 def _up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:
-    """Return the sizes below `most`, and the first that is not."""
+    """Return the ascending `sizes` up to the first that is at least `most`."""
     return tuple(sizes[: bisect.bisect_left(sizes, most) + 1])

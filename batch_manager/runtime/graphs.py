@@ -1,10 +1,10 @@
 """CUDA graphs of plain steps: the launches of `PlainSteps.run_step` for one shape, replayed in one call.
 
-For each row count in graph_shapes.py there is a graph for generation steps in which all rows are greedy, and one for
-the others; if attention may split sequences into parts, there are two more. There is one graph for each size of a step
-with contexts. All graphs are captured before the first request, the largest first, so that the others can share its
-memory. A shape runs once before its capture, because kernels are tuned and compiled at their first use, which cannot
-be captured.
+For each row count in graph_shapes.py there is one graph for generation steps in which all rows are greedy, and one for
+all other generation steps. If attention may split sequences into parts, there are two more graphs. Steps with contexts
+have one graph for each size. All graphs are captured before the first request. The largest graph comes first, so that
+the others can share its memory. A shape runs once before its capture, because kernels are tuned and compiled at their
+first use, and neither can be captured.
 """
 
 import time

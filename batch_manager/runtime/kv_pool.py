@@ -1,8 +1,8 @@
 """The KV cache pool: a tensor [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size], indexed by block id.
 
-The layers of a block are contiguous, so that a block is copied as one piece; the page of a head is contiguous too. The
-pool starts as zeros because attention multiplies the entries after a sequence's last token by zero, so they must be
-finite.
+The layers of a block are contiguous, so that a block is copied as one piece. The page of a head is contiguous too. The
+pool is filled with zeros at the start: attention multiplies the entries after a sequence's last token by zero, and
+these entries must be finite.
 """
 
 import math
@@ -39,7 +39,7 @@ def make_kv_pool(spec: ModelSpec, num_blocks: int, tokens_per_block: int, dtype:
 
 def make_host_pool(spec: ModelSpec, num_blocks: int, tokens_per_block: int, dtype: torch.dtype,
                    device: torch.device) -> list[torch.Tensor]:
-    """Allocate blocks in host memory for evicted blocks, each shaped like one of the pool; pinned if `device` is a GPU.
+    """Allocate host blocks, each of the shape of a block of the pool. They are pinned if `device` is a GPU.
 
     Raises InsufficientMemoryError.
     """
@@ -59,8 +59,8 @@ def make_host_pool(spec: ModelSpec, num_blocks: int, tokens_per_block: int, dtyp
 def pinned_pieces(num_blocks: int, block_bytes: int) -> list[int]:
     """Divide `num_blocks` blocks into allocations. Returns the number of blocks of each.
 
-    torch rounds pinned allocations up to a power of two, which can double them. So each piece fills a power of two,
-    except for less than one block.
+    torch rounds each pinned allocation up to a power of two, which can double its size. The size of each piece is
+    therefore a power of two less a remainder smaller than one block.
     """
     pieces = []
     while num_blocks:

@@ -91,10 +91,10 @@ def written_by(operation: Operation) -> list[int]:
 
 @dataclass(slots=True)
 class LaunchRecording:
-    """The operations of a model's forward, and of its head if that is recorded too.
+    """The operations of a model's forward, and of its head if the head is recorded too.
 
-    dtype       of all rows
-    operations  in order
+    dtype       dtype of all rows
+    operations  the operations in order
     widths      columns of each register; register 0 is the input, the hidden states
     result      register of the output
     """

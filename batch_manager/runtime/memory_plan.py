@@ -3,7 +3,8 @@
     with max_tokens     ceil(max_tokens / tokens_per_block) blocks; an error if they do not fit into the share
     otherwise, the smallest of
         the share               free_gpu_memory_fraction of the memory that is free after the weights and one step's
-                                buffers; these buffers count for at most half of it, because few steps are the largest
+                                buffers. At most half of the free memory is subtracted for these buffers, because few
+                                steps are of the largest size
         2 GiB on a CPU          so that embedding the engine does not take most of a machine's memory by default
         the largest use         max_num_sequences sequences of max_seq_len tokens; no limit if these are unbounded
 """
@@ -18,7 +19,7 @@ DEFAULT_CPU_POOL_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """num_blocks blocks of block_bytes bytes each. `reason`: one line for the log that explains the number."""
+    """The KV cache pool has num_blocks blocks of block_bytes bytes each. `reason` explains the number in the log."""
 
     num_blocks: int
     block_bytes: int
@@ -50,9 +51,9 @@ def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, ste
                 max_seq_len: int, max_num_sequences: int | None) -> MemoryPlan:
     """Return the size of the KV cache pool.
 
-    block_bytes         of one block over all layers
-    free_bytes          free after the weights were loaded
-    step_bytes          reserved for the buffers of one step
+    block_bytes         bytes of one block over all layers
+    free_bytes          bytes that are free after the weights were loaded
+    step_bytes          bytes of the buffers of one step
     max_num_sequences   None: unbounded
     Raises InsufficientMemoryError.
     """

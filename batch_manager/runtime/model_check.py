@@ -10,8 +10,8 @@ from ..models.registry import Model
 class CheckedModel:
     """A model whose results are checked against the description in models.registry.Model.
 
-    vocab_size, hidden_size   from the model's spec
-    dtype                     of the weights; hidden states and logits may also be float32
+    vocab_size, hidden_size   sizes in the model's spec
+    dtype                     dtype of the weights; hidden states and logits may also be float32
     Raises                    ConfigError, from `embed`, `forward` and `logits`
     """
 

@@ -25,9 +25,9 @@ class CallResult:
     """The result of one call.
 
     hidden           [r, hidden size]: hidden states to sample from
-    rows             the sequences of these rows
+    rows             slots and positions of these rows
     context_finite   [context tokens] bool: whether the hidden state of each context token is finite; None: no contexts
-    context_logits   slot -> [chunk tokens, vocab] float32 on the host, for the slots that asked for them
+    context_logits   slot -> [chunk tokens, vocab] float32 on the host, for the slots with this feature
     """
 
     hidden: torch.Tensor
@@ -61,7 +61,7 @@ class ModelRunner:
             self._model = model
 
     def run(self, call: ModelCall, state: SlotState, input_tokens: np.ndarray | None = None) -> CallResult:
-        """Run a call. Changes only the entries of its tokens in the KV cache pool.
+        """Run a call. It changes only the KV cache entries of its tokens.
 
         input_tokens   [g] int32: input tokens of the generation rows; None: the newest tokens in `state`
         """
@@ -123,8 +123,10 @@ class ModelRunner:
         return CallResult(hidden, rows, finite, returned_logits)
 
     def generate(self, given: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return logits [r, vocab] of generation rows, with an attention that is bound to the step. Arguments: see
-        `forward`."""
+        """Return logits [r, vocab] of generation rows. The attention must be bound to the step.
+
+        The arguments are those of `forward`.
+        """
         fused = self.fused
         if fused is None or len(given) > fused.most_rows:
             return self._model.logits(self.forward(given, positions))
@@ -132,7 +134,7 @@ class ModelRunner:
         return result if fused.gives_logits else self._model.logits(result)
 
     def forward(self, given: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return hidden states [t, hidden size] of a step's tokens, with an attention that is bound to the step.
+        """Return hidden states [t, hidden size] of a step's tokens. The attention must be bound to the step.
 
         given       [t, hidden size]: embeddings of the tokens; if `table` is None, the tokens [t] int64
         positions   [t] int64 on the device
@@ -149,7 +151,7 @@ class ModelRunner:
         return self._model.logits(hidden)
 
     def largest(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the largest logit of each row without storing all logits. None: the head is not compiled.
+        """Return the largest logit of each row without storing all logits, or None if the head is not compiled.
 
         hidden    [r, hidden size]
         Returns   tokens [r] int64; logits [r] float32, NaN where any logit is NaN

@@ -86,8 +86,9 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     layout              how a step is divided into calls of the model, one of layouts.py
     num_slots           number of sequences to allocate state for; the state grows if more arrive
     max_beam_width      largest number of beams of a sequence
-    attention_factory   (spec, kv_pool) -> Attention; spec.attention has the effective windows, the model's or the
-                        configured ones. With sink tokens it also gets `sink=`, and fails here if it takes none
+    attention_factory   (spec, kv_pool) -> Attention. spec.attention has the effective windows, which are the model's
+                        or the configured ones. With sink tokens, the factory also gets `sink=`; a factory without
+                        this parameter fails here
     own_stages          (num_slots, device) -> custom stages, see decoding/stages.py
     is_engine_thread    (threading.Thread) -> whether the thread runs only the engine, so that it may keep num_threads
     Raises              ConfigError and its subclasses, after freeing everything
@@ -223,11 +224,11 @@ def _with_windows(spec: ModelSpec, windows: Sequence[int | None]) -> ModelSpec:
 
 
 class NativeBackend:
-    """A seams.ModelBackend that runs a loaded model with an attention over the attention's KV cache pool.
+    """The seams.ModelBackend that runs a loaded model. `pool` is the KV cache pool of its attention.
 
     max_beam_width     largest number of beams of a sequence
     windows            attention window of each layer, with which the attention was made; None: no window
-    sink_tokens        number of sink tokens, likewise
+    sink_tokens        number of sink tokens, with which the attention was made
     host_pool          blocks in host memory
     num_threads        threads of a step on a CPU; None: torch's setting
     own_stages         custom stages
@@ -261,7 +262,7 @@ class NativeBackend:
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._uploads, self._own_stages = Uploads(device), tuple(own_stages)
         self._allocated = AllocatedMemory(device)
-        # A stream of its own: on the default one, steps and other GPU work of the process would wait for each other.
+        # On the default stream, steps and other GPU work of the process would wait for each other.
         self._stream = make_stream(device)
         # Padding rows of plain steps use one extra slot.
         is_plain = layout is not layouts.padded and can_bind(attention)
@@ -285,8 +286,9 @@ class NativeBackend:
     def start(self, batch: ScheduledBatch) -> "NativeStep | PlainStep":
         """Launch a step; see seams.ModelBackend.
 
-        After an exception, the step can run again: only KV cache entries that it will rewrite have changed, because
-        sampled tokens are stored last, and by position.
+        After an exception, the step can run again. Its updates of block tables and slots can be repeated, device
+        operations that are done are skipped, and the KV cache entries of its tokens are written again. Sampled tokens
+        are stored last, and by position.
         """
         if batch.generation.num_drafts is not None or batch.context and any(work.num_drafts for work in batch.context):
             raise NotImplementedError("draft tokens are not verified by this backend yet")
@@ -344,12 +346,15 @@ class NativeBackend:
             self._allocated = AllocatedMemory(self._device)
 
     def warm_up(self, max_beam_width: int = 1) -> None:
-        """Run a context step and a generation step of each of these sequences, in block 0, which is zeroed afterwards:
+        """Run a context step and a generation step of several sequences in block 0, and zero the block afterwards.
 
-        one with all features; one that is sampled, without other features; one without features, and as long as
-        attention needs to split it; and one for each power of two of beams, and for max_beam_width.
+        The sequences are:
+            one with all features
+            one that is sampled, without other features
+            one without features, long enough for attention to split it
+            with beams, one for each power of two below max_beam_width, and one of max_beam_width beams
 
-        This compiles the kernels of all variants of a step, so that none is compiled while requests wait.
+        This compiles the kernels of all variants of a step, so that no kernel is compiled while requests wait.
         """
         zero = np.zeros(1, np.int32)
         every_parameter = {name: parameter.other for name, parameter in PARAMETERS.items() if name != "beam_width"}
@@ -392,7 +397,7 @@ class NativeBackend:
         """Use the fused step for plain generation steps of few rows from now on, if the device runs Triton kernels and
         the model can be recorded. Call after the warm-up.
 
-        spec   with the effective windows
+        spec   the model's spec with the effective windows
         """
         if self._plain_steps is None or not use_triton(self._device):
             return
@@ -410,7 +415,7 @@ class NativeBackend:
     def _cached_by_a_long_sequence(self) -> int:
         """Return the number of cached tokens of a sequence that attention splits into parts, if it splits any.
 
-        The next token is the first of its block, so that the window holds as many blocks as for any length.
+        The next token is the first of its block, because a window then spans the largest number of blocks.
         """
         tokens_per_block = self.info.tokens_per_block
         num_blocks = min(LONG_SEQUENCE_BLOCKS, -(-self.info.max_seq_len // tokens_per_block))
@@ -419,8 +424,8 @@ class NativeBackend:
     def compile_step(self, loaded: LoadedModel, spec: ModelSpec, *, must: bool = False) -> None:
         """Run the model's forward as compiled code from now on, if that is possible.
 
-        spec   with the effective windows
-        must   whether to raise ConfigError if it is not possible
+        spec   the model's spec with the effective windows
+        must   whether to raise ConfigError if the model cannot be compiled
         """
         try:
             with self._threads():

@@ -26,7 +26,9 @@ class Padding:
 
 
 def padding(step: PackedStep, num_generation_rows: int) -> Padding | None:
-    """Pad contexts to the longest, or generation rows to `num_generation_rows`. Returns None if there is no padding.
+    """Return the padding of contexts to the longest one, or of generation rows to `num_generation_rows`.
+
+    Returns None if no row is padding.
 
     step   has only contexts, or only generation rows
     """
@@ -112,7 +114,10 @@ def prompt_tuning_embeddings(context: tuple[ContextWork, ...]) -> np.ndarray | N
 
 
 def slots_not_finite(context: tuple[ContextWork, ...], finite: np.ndarray) -> list[int]:
-    """Return the slots of contexts with a token that is not finite. finite [context tokens] bool, in packed order"""
+    """Return the slots of the contexts with at least one token that is not finite.
+
+    finite   [context tokens] bool, in packed order: whether the hidden state of each token is finite
+    """
     slots, stop = [], 0
     for work in context:
         start, stop = stop, stop + len(work.token_ids)
@@ -126,7 +131,7 @@ class GenerationRows(NamedTuple):
 
     slots        [n] int32   slot of the sequence; repeated for each beam
     positions    [n] int32   position of the token
-    kv_lengths   [n] int32   tokens in the KV cache, those of this step included
+    kv_lengths   [n] int32   tokens in the KV cache, including the token of this step
     table_rows   [n] int32   row of the block tables
     blocks       [n] int32   block of the token
     max_blocks   number of blocks of the longest sequence
@@ -141,7 +146,7 @@ class GenerationRows(NamedTuple):
 
 
 def locate_generation(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> GenerationRows:
-    """Return the generation rows of a batch without drafts. Raises as `pack`."""
+    """Return the generation rows of a batch without drafts. Raises the exceptions of `pack`."""
     slots = table_rows = batch.generation.slots
     positions = batch.generation.kv_lengths
     if batch.max_beam_width > 1:
@@ -169,7 +174,7 @@ class ContextRows(NamedTuple):
 
 
 def locate_contexts(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> ContextRows:
-    """Return the contexts of a batch with at least one context and no drafts. Raises as `pack`."""
+    """Return the contexts of a batch with at least one context and no drafts. Raises the exceptions of `pack`."""
     step = pack(replace(batch, generation=NO_GENERATION), tables, tokens_per_block)
     return ContextRows(step, step.slots * np.int32(batch.max_beam_width),
                        np.array([work.is_last_chunk for work in batch.context]))
@@ -218,7 +223,7 @@ def _logits_rows(context: tuple[ContextWork, ...], num_drafts: np.ndarray | None
 
 
 def _check(table_rows: np.ndarray, kv_lengths: np.ndarray, tables: BlockTables, tokens_per_block: int) -> int:
-    """Check that all sequences fit into their blocks. Returns the number of blocks of the longest."""
+    """Check that all sequences fit into their blocks. Returns the number of blocks of the longest sequence."""
     assert len(table_rows), "an empty batch"
     mapped = tables.mapped[table_rows]
     outside = kv_lengths > mapped * tokens_per_block

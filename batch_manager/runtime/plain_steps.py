@@ -1,10 +1,10 @@
-"""Plain steps: one function that reads and writes device memory at fixed addresses. step_inputs.py defines them.
+"""Runs plain steps, which step_inputs.py defines, by one function that uses device memory at fixed addresses.
 
-`PlainSteps.run_step` is that function. The shape of the step is its only argument and determines all launches. It is
-called for each step, or once per shape to capture a graph, which is then replayed.
+This function is `PlainSteps.run_step`. The shape of the step is its only argument and determines all launches. It is
+called for each step, or once per shape to capture a graph, which later steps replay.
 
-Steps with contexts are plain only if their shape has a graph. There are a hundred times more such shapes than graphs
-that could be captured, and without a graph they gain nothing.
+A step with contexts is plain only if there is a graph for its size. There are a hundred times more shapes of such steps
+than graphs that could be captured, and without a graph such a step gains nothing.
 """
 
 from collections.abc import Callable
@@ -50,8 +50,8 @@ class PlainSteps:
 
     graphs   the captured graphs; None: all launches are made one by one
 
-    Once a sequence is set up in a slot >= num_slots, `serves` is false for all later steps: the first of these slots
-    is that of padding rows, and none has a row in the block tables on the device.
+    After a sequence is set up in a slot >= num_slots, `serves` is false for all later steps. Padding rows use slot
+    num_slots, and slots from num_slots on have no row in the block tables on the device.
     """
 
     def __init__(self, runner: ModelRunner, attention: BindableAttention, decoder: GptDecoder, tables: BlockTables,
@@ -151,7 +151,7 @@ class PlainSteps:
             self.pad_to(rows)
 
     def pad_to(self, rows: tuple[int, ...]) -> None:
-        """Pad generation steps to these row counts, and serve steps with contexts from now on, padded too."""
+        """From now on, pad generation steps to these row counts, and serve padded steps with contexts too."""
         self._graph_rows, self._graph_sizes = rows, frozenset(self._mixed_shapes)
 
     def _may_split(self, rows: int) -> bool:

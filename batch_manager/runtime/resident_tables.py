@@ -10,7 +10,7 @@ MOST_NOTED = 1 << 16               # noted changes after which repeated entries 
 
 
 class ResidentTables:
-    """A copy of the host's block tables on the device. Each step brings the entries that changed since the step before.
+    """A copy of the host's block tables on the device. Each step sends the entries that changed since the last step.
 
     tensor   [num_rows + 1, max_blocks] int32 on the device; the last row belongs to no sequence
     """
@@ -46,7 +46,7 @@ class ResidentTables:
         return entries, tables.rows[np.divmod(entries, self._max_blocks)]
 
     def are_sent(self) -> None:
-        """Forget the noted changes, once those that `changes` returned are sent."""
+        """Forget the noted changes. Call this after the changes that `changes` returned are sent."""
         self._changed.clear()
         self._num_noted, self._most_noted = 0, MOST_NOTED
 

@@ -61,7 +61,7 @@ def compile_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, kv_
                  sink: int, threads: int) -> CompiledStep:
     """Return the compiled forward of a model, after comparing it with torch on a first step.
 
-    spec      with the effective windows
+    spec      the model's spec with the effective windows
     threads   largest number of threads
     Mutates   block 0 of the KV cache pool, used for the comparison
     Raises    NotRecordableError, with the reason why the model runs in torch

@@ -14,7 +14,7 @@ from .fused_step import FusedStep
 from .launch_recording import LaunchRecording, is_whole
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-COMPARED_TOKENS = (1, 5)           # of each compared step. Products fused for more rows are fused for one row too
+COMPARED_TOKENS = (1, 5)           # tokens of compared steps. Products fused for more rows are fused for one row too
 
 
 class WrongStepError(NotRecordableError):
@@ -25,7 +25,7 @@ def make_fused_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, 
                     tokens_per_block: int) -> FusedStep:
     """Return the fused forward of a model, with its head if that is a product, after comparing it with the model.
 
-    spec      with the effective windows
+    spec      the model's spec with the effective windows
     Mutates   block 0 of the KV cache pool, used for the comparison
     Raises    NotRecordableError, with the reason why the model cannot be fused
     """

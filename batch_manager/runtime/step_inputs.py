@@ -16,8 +16,8 @@ In each step:
 
 The arrays follow one another at offsets that the `StepShape` determines. Generation rows come first, then contexts,
 each with its padding, so that both start at rows that the shape determines. A padding row has a slot that no sequence
-uses and length 0, and its token is not stored. So all steps of a shape make the same launches with the same arguments,
-and a graph of these launches can be replayed.
+uses and length 0, and its token is not stored. All steps of a shape therefore make the same launches with the same
+arguments, and a graph of these launches can be replayed.
 """
 
 import math
@@ -37,14 +37,14 @@ TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """Arrays on the device of a step of one shape: R generation rows, T context tokens of C sequences, u changes of the
-    block tables.
+    """The device arrays of a step of one shape, with R generation rows, T context tokens of C sequences, and u changes
+    of the block tables.
 
     slots               [R + C] int64   slots of the tokens to sample
-    sampled_positions   [R + C] int32   their positions
+    sampled_positions   [R + C] int32   positions of the tokens to sample
     positions           [R + T] int64   positions of the input tokens
     table_entries       [u] int64   changed entries of the flat block tables
-    table_blocks        [u] int32   their new values
+    table_blocks        [u] int32   new values of these entries
     generation          see GenerationInputs
     input_tokens        [T] int64   tokens of the contexts
     logits_rows         [R + C] int64   rows of hidden states to sample from; None: all rows
@@ -88,7 +88,7 @@ class StepInputs:
         self._shapes: dict[StepShape, tuple[dict[str, np.ndarray], StepTensors, int]] = {}
 
     def arrays(self, shape: StepShape) -> dict[str, np.ndarray]:
-        """Return the arrays of the next step by name. Write all of each: they hold values of an earlier step."""
+        """Return the arrays of the next step by name. They hold values of an earlier step: write every entry."""
         return self._of(shape)[0]
 
     def tensors(self, shape: StepShape) -> StepTensors:

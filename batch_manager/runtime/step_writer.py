@@ -17,7 +17,7 @@ class StepWriter:
     """Writes the arrays of plain steps.
 
     tables         the host's block tables
-    resident       their copy on the device
+    resident       the copy of these tables on the device
     padding_slot   a slot that no sequence has
     """
 
@@ -31,7 +31,7 @@ class StepWriter:
         return list(self._attention.plan_generation(_padded(generation.kv_lengths, num_rows)).values())
 
     def write(self, shape: StepShape, work: Work, generation: GenerationRows, contexts: ContextRows | None) -> None:
-        """Write all arrays of a step. Block table changes that do not fit into them are uploaded at once."""
+        """Write all arrays of a step. Block table changes that do not fit into the arrays are uploaded immediately."""
         arrays, rows = self._inputs.arrays(shape), shape.rows
         entries, blocks = self._resident.changes(self._tables)
         room = len(arrays["table_entries"])

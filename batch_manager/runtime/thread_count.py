@@ -1,9 +1,9 @@
 """Sets the number of threads that a step on a CPU computes with, without changing it for other threads.
 
-torch has one thread count for the process, which a thread adopts when it first computes. OpenMP and MKL have one for
-each calling thread, and torch computes with those. `torch.set_num_threads` writes all three. This module writes only
-the two of the calling thread, with functions of the OpenMP and MKL that torch has loaded, so no other thread is
-affected.
+torch has one thread count for the process. A thread adopts this count when it first computes. OpenMP and MKL have a
+count for each calling thread, and torch computes with these counts. `torch.set_num_threads` writes all three. This
+module writes only the two counts of the calling thread, with functions of the OpenMP and MKL that torch has loaded. No
+other thread is affected.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ def compute_threads(device: torch.device, count: int | None,
                     is_engine_thread: Callable[[threading.Thread], bool] = lambda thread: False) -> Iterator[None]:
     """Compute on `count` threads if the device is a CPU. None: do not change the calling thread's count.
 
-    Restores the count afterwards, except on threads of the engine: the next step finds it set.
+    Restores the count afterwards, except on threads of the engine, where the count stays set for the next step.
 
     Raises   ConfigError, see `require_openmp`
     """

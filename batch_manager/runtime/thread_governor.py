@@ -1,9 +1,9 @@
 """Chooses the number of threads of a compiled step: fewer while other programs use the processor.
 
 A step waits for its slowest thread. If another program occupies the core of one thread, the whole step waits, and fewer
-threads are faster. The sign of this is lost processor time: a step's processor time is then less than its wall-clock
-time times its threads. When that happens, the governor tries half the threads; otherwise it tries twice as many from
-time to time. A trial alternates the current and the other number, and the faster one is kept.
+threads are faster. In this case the processor time of a step is less than its wall-clock time multiplied by its number
+of threads: processor time is lost. The governor then tries half the threads. Otherwise it tries twice as many from time
+to time. A trial alternates between the current and the other number, and the governor keeps the faster number.
 
 Row counts between two powers of two share a decision. Results do not depend on the number of threads.
 """
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from ..contained_log import log
 
 STEPS_LOOKED_AT = 8                # steps observed before a trial
-PAIRS_OF_A_TRIAL = 4               # a pair: a step on the current number and one on the other
+PAIRS_OF_A_TRIAL = 4               # a pair: a step with the current number of threads and a step with the other
 WORTH_A_CHANGE = 0.95              # change if the other number takes less than this share of the current time
-NOT_WORTH_A_TRIAL = 1.5            # stop a trial once all steps on the other number take this many times longer
+NOT_WORTH_A_TRIAL = 1.5            # stop a trial if all steps with the other number take this many times longer
 LOST_SHARE = 0.1                   # lost share of the available processor time above which fewer threads are tried
 FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 1.0, 30.0       # between trials; doubled after a trial without change
 

@@ -11,12 +11,12 @@ from ..seams import MemoryUsage
 
 @dataclass(frozen=True, slots=True)
 class StaticBatchStats:
-    """A static batch when it was formed; constant until its last member is done.
+    """The sizes of a static batch when it was formed. They stay the same until its last member is done.
 
     members                   requests in the batch
-    context_tokens            sum of their prompt lengths, without padding
+    context_tokens            sum of the members' prompt lengths, without padding
     total_generation_tokens   upper bound of the tokens that all members together generate
-    empty_generation_slots    padding: every member has as many token slots as the one with the largest limit
+    empty_generation_slots    padding tokens: each member is padded to the largest token limit of the batch
     """
 
     members: int = 0
@@ -46,24 +46,24 @@ class IterationStats:
     context_tokens          prompt tokens computed
     generated_tokens        tokens appended to requests
     recomputed_tokens       computed tokens that pauses discarded, since construction
-    discarded_tokens        tokens computed for requests that had ended when their step was read, since construction
+    discarded_tokens        computed tokens of requests that ended before their step was read, since construction
     steps_in_flight         steps in flight at the end of the iteration
-    queued_requests, queued_tokens   accepted requests that wait to become active, and their prompt tokens
+    queued_requests, queued_tokens   waiting requests, and their prompt tokens
     monotonic_seconds       time of the engine's clock
     new_requests, refused_requests   accepted and refused since the last record
     prompt_tokens           prompt tokens of accepted requests, since construction
-    lookup_tokens, hit_tokens   prompt tokens looked up in the cache and found there, since construction
+    lookup_tokens, hit_tokens   prompt tokens looked up in the cache, and those found in it, since construction
     oldest_wait_seconds     time since the arrival of the first accepted request that was never in a step
     started_requests, queue_seconds, longest_queue_seconds   since the last record: requests in a step for the first
-                            time, the sum of their times from arrival to that step, and the longest of these
-    reasons                 name of a statistic -> finals without an error, since construction
+                            time, the sum of their times from arrival to this step, and the longest of these times
+    reasons                 name of a statistic -> final responses without an error, since construction
     callback_seconds        time inside the user's callbacks since the last record
     iteration_seconds       time from the end of get to the record
     finals                  final responses since construction
-    errors                  error code -> finals with it, since construction
+    errors                  error code -> final responses with this code, since construction
     callback_failures       callback -> calls that raised, since construction
-    figures                 name in the record -> value, of resources besides KV cache blocks and of the backend
-    static_batch            with static batching, the batch that ran, empty if none did; None: in-flight batching
+    figures                 name in the record -> value: statistics of the backend and of resources besides blocks
+    static_batch            with static batching, the batch that ran, or an empty one; None: in-flight batching
     """
 
     timestamp: str

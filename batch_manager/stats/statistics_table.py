@@ -12,12 +12,12 @@ class Statistic:
     """One key of the JSON record.
 
     name      the key
-    unit      of the value; "text" for a string
+    unit      unit of the value; "text" for a string
     time      "of this iteration": since the last record; "now": current value; "since the start": a count since the
               engine started, which never falls
     meaning   a short description
     schemes   batching schemes whose records have the key: "all", "in flight" (all but TrtGptModelType.V1) or "V1"
-    always    False: the key may be missing, while its value is zero or if the backend does not report it
+    always    False: the key may be missing if its value is zero or if the backend does not report it
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Converts a record to the flat JSON object of TensorRT-LLM's statistics.
 
 The first groups of keys are TensorRT-LLM's, spelled identically; the last group is this project's. All numbers are
-integers, times are in microseconds, keys are sorted. STATISTICS describes each key. A static batch is reported as it
-was formed, in every iteration that runs it.
+integers, times are in microseconds, and keys are sorted. STATISTICS describes each key. Every iteration that runs a
+static batch reports the sizes of the batch when it was formed.
 """
 
 import orjson

@@ -1,4 +1,4 @@
-"""Records of each iteration, for pictures, simulations and bug reports. They have ids and counts, no tokens."""
+"""Records of each iteration, for pictures, simulations and bug reports. They contain ids and counts, but no tokens."""
 
 import fcntl
 import os
@@ -33,17 +33,18 @@ class IterationTrace:
     arrived      ids of the requests accepted at the start of the iteration, whether they run in it or wait
     started_at_s   when the iteration began, in seconds of the engine's clock
     phases_us    phase -> microseconds. `fetch`: admit requests; `schedule`: make and check the plan; `claim`: take its
-                 blocks; `start`: launch the step; `read`: wait for the oldest step in flight; `advance`: append its
-                 tokens; `respond`: send responses; `poll`: poll stop signals. Phases that did not run are missing
+                 blocks; `start`: launch the step; `read`: wait for the oldest step in flight; `advance`: append the
+                 tokens of the step that was read; `respond`: send responses; `poll`: poll stop signals. Phases that did
+                 not run are missing
     waiting      reason -> ids of the active requests that were in no step; batch_manager/scheduling/waiting.py lists
                  the reasons
     queued_requests   accepted requests that are not active yet
-    live_blocks, cached_blocks, free_blocks   of the KV cache, after the launch of the step: held by sequences, held by
-                 none but reusable, and empty
+    live_blocks, cached_blocks, free_blocks   KV cache blocks after the launch of the step: blocks held by sequences,
+                 reusable blocks that no sequence holds, and empty blocks
     end_reasons  reason -> ids of the requests that got their final response: a FinishReason or an ErrorCode by name.
                  Refused requests are listed here only. Empty in traces written before this field existed
-    arrived_at_s   when each request of `arrived` arrived, in seconds of the engine's clock: its arrival_time, or its
-                 admission if it has none. Empty in traces written before this field existed
+    arrived_at_s   when each request of `arrived` arrived, in seconds of the engine's clock: its arrival_time, or the
+                 time of its admission if it has none. Empty in traces written before this field existed
     """
 
     iteration: int
@@ -77,7 +78,7 @@ class Trace:
 
 
 class TraceWriter:
-    """Write a trace to a binary file: the header at once, then each iteration it is called with.
+    """Write a trace to a binary file. The constructor writes the header, and each call writes one iteration.
 
     The caller flushes and closes the file.
     """
@@ -93,11 +94,12 @@ class TraceWriter:
 class TraceFile:
     """Write a trace to a file while the engine runs: `Parts(trace=TraceFile("trace.jsonl"))`.
 
-    path                      is overwritten: one line of JSON with the format and its version, then one per iteration
+    path                      is overwritten. The first line of JSON has the format and its version; then each iteration
+                              has one line
     seconds_between_flushes   0 or more; a crash of the process loses the iterations since the last flush
 
-    One thread at a time calls it. A forked child writes nothing. If the disk fails or is full, one error is logged, the
-    trace ends there, and `close` raises OSError.
+    Only one thread at a time may call a TraceFile. A forked child writes nothing. If the disk fails or is full, one
+    error is logged, the trace ends, and `close` raises OSError.
 
     Raises OSError if the file cannot be written, ConfigError if another TraceFile has it open.
     """
@@ -109,7 +111,7 @@ class TraceFile:
         self._append = self._lines.append
         self._seconds = seconds_between_flushes
         self._flush_at = time.monotonic() + seconds_between_flushes
-        # Writes the last lines of an unclosed file. Must not refer to self.
+        # The finalizer writes the last lines of an unclosed file. It must not refer to self.
         self._at_exit = weakref.finalize(self, self._lines.close_quietly)
 
     def __call__(self, iteration: IterationTrace) -> None:
@@ -120,7 +122,7 @@ class TraceFile:
             self._lines.flush()
 
     def close(self) -> None:
-        """Write the rest and close the file. Does nothing the second time.
+        """Write the buffered lines and close the file. A second call does nothing.
 
         Raises OSError if an iteration could not be written.
         """
@@ -135,7 +137,7 @@ class TraceFile:
 
 
 class _LineFile:
-    """A locked file with a buffer that a forked child drops; Python's own would be written by both processes."""
+    """A locked file with a buffer that a forked child drops. Both processes would write the buffer of a Python file."""
 
     def __init__(self, path: str) -> None:
         self._path, self._process_id = path, os.getpid()
@@ -181,7 +183,7 @@ class _LineFile:
             return
         try:
             self._write(content)
-        except OSError as error:        # a retry would leave a gap
+        except OSError as error:        # no retry: the file would have a gap
             self._failure = error
             log.error("the trace is incomplete: %s cannot be written: %s; no further iteration is recorded",
                       self._path, error.strerror)
@@ -197,7 +199,7 @@ class _LineFile:
             raise self._failure
 
     def close_quietly(self) -> None:
-        with suppress(OSError):        # the log has it
+        with suppress(OSError):        # the error is in the log
             self.close()
 
     def _write(self, content: bytes | memoryview) -> None:

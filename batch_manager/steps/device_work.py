@@ -14,10 +14,10 @@ MOST_PENDING_OPERATIONS = 1 << 20
 class DeviceWork:
     """Collects device work and repeats it until it is certain to have run.
 
-    A launch that raises may have done all of it, a part, or nothing. Block table updates can be applied twice, so they
-    are repeated until a launch succeeds. An asynchronous device may fail in an operation after later steps are
-    launched, so operations are repeated in every batch until a step with them is read. They are numbered, and the
-    device runs each once (`ScheduledBatch.new_operations`).
+    A launch that raises may have done all of its device work, a part of it, or none. Block table updates can be applied
+    twice, so they are repeated until a launch succeeds. An asynchronous device may fail in an operation after later
+    steps are launched, so operations are repeated in every batch until a step with them is read. Operations are
+    numbered, and the device runs each of them once (`ScheduledBatch.new_operations`).
 
     has_pending   whether there is work to repeat
     """
@@ -31,7 +31,7 @@ class DeviceWork:
     def add(self, operations: Iterable[DeviceOperation]) -> None:
         """Append operations.
 
-        Raises InternalError when too many are pending, because no launch succeeds.
+        Raises InternalError if too many operations are pending, which means that no launch succeeds.
         """
         self._operations += operations
         self.has_pending = self.has_pending or bool(self._operations)
@@ -57,7 +57,7 @@ class DeviceWork:
     def attached_to(self, batch: ScheduledBatch) -> ScheduledBatch:
         """Return a batch, or a part of one, with all pending work attached, for a first or a repeated launch.
 
-        A first chunk resets its sequence on the device, so each launch of it repeats the block table of the sequence.
+        A first chunk resets its sequence on the device, so each launch of the chunk repeats the sequence's block table.
         """
         if (batch.block_table_updates is self._updates and batch.first_operation == self._first_operation
                 and len(batch.operations) == len(self._operations)):

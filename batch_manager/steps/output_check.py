@@ -35,10 +35,10 @@ class WrongOutputError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RequestedValues:
-    """Values that a sequence requests of its steps besides tokens.
+    """Values that a sequence requests from its steps besides tokens.
 
-    top_log_probs   number of likeliest tokens
-    prompt_length   tokens of the user's prompt; all later ones were generated
+    top_log_probs   number of likeliest tokens whose log-probs are requested
+    prompt_length   tokens of the user's prompt; all later tokens were generated
     """
 
     log_probs: bool
@@ -53,9 +53,9 @@ class RequestedValues:
 class _Rows:
     """The rows of an output.
 
-    row_of   slot -> row, in order
-    starts   [r + 1] index of the first token of each row
-    requested    slot -> requested values, of sequences that request any and whose row did not fail
+    row_of      slot -> row, in order
+    starts      [r + 1] index of the first token of each row
+    requested   slot -> requested values, for sequences that request values and whose row did not fail
     """
 
     row_of: dict[int, int]
@@ -63,19 +63,19 @@ class _Rows:
     requested: dict[int, RequestedValues]
 
     def of(self, slot: int) -> slice:
-        """The tokens of the row of a slot."""
+        """Return the indices of the tokens in the row of a slot."""
         row = self.row_of[slot]
         return slice(int(self.starts[row]), int(self.starts[row + 1]))
 
     def with_beams(self) -> list[int]:
-        """The slots of sequences with beams."""
+        """Return the slots of sequences with beams."""
         return [slot for slot in self.row_of if slot in self.requested and self.requested[slot].beam_width > 1]
 
 
 class StepOutputCheck:
     """Validates a backend's output against `handover.StepOutput`.
 
-    Keeps, by slot, the values that each sequence requests besides tokens.
+    It remembers, for each slot, the values that its sequence requests besides tokens.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -86,8 +86,8 @@ class StepOutputCheck:
             "here; please report it")
 
     def requested_by(self, batch: ScheduledBatch) -> dict[int, RequestedValues]:
-        """Return slot -> requested values of the sequences of a batch that is being launched. Slots without any are
-        left out."""
+        """Return slot -> requested values, for the sequences of a batch that is being launched. Slots without requested
+        values are left out."""
         for work in batch.context:
             setup = work.setup
             if setup is None:
@@ -112,9 +112,9 @@ class StepOutputCheck:
         outside the vocabulary, and those with a NaN log-probability. NaN means that the logits were not finite, so the
         KV cache blocks of such a sequence must be neither reused nor kept.
 
-        requested   result of `requested_by` for the batch, or for the batch of which this is a part
+        requested   result of `requested_by` for the batch, or for a batch that contains this batch
         Raises WrongOutputError for missing or extra rows, wrong shapes or types, finish codes that a device cannot
-        decide, and missing requested values. Also raises whatever reading the output raises.
+        decide, and missing requested values. Also raises every exception of reading the output.
         """
         expected = _slots_of_rows(batch)
         if not self._is_plain(batch, output, expected, requested):
@@ -123,9 +123,10 @@ class StepOutputCheck:
 
     def _is_plain(self, batch: ScheduledBatch, output: StepOutput, expected: np.ndarray,
                   requested: Mapping[int, RequestedValues]) -> bool:
-        """Whether the output is of the right types, has tokens and finish codes for the right rows and nothing else,
-        and no sequence requests more. This is the common case. Comparing bytes takes a tenth of the time of a
-        comparison of arrays for a few rows.
+        """Whether the output has the right types, contains only tokens and finish codes for the right rows, and no
+        sequence requests more.
+
+        This is the common case. For a few rows, comparing bytes takes a tenth of the time of comparing arrays.
         """
         if type(output) is not StepOutput or requested:
             return False
@@ -156,7 +157,7 @@ class StepOutputCheck:
         return replace(output, failures=dict.fromkeys(slots, self._invalid_token) | output.failures)
 
     def _invalid(self, tokens: np.ndarray) -> np.ndarray:
-        """Indices of tokens outside the vocabulary."""
+        """Return the indices of tokens outside the vocabulary."""
         unsigned = tokens.view(np.uint32)    # makes negative numbers large
         if not len(tokens) or unsigned.max() < self._vocab_size:
             return tokens[:0]
@@ -245,7 +246,7 @@ class StepOutputCheck:
 
 
 def _slots_of_rows(batch: ScheduledBatch) -> np.ndarray:
-    """[r] int32, slots of the expected rows: contexts whose last chunk runs, then generating sequences."""
+    """Return [r] int32, the slots of the expected rows: contexts whose last chunk runs, then generating sequences."""
     last_chunks = [work.slot for work in batch.context if work.is_last_chunk] if batch.context else ()
     if not last_chunks:
         return batch.generation.slots
@@ -253,7 +254,7 @@ def _slots_of_rows(batch: ScheduledBatch) -> np.ndarray:
 
 
 def _drafts(batch: ScheduledBatch) -> np.ndarray:
-    """[r] int32, draft tokens of each row."""
+    """Return [r] int32, the number of draft tokens of each row."""
     drafts = batch.generation.num_drafts
     if drafts is None:
         drafts = np.zeros(len(batch.generation), np.int32)
@@ -263,7 +264,8 @@ def _drafts(batch: ScheduledBatch) -> np.ndarray:
 
 def _row_starts(batch: ScheduledBatch, output: StepOutput, slots: np.ndarray, requested: Mapping[int, RequestedValues],
                 hypotheses: Mapping[int, Any], failures: Mapping[int, Any]) -> np.ndarray:
-    """[r + 1] int32, validated: each row has an allowed number of tokens."""
+    """Return [r + 1] int32, the index of the first token of each row. Raises WrongOutputError for a row with too few or
+    too many tokens."""
     if output.row_starts is None:
         lengths = np.ones(len(slots), np.int32)
     else:
@@ -300,7 +302,7 @@ def _parents(batch: ScheduledBatch, output: StepOutput, rows: _Rows, num_tokens:
 
 def _hypotheses(batch: ScheduledBatch, output: StepOutput,
                 requested: Mapping[int, RequestedValues]) -> dict[int, tuple[Hypothesis, ...]]:
-    """The validated results of finished searches, except failed ones."""
+    """Return the validated results of finished searches, except those of failed rows."""
     given = _mapping("hypotheses", output.hypotheses)
     if not given:
         return {}
@@ -322,7 +324,7 @@ def _hypotheses(batch: ScheduledBatch, output: StepOutput,
 
 
 def _hypothesis(given: Hypothesis, width: int, longest: int) -> Hypothesis:
-    """Validate one result of a search. longest: most tokens that an output can have after this step"""
+    """Validate one result of a search. longest: the largest number of tokens that an output can have after this step"""
     if not isinstance(given, Hypothesis):
         raise WrongOutputError(f"a result of a search is of type {type_name(given)}, not a Hypothesis")
     shape = np.shape(given.tokens)

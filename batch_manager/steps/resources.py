@@ -36,14 +36,14 @@ class Resource(Protocol):
     """
 
     def claim(self, requests: Sequence[LlmRequest]) -> Sequence[DeviceOperation]:
-        """Claim what these requests need, or nothing. None of them holds anything yet.
+        """Claim everything that these requests need, or nothing. The requests hold none of the resource yet.
 
         Returns the device operations before their step. Raises OutOfResourceError, with nothing changed.
         """
         ...
 
     def release(self, request: LlmRequest) -> None:
-        """Release what the request holds."""
+        """Release everything that the request holds of the resource."""
         ...
 
     def figures(self) -> Mapping[str, int]:
@@ -54,8 +54,8 @@ class Resource(Protocol):
 class Resources:
     """Claims resources for a plan, and releases them on a pause and at the end of a request. Release is idempotent.
 
-    others        resources besides blocks: claimed in this order, before blocks, and released in reverse
-    device_work   the resulting device operations before the next step
+    others        resources besides blocks. They are claimed in this order, before blocks, and released in reverse
+    device_work   the device work that results, to be done before the next step
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, max_seq_len: int, others: Sequence[Resource] = ()) -> None:
@@ -68,7 +68,7 @@ class Resources:
         self._prompt_tables: dict[int, PromptTable] = {}
 
     def admit(self, admitted: Admitted) -> None:
-        """Keep the setup that the device needs when the request starts."""
+        """Keep the setup that the device needs when the request starts, and its prompt-tuning table if it has one."""
         request_id = admitted.request.request_id
         self._setups[request_id] = admitted.setup
         if admitted.prompt_table is not None:
@@ -87,12 +87,12 @@ class Resources:
         return recomputed
 
     def claim(self, plan: SchedulerOutput, iteration: int, micro_batch_id: int) -> ScheduledBatch:
-        """Claim what the plan needs, or nothing, and return the batch for the device.
+        """Claim everything that the plan needs, or nothing, and return the batch for the device.
 
-        Mutates the context requests of the plan: their chunks count as computed from here on, and a first chunk skips
+        Mutates the context requests of the plan: their chunks count as computed from now on, and a first chunk skips
         the cached tokens of its prompt.
 
-        Raises OutOfResourceError, with nothing changed, when the plan needs more than is free.
+        Raises OutOfResourceError, with nothing changed, if the plan needs more than is free.
         """
         contexts = plan.context_requests
         first_chunks = [request for request in contexts if request.is_first_context_chunk] if contexts else contexts
@@ -118,7 +118,7 @@ class Resources:
                               max_beam_width=self._kv.sequences.max_beam_width)
 
     def figures(self) -> dict[str, int]:
-        """The current statistics of all resources besides blocks."""
+        """Return the current statistics of all resources besides blocks."""
         figures: dict[str, int] = {}
         for resource in self.others:
             figures.update(resource.figures())
@@ -133,8 +133,8 @@ class Resources:
         self._kv.rewind(requests, num_rejected)
 
     def unclaim(self, batch: ScheduledBatch, requests: Sequence[LlmRequest], void: Sequence[LlmRequest]) -> None:
-        """Undo the claims of a step for requests with void rows: they return to their state before the step. What the
-        step writes for them is cleared.
+        """Undo the claims of a step for requests with void rows, which return to their state before the step. The KV
+        cache entries that the step writes for them are cleared.
 
         requests   requests of the batch, in its order
         void       the requests with void rows; none of them starts in this step
@@ -154,11 +154,11 @@ class Resources:
         self._kv.rewind(generation, 1)
 
     def leaving_window(self, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
-        """The started requests that free blocks with their next claim, because the blocks leave the window."""
+        """Return the started requests whose next claim frees blocks, because these blocks leave the window."""
         return self._kv.leaving_window(requests)
 
     def follow(self, request: LlmRequest, parents: Sequence[int]) -> None:
-        """Give each beam the blocks of its parent. After the context, all beams get those of the first."""
+        """Give each beam the blocks of its parent. After the context, all beams get the blocks of the first beam."""
         if request.num_generated_tokens:
             self.device_work.add(self._kv.reorder(request, parents))
         else:
@@ -218,12 +218,12 @@ class Resources:
 
     def release(self, request: LlmRequest, *, keep_computed: bool = False, clear_blocks: bool = False,
                 is_in_flight: bool = False) -> None:
-        """Release everything that the request holds, if anything.
+        """Release everything that the request holds. Does nothing if the request holds nothing.
 
-        keep_computed   keep its computed blocks for reuse by prompts that begin with the same tokens
-        clear_blocks    a step may have left anything in its blocks: clear them before the next read and keep nothing
-        is_in_flight    a launched step still writes to its blocks, before any step of their next owner. Clear what it
-                        writes
+        keep_computed   keep the computed blocks for reuse by prompts that begin with the same tokens
+        clear_blocks    a step may have left any values in the blocks: clear them before the next read and keep nothing
+        is_in_flight    a launched step still writes to the blocks, before any step of their next owner. Clear the
+                        entries that it writes
         """
         if clear_blocks:
             # Shared and published blocks were written by earlier steps.
@@ -236,7 +236,7 @@ class Resources:
         self._prompt_tables.pop(request.request_id, None)
 
     def _clear_unread(self, request: LlmRequest) -> None:
-        """Clear what steps in flight write for an ended request, as it may not be finite."""
+        """Clear the entries that steps in flight write for an ended request, because they may not be finite."""
         in_context = request.context_read < request.prompt_len
         start = request.context_read if in_context else request.num_tokens - 1
         end = request.context_position
@@ -256,7 +256,7 @@ class Resources:
         self._kv.release(request, computed_tokens, is_garbage)
 
     def _computed_tokens(self, request: LlmRequest) -> int:
-        """Number of leading tokens that are computed and read; 0 if no step added to the reused ones."""
+        """Return the number of leading tokens that are computed and read; 0 if no step added to the reused tokens."""
         if request.context_read == request.prompt_len:
             return request.num_tokens
         return request.context_read if request.context_read > self._kv.reused_tokens(request) else 0

@@ -23,9 +23,9 @@ from .output_check import RequestedValues, StepOutputCheck, WrongOutputError
 class RunningStep:
     """A batch whose launch succeeded or failed.
 
-    pending   None if the launch raised
-    error     exception of the launch or the step, or None
-    requested     slot -> requested values at launch; when the step is read, the slot may have another owner
+    pending     None if the launch raised
+    error       exception of the launch or the step, or None
+    requested   slot -> requested values at launch. When the step is read, the slot may belong to another request
     """
 
     batch: ScheduledBatch

@@ -1,4 +1,4 @@
-"""The steps in flight, and the reruns of failed ones."""
+"""The steps in flight, and the reruns of failed steps."""
 
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -19,8 +19,8 @@ NO_REQUESTS: frozenset[int] = frozenset()
 class StepInFlight:
     """A step that was launched and not read yet.
 
-    requests   in batch order
-    void       requests for which the previous step failed: their rows ran on its missing results
+    requests   the requests in batch order
+    void       requests whose rows are void: an earlier step of these requests failed
     """
 
     requests: list[LlmRequest]
@@ -39,20 +39,21 @@ class StepInFlight:
 class StepWindow:
     """Up to `depth` steps, oldest first.
 
-    runs_ahead   the next step of a request may be launched before its last one is read: only lengths must be known.
-                 False: steps in flight have disjoint requests
+    runs_ahead   the next step of a request may be launched before its last one is read, because a launch only needs
+                 lengths. False: steps in flight have disjoint requests
 
     With runs_ahead, a request in flight can be in the next step if
 
         the step in flight does not yield its last token,
-        nothing on the host needs its tokens first (`LlmRequest.in_lockstep`), and
+        nothing on the host needs its tokens first (`LlmRequest.in_lockstep`),
+        it has no draft tokens, and
         it frees no blocks of a context that is not read yet.
 
-    So when a step is planned, each of its requests is in at most one step in flight.
+    When a step is planned, each of its requests is therefore in at most one step in flight.
 
     A row is dropped if its request has ended since the launch. A failed step runs again without ended requests. Steps
-    launched after it ran on its missing results: their rows for the same requests are void, and their claims are
-    undone.
+    that were launched after the failed step ran on its missing results. Their rows for the same requests are void, and
+    the claims for these rows are undone.
 
     num_discarded_tokens   computed tokens that were dropped, since construction
     """
@@ -85,7 +86,7 @@ class StepWindow:
         return bool(self._steps) and any(map(self.holds, requests))
 
     def blocked_request_ids(self) -> Collection[int]:
-        """Ids of the requests in flight that cannot run before their step is read."""
+        """Return the ids of the requests in flight that cannot run before their step is read."""
         if not self._steps:
             return NO_REQUESTS
         if not self.runs_ahead:
@@ -94,7 +95,7 @@ class StepWindow:
                      if request.state is not COMPLETE and request not in flight.void]
         blocked = [request.request_id for request in in_flight
                    if request.state is LAST_TOKEN or request.in_lockstep or request.draft_len]
-        # Blocks of an unread context must not be freed for others: a failed step may leave anything in them.
+        # Blocks of an unread context must not be freed for others, because a failed step may leave any values in them.
         unread_contexts = [request for request in in_flight if request.context_read < request.prompt_len]
         blocked += [request.request_id for request in self._resources.leaving_window(unread_contexts)]
         return frozenset(blocked)
@@ -146,5 +147,5 @@ class StepWindow:
 
 
 def num_yielded_tokens(batch: ScheduledBatch) -> int:
-    """Number of rows of a batch that yield tokens."""
+    """Return the number of rows of a batch that yield tokens."""
     return len(batch.generation) + sum(work.is_last_chunk for work in batch.context)

@@ -37,7 +37,7 @@ class EngineHarness:
     get, send, poll, stats   the four callbacks of GptManager
     backend      None: a ScriptedBackend
     scheduler    as Parts.scheduler; None: the scheduler of the policy
-    parts        other parts; `backend` and `scheduler` here, and a ManualClock, replace those in `parts`
+    parts        other parts. The arguments `backend` and `scheduler` and the ManualClock replace those in `parts`
     options      fields of TrtGptModelOptionalParams
 
     Attributes:
@@ -45,8 +45,8 @@ class EngineHarness:
     clock      the ManualClock
     backend    the backend in use
 
-    Raises ConfigError as GptManager does. Close it, or use it as a context manager: open requests then end with
-    SHUTDOWN.
+    Raises ConfigError as GptManager does. Close the harness, or use it as a context manager. Open requests then end
+    with SHUTDOWN.
     """
 
     def __init__(self, get: Callable[[int], Iterable[Any]], send: Callable[[int, list, bool, str], None],

@@ -1,7 +1,7 @@
 """A ModelBackend without a model: the next token is a keyed hash of all tokens that the sequence attends to.
 
-The backend stores tokens in its block pool and reads the history back through the block tables. So a wrong table, a
-block freed too early or a lost token changes all later output. `expected_tokens` computes the correct output
+The backend stores tokens in its block pool and reads the history back through the block tables. A wrong table, a block
+freed too early or a lost token therefore changes all later output. `expected_tokens` computes the correct output
 independently.
 
     term(i, token)  = mix(key + (i + 1) * A + (token + 1) * B)             mix: the finalizer of splitmix64
@@ -9,14 +9,14 @@ independently.
     next token      = (word >> 16) % vocab_size                            log-prob = -(word & 0xFFFF) / 4096
     salt            = 0 for a greedy sequence, mix(random_seed ^ A) for a sampled one
 
-With beams, each beam has as many candidates as the beam search considers, at most vocab_size; the search is the one
-that models use:
+With beams, each beam has as many candidates as the beam search considers, at most vocab_size. The beam search is the
+same as for models:
 
     candidate j     = (next token + j) % vocab_size, with the log-prob of word_j
     word_j          = word for j = 0, mix(word + j * A) otherwise
 
-Needs numpy only, so tests and dry runs of the host side work without torch. A logits post-processor gets logits that
-are 1 at the next token and 0 elsewhere, and causes torch to be imported; it cannot be combined with beams.
+The backend needs only numpy, so tests and dry runs of the host side work without torch. A logits post-processor gets
+logits that are 1 at the next token and 0 elsewhere. It causes torch to be imported, and cannot be combined with beams.
 """
 
 from collections import deque
@@ -73,9 +73,9 @@ class ScriptedBackend:
     on_step           function (batch), called once per step, after tokens were written to the cache and before other
                       state changes. May raise, or return {slot: RowFailure}. NON_FINITE_LOGITS also poisons the blocks
                       that the step wrote: every sequence with such a block fails until the block is cleared
-    on_finish         function (batch), the same within `finish`
-    is_asynchronous   `start` queues steps; they run in order when `finish` waits for one of them. Their exceptions are
-                      raised by `finish`, when later steps have already been launched
+    on_finish         function (batch), called by `finish`, with the same effects as `on_step`
+    is_asynchronous   `start` queues steps, which run in order when `finish` waits for one of them. `finish` raises
+                      their exceptions, when later steps have already been launched
     step_seconds      simulated device time of a step. `finish` waits for it; steps run one after another, and
                       `idle_seconds` accumulates the time between steps
     window, sink      the part of the history that the hash covers, as in attention/windows.py. The history is then read
@@ -106,7 +106,7 @@ class ScriptedBackend:
         self.closed = False
         self._busy_until: float | None = None
         self._queue: deque[ScriptedStep] = deque()
-        self._num_operations = 0                                  # carried out so far
+        self._num_operations = 0                                  # device operations done so far
         self._pool = np.full(num_blocks * tokens_per_block, UNWRITTEN, np.int32)
         self._host_pool = np.full(host_blocks * tokens_per_block, UNWRITTEN, np.int32)
         self._poisoned = np.zeros((num_blocks, tokens_per_block), bool)    # tokens with non-finite values
@@ -139,7 +139,7 @@ class ScriptedBackend:
         return step
 
     def run(self, step: "ScriptedStep") -> None:
-        """Run a step; an exception is stored in the step."""
+        """Run a step. An exception is stored in the step."""
         try:
             step.output = self._run(step)
         except BaseException as error:
@@ -181,7 +181,7 @@ class ScriptedBackend:
         return output
 
     def _keep_tokens(self, output: StepOutput) -> None:
-        """Store the last tokens of sequences without beams for the next step; beam searches store their own."""
+        """Store the last tokens of sequences without beams for the next step. Beam searches store their own tokens."""
         slots, tokens = output.slots, output.tokens
         if output.row_starts is not None:
             single = np.array([slot not in self._searches for slot in slots.tolist()], bool)
@@ -207,7 +207,7 @@ class ScriptedBackend:
                 pass
 
     def clear_block(self, block_id: int, first_token: int) -> None:
-        """Clear a block from a token on."""
+        """Clear a block from token `first_token` on."""
         self._poisoned[block_id, first_token:] = False
         self._any_poisoned = bool(self._poisoned.any())
 

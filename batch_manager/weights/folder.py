@@ -22,7 +22,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 class CheckpointFile:
     """A regular file of a checkpoint.
 
-    path        path in the folder; errors name it
+    path        path in the folder; errors name this path
     real_path   the path with links resolved. The file is opened by this path, so changing a link later has no effect
     """
 
@@ -76,8 +76,8 @@ def gguf_file(path: str | os.PathLike) -> CheckpointFile:
 class CheckpointFolder:
     """The files directly inside one folder, by bare name.
 
-    A link may lead to a file of the same folder or, from a snapshot of a Hugging Face cache, to a file in `blobs` of
-    the same repository. Any other link is refused, and so is a name that leads out of the folder.
+    A link may lead to a file of the same folder. In a snapshot of a Hugging Face cache, a link may also lead to a file
+    in `blobs` of the same repository. Any other link is refused, and so is a name that leads out of the folder.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
@@ -117,9 +117,9 @@ class CheckpointFolder:
 
     @property
     def _blobs(self) -> Path | None:
-        """`blobs` of the repository, if this folder is a snapshot in a Hugging Face cache; otherwise None.
+        """The path of the repository's `blobs`, if this folder is a snapshot in a Hugging Face cache; otherwise None.
 
-        It can be compared with a link's target, because both are resolved.
+        The path can be compared with a link's target, because both are resolved.
         """
         snapshots, repository = self.path.parent, self.path.parent.parent
         is_cached = snapshots.name == "snapshots" and repository.name.startswith("models--")

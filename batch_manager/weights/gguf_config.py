@@ -1,8 +1,8 @@
 """The configuration of a GGUF file, under the field names of Hugging Face's config.json.
 
-The family's model class reads and checks the values, as for a config.json. This module refuses a file with an unread
-metadata key of the architecture. Values that GGUF files never state, such as the activation, are the family's defaults
-in transformers.
+The family's model class reads and checks the values, as it does for a config.json. This module refuses a file that has
+a metadata key of the architecture that was not read. Values that GGUF files never state, such as the activation, are
+the family's defaults in transformers.
 """
 
 from collections.abc import Callable, Mapping
@@ -90,7 +90,8 @@ class Metadata:
         return value
 
     def fault(self, name: str, expected: str, fix: str = "") -> ModelLoadError:
-        """Return the error to raise for an invalid value of a key. expected: what follows the word in the message."""
+        """Return the error to raise for an invalid value of a key. expected: the words after "expected" in the message.
+        """
         value = self.header.metadata.get(self.key(name))
         return ModelLoadError(f"{self.where}: {self.key(name)} is {shown(value)}", f"expected {expected}", fix)
 
@@ -273,8 +274,8 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
     scaling = {"rope_type": kind, "factor": metadata.need("rope.scaling.factor")}
     if kind == "linear":
         return scaling
-    # Converters and llama.cpp disagree on what an attention factor multiplies with yarn. It is not read here, so
-    # refuse_unread_keys refuses a file that has one.
+    # Converters and llama.cpp disagree on the meaning of an attention factor with yarn. The key is not read here, so
+    # refuse_unread_keys refuses a file that has it.
     scaling["original_max_position_embeddings"] = metadata.need("rope.scaling.original_context_length")
     for field, name in (("beta_fast", "rope.scaling.yarn_beta_fast"), ("beta_slow", "rope.scaling.yarn_beta_slow")):
         if (value := metadata.get(name)) is not None:
@@ -312,7 +313,7 @@ def _frequency_factors(metadata: Metadata, heads: Heads, factors: Callable[[str]
 
 
 def _layer_types(metadata: Metadata, period: int) -> list[str]:
-    """Return `layer_types`: the file's pattern, by default sliding attention in all but every `period`-th layer."""
+    """Return `layer_types` by the file's pattern. By default, every `period`-th layer has full attention."""
     layers, name = metadata.count("block_count"), "attention.sliding_window_pattern"
     pattern = metadata.get(name)
     if isinstance(pattern, GgufArray):
@@ -362,8 +363,8 @@ def _gemma2(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[st
 
 
 def _query_scalar(metadata: Metadata, heads: Heads, layers_of_27b: int) -> int:
-    """Return `query_pre_attn_scalar` of Gemma 2 and 3, for which there is no key. The 27B models, recognized by their
-    number of layers, use hidden size / query heads; all others use the head size."""
+    """Return `query_pre_attn_scalar` of Gemma 2 and 3, which has no metadata key. The 27B models, recognized by their
+    number of layers, use hidden size / query heads. All others use the head size."""
     if metadata.count("block_count") != layers_of_27b:
         return heads.size
     return metadata.count("embedding_length") // heads.queries
@@ -411,7 +412,7 @@ def _stablelm(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[
 
 
 def _falcon(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
-    """As llama.cpp computes it: attention and MLP in parallel, rotary positions."""
+    """Falcon as llama.cpp computes it: attention and MLP are parallel, and positions are rotary."""
     if metadata.get("tensor_data_layout", "jploski") != "jploski":
         raise metadata.fault("tensor_data_layout", "'jploski' or no value")
     has_own_norms = metadata.has_tensor("blk.0.attn_norm_2.weight")

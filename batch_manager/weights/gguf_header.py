@@ -2,7 +2,7 @@
 
 The file is not trusted. Every count, length, type and offset is checked against the file's size and a bound of this
 module before memory is allocated for it. Arrays, such as the vocabulary, are checked entry by entry but left in the
-file; `read_gguf_array` reads one. Source: the GGUF specification of ggml (docs/gguf.md), versions 2 and 3.
+file; `read_gguf_array` reads an array. Source: the GGUF specification of ggml (docs/gguf.md), versions 2 and 3.
 """
 
 import math
@@ -75,7 +75,7 @@ class GgufTensor:
     """A tensor of the file.
 
     kind         name of its type, such as "Q4_K"
-    shape        in torch's order: rows first
+    shape        shape in torch's order: rows first
     row_bytes    bytes of one row, the elements along the last dimension
     begin, end   byte range in the file
     """
@@ -175,7 +175,8 @@ def changed(file: CheckpointFile) -> ModelLoadError:
 
 
 class _Reader:
-    """Reads the header of one file from its start. `_data` has the bytes read so far; `_offset` is the next to use."""
+    """Reads the header of one file from its start. `_data` has the bytes read so far; `_offset` is the next unused one.
+    """
 
     def __init__(self, checkpoint_file: CheckpointFile, file: BinaryIO) -> None:
         self.where, self._file = checkpoint_file, file
@@ -345,7 +346,7 @@ class _Reader:
                                  CONVERT) from None
 
     def _length(self, what: str) -> int:
-        """Read a length or count. Each entry takes at least one byte, so it is at most the bytes left in the file."""
+        """Read a length or count. It is at most the number of bytes left in the file, as each entry takes a byte."""
         length = self._unsigned(_LENGTH, what)
         if length > self.file_bytes - self._offset:
             raise incomplete(self.where, f"{what} has a length of {length:,}; {self.file_bytes - self._offset:,} bytes "

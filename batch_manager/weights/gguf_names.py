@@ -2,7 +2,7 @@
 
 llama.cpp's converter renames every tensor and changes some: it interleaves the rotated halves of Llama's queries and
 keys, adds one to Gemma's norms, transposes GPT-2's matrices, and groups the rows of fused projections into queries,
-keys and values. A `Location` says how to undo that.
+keys and values. A `Location` describes how to undo these changes.
 """
 
 import re
@@ -32,10 +32,10 @@ class Location:
     """Where a Hugging Face tensor is in the GGUF file, and how to restore it.
 
     tensor       name of the GGUF tensor
-    rows         rows of the GGUF tensor that belong to it; None: all
-    is_one_row   `rows` is one row, and the tensor is that row without the first dimension
-    order        () -> [rows] int64, the GGUF row of each of its rows; None: unchanged. Called when the tensor is read,
-                 after its shape is checked
+    rows         rows of the GGUF tensor that belong to the Hugging Face tensor; None: all
+    is_one_row   `rows` is one row, and the Hugging Face tensor is this row without the first dimension
+    order        () -> [rows] int64, the GGUF row of each Hugging Face row; None: unchanged. Called when the tensor is
+                 read, after its shape is checked
     transposed   the GGUF tensor is the transpose
     offset       number to add to every element
     """
@@ -79,8 +79,8 @@ def halves_apart(heads: int, size: int) -> torch.Tensor:
 
 
 def parts_by_key_head(heads: Heads) -> torch.Tensor:
-    """Row order of a fused projection: by key head, each with its queries, its key and its value. The file has all
-    queries, then all keys, then all values."""
+    """Row order of a fused projection: each key head has its queries, its key and its value. The file has all queries,
+    then all keys, then all values."""
     rows = torch.arange((heads.queries + 2 * heads.keys) * heads.size, dtype=torch.int64, device="cpu")
     queries, keys, values = rows.view(-1, heads.size).split([heads.queries, heads.keys, heads.keys])
     return torch.cat([part.reshape(heads.keys, -1) for part in (queries, keys, values)], 1).reshape(-1)
@@ -101,7 +101,7 @@ def _fused_rows(name: str, heads: Heads) -> Order:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The tensor names of one architecture, and what the converter changes.
+    """The tensor names of one architecture, and the converter's changes to its tensors.
 
     layer       name in a GGUF block -> name in a Hugging Face layer
     layers      Hugging Face's prefix of a layer's number

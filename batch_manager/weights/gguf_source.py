@@ -93,7 +93,7 @@ class GgufWeights:
         self.num_bytes += num_bytes
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
-        """Raise if a tensor was never requested. `harmless` is ignored: converters write no such tensors."""
+        """Raise if a tensor was never requested. `harmless` is ignored, because converters write no such tensors."""
         left = sorted(self._locations.keys() - self._used)
         if left:
             more = f" and {len(left) - 1} more" if left[1:] else ""
@@ -123,7 +123,7 @@ class GgufWeights:
                                  "check that the file is complete")
 
     def _fill(self, target: torch.Tensor, location: Location) -> None:
-        """Read the tensor into `target`, which has its shape. On the device "meta" nothing is read."""
+        """Read a tensor into `target`, which has the tensor's shape. On the device "meta" nothing is read."""
         if target.device.type == "meta":
             return
         with self._files.reading(location.tensor) as read:
@@ -142,7 +142,7 @@ class GgufWeights:
 
 
 def _fill_vector(target: torch.Tensor, location: Location, vector: torch.Tensor) -> None:
-    """Copy a bias or a norm, which is decoded whole. Rows of the location are elements here."""
+    """Copy a bias or a norm, which is decoded whole. The rows and the order of its location refer to elements."""
     vector = vector if location.rows is None else vector[location.rows.start : location.rows.stop]
     _copy(target, vector if location.order is None else vector[location.order()])
 
@@ -173,10 +173,10 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(target: torch.Tensor, block: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-    """Copy the block into `target`, or into the given rows of it.
+    """Copy the block into `target`, or into the given rows of `target`.
 
-    On the CPU numpy copies, in one thread: for small blocks on busy cores, torch's threads take longer to synchronize
-    than to copy.
+    On the CPU, numpy copies in one thread, because torch's threads take longer to synchronize than to copy a small
+    block on busy cores.
     """
     if target.device.type == "cpu" and torch.bfloat16 not in (target.dtype, block.dtype):
         with np.errstate(all="ignore"):         # numbers beyond the range of the dtype become infinite, as in torch
@@ -224,8 +224,8 @@ def _decoder(kind: str, file: CheckpointFile) -> Decoder:
 class _Files:
     """The files of one model. Each is open only while one of its tensors is read.
 
-    They are read, not mapped: a file that shrinks while it is mapped kills the process, and mapped pages count as the
-    process's memory.
+    The files are not mapped into memory. A file that shrinks while it is mapped kills the process, and mapped pages
+    count as the process's memory.
     """
 
     def __init__(self, headers: Sequence[GgufHeader]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import ModelLoadError
 
 # A parsed value takes up to 200 bytes, and a parsed string four times its size in the file. With both bounds, no file
-# costs more than 64 MiB beyond its own size. The index of a model with 4,096 layers stays below them.
+# costs more than 64 MiB in addition to its own size. The index of a model with 4,096 layers stays below both bounds.
 MAX_JSON_BYTES = 4 * 1024 * 1024
 MAX_JSON_VALUES = 200_000
 MAX_COUNT = 2**40                    # bound of every size in a configuration; a product of two is finite in float32
@@ -72,6 +72,7 @@ class Fields:
     """Typed access to a JSON object. An absent or null field takes the default; without a default it is an error.
 
     asked_for   names of the fields that were read
+
     Methods raise ModelLoadError, which names the file and the field.
     """
 
@@ -86,7 +87,10 @@ class Fields:
         return self.values.get(name) is not None
 
     def fault(self, name: str, expected: str, fix: str = "") -> ModelLoadError:
-        """Return the error to raise for an invalid value of a field. expected: what follows the word in the message."""
+        """Return the error to raise for an invalid value of a field.
+
+        expected   the words after "expected" in the message
+        """
         return ModelLoadError(f"{self.where}: {_name(name)} is {shown(self.values.get(name))}",
                               f"expected {expected}", fix)
 
@@ -154,5 +158,5 @@ class Fields:
 
 
 def _name(name: str) -> str:
-    """A field's name for a message; one that is long or not printable comes from the file and is shown like a value."""
+    """Return a field's name for a message. A long or unprintable name comes from the file and is shown like a value."""
     return name if len(name) <= 120 and name.isprintable() else shown(name)

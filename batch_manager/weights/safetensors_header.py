@@ -1,7 +1,7 @@
 """The header of a safetensors file, checked before the safetensors library opens the file.
 
-The library checks it too, but its errors name neither tensor nor field and quote the file unescaped. It also keeps the
-last of two tensors with the same name, and parses headers of up to 100 MB.
+The library checks the header too, but its errors name neither tensor nor field and quote the file unescaped. The
+library also keeps the last of two tensors with the same name, and parses headers of up to 100 MB.
 """
 
 import math
@@ -23,7 +23,7 @@ ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 class StoredTensor:
     """The description of a tensor.
 
-    dtype        as the file spells it; it may be one that cannot be loaded
+    dtype        the dtype as the file spells it; it may be a dtype that cannot be loaded
     begin, end   byte range in the data, which follows the header
     """
 
@@ -62,7 +62,7 @@ def incomplete(path: Path, reason: str) -> ModelLoadError:
 
 
 def _stored(path: Path, name: str, fields: Fields) -> StoredTensor:
-    """Read one description and check its size; for a dtype that cannot be loaded the size is not known."""
+    """Read one description and check its size. The size of a dtype that cannot be loaded is not known or checked."""
     dtype, shape = fields.text("dtype"), fields.counts("shape", range(MAX_RANK + 1))
     begin, end = fields.counts("data_offsets", range(2, 3))
     if dtype in ELEMENT_BYTES and (size := math.prod(shape) * ELEMENT_BYTES[dtype]) != end - begin:

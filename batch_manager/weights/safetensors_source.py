@@ -36,7 +36,7 @@ class SafetensorsWeights:
     """The tensors of a folder, converted on request to one dtype on one device. On the device "meta" no data is read,
     and tensors have only shapes.
 
-    `finish` raises if a tensor was never requested: a checkpoint with unused tensors is of a different model.
+    `finish` raises if a tensor was never requested, because a checkpoint with unused tensors is of a different model.
     """
 
     def __init__(self, folder: CheckpointFolder, device: torch.device, dtype: torch.dtype) -> None:
@@ -173,8 +173,8 @@ class SafetensorsWeights:
             raise _unsupported_type(path, name, stored.dtype)
 
     def _read(self, name: str) -> torch.Tensor:
-        """Read a tensor from its file. The library opened the file after the header was checked: the file may have been
-        replaced in between, so the tensor is compared with the checked header."""
+        """Read a tensor from its file, and compare it with the checked header. The library opened the file after the
+        header was checked, so the file may have been replaced in between."""
         tensor = self._tensors[name]
         if self._is_meta:
             return torch.empty(tensor.stored.shape, dtype=self.dtype, device=self.device)

@@ -14,7 +14,7 @@ Shape = Sequence[int]
 class Weights(Protocol):
     """Tensors by name, all on one device and in one dtype.
 
-    num_bytes   size of all tensors returned so far, and of the copies that layers made of them for speed
+    num_bytes   size of all tensors returned so far, and of the copies that layers keep for speed
     """
 
     num_bytes: int
@@ -46,7 +46,7 @@ class Weights(Protocol):
 class DummyWeights:
     """Seeded random weights of any shape: matrices normal with standard deviation 0.02, norm weights one, biases zero.
 
-    The values depend only on seed, name, shape and the kind of device, not on the order of requests.
+    The values depend only on seed, name, shape and the kind of device.
     """
 
     def __init__(self, seed: int, device: torch.device, dtype: torch.dtype) -> None:

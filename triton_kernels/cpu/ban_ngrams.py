@@ -1,6 +1,6 @@
 """The ban of repeated n-grams on a CPU, row by row. Same contract as triton_kernels/ban_ngrams.py.
 
-All starts of a row are compared at once, token by token, backward from the last, which rules out most starts.
+All starts of a row are compared at once, token by token, backward from the last token, which rules out most starts.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ def ban_ngrams(logits, history, history_row, length, size):
 
 
 def repeating_tokens(tokens: np.ndarray, size: int) -> np.ndarray:
-    """Return the tokens that would repeat a sequence of `size` tokens of `tokens` [n] if appended."""
+    """Return the tokens that would repeat a sequence of `size` tokens if they were appended to `tokens` [n]."""
     others = size - 1
     if len(tokens) < size:
         return tokens[:0]

@@ -1,7 +1,7 @@
 """The best continuations of groups of beams on a CPU. Same contract as triton_kernels/beam_topk.py.
 
-The best tokens of a row are found by blocks (logit_blocks.py). They are few, so the oracle's code ranks them by group.
-Log-probs are computed only for the candidates, and only in rows that are not log-probs already.
+The best tokens of a row are found by blocks (logit_blocks.py). These candidates are few, so the oracle's code ranks
+them by group. Log-probs are computed only for candidates in rows that are not log-probs already.
 """
 
 import torch

@@ -12,7 +12,7 @@ from torch.nn import functional
 from .fixed_pieces import agreeing_sizes, in_pieces
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-DISTINCT_COLUMNS = 509          # of the weight used to measure; prime, so that it does not align with column blocks
+DISTINCT_COLUMNS = 509          # columns of the measured weight; prime, so that it does not align with column blocks
 
 # Usable sizes by everything that affects the library: shape, dtype, packed or not, bias, threads.
 _sizes: dict[tuple, tuple[int, ...]] = {}

@@ -1,11 +1,11 @@
-"""Rows of logits in blocks of 64. The largest logits are in the blocks with the largest maxima, so one vectorized pass
-finds these blocks and only a few of them are searched.
+"""Finds the largest logits of rows in blocks of 64. One vectorized pass computes the maximum of each block. The largest
+logits are in the few blocks with the largest maxima, and only these blocks are searched.
 """
 
 import torch
 
 BLOCK = 64
-OFFSETS = torch.arange(BLOCK, dtype=torch.int64, device="cpu")     # of the logits in a block
+OFFSETS = torch.arange(BLOCK, dtype=torch.int64, device="cpu")     # offsets of the logits in a block
 
 
 def block_maxima(logits: torch.Tensor) -> torch.Tensor:

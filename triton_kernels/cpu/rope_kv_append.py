@@ -1,7 +1,7 @@
 """Rotation and cache writes on a CPU. Same contract as triton_kernels/rope_kv_append.py.
 
-`StepRows` holds what all layers of a step share: the rows of the rotary tables and the rows of the pool. Attention on a
-CPU keeps one for each step. `rope_kv_append` handles one layer, with its own `StepRows`.
+`StepRows` holds the rows of the rotary tables and the rows of the pool, which all layers of a step share. Attention on
+a CPU keeps one `StepRows` for each step. `rope_kv_append` handles one layer and creates a `StepRows` for it.
 """
 
 import functools
@@ -10,9 +10,9 @@ import torch
 
 
 class StepRows:
-    """The tokens of one step: their positions, and where their keys and values go.
+    """The positions of the tokens of one step, and the rows of the pool for their keys and values.
 
-    slot_mapping    [T] int64   as in the kernel; for a -1, `kv_rows` is meaningless
+    slot_mapping    [T] int64   as in the kernel; `kv_rows` is undefined for entries of -1
     positions       [T] int64   None: no rotation
     kv_pool         [N, 2, HK, B, D]   the view of any layer: all layers have the same strides
     deterministic   make the bits of a row depend on that row alone, by avoiding `addcmul`, which rounds once in the
@@ -31,7 +31,7 @@ class StepRows:
         self._table = self._cos = self._sin = None
 
     def rotate(self, rows, cos_table, sin_table):
-        """Rotate `rows` [T, H, D] (queries, keys or both) in place. Table rows are reused while the table is the same.
+        """Rotate `rows` [T, H, D] (queries, keys or both) in place. Calls with the same table share its gathered rows.
         """
         if self._table is not cos_table:
             cos, sin = cos_table.index_select(0, self._positions), sin_table.index_select(0, self._positions)

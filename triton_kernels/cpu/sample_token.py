@@ -10,8 +10,8 @@ block with the largest maximum, and the K largest logits are in the K blocks wit
     otherwise      find the smallest kept value by sorting the values (not the ids) with numpy's vectorized sort: for
                    a larger k, a flatter distribution, or ties at the boundary
 
-Min-p is a lower bound on logits, known in advance, and is applied in all of these cases. A log-prob takes a pass over
-the row, so it is computed only for rows that ask for it. The result of a row depends on that row alone.
+Min-p is a lower bound on logits that is known in advance. It is applied in all of these cases. A log-prob takes a pass
+over the row, so it is computed only for rows that need it. The result of a row depends on that row alone.
 """
 
 import numpy as np
@@ -49,7 +49,7 @@ def sample_token(logits, temperature, top_k, top_p, seed, position, tokens=None,
     all_finite = np.count_nonzero(is_finite.numpy()) == len(chosen)
     if not all_finite:
         chosen.masked_fill_(~is_finite, 0)
-    # If no row wants a log-prob, any values will do: reuse the maxima.
+    # If no row needs a log-prob, the values are arbitrary: reuse the maxima.
     is_active = wants_log_prob is None or np.count_nonzero(wants_log_prob.numpy())
     chosen_log_prob = _log_probs(logits, chosen, temperature, wants_log_prob) if is_active else maxima
     if not all_finite:
@@ -162,7 +162,7 @@ def _solve_rest(batch: _Batch, tokens: torch.Tensor, solved: torch.Tensor) -> to
 def _from_largest(batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample with top-k from candidates. Returns (tokens, whether they are valid).
 
-    Invalid if the next logit ties with the k-th, unless both are -inf.
+    A token is invalid if the logit after the k-th equals the k-th, unless both are -inf.
     """
     values, ids = largest(batch.logits, block_maxima(batch.logits), int(batch.top_k.max()) + 1)
     last = batch.top_k[:, None] - 1
@@ -219,7 +219,7 @@ def _by_sorting(batch: _Batch) -> torch.Tensor:
 
 
 def _smallest_of_row(logits: np.ndarray, inverse_temperature: np.float32, top_k: int, top_p: float) -> float:
-    """Return the smallest of `logits` [vocab] that top-k, then top-p keep."""
+    """Return the smallest of `logits` [vocab] that top-k and then top-p keep."""
     ascending = np.sort(logits)
     if 0 < top_k < len(ascending):
         # Keep all ties of the k-th.
@@ -265,7 +265,7 @@ def _choose_by_weight(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Ten
     ids = block * BLOCK + OFFSETS
     inside = weights.gather(1, ids.clamp(max=weights.shape[1] - 1)).masked_fill_(ids >= weights.shape[1], 0).double()
     cumulative = inside.cumsum(1)
-    # The block's sum is rounded, so the target may not be reached: take the last token with a weight then.
+    # The block's sum is rounded, so the target may not be reached. In this case take the last token with a weight.
     last = (cumulative < cumulative[:, -1:]).sum(1, keepdim=True)
     chosen = torch.searchsorted(cumulative, target - before, right=True)
     return ids.gather(1, torch.minimum(chosen, last))[:, 0]
@@ -273,7 +273,7 @@ def _choose_by_weight(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Ten
 
 def _log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor,
                wants_log_prob: torch.Tensor | None) -> torch.Tensor:
-    """Return log_softmax(logits / temperature) at the tokens, [r] float32. Arbitrary in rows that do not want it."""
+    """Return log_softmax(logits / temperature) at the tokens, [r] float32. Arbitrary in rows that do not need it."""
     if wants_log_prob is None or bool(wants_log_prob.all()):
         return chosen_log_probs(logits, tokens, temperature)
     log_probs, wanted = torch.empty(len(tokens), dtype=torch.float32, device="cpu"), wants_log_prob.nonzero()[:, 0]

@@ -1,6 +1,7 @@
 """Penalties on a CPU, row by row. Same contract as triton_kernels/token_penalties.py.
 
-A sequence has few tokens compared to the vocabulary, so only their logits are gathered, changed and written back.
+A sequence has few tokens compared to the vocabulary, so only the logits of its tokens are gathered, changed and written
+back.
 """
 
 import numpy as np
@@ -27,7 +28,7 @@ def _penalize(logits: np.ndarray, tokens: np.ndarray, counted: np.ndarray, repet
               presence: np.float32, frequency: np.float32) -> None:
     """Change the logits [vocab] of `tokens` [n], which may repeat. Finite logits stay finite.
 
-    counted   [m] the tokens, the last of `tokens`, that presence and frequency count
+    counted   [m] the last of `tokens`, which presence and frequency count
     """
     before = logits[tokens]                             # a repeated token gets the same value each time
     with np.errstate(over="ignore", invalid="ignore"):

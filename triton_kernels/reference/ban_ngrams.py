@@ -6,7 +6,7 @@
 Shapes      logits                   [R, V]   float32, contiguous rows, any row stride
             history                  [H, C]   int32, contiguous rows, any row stride; ids >= V have no logit
             history_row              [R] int64   row of `history` for each row of logits
-            length                   [R] int64   number of its tokens that count, at most C
+            length                   [R] int64   number of tokens of that history that count, at most C
             size                     [R] int32   n; 0: off; 1: forbid all tokens of the sequence
 Neutral     a row of size 0 is unchanged, and its history is not read: history_row and length are arbitrary
 Mutates     logits

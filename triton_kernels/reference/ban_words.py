@@ -1,4 +1,4 @@
-"""Forbid the last token of every word whose other tokens end the sequence.
+"""Forbid the last token of every word whose other tokens are the last tokens of the sequence.
 
     words = lists[list_start ..] = `count` ends, ascending, then the tokens of all words: word w has the tokens
             ends[w-1] .. ends[w] - 1, with ends[-1] = 0
@@ -9,12 +9,12 @@
 Shapes      logits                   [R, V]   float32, contiguous rows, any row stride
             history                  [H, C]   int32, contiguous rows, any row stride
             history_row              [R] int64   row of `history` for each row of logits
-            length                   [R] int64   number of its tokens that count, at most C
+            length                   [R] int64   number of tokens of that history that count, at most C
             lists                    [L] int32   lists of words, as above
             list_start               [R] int32   start of the row's list
-            count                    [R] int32   number of its words
+            count                    [R] int32   number of words in the row's list
             max_count                at least the largest count
-Neutral     the history of a row without words of several tokens is not read: history_row is arbitrary
+Neutral     a row whose words all have one token: its history is not read, and history_row is arbitrary
 Mutates     logits. Ids must be below V.
 """
 

@@ -13,9 +13,8 @@ Shapes      logits          [R, V]   any float dtype, contiguous rows, any row s
             group_starts    [G + 1] int32   group g is the rows group_starts[g] .. group_starts[g + 1] - 1
             num_candidates  K >= 1
             max_rows        at least the number of rows of the largest group
-            are_log_probs   [R] bool   the logits of the row are log-probs, to be used without normalization; None: of
-                            no row
-Returns     log_probs       [G, K] float32   of the token alone; -inf past the last candidate of a group
+            are_log_probs   [R] bool   the logits of the row are log-probs and are not normalized; None: in no row
+Returns     log_probs       [G, K] float32   log-prob of the token alone; -inf past the last candidate of a group
             parents         [G, K] int32   row within the group; 0 past the last candidate
             tokens          [G, K] int32   0 past the last candidate
             finite          [R] bool   False for a row with NaN or +inf, or only -inf; it has no candidates
@@ -38,7 +37,7 @@ def beam_topk(logits, temperature, cum_log_probs, diversity_rate, group_starts, 
     if are_log_probs is not None:
         log_p = x.where(are_log_probs[:, None], log_p)
 
-    # Which ties of the last kept value `topk` returns depends on K. So take all values from that one up; ties are few.
+    # K determines which ties of the last kept value `topk` returns. Take all ties of this value instead; they are few.
     kept = min(num_candidates, vocabulary)
     smallest = log_p.topk(kept, 1).values[:, -1:]
     usable = finite & (cum_log_probs > -torch.inf)
@@ -68,7 +67,10 @@ def best_of_groups(row, token, log_prob, rank, cum_log_probs, diversity_rate, gr
 
 
 def _ranked(bin, value, num_bins, *columns):
-    """Sort the columns by bin, then by descending value, stably. Returns them and the rank of each entry in its bin."""
+    """Sort the columns by bin, then by descending value. The sort is stable.
+
+    Returns the sorted columns and the rank of each entry in its bin.
+    """
     order = value.argsort(descending=True, stable=True)
     order = order[bin[order].argsort(stable=True)]
     counts = torch.bincount(bin, minlength=num_bins)

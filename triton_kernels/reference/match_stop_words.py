@@ -5,12 +5,12 @@
 Shapes      token                    [R]   any integer dtype
             history                  [H, C]   int32, contiguous rows, any row stride
             history_row              [R] int64   row of `history` for each row
-            length                   [R] int64   number of its tokens before `token`, at most C
+            length                   [R] int64   number of tokens of that history before `token`, at most C
             lists                    [L] int32   lists of words, as in `ban_words`
             list_start               [R] int32   start of the row's list
-            count                    [R] int32   number of its words
+            count                    [R] int32   number of words in the row's list
             the result               [R] bool
-Neutral     the history of a row without words of several tokens is not read: history_row is arbitrary
+Neutral     a row whose words all have one token: its history is not read, and history_row is arbitrary
 """
 
 import torch

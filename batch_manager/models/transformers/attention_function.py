@@ -1,7 +1,7 @@
 """The attention function that models of transformers call.
 
-A call must find the step that it belongs to. Keyword arguments cannot carry the step, because some families drop them
-on the way to the attention function. A context variable, which is separate for each thread, carries it instead.
+A call must find its step. Keyword arguments cannot carry the step, because some families drop them on the way to the
+attention function. A context variable, which is separate for each thread, carries the step.
 """
 
 from collections.abc import Callable, Iterator

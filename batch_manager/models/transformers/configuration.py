@@ -41,7 +41,7 @@ def make_configuration(config: Fields, model_type: str) -> Any:
                                         "save the model without it, with the newest transformers")
     _refuse_large_numbers(config.values, config.where)
     configuration_class = transformers().CONFIG_MAPPING[model_type]
-    # Fields with a leading underscore control how transformers runs a model, unless the class declares them, as OPT's.
+    # Fields with a leading underscore control how transformers runs a model, unless the class declares them (OPT).
     declared = inspect.signature(configuration_class).parameters
     values = {name: value for name, value in config.values.items()
               if name not in _DROPPED and name not in _REFUSED and (name in declared or not name.startswith("_"))}
@@ -108,7 +108,7 @@ def refuse_untested_kinds(configuration: Any, where: str) -> None:
 
 
 def _ropes(parameters: Any) -> list[dict[str, Any]]:
-    """The rotary parameters, for all layers or for each kind of layer."""
+    """Return the rotary parameters: one set for all layers, or one for each kind of layer."""
     if not isinstance(parameters, dict):
         return []
     return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]

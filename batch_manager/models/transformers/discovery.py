@@ -86,11 +86,11 @@ class _Discovery:
 
 
 class _WithoutValues(TorchFunctionMode):
-    """Lets code that reads tensor values run on the meta device, which has no values: nothing is selected, and no
-    condition holds.
+    """Lets code that reads tensor values run on the meta device, which has no values.
 
-    Experts then get no tokens and compute nothing, and position-dependent tables stay unchanged. The comparison at
-    loading catches a model that takes another path with real values.
+    Selections return nothing, and conditions do not hold, except for `all`, which returns True. Experts therefore get
+    no tokens and compute nothing, and position-dependent tables stay unchanged. The comparison at loading catches a
+    model that takes another path with real values.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -100,7 +100,7 @@ class _WithoutValues(TorchFunctionMode):
             if function in (torch.nonzero, torch.Tensor.nonzero, torch.argwhere):
                 return torch.empty((0, given.dim()), dtype=torch.int64, device="meta")
             if function in (torch.all, torch.Tensor.all) and len(args) == 1 and not kwargs:
-                return torch.ones((), dtype=torch.bool, device="cpu")       # the check for a single sequence: it is one
+                return torch.ones((), dtype=torch.bool, device="cpu")       # models check for a single sequence with it
             if function is torch.where and len(args) == 1:
                 return tuple(torch.empty(0, dtype=torch.int64, device="meta") for _ in range(given.dim()))
             if function in (torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__index__,

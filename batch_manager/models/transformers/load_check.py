@@ -16,8 +16,8 @@ NUM_TOKENS, SECOND_TOKENS = 64, 23      # lengths of two prompts that are comput
 MOST_TOKENS = 192                       # maximum length of the first prompt, which is extended to exceed a window
 BLOCK = 16
 
-# Largest difference, relative to the largest logit, and the share of rows that must be within it. In float16 and
-# bfloat16, rounding can route a token to other experts, so some rows may differ more.
+# The largest difference of a row, relative to the largest logit, and the share of rows that must be within it. In
+# float16 and bfloat16, rounding can route a token to other experts, so some rows may differ more.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 ROWS_WITHIN = {torch.float32: 1.0}
 ROWS_WITHIN_IN_HALF = 0.9
@@ -26,7 +26,8 @@ ROWS_WITHIN_IN_HALF = 0.9
 def refuse_different_logits(wrapped: Any, model: Any, spec: Any, context: LayerContext) -> None:
     """Raise UnsupportedModelError if the logits of the wrapped model differ from those of `model` with eager attention.
 
-    wrapped   the class around `model`; it computes two prompts of seeded tokens: packed, in chunks and in generation
+    wrapped   the TransformersModel of `model`. It computes two prompts of seeded tokens: packed, in chunks, and with
+              the last tokens as generation rows
     """
     windows = [layer.window for layer in spec.attention if layer.window is not None]
     wanted = max([NUM_TOKENS, *(window + BLOCK for window in windows if window + BLOCK <= MOST_TOKENS)])

@@ -13,7 +13,7 @@ MOST_READ = 2**20                 # keys of one row that are checked
 def read_window(sees: Callable[..., Any], max_positions: int, layer: str) -> int | None:
     """Return the window of a causal mask, in tokens including the query; None if a query sees all earlier tokens.
 
-    max_positions   of the model; rows up to the last position are checked
+    max_positions   number of positions of the model; rows up to the last position are checked
     layer           name of the layer, for the error's message
     Raises UnsupportedModelError for any other mask.
     """

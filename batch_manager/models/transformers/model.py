@@ -25,7 +25,7 @@ ANY_POSITIONS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersSpec(ModelSpec):
-    """What is known of a model of transformers before its parameters are loaded.
+    """The spec of a model of transformers, read before its parameters are loaded.
 
     where           the file that was read
     configuration   transformers' configuration object
@@ -44,11 +44,11 @@ class TransformersSpec(ModelSpec):
 
 
 class TransformersModel:
-    """A decoder of transformers, run with the engine's attention and KV cache. Its model type must be on the list.
+    """A decoder of transformers, run with the engine's attention and KV cache. PROVEN must list its model type.
 
-    Each layer calls the engine's attention in place of transformers'; nothing else is replaced. When the model is
-    loaded, it computes prompts with both, and is refused if the logits differ. Rows of a prompt-tuning table are what
-    transformers takes as `inputs_embeds`.
+    Each layer calls the engine's attention in place of transformers' attention. Nothing else is replaced. When the
+    model is loaded, it computes prompts with both attentions, and is refused if the logits differ. Rows of a
+    prompt-tuning table correspond to transformers' `inputs_embeds`.
 
     Raises   ModelLoadError, or UnsupportedModelError for a model that the engine's attention does not support
     """
@@ -61,7 +61,7 @@ class TransformersModel:
         configuration = make_configuration(config, config.text("model_type"))
         refuse_untested_kinds(configuration, config.where)
         positions = most_positions(configuration, config.where)
-        # Eager experts run one by one, so on "meta" none runs. Other implementations multiply all experts, which fails.
+        # Eager experts run one by one, so none runs on "meta". Other implementations multiply all experts, which fails.
         model = make_skeleton(configuration, architecture, config.where, DISCOVERING, experts="eager")
         _check_tokens(model, configuration, config.where)
         layers = discover(model, _base_of(model, config.where), configuration.hidden_size, positions or ANY_POSITIONS,
@@ -108,7 +108,7 @@ class TransformersModel:
 
 
 class _Head:
-    """Everything that a model computes from hidden states: the model's own forward, with a stand-in for the base."""
+    """Computes logits from hidden states: the model's own forward, with a stand-in for the base."""
 
     def __init__(self, model: Any, base: Any) -> None:
         self._model = copy.copy(model)
@@ -122,7 +122,7 @@ class _Head:
 
 
 class _StandIn(torch.nn.Module):
-    """Replaces a base model, or a decoder in one: returns its input embeddings as hidden states."""
+    """Replaces a base model, or the decoder in a base model. Returns its input embeddings as hidden states."""
 
     @property
     def decoder(self) -> "_StandIn":
@@ -148,7 +148,7 @@ class _StandInOutput:
 def _base_of(model: Any, where: str) -> Any:
     """Return the part of a model that computes hidden states."""
     base = model.base_model
-    if base is model:                              # its base_model_prefix belongs to a larger model
+    if base is model:                              # the model's base_model_prefix belongs to a larger model
         base = getattr(model, "model", model)
     if base is model or not isinstance(base, torch.nn.Module):
         raise UnsupportedModelError(f"{where}: {type(model).__name__} has no base model that computes hidden states",

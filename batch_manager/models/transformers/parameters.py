@@ -14,8 +14,8 @@ from .installed import checkpoint_names, first_words
 def fill(model: Any, weights: Weights, device: torch.device, dtype: torch.dtype, where: str) -> None:
     """Replace the parameters and buffers of a model on the meta device with real ones.
 
-    The files have the layout in which transformers saves: one tensor for each expert, for example, which the model has
-    in a single tensor. Raises ModelLoadError.
+    The files have the layout in which transformers saves a model. For example, files have one tensor for each expert,
+    where the model has a single tensor for all experts. Raises ModelLoadError.
     """
     _refuse_other_dtypes(model, dtype, where)
     _compute_buffers(model, device, where)
@@ -131,7 +131,7 @@ def _compute_buffers(model: Any, device: torch.device, where: str) -> None:
 
 
 def _placeholder(dtype: torch.dtype) -> float | int | bool:
-    """The value of a buffer before it is computed. No computed value equals it, except for booleans."""
+    """Return the value of a buffer before it is computed. No computed value equals it, except for booleans."""
     if dtype.is_floating_point:
         return torch.nan
     return False if dtype == torch.bool else torch.iinfo(dtype).max

@@ -10,8 +10,8 @@ from ...weights.json_file import shown
 from ..model_spec import MAX_WEIGHTS
 from .installed import SAVED_BY_ANOTHER_VERSION, first_words, transformers
 
-MOST_CALLS = 500_000             # of torch, several for each module; they take about half a minute
-MOST_BUFFER_BYTES = 2**30        # of buffers, which transformers computes
+MOST_CALLS = 500_000             # calls of torch, several for each module; they take about half a minute
+MOST_BUFFER_BYTES = 2**30        # size of the buffers that transformers computes
 
 
 class _TooManyCallsError(Exception):

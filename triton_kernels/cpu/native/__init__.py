@@ -1,4 +1,4 @@
-"""The compiled step: a step of a model on a CPU in one call, in C that is compiled for the local machine.
+"""The compiled step: one call of C code, compiled for the local machine, runs a step of a model on a CPU.
 
 Owns     products with packed matrices, norms, activations, rotation, paged attention, and their thread pool
 Not      which operations a model consists of (batch_manager/layers/recording.py), when a step runs

@@ -1,6 +1,6 @@
 /* Attention of a few query rows over the pages of one sequence and one kv head.
 
-   A page is [tokens_per_block][head_size], contiguous. The rows are the query heads that share the kv head, of one
+   A page is [tokens_per_block][head_size], contiguous. The rows are the query heads that share the kv head, for one
    token or several consecutive tokens. The softmax runs page by page with a running maximum ("Online normalizer
    calculation for softmax", arXiv 1805.02867), in float32. */
 #pragma once
@@ -126,7 +126,7 @@ INLINE int type_of_queries(int type) { return FLOAT32; }
 SCORE_ROWS(1) SCORE_ROWS(2) SCORE_ROWS(3) SCORE_ROWS(4)
 
 /* Compute the dot products of `rows` queries with LANES keys, as scores[row][first ..]. Prefetches as many bytes from
-   `soon`. */
+   `soon` as the keys have. */
 INLINE void score_keys(const char *keys, const char *queries, int rows, int64_t size, int type,
                        float scores[][MAX_BLOCK_TOKENS], int64_t first, const char *soon) {
     int64_t query_width = size * bytes_of(type_of_queries(type));
@@ -142,7 +142,7 @@ INLINE void score_keys(const char *keys, const char *queries, int rows, int64_t 
 }
 
 /* result[row] += sum over t of weights[row][t] * values[t]; V vectors of R rows at a time. Prefetches as many bytes
-   from `soon`. */
+   from `soon` as the values have. */
 #define ADD_VALUES(R, V)                                                                                              \
     INLINE void add_values_##R##x##V(const char *values, int64_t width, int64_t tokens, int64_t at, int type,         \
                                      float weights[][MAX_BLOCK_TOKENS], float *result, int64_t result_stride,         \
@@ -205,9 +205,10 @@ INLINE void add_values(const char *values, int rows, int64_t size, int64_t token
     }
 }
 
-/* Query rows of one kv head and the keys that they attend to. Query row r has position[r] and sees the keys up to it.
+/* Query rows of one kv head and the keys that they attend to. Query row r has position[r] and sees the keys up to this
+   position.
 
-   blocks     of the sequence; entries that no row sees are not read
+   blocks     blocks of the sequence; entries of blocks that no row sees are not read
    queries    [rows][head_size], packed, in type_of_queries
    slopes     [rows] slope of each row's query head; read only if Scores has slopes
    first_key, end_key   range of keys to read; first_key is the first of a block
@@ -225,8 +226,8 @@ typedef struct {
 
 /* A page that query rows read.
 
-   tokens     number of its tokens to read
-   is_whole   every row sees all of them
+   tokens     number of tokens of the page to read
+   is_whole   every row sees all of these tokens
    soon       the page of keys to read next; prefetched */
 typedef struct {
     const char *keys, *values, *soon;

@@ -1,5 +1,5 @@
-/* Attention in bfloat16 by tiles: the same sums as `attend`, for many query rows at once. Uses AMX tiles, or blocks of
-   AVX-512 vectors without AMX.
+/* Attention in bfloat16 by tiles: the same sums as `attend`, for many query rows at once. Uses AMX tiles or, without
+   AMX, blocks of AVX-512 vectors.
 
    The products of keys and queries are stored as [token][query], so that the softmax handles sixteen queries at a time.
    Weights are rounded to bfloat16, the input type of the tiles. Queries and weights are transposed in pairs of bfloat16
@@ -48,9 +48,9 @@ typedef struct {
 
 static __thread AttentionTiles attention_tiles;          /* not on the stack, whose size the host controls */
 
-/* Interleave the values of pairs of tokens. Of 32 entries, the first tile gets 0-3, 8-11, 16-19, 24-27, the second the
-   others. Tokens after the last, up to a multiple of 32, become zeros: unwritten memory may hold NaN, and 0 * NaN is
-   NaN. */
+/* Interleave the values of pairs of tokens. Of 32 entries, the first tile gets 0-3, 8-11, 16-19 and 24-27, and the
+   second tile gets the others. Tokens after the last, up to a multiple of 32, become zeros: unwritten memory may hold
+   NaN, and 0 * NaN is NaN. */
 static void pair_values(AttentionTiles *a, const char *values, int64_t size, int64_t tokens, const char *soon) {
     for (int64_t t = 0; t < (tokens + 31) / 32 * 32; t += 2)
         for (int64_t i = 0; i < size; i += 32) {

@@ -1,9 +1,10 @@
 """Finds the compiled library in a cache folder, or builds it.
 
 The library is compiled with `-march=native`, so its file name contains a digest of the processor, the compiler and the
-sources. The file ends with a checksum of its content, because loading a damaged library would crash the process. The
-cache folder is $XDG_CACHE_HOME/batch_manager or ~/.cache/batch_manager; if it cannot be used, a folder of this user in
-the directory for temporary files.
+sources. The file ends with a checksum of its content, because loading a damaged library would crash the process.
+
+The cache folder is $XDG_CACHE_HOME/batch_manager or ~/.cache/batch_manager. If this folder cannot be used, the cache is
+a folder of this user in the directory for temporary files.
 """
 
 import contextlib
@@ -174,7 +175,7 @@ def _folders() -> list[Path]:
 
 
 def _processor() -> str:
-    """Return what `-march=native` depends on: the name and instruction sets of the processor."""
+    """Return the name and the instruction sets of the processor, on which `-march=native` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -46,7 +46,7 @@ class PackedMatrix:
     def multiply(self, x: torch.Tensor, dtype: torch.dtype | None = None, threads: int | None = None) -> torch.Tensor:
         """Return x W^T + b [T, outputs] for x [T, inputs], accumulated in float32.
 
-        dtype    of the result; None: dtype of the matrix
+        dtype    dtype of the result; None: dtype of the matrix
         threads  number of threads; None: torch.get_num_threads()
         Raises   ValueError if width or dtype of the rows do not match
         """
@@ -73,7 +73,7 @@ class PackedMatrix:
     def add_product(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return residual [T, outputs] + x W^T + b, rounded once. Overwrites `residual` if its rows are contiguous.
 
-        Raises   as `multiply`
+        Raises   the exceptions of `multiply`
         """
         if residual.stride(1) != 1:
             residual = residual.contiguous()

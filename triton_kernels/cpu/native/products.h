@@ -2,7 +2,7 @@
 
    A packed matrix consists of panels of 16 outputs. A bfloat16 panel is [inputs / 2][16][2]: one load has two inputs of
    each of 16 outputs, as both vdpbf16ps and AMX tiles expect. A float32 panel is [inputs][16]. Inputs are padded with
-   zeros to a multiple of 32. Rows of x are read up to that multiple: memory after their end must be finite. */
+   zeros to a multiple of 32. Rows of x are read up to this multiple, so the memory after their end must be finite. */
 #pragma once
 #include "tiles.h"
 
@@ -62,7 +62,7 @@ typedef struct {
 } Slice;
 #define OUTPUTS_PER_PIECE (MAX_PANELS_PER_PIECE * PANEL)
 
-/* Begin and end of multiplying R rows with P panels; `at` is the index of the first panel in the piece. */
+/* Begin and end of a multiplication of R rows with P panels; `at` is the index of the first panel in the piece. */
 #define BEGIN_BLOCK(R, P, TYPE)                                                                                       \
     const TYPE *w[P];                                                                                                 \
     floats sums[R][P * PARTS];                                                                                        \
@@ -177,8 +177,8 @@ INLINE void finish_tiles(const Matrix *m, const Target *t, int64_t row, int rows
     }
 }
 
-/* Multiply up to 32 rows with one or two panels. Tiles 0 to 3 hold the sums of (upper, lower) rows x two panels, 4 and
-   5 rows of x, 6 and 7 panels. is_first: prefetch the panels, which this step has not read yet. */
+/* Multiply up to 32 rows with one or two panels. Tiles 0 to 3 hold the sums of (upper, lower) rows x two panels. Tiles
+   4 and 5 hold rows of x, tiles 6 and 7 panels. is_first: prefetch the panels, which this step has not read yet. */
 INLINE void tiles(const Matrix *m, const uint16_t *x, int64_t stride, const Target *t, int64_t row, int upper,
                   int lower, int64_t panel, int panels, int is_first) {
     const char *first = (const char *)m->panels + panel * panel_bytes(m), *second = first + panel_bytes(m);
@@ -232,7 +232,7 @@ static void multiply_in_tiles(const Matrix *m, const uint16_t *x, int64_t stride
 }
 #endif
 
-/* Inputs to widen at a time. Those of a block of rows fit the L1 cache with the weights. */
+/* Inputs to widen at a time. The widened inputs of a block of rows fit into the L1 cache together with the weights. */
 #define INPUTS_PER_SLICE 512
 
 /* Multiply `count` rows with all panels, `wide` panels at a time. */
@@ -280,7 +280,7 @@ static void multiply(const Matrix *m, const void *x, int64_t stride, int64_t row
 }
 
 /* Find the largest output of each row among the panels first .. end - 1, at most MAX_PANELS_PER_PIECE of them, and its
-   index. Ties: the lowest index. The output is NaN if any is NaN. The products stay in the cache. */
+   index. Ties: the lowest index. The result is NaN if any output is NaN. The products stay in the cache. */
 #define ROWS_OF_LARGEST 32
 
 static void largest_outputs(const Matrix *m, const void *x, int64_t stride, int64_t rows, int64_t first, int64_t end,

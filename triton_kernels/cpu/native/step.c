@@ -35,7 +35,7 @@ typedef struct {
 } Step;
 
 /* A piece of attention: query rows of one kv head of one sequence. A single row of a long sequence is split by keys
-   into several items, the parts; the thread that finishes the last part merges their results.
+   into several items, which are its parts. The thread that finishes the last part merges their results.
 
    parts          number of parts; 1: not split
    first_partial  index of the result of part 0 in Job.partials, and of the counter in Job.num_finished */
@@ -90,8 +90,8 @@ typedef struct {
     int64_t first_panel, end_panel, first_row, end_row;
 } ProductPiece;
 
-/* Maximum number of rows of a piece: a multiple of MAX_ROWS. More pieces balance the threads, and a piece can have more
-   panels, for which its rows are widened once. */
+/* Maximum number of rows of a piece: a multiple of MAX_ROWS. More pieces balance the threads. With fewer rows, a piece
+   can have more panels, and its rows are widened once for all of them. */
 #define ROWS_PER_PIECE 96
 #define ALL_ROWS (1 << 30)
 
@@ -327,8 +327,8 @@ static void run_piece(const Job *job, const Operation *o, int64_t piece, int thr
 
 /* ---------------------------------------------------------------- threads */
 
-/* The state is one number: the job, its current operation, and how many of its pieces are taken. So a thread that slept
-   through the end of a job cannot take a piece of the next one. */
+/* The state is one number that contains the job, its current operation, and the number of pieces of this operation that
+   are taken. A thread that slept through the end of a job therefore cannot take a piece of the next job. */
 #define PIECE_BITS 24
 #define OPERATION_BITS 20
 #define STATE(JOB, OPERATION, PIECES) \
@@ -517,7 +517,7 @@ static void free_lists(Job *job) {
     free(job->num_finished);
 }
 
-/* Run the operations. Returns 0, or 1 if there is not enough memory; nothing is computed then. */
+/* Run the operations. Returns 0, or 1 without computing anything if there is not enough memory. */
 int run_step(const Step *step, const Operation *operations, int64_t num_operations, int threads) {
     Job job = {.step = step, .operations = operations, .num_operations = num_operations};
     if (step->cache && !make_lists(&job)) {
@@ -562,8 +562,8 @@ void stop_helpers(void) {
    shortly after the job has ended. */
 int64_t processor_nanoseconds(void) { return atomic_load_explicit(&pool.processor_ns, memory_order_relaxed); }
 
-/* Find the largest output of each row of x and its index. Ties: the lowest index. The output is NaN if any is NaN.
-   Returns 0, or 1 if there is not enough memory. */
+/* Find the largest output of each row of x and its index. Ties: the lowest index. The result of a row is NaN if any of
+   its outputs is NaN. Returns 0, or 1 if there is not enough memory. */
 int largest_outputs_of(const Matrix *matrix, const void *x, int64_t stride, int64_t rows, int64_t *index_of,
                        float *largest_of, int threads) {
     char *const registers[1] = {(char *)x};
