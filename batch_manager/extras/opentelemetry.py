@@ -74,11 +74,11 @@ class OpenTelemetryStatistics(LatestStatistics):
     def observe(self, metrics: PerfMetrics, num_tokens: int) -> None:
         """Record the latencies of a finished request, and create its span.
 
-        metrics      of its final response; see PerfMetrics.of and Delta.metrics
+        metrics      metrics of the final response; see PerfMetrics.of and Delta.metrics
         num_tokens   number of generated tokens
 
         The span runs from arrival to last token, with the events `first step` and `first token`. A request without
-        tokens gets none. Span times assume that the engine's clock is `time.monotonic`.
+        tokens gets no span. Span times assume that the engine's clock is `time.monotonic`.
         """
         for name, seconds in latencies(metrics, num_tokens):
             self._instruments.histograms[name].record(seconds, self._request_attributes)
@@ -135,12 +135,13 @@ def _instruments_of(meter: Meter) -> _Instruments:
 
 @lru_cache(maxsize=1)
 def _global_meter() -> Meter:
-    """The one global meter: until a provider is set, each call of get_meter returns a different proxy."""
+    """Return the one global meter. Until a provider is set, each call of get_meter returns a different proxy."""
     return get_meter("batch_manager", __version__)
 
 
 def _name_and_unit(family: Family) -> tuple[str, str]:
-    """Chosen so that a Prometheus exporter restores the family names of prometheus.py, without the engine prefix."""
+    """Return (name, unit) such that a Prometheus exporter restores the family names of prometheus.py, without the
+    engine prefix."""
     name = family.names[0]
     if family.is_nv_trt_llm:
         return name, ""
