@@ -143,9 +143,9 @@ class Client:
                   gate: Gate | None = None) -> dict[int, Receipt]:
         """Like `serve`, but a failed request only sets the error of its receipt.
 
-        concurrency   requests in progress at a time: the next one arrives when one is done, and arrival times are
+        concurrency   requests in progress at a time: the next request arrives when one is done, and arrival times are
                       ignored; 0: requests arrive at their times
-        options       for every request
+        options       options of every request
         gate          limits the submission of arrived requests; None: no limit
 
         Raises BenchmarkError if the time limit passes or the engine stops answering.

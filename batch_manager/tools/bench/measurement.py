@@ -20,6 +20,7 @@ class Measurement:
     """One serving, a sweep, or a search for the saturation, as the options specify.
 
     options, workload, parts   see `run.benchmark`
+
     points    results of the servings so far
     served    the servings themselves, in the same order
 

@@ -1,4 +1,4 @@
-"""Simulates replicas that share one stream of requests, event by event in virtual time."""
+"""Simulate replicas that share one stream of requests, event by event in virtual time."""
 
 import gc
 import heapq
@@ -104,8 +104,9 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
 
 @contextmanager
 def _few_collections() -> Iterator[Callable[[], None]]:
-    """Yield a function that rarely collects garbage, with automatic collection off. Automatic collection scans all live
-    requests again and again, which takes a fifth of the time."""
+    """Yield a function that rarely collects garbage, with automatic collection off.
+
+    Automatic collection scans all live requests again and again, which takes a fifth of the time."""
     was_enabled, steps = gc.isenabled(), 0
 
     def collect() -> None:
