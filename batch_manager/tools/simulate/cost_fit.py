@@ -16,8 +16,7 @@ from .step_shape import StepShape
 FEWEST_STEPS = 50
 HELD_OUT = 5            # every fifth step is held out, to measure the error
 ROUNDS = 8
-OUTLIER = 5.0           # times the median deviation; steps with a larger deviation count for the spread, not for the
-                        fit
+OUTLIER = 5.0           # times the median deviation; steps beyond it count for the spread, but not for the fit
 INTERRUPTION = 20.0     # times the predicted time; longer steps are ignored
 SHORTEST_S = 1e-6
 QUANTILES = 201         # number of quantiles of the spread

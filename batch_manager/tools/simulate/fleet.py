@@ -41,11 +41,11 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
     """Serve the traffic to its last response.
 
     routing       one of ROUTING
-    concurrency   closed loop: the number of requests in progress; the next one arrives when one is done. None: requests
-                  arrive at their times
-    seed          of the scatter of step times
+    concurrency   closed loop: the number of requests in progress; the next request arrives when one is done. None:
+                  requests arrive at their times
+    seed          seed of the scatter of step times
     trace         called with the iterations of the first replica
-    leaps         compute uneventful iterations at once: faster, with the same figures
+    leaps         compute uneventful iterations at once, which is faster and gives the same figures
     watch         called with (requests done, virtual seconds) every few requests
 
     Raises ConfigError for settings that a manager would refuse.
