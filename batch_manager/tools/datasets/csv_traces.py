@@ -98,7 +98,7 @@ class CsvRecords:
             expected = "a time as in 2023-11-16 18:15:46.6805900" if self._columns.has_clock else "a number of seconds"
             raise DatasetError(self.place(number), f"{self._columns.time} is {quoted(text)}", f"expected {expected}",
                                FIX_LINE) from None
-        # Times with a clock count from the first line. Earlier times are negative and must be kept here.
+        # Times with a clock count from the first line and may be negative. `seconds` would refuse negative times.
         return time_s if self._columns.has_clock else seconds(time_s, self.place(number), self._columns.time)
 
 

@@ -1,4 +1,4 @@
-"""Read the long array of a JSON file item by item, with line numbers. Only one item is in memory at a time."""
+"""Read the long array of a JSON file item by item, with line numbers. Only one parsed item is in memory at a time."""
 
 import json
 import re
