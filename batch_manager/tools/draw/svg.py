@@ -17,7 +17,8 @@ ROW_HEIGHT, BAR_HEIGHT, MARGIN = 24, 64, 16
 
 
 def render_svg(trace: Iterable[IterationTrace]) -> str:
-    """Return the schedule as an SVG document: a column per iteration, a row per request, and bars of tokens below."""
+    """Return the schedule as an SVG document with a column per iteration, a row per request, and bars of tokens
+    below."""
     picture = Picture.of(trace)
     count = max(len(picture.rows), 1)
     cell = min(30.0, max(3.0, round(1200 / count, 2)))
@@ -54,7 +55,7 @@ def _svg_legend() -> list[str]:
 
 
 def _svg_row(picture: Picture, request_id: int, column: list[Cell], left: float, y: float, cell: float) -> list[str]:
-    """Draw a run of equal cells as one rectangle, but each context chunk alone, with its tokens."""
+    """Draw a run of equal cells as one rectangle. Each context chunk is a separate rectangle with its tokens."""
     out, i = [], 0
     while i < len(column):
         kind, run = column[i].kind, 1
@@ -98,5 +99,5 @@ def _svg_bars(picture: Picture, left: float, top: float, cell: float) -> list[st
 
 
 def _tick(count: int, cell: float) -> int:
-    """Return the number of iterations between two labels of the axis, so that labels do not touch."""
+    """Return the number of iterations between two labels of the axis, which keeps the labels from touching."""
     return next((step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500) if step * cell >= 34), count)
