@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-WARM_SECONDS = 1.0         # of computing before the first measurement: an idle clock rate can be a fifth of the full rate
+WARM_SECONDS = 1.0         # of computing before the first measurement: idle clock rates can be a fifth of the full rate
 DRY_LAUNCHES = 2
 
 
