@@ -206,8 +206,10 @@ def _template(*files: tuple[str, int, int], has_tools: bool) -> Any:
 
 
 def _templates(files: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
-    """Return the templates by name; an unnamed template is `default`. Template files take precedence over
-    tokenizer_config.json."""
+    """Return the templates by name; an unnamed template is `default`.
+
+    Template files take precedence over tokenizer_config.json.
+    """
     if is_gguf_file(files[0][0]):
         return _gguf_chat(files[0])[0]
     own = {"default" if Path(path).name == TEMPLATE_FILE else Path(path).stem: _read(path)

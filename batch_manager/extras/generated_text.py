@@ -1,5 +1,4 @@
-"""The output of one request as it arrives: tokens, text and log-probabilities, up to the end or the first stop
-string."""
+"""The output of one request as it arrives: tokens, text and log-probabilities, up to the end or a stop string."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -221,8 +221,11 @@ def _sentence_piece(metadata: "_Metadata", tokens: list[str], kinds: list[int]) 
 
 
 def _merges_by_score(metadata: "_Metadata", tokens: list[str], kinds: list[int]) -> list[tuple[str, str]]:
-    """Convert SentencePiece's scores to merges. The merges are all pairs of tokens whose concatenation is a token, in
-    descending order of the score of the concatenation."""
+    """Convert SentencePiece's scores to merges.
+
+    The merges are all pairs of tokens whose concatenation is a token, in descending order of the score of the
+    concatenation.
+    """
     scores = metadata.numbers("tokenizer.ggml.scores", len(tokens))
     if not np.isfinite(scores).all():
         raise metadata.fault("tokenizer.ggml.scores", "finite numbers", "a list with NaN or infinity")

@@ -78,10 +78,9 @@ class GuidedDecoding:
         self._sessions: dict[int, _Session] = {}
 
     def regex(self, pattern: str) -> Grammar:
-        """Compile a regular expression that the whole output must match. Look-around and back-references are not
-        supported.
+        """Compile a regular expression that the whole output must match.
 
-        Raises InvalidRequestError if it does not compile.
+        Look-around and back-references are not supported. Raises InvalidRequestError if it does not compile.
         """
         return self._compile(self._make_matcher.grammar_from_regex(pattern))
 

@@ -18,8 +18,8 @@ class JsonlStatistics:
     """A statistics callback that appends each record to a file, one line per record.
 
     path         path of the file; existing lines stay
-    max_bytes    size limit: the next line that exceeds it starts a new file. The file is renamed to `path.1`, an
-                 existing `path.1` to `path.2`, and so on
+    max_bytes    size limit of the file. Before a write would exceed it, the file is renamed to `path.1`, an existing
+                 `path.1` to `path.2`, and so on
     num_kept     number of renamed files to keep
 
     Lines are written once a second, when the engine becomes idle, and at `close`. A write error, such as a full disk,

@@ -38,8 +38,7 @@ Prompt = str | list[int] | list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Latencies of a request, in seconds since it was submitted. They include the time that the request waited in the
-    queue.
+    """Latencies of a request, in seconds since it was submitted, including its time in the queue.
 
     first_token_s   time until the first token arrived; None: no token arrived
     total_s         time until the request ended

@@ -33,7 +33,7 @@ __all__ = ["OpenTelemetryStatistics"]
 
 PROVIDER = "batch_manager"
 UNITS = {"_seconds": "s", "_microseconds": "us", "_perc": "1"}     # suffix of a family name -> unit
-# key of LATENCIES -> (name, bucket bounds in seconds); the conventions define those of gen_ai.*
+# Key of LATENCIES -> (name, bucket bounds in seconds). The conventions define the bounds of gen_ai.*.
 HISTOGRAMS = {
     "time_to_first_token": ("gen_ai.server.time_to_first_token", (
         0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)),
@@ -140,8 +140,10 @@ def _global_meter() -> Meter:
 
 
 def _name_and_unit(family: Family) -> tuple[str, str]:
-    """Return (name, unit) such that a Prometheus exporter restores the family names of prometheus.py, without the
-    engine prefix."""
+    """Return the name and the unit of a family.
+
+    A Prometheus exporter restores the family names of prometheus.py from them, without the engine prefix.
+    """
     name = family.names[0]
     if family.is_nv_trt_llm:
         return name, ""

@@ -16,8 +16,9 @@ LARGEST_BIAS = 100.0    # OpenAI's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Options for generating one output. The defaults are those of OpenAI-style servers, not those of the request
-    tensors.
+    """Options for generating one output, with the defaults of OpenAI-style servers.
+
+    The defaults of the request tensors differ.
 
     max_tokens           most tokens to generate; None: as many as max_seq_len leaves
     temperature          0: greedy. 1: sample from the model's own distribution

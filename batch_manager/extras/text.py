@@ -171,7 +171,7 @@ class _StopStrings:
             for character, then in self._next[state].items():
                 self._fallback[then] = self._step(self._fallback[state], character)
                 states.append(then)
-            self._found[state] = self._found[self._fallback[state]] or self._found[state]    # the shorter one
+            self._found[state] = self._found[self._fallback[state]] or self._found[state]    # the shorter string
         self._begins = re.compile("[" + "".join(map(re.escape, self._next[0])) + "]")
 
     def _step(self, state: int, character: str) -> int:

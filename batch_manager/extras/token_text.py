@@ -263,7 +263,8 @@ class Pieces(dict):
         """Return the piece of a token.
 
         is_first         whether the token is the first before runs are joined
-        is_first_after   whether the token is the first after runs are joined"""
+        is_first_after   whether the token is the first after runs are joined
+        """
         token = self._token_of(token_id)
         if token is None or self._skips(token_id, token):
             return None
@@ -314,7 +315,8 @@ def _bytes_of(token: str) -> bytes:
 class _InPieces:
     """A text made of pieces.
 
-    is_first   whether the first token of the text has a different piece"""
+    is_first   whether the first token of the text has a different piece
+    """
 
     def __init__(self, pieces: Pieces, is_first: bool) -> None:
         self._pieces, self._is_first = pieces, is_first

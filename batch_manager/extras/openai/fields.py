@@ -219,8 +219,10 @@ def _response_format(fields: _Body) -> dict[str, Any] | None:
 
 
 def _max_tokens(fields: _Body, is_chat: bool) -> int | None:
-    """Return the most tokens to generate. OpenAI's defaults are 16 for a completion, and None (the rest of the context)
-    for a chat."""
+    """Return the most tokens to generate, by default 16 for a completion and None for a chat, as at OpenAI.
+
+    None means the rest of the context.
+    """
     older = fields.count("max_tokens", None if is_chat else 16)
     return fields.count("max_completion_tokens", older) if is_chat else older
 

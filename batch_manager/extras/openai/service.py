@@ -314,8 +314,11 @@ class Answer:
         return log_probs
 
     def _usage(self) -> dict[str, Any]:
-        """Return the usage object. `cached_tokens` counts the first output of each prompt; it is omitted until all of
-        these outputs have metrics."""
+        """Return the usage object.
+
+        `cached_tokens` counts the first output of each prompt. It is omitted until all of these outputs have
+        metrics.
+        """
         all_metrics = [choice.metrics for choice in self._choices[:: self._parsed.count]]
         cached = None if None in all_metrics else sum(metrics.cached_tokens for metrics in all_metrics)
         return usage(self._prompt_tokens, sum(len(choice.text.tokens) for choice in self._choices), cached)

@@ -97,8 +97,10 @@ class Shapes:
         return {"token": text, "logprob": max(value, LEAST_LOG_PROB), "bytes": content}
 
     def _by_text(self, token: int, value: float, others: dict[int, float]) -> dict[str, float]:
-        """Return log-probabilities by token text, including the token itself, as at OpenAI. Of tokens with equal text,
-        the likeliest counts."""
+        """Return log-probabilities by token text, including the text of `token`, as at OpenAI.
+
+        Of several tokens with equal text, the likeliest counts.
+        """
         by_text: dict[str, float] = {}
         for other, log_prob in (*others.items(), (token, value)):
             by_text.setdefault(self._names[other][0], max(log_prob, LEAST_LOG_PROB))
