@@ -93,7 +93,8 @@ class Difference:
     def exceeds_spread(self) -> bool | None:
         """Whether the factor between the medians is larger than the factor between any two runs of one side.
 
-        None: a side has only one run, and the spread is unknown."""
+        None: a side has only one run, and the spread is unknown.
+        """
         if min(len(self.a), len(self.b)) < 2:
             return None
         spread = max(max(side) / min(side) for side in (self.a, self.b))

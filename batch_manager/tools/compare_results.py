@@ -31,7 +31,8 @@ class ComparisonError(Exception):
 class Run:
     """One serving of a workload.
 
-    place   the file, with the number of the result if the file has several"""
+    place   the file, with the number of the result if the file has several
+    """
 
     place: str
     load: str
@@ -188,8 +189,9 @@ def _load_of(result: Mapping[str, Any]) -> str:
 def _common_loads(report: Report, refusals: list[str]) -> list[tuple[str, list[Run], list[Run]]]:
     """Return (load, runs of A, runs of B) for each load that both sides have.
 
-    A load that only one side has adds a warning. If no load is common, a refusal is added, or ComparisonError is raised
-    for a sweep."""
+    A load that only one side has adds a warning. If no load is common, a refusal is added. If no load is common and a
+    side has several loads or a search for the saturation, ComparisonError is raised.
+    """
     sides = [_by_load(runs) for runs in (report.runs_a, report.runs_b)]
     common = [load for load in sides[0] if load in sides[1]]
     if not common:

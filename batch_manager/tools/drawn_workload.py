@@ -82,8 +82,7 @@ def within(least: float, most: float) -> Callable[[str], float]:
 
 
 def print_summary(workload: dict[str, Any], out: str) -> None:
-    """Print the description of the workload as one line of JSON, on stderr if the workload itself was written to
-    stdout."""
+    """Print the description of the workload as one line of JSON, on stderr if the workload went to stdout."""
     print(json.dumps({name: value for name, value in workload.items() if name != "requests"}),
           file=sys.stderr if out == "-" else sys.stdout)
 

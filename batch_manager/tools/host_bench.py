@@ -291,8 +291,10 @@ class _Thing:
 
 
 def calibration_ns() -> int:
-    """Return the time of a fixed Python loop that creates objects, calls methods and fills a dictionary and lists, in
-    nanoseconds."""
+    """Return the nanoseconds of a fixed Python loop.
+
+    The loop creates objects, calls methods and fills a dictionary and lists.
+    """
     began = perf_counter_ns()
     things: dict[int, _Thing] = {}
     for number in range(1000):

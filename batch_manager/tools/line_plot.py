@@ -31,7 +31,8 @@ class Point:
 class Line:
     """A line of a plot.
 
-    name   name in the legend; "" if the plot has one line"""
+    name   name in the legend; "" if the plot has one line
+    """
 
     name: str
     points: Sequence[Point]

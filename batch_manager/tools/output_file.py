@@ -109,7 +109,8 @@ class OutputFiles:
 class _Output:
     """One opened output.
 
-    part   the temporary file; None: the output is a pipe, a device or the standard output"""
+    part   the temporary file; None: the output is a pipe, a device or the standard output
+    """
 
     path: Path
     target: Path
@@ -120,7 +121,8 @@ class _Output:
 class _Raw(io.FileIO):
     """A file whose errors have a path. Errors of a full disk have no path otherwise.
 
-    output   path that errors name"""
+    output   path that errors name
+    """
 
     output: Path
 
@@ -174,7 +176,8 @@ def why_not_writable(path: Path) -> str:
 def why_not_distinct(outputs: Mapping[str, Path], inputs: Mapping[str, str | os.PathLike[str]]) -> str:
     """Return why these outputs collide, or "". Keys are the options.
 
-    Outputs collide if two of them name one file, or if one is an input. A pipe or a device may be named twice."""
+    Outputs collide if two of them name one file, or if one is an input. A pipe or a device may be named twice.
+    """
     named = {os.path.realpath(path): option for option, path in inputs.items()}
     for option, path in outputs.items():
         if path.is_file() or not path.exists():

@@ -40,8 +40,10 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def commit_of_the_checkout() -> str:
-    """Return the output of git describe, with a + if tracked files differ. Returns "unknown" without git or outside a
-    repository."""
+    """Return the output of git describe, with a + if tracked files differ.
+
+    Returns "unknown" without git or outside a repository.
+    """
     if shutil.which("git") is None:
         return "unknown"
     described = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True,

@@ -11,7 +11,8 @@ from .svg import FAINT, document
 class Span:
     """A span of time.
 
-    amounts   amount of each layer from `begin` to `end`, lowest layer first"""
+    amounts   amount of each layer from `begin` to `end`, lowest layer first
+    """
 
     begin: float
     end: float

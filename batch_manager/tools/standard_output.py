@@ -9,7 +9,8 @@ from .output_file import OutputError
 def discard_standard_output() -> None:
     """Discard the rest of the standard output, so that the interpreter does not fail to flush it at exit.
 
-    Called after BrokenPipeError, which means that the reader, for example `head`, has exited."""
+    Called after BrokenPipeError, which means that the reader, for example `head`, has exited.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

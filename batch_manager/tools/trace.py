@@ -88,11 +88,10 @@ def _time(seconds: float) -> str:
 
 
 def write_perfetto(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
-    """Write a trace in Chrome's JSON format: a track for the phases of the worker, a track for each request, and
-    counters.
+    """Write a trace in Chrome's JSON format: tracks for the phases of the worker and for each request, and counters.
 
     Times are whole microseconds since the first iteration. Slices of a track never overlap, because Perfetto drops a
-    slice that begins before the previous one ends.
+    slice that begins before the previous slice ends.
     """
     origin: list[float] = []
     tracks: dict[int, int] = {}

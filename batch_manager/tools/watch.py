@@ -149,7 +149,8 @@ def show_line(source: Source, figures: Figures, problem: str) -> None:
 def line(figures: Figures, problem: str, now_s: float, age_s: float | None) -> str:
     """Format one line, with the fields described in the docstring of this module.
 
-    age_s   age of the latest record in seconds; None: unknown"""
+    age_s   age of the latest record in seconds; None: unknown
+    """
     gauges, counts = figures.gauges, figures.counts
     fields: dict[str, str] = {"time": time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now_s)),
                               "state": "unreachable" if problem else "ok", "age_s": _number(age_s, 1)}

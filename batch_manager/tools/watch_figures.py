@@ -94,7 +94,7 @@ def _counts(start: Reading, now: Reading) -> dict[str, int]:
 
 
 def _latencies(start: Reading | None, now: Reading) -> dict[str, Spread | None]:
-    """Return name -> latencies between two readings. Without the first reading, they count from the engine's start."""
+    """Return name -> latencies between two readings, or since the engine's start if there is no first reading."""
     found: dict[str, Spread | None] = {}
     for name in (name for name in LATENCIES if name in now.latencies):
         latency = now.latencies[name]

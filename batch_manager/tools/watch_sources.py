@@ -32,7 +32,8 @@ class SourceError(Exception):
 class Latency:
     """A histogram since the start, in seconds.
 
-    buckets   empty if only sum and count are known"""
+    buckets   empty if only sum and count are known
+    """
 
     count: float = 0.0
     sum: float = 0.0

@@ -72,7 +72,8 @@ def with_idle_times(iterations: Sequence[Iteration]) -> list[Iteration]:
 def over_time(iterations: Sequence[Iteration], amounts: Sequence[float]) -> list[tuple[float, float, float]]:
     """Return (begin_s, end_s, amount) for each iteration, or for MOST_SPANS equal spans if there are more iterations.
 
-    The amount of a span is the mean over its time. The amount is 0 between iterations."""
+    The amount of a span is the mean over its time. The amount is 0 between iterations.
+    """
     begins = np.array([one.begin_s for one in iterations])
     ends = np.array([one.end_s for one in iterations])
     if len(iterations) <= MOST_SPANS:

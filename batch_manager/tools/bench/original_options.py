@@ -1,4 +1,4 @@
-"""Options of TensorRT-LLM's gptManagerBenchmark: the options here that they map to, and why some are refused."""
+"""Options of TensorRT-LLM's gptManagerBenchmark: the options here to which they map, and reasons for refusals."""
 
 import argparse
 from collections.abc import Sequence
@@ -87,8 +87,10 @@ def rewritten(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]
 
 
 def _own_name(name: str) -> str:
-    """Return the name of an option here: --scheduler-policy -> --policy, --no-enable-chunked-context ->
-    --no-chunked-context."""
+    """Return the name of an option here, for example --policy for --scheduler-policy.
+
+    With `--no-`: --no-chunked-context for --no-enable-chunked-context.
+    """
     prefix = "--no-" if name.startswith("--no-") and name.removeprefix("--no-") in ALIASES else "--"
     bare = name.removeprefix(prefix)
     return prefix + ALIASES.get(bare, bare)

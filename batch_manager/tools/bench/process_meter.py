@@ -64,7 +64,7 @@ def _stat_fields(process: int) -> list[str]:
 
 
 def _ticks_of(processes: list[int]) -> int:
-    """Return the sum of user and system ticks, including those of reaped children."""
+    """Return the sum of user and system ticks, including the ticks of reaped children."""
     return sum(sum(map(int, _stat_fields(process)[11:15])) for process in processes)
 
 

@@ -110,8 +110,9 @@ class Session:
         return keep_and_watch
 
     def serve(self, load: Load) -> Served:
-        """Serve the workload under this load. Each serving has its own cache salt, so that it does not reuse KV cache
-        blocks of other servings.
+        """Serve the workload under this load.
+
+        Each serving has its own cache salt, so that it does not reuse KV cache blocks of other servings.
 
         Raises BenchmarkError if the engine stops answering.
         """

@@ -11,8 +11,9 @@ from .client import Receipt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stamps:
-    """Token timestamps of all requests, one row per request. Times are seconds since the start of the serving; NaN: no
-    time.
+    """Token timestamps of all requests, one row per request.
+
+    Times are seconds since the start of the serving; NaN: no time.
 
     arrival_s         arrival
     first_s, last_s   first and last token

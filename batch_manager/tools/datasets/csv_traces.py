@@ -20,7 +20,8 @@ NANOSECONDS = 10**9
 class Columns:
     """Column names of one format. A file may have more columns.
 
-    has_clock   times are dates with a time of day"""
+    has_clock   times are dates with a time of day
+    """
 
     time: str
     input_tokens: str
@@ -111,8 +112,7 @@ def _number(text: str) -> float:
 
 
 def _clock() -> Callable[[str], float]:
-    """Return a function from a date with a time of day to seconds since the first date that it gets, without
-    rounding."""
+    """Return a function that converts dates with a time of day to seconds since the first date, without rounding."""
     first = None
     known: dict[str, int] = {}
 

@@ -10,7 +10,8 @@ FIX_RECORD = "correct or delete the record"
 class DatasetError(ValueError):
     """A file or an option is invalid.
 
-    The message has the position (`FILE:LINE: `), the fact, what is expected, and a fix if there is one."""
+    The message has the position (`FILE:LINE: `), the fact, what is expected, and a fix if there is one.
+    """
 
     def __init__(self, place: str, fact: str, expectation: str, way_out: str = "") -> None:
         text = "; ".join(filter(None, (fact, expectation, way_out)))

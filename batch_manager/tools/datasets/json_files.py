@@ -15,7 +15,8 @@ TOKENS, LENGTHS = "input_ids", ("output_len", "output_tokens")
 class WorkloadRecords:
     """The requests of a file of `batch-manager workload`. A RecordReader.
 
-    vocab_size   None: do not check tokens"""
+    vocab_size   None: do not check tokens
+    """
 
     is_whole = True
 

@@ -35,8 +35,10 @@ class PromptMaker:
 
 
 class BlockIds:
-    """Block ids for prompts. Two blocks have the same id if all tokens from the beginning of the prompt to the end of
-    the block are equal."""
+    """Block ids for prompts.
+
+    Two blocks have the same id if all tokens from the beginning of the prompt to the end of the block are equal.
+    """
 
     def __init__(self) -> None:
         self._known: dict[bytes, int] = {}

@@ -33,13 +33,13 @@ class TraceShape:
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
-    """Parameters of conversations. A request continues an open conversation or begins a new one.
+    """Parameters of conversations. A request continues an open conversation or begins a new conversation.
 
     continued        share of the requests that continue a conversation
     open_at_most     number of conversations that can be continued; these are the newest conversations
     system_tokens    lengths of the system prompts; each is half as frequent as the previous one
     turn_median, turn_sigma   log-normal lengths of user turns, in tokens
-    longest          most tokens of a prompt; a conversation ends before its prompt exceeds them
+    longest          most tokens of a prompt; a conversation ends before its prompt exceeds this number
     """
 
     continued: float = 0.6
@@ -63,7 +63,8 @@ class _Conversation:
     """An open conversation.
 
     num_tokens   tokens of all turns so far, including answers
-    full_ids     ids of the full blocks of the last prompt"""
+    full_ids     ids of the full blocks of the last prompt
+    """
 
     num_tokens: int
     full_ids: list[int] = field(default_factory=list)
@@ -72,7 +73,8 @@ class _Conversation:
 def sample_conversations(count: int, seed: int, shape: TraceShape, chat: ChatShape) -> Iterator[Arrival]:
     """Yield turns of conversations that share a few system prompts, with block ids.
 
-    A prompt is the system prompt and all turns so far. The input lengths of `shape` are not used."""
+    A prompt is the system prompt and all turns so far. The input lengths of `shape` are not used.
+    """
     random = Random(f"conversations {seed}")
     next_id = 0
     systems = [_Conversation(tokens) for tokens in chat.system_tokens]

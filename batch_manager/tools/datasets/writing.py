@@ -51,8 +51,10 @@ TRACE_LINES = {"azure": azure_lines, "mooncake": mooncake_lines, "csv": csv_line
 
 
 def dataset_text(workload: dict[str, Any], name: str) -> str:
-    """Format the workload as a dataset of gptManagerBenchmark: metadata, and samples with the delay to the next
-    sample."""
+    """Format the workload as a dataset of gptManagerBenchmark.
+
+    The dataset has metadata, and samples with the delay to the next sample.
+    """
     requests = sorted(workload["requests"], key=lambda request: request["arrival_s"])
     times = [request["arrival_s"] for request in requests]
     delays = [after - before for before, after in zip(times, times[1:])] + [0.0]

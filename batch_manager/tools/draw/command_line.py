@@ -103,7 +103,8 @@ def _outputs(options: argparse.Namespace) -> dict[str, Path]:
 def _draw(options: argparse.Namespace) -> str:
     """Write the requested files, and return the text to print.
 
-    The text has a description of the demonstration, the picture as text, and the names of the files."""
+    The text has a description of the demonstration, the picture as text, and the names of the files.
+    """
     _refuse_one_name_for_two(options)
     outputs = _outputs(options)
     shows_text = options.text or not outputs

@@ -52,8 +52,10 @@ def run_demo(requests: Sequence[DemoRequest], params: TrtGptModelOptionalParams,
     waiting = sorted(enumerate(requests, 1), key=lambda pair: pair[1].iteration)
 
     def get(max_num_requests: int) -> list[InferenceRequest]:
-        """Return the requests that are due. If the engine is idle, the next request is due at once, because iterations
-        are not counted while the engine is idle."""
+        """Return the requests that are due.
+
+        While the engine is idle, iterations are not counted. The next request is then due at once.
+        """
         items = []
         while waiting and len(items) < max_num_requests:
             request_id, request = waiting[0]

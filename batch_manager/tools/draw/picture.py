@@ -67,8 +67,10 @@ class Picture:
         return [[row[j] for row in self.rows] for j in range(len(self.request_ids))]
 
     def folds(self) -> list[tuple[int, int]]:
-        """Return (first row, number of rows) of each run of equal rows. Rows of runs shorter than SHORTEST_FOLD are
-        returned one by one."""
+        """Return (first row, number of rows) of each run of equal rows.
+
+        Rows of runs shorter than SHORTEST_FOLD are returned one by one.
+        """
         folds = []
         for _, run in groupby(range(len(self.rows)), key=lambda i: self.rows[i]):
             indices = list(run)

@@ -17,8 +17,7 @@ ROW_HEIGHT, BAR_HEIGHT, MARGIN = 24, 64, 16
 
 
 def render_svg(trace: Iterable[IterationTrace]) -> str:
-    """Return the schedule as an SVG document with a column per iteration, a row per request, and bars of tokens
-    below."""
+    """Return the schedule as an SVG document: a column per iteration, a row per request, and bars of tokens below."""
     picture = Picture.of(trace)
     count = max(len(picture.rows), 1)
     cell = min(30.0, max(3.0, round(1200 / count, 2)))

@@ -115,7 +115,7 @@ class Timeline:
         return code
 
     def _begin(self, kind: Kind, ids: Sequence[int], index: int, *, may_be_older: bool = True) -> None:
-        """Begin a span of this kind for the requests that are not in one."""
+        """Begin a span of this kind for the requests that are not in a span of this kind."""
         if not ids:
             return
         code = self._code(kind)

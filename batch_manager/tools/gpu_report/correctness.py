@@ -197,7 +197,8 @@ def _histories(bench: Bench) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
 def _word_lists(bench: Bench, rows: int) -> list[torch.Tensor]:
     """Return the word lists of the rows: two words for each row, the first of two tokens and the second of one token.
 
-    The first tensor has the ends of the words, followed by their tokens."""
+    The first tensor has the ends of the words, followed by their tokens.
+    """
     lists = np.array([2, 3, 5, 7, 11], np.int32)
     return [bench.tensor(lists, torch.int32), bench.tensor(np.zeros(rows), torch.int32),
             bench.tensor(np.full(rows, 2), torch.int32)]

@@ -35,8 +35,7 @@ def run(bench: Bench) -> Iterator[Record]:
 
 
 def _idle(bench: Bench, label: str, graphs: bool) -> Iterator[Record]:
-    """Yield the idle time: the time of a step without the tracer, minus the busy time of the device in a traced
-    step."""
+    """Yield the idle time: the time of an untraced step, minus the busy time of the device in a traced step."""
     batch, context, steps, watched = bench.pick((BATCH, CONTEXT, STEPS, WATCHED_STEPS), (2, 4, 1, 1))
     with engine(bench, LLAMA_135M, max_batch=BATCH, kv_tokens=KV_TOKENS, cuda_graphs=graphs) as made:
         times = [made.generate(batch, context, steps).step_seconds(batch) for _ in range(bench.pick(2, 1))]

@@ -25,7 +25,8 @@ class Heads:
 
     kv      number of KV heads
     group   query heads of each KV head
-    size    entries of a head"""
+    size    entries of a head
+    """
 
     kv: int
     group: int

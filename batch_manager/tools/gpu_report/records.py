@@ -58,7 +58,7 @@ class Record:
         return ratio <= goal.floor if goal.lower_is_better else ratio >= goal.floor
 
     def line(self, header: dict[str, Any], *, dry: bool) -> dict[str, Any]:
-        """Return the line for the file. Numbers of a dry run are meaningless, so they are null."""
+        """Return the line for the file. In a dry run, the numbers are meaningless and therefore null."""
         note = self.note if dry else "; ".join(filter(None, [self.note, self.figures]))
         numbers = {name: None if dry else _rounded(getattr(self, name)) for name in NUMBERS}
         return {"goal": self.goal, "case": self.case,

@@ -29,7 +29,8 @@ class Section:
     """One section of a report.
 
     seconds   share of a report of eight minutes
-    goals     measured goals; empty: a prerequisite of goals"""
+    goals     measured goals; empty: a prerequisite of goals
+    """
 
     name: str
     run: Callable[[Bench], Iterator[Record]]

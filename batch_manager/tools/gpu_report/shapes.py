@@ -12,7 +12,8 @@ from .bench import Bench
 class Shape:
     """A decoder model. Sizes are numbers of vector entries.
 
-    tied   the head is the embedding"""
+    tied   the head is the embedding
+    """
 
     name: str
     hidden: int
@@ -57,7 +58,8 @@ class Shape:
     def least_step_seconds(self, bench: Bench, batch: int, context: int) -> float:
         """Return a lower bound for the seconds of a generation step in bfloat16, at the measured rates of this GPU.
 
-        The bound is the time to read the keys and values, plus the longer of reading and multiplying the matrices."""
+        The bound is the time to read the keys and values, plus the longer of reading and multiplying the matrices.
+        """
         reading = 2 * self.matrix_entries / bench.copy_bytes_s
         multiplying = 2 * self.matrix_entries * batch / bench.matmul_flop_s
         return batch * context * self.kv_bytes_per_token / bench.copy_bytes_s + max(reading, multiplying)

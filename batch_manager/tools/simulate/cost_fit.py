@@ -85,7 +85,8 @@ class _Terms:
 
     seconds       term -> seconds per unit, without zeros
     spread        as in CostModel
-    interrupted   number of ignored steps"""
+    interrupted   number of ignored steps
+    """
 
     seconds: dict[str, float]
     spread: tuple[float, ...]

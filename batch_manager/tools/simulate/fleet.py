@@ -106,7 +106,8 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
 def _few_collections() -> Iterator[Callable[[], None]]:
     """Yield a function that rarely collects garbage, with automatic collection off.
 
-    Automatic collection scans all live requests again and again, which takes a fifth of the time."""
+    Automatic collection scans all live requests again and again, which takes a fifth of the time.
+    """
     was_enabled, steps = gc.isenabled(), 0
 
     def collect() -> None:

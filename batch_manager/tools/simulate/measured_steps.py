@@ -17,7 +17,8 @@ class MeasuredStep:
     """A measured step.
 
     step_s   seconds of the device, or of the CPU that computes the step; None: unknown
-    host_s   seconds of the rest of the iteration; None: unknown"""
+    host_s   seconds of the rest of the iteration; None: unknown
+    """
 
     shape: StepShape
     step_s: float | None
@@ -60,7 +61,8 @@ def _asynchronous(rows: list[tuple[IterationTrace, StepShape]]) -> Iterator[Meas
     """Yield steps that are launched in one iteration and read in the next.
 
     If the host waits for a step, the time of the step is the interval between the end of the previous read and the end
-    of its own read."""
+    of its own read.
+    """
     for number, (iteration, shape) in enumerate(rows):
         if not _has_step(shape):
             continue

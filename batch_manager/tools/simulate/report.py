@@ -43,8 +43,7 @@ def sweep_table(result: Result) -> str:
 
 
 def best_point(points: Sequence[Result]) -> Result:
-    """Return the point with the most requests per second within bounds, or without bounds, the most tokens per
-    second."""
+    """Return the point with the most requests/s within bounds, or the most tokens/s if there are no bounds."""
     return max(points, key=lambda point: point["output_tok_s"] if point["goodput"] is None
                else point["goodput"]["requests_s"])
 
@@ -61,8 +60,10 @@ def warnings(points: Sequence[Result]) -> list[str]:
 
 
 def sweep_plots(result: Result) -> dict[str, LinePlot]:
-    """Return file name -> plot of latency over tokens per second. Each simulation is a point, and each value of the
-    first swept setting is a line."""
+    """Return file name -> plot of latency over tokens per second.
+
+    Each simulation is a point, and each value of the first swept setting is a line.
+    """
     points = result["points"]
     first, *others = points[0]["settings"]
     groups: dict[str, list[Result]] = {}

@@ -39,7 +39,8 @@ class Traffic:
     def of_records(cls, records: Iterable[Record]) -> "Traffic":
         """Make the traffic of records in order of arrival.
 
-        Prompts with tokens keep their tokens. Other prompts share only the blocks with equal prefix ids."""
+        Prompts with tokens keep their tokens. Other prompts share only the blocks with equal prefix ids.
+        """
         times, inputs, outputs = array("d"), array("q"), array("q")
         prefixes: list[tuple[int, ...]] = []
         prompts: dict[int, np.ndarray] = {}
@@ -67,10 +68,9 @@ class Traffic:
 
 
 class PromptMaker:
-    """Generates prompts. The tokens of a block of PREFIX_TOKENS tokens depend on the block's id, and all other tokens
-    depend on the request.
+    """Generates prompts. A call costs little more than a copy of the tokens.
 
-    A call costs little more than a copy of the tokens.
+    The tokens of a block of PREFIX_TOKENS tokens depend on the block's id. All other tokens depend on the request.
     """
 
     def __init__(self, input_tokens: np.ndarray, prefixes: Sequence[tuple[int, ...]] | None) -> None:

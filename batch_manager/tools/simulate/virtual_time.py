@@ -6,7 +6,8 @@ from ...clock import SystemClock
 class VirtualClock(SystemClock):
     """A clock that only the simulation advances.
 
-    now   seconds since the simulation began"""
+    now   seconds since the simulation began
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
