@@ -52,7 +52,7 @@ class Bench:
         return self.clock.device
 
     def pick(self, real: Any, dry: Any) -> Any:
-        """Return the size for a GPU, or in a dry run the size for a dry run."""
+        """Return `dry` in a dry run, otherwise `real`."""
         return dry if self.is_dry else real
 
     def wants(self, *names: str) -> bool:
