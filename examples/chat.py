@@ -4,8 +4,8 @@
     python examples/chat.py FOLDER                                     # any chat model: a folder, or a .gguf file
     git diff | python examples/chat.py --prompt - --system "Summarise this."      # one answer only
 
-Each turn sends the whole conversation. Tokens that are still in the KV cache are not computed again; the line after
-each answer shows their number. Ctrl-C stops an answer. Needs: pip install -e ".[text,gguf]"
+Each turn sends the whole conversation. Tokens that are still in the KV cache are not computed again. The line after
+each answer shows the number of these tokens. Ctrl-C stops an answer. Needs: pip install -e ".[text,gguf]"
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Conversation:
         return self._answer(self.messages[:-1])
 
     def _answer(self, messages: list[dict]) -> Completion:
-        """Print the answer as it arrives. Ctrl-C stops it; the partial answer stays in the conversation."""
+        """Print the answer as it arrives. Ctrl-C stops the answer; the part so far stays in the conversation."""
         text, ids = self._prompt(messages)
         pieces = self.llm.stream(ids, **self.sampling)
         try:
@@ -69,15 +69,18 @@ class Conversation:
         return done
 
     def _prompt(self, messages: list[dict]) -> tuple[str, list[int]]:
-        """Return the prompt as text and tokens. Earlier turns keep their original tokens: encoding the text again may
-        give other tokens, which the cache does not have."""
+        """Return the prompt as text and tokens.
+
+        Earlier turns keep their original tokens. Encoding the text again may give other tokens, which are not
+        cached.
+        """
         text = chat_prompt(self.model, messages)
         known, ids = next(((known, ids) for known, ids in reversed(self.turns) if text.startswith(known)), ("", []))
         return text, ids + encode(self.llm.tokenizer, text[len(known):], add_special_tokens=False)
 
 
 def figures(done: Completion) -> str:
-    """Return timings and token counts of an answer, in one line."""
+    """Return the timings and token counts of an answer, in one line."""
     timings, num_tokens = done.timings, len(done.tokens)
     parts = [f"{num_tokens} tokens"]
     if timings.first_token_s is not None:
@@ -144,7 +147,7 @@ def main() -> int:
         print("chat: there is no model; expected a folder or .gguf file; pass one, or download the default model: "
               f"python {Path(__file__).with_name('get_smollm2.py')}", file=sys.stderr)
         return 1
-    if sys.stdin is None:                                         # closed by `<&-` or a service manager
+    if sys.stdin is None:                                         # `<&-` or a service manager closed it
         sys.stdin = open(os.devnull)
     sys.stdin.reconfigure(errors="replace")                       # a diff may contain bytes that are not text
     question = options.prompt
@@ -156,9 +159,9 @@ def main() -> int:
         return 1
     records: deque = deque(maxlen=1)
     try:
-        chat_prompt(model, [{"role": "user", "content": "Hello"}])    # fails early if there is no template
+        chat_prompt(model, [{"role": "user", "content": "Hello"}])    # to fail early if there is no template
         llm = LLM(model, return_stats=records.append, max_batch_size=1, device=options.device, dtype=options.dtype,
-                  enable_chunked_context=True, max_num_tokens=512,    # Ctrl-C waits for a step, not for a long prompt
+                  enable_chunked_context=True, max_num_tokens=512,    # short steps: Ctrl-C waits for the end of a step
                   kv_cache_config=KvCacheConfig(enable_block_reuse=not options.no_block_reuse))
     except BatchManagerError as error:
         print(f"chat: {error}", file=sys.stderr)
@@ -186,7 +189,7 @@ if __name__ == "__main__":
     try:
         raise SystemExit(main())
     except OSError as error:
-        if not isinstance(error, BrokenPipeError):                 # BrokenPipeError: the reader of stdout has gone
+        if not isinstance(error, BrokenPipeError):                 # BrokenPipeError: the reader of stdout is gone
             print(f"chat: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None

@@ -3,11 +3,11 @@
     python examples/custom_scheduler.py
 
 In each iteration, a capacity scheduler decides which requests may hold KV cache blocks. Like GUARANTEED_NO_EVICT, this
-one reserves all blocks that started requests may still need. It then starts waiting requests in the order of their work
-instead of their arrival, so short requests do not wait for long ones. A request that was passed over too often goes
-first, so long requests do not wait forever.
+scheduler reserves all blocks that started requests may still need. It starts waiting requests in the order of their
+work, so that short requests do not wait for long requests. A request that was passed over too often goes first, so that
+long requests do not wait forever.
 
-The example uses a scripted model, so it runs at once. With a real model:
+The example uses a scripted model, so that it runs at once. With a real model:
 `GptManager(..., parts=Parts(scheduler=ShortestJobFirst))`.
 """
 
@@ -31,7 +31,7 @@ LAST = 1000    # a request with this id makes the worker finish the others and e
 
 
 class ShortestJobFirst(CapacityScheduler):
-    """Starts the request with the least work first, after those that were passed over `patience` times."""
+    """Starts the request with the least work first, after the requests that were passed over `patience` times."""
 
     def __init__(self, limits, kv_cache_manager, patience: int = 8) -> None:
         self.max_num_requests = limits.max_num_requests
@@ -60,7 +60,10 @@ class ShortestJobFirst(CapacityScheduler):
         return fitting, []
 
     def _sort_key(self, request):
-        """Smaller starts first. Sorting is stable, so requests with equal keys keep their order of arrival."""
+        """Return the sort key of a request; smaller keys start first.
+
+        Requests with equal keys keep their order of arrival.
+        """
         is_late = self.passed_over[request.request_id] >= self.patience
         return not is_late, 0 if is_late else request.remaining_context + request.max_new_tokens
 

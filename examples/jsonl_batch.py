@@ -5,11 +5,11 @@
 Each line of the input is a JSON object with `prompt` (a string, a list of token ids, or a list of messages). Optional
 keys are `id` (a string or an integer; default: the line number) and the options of
 `batch_manager.extras.sampling.Sampling`, such as `max_tokens` and `temperature`. The default `seed` is derived from
-the id, so a second run gives the same texts (in bfloat16 up to rounding, see `--dtype`). Blank lines are skipped.
+the id, so that a second run gives the same texts (in bfloat16 up to rounding, see `--dtype`). Blank lines are skipped.
 
 Each line of the output has the `id` and either `text`, `num_tokens` and `finish_reason`, or `error` (`code`,
-`message`). A line is written as soon as its text is complete. After a kill, unfinished texts are generated again; no
-input line is answered twice. A request with a retryable error, for example at shutdown, is not answered; the exit
+`message`). A line is written as soon as its text is complete. After a kill, unfinished texts are generated again. No
+input line is answered twice. A request with a retryable error, for example at shutdown, is not answered. The exit
 status is then 1, and running the command again continues. Only one run at a time can write an output. The program does
 not write to a file with other content; the exit status is then 2.
 """
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def opened_output(input_path: str, output_path: str) -> BinaryIO:
-    """Open and lock the output. Raises OSError if a file cannot be opened, ValueError if it must not be written."""
+    """Open and lock the output. Raises OSError if a file cannot be opened, and ValueError if it must not be written."""
     with open(input_path, "rb"):
         pass
     output = open(output_path, "a+b")
@@ -77,8 +77,10 @@ def opened_output(input_path: str, output_path: str) -> BinaryIO:
 
 
 def answered_ids(output: BinaryIO) -> set[str | int]:
-    """Return the ids in the output, and cut off an incomplete last line. Raises ValueError, without changing the file,
-    if it has lines that this program did not write."""
+    """Return the ids in the output, and cut off an incomplete last line.
+
+    Raises ValueError, without changing the file, if the file has lines that this program did not write.
+    """
     output.seek(0)
     ids, whole = set(), 0
     for number, line in enumerate(output, 1):
@@ -100,7 +102,7 @@ def answered_ids(output: BinaryIO) -> set[str | int]:
 
 
 def prompts(path: str, answered: set[str | int]) -> Iterator[tuple[str | int, Any, dict[str, Any] | str]]:
-    """Yield (id, prompt, options) of each unanswered line. For a bad line, options is the text of an error."""
+    """Yield (id, prompt, options) of each unanswered line. For an invalid line, `options` is the text of an error."""
     seen: set[str | int] = set()
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -172,7 +174,7 @@ def encoded(text: str) -> bytes:
 
 
 def answer(llm: LLM, line_id: str | int, prompt: Any, options: dict[str, Any] | str) -> dict[str, Any] | None:
-    """Return an output line; None if the request has to be tried again."""
+    """Return an output line, or None if the request has to be tried again."""
     if isinstance(options, str):
         return {"id": line_id, "error": {"code": "INVALID_REQUEST", "message": options}}
     try:

@@ -2,10 +2,10 @@
 
     python examples/quickstart.py [--policy GUARANTEED_NO_EVICT] [--max-new-tokens 64] [--device cpu] [--model FOLDER]
 
-The prompts arrive while earlier ones are still running, and all active requests share each step of the model. The KV
-cache is deliberately too small, so some requests are paused and resume later. At the end, each paused request is run
-again, alone, and must produce the same text. One request is stopped through the poll callback. On a terminal, the texts
-grow side by side; in a file or pipe, they are plain lines. All printed numbers come from the callbacks.
+The prompts arrive while earlier requests are still running, and all active requests share each step of the model. The
+KV cache is deliberately too small, so that some requests are paused and resume later. At the end, each paused request
+is run again, alone, and must produce the same text. One request is stopped through the poll callback. On a terminal,
+the texts grow side by side; in a file or pipe, they are plain lines. All printed numbers come from the callbacks.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from batch_manager.tools.draw.text import render_text
 
 MODEL = Path(__file__).resolve().parent / "models" / "austen-4m"
 TOKENS_PER_BLOCK = 16
-SHARE_OF_THE_NEED = 0.5             # of the blocks that all requests need at full length
+SHARE_OF_THE_NEED = 0.5             # blocks of the pool, as a share of what all requests need at full length
 STOPPED_REQUEST = 4
 
 GREEDY = {"runtime_top_k": 1}
@@ -72,7 +72,7 @@ PROMPTS = [
 
 @dataclass(eq=False)
 class Job:
-    """One prompt and its progress. The worker's thread updates it; the main thread displays it.
+    """One prompt and its progress. The worker's thread updates it, and the main thread displays it.
 
     stream    detokenizes the output incrementally
     text      text of the output so far
@@ -206,7 +206,7 @@ def columns_of(character: str) -> int:
 
 
 def tail(text: str, columns: int) -> str:
-    """Return the end of a text that fits into the columns, after dots if it is cut off."""
+    """Return the end of a text that fits into the columns. A text that is cut off begins with dots."""
     if sum(map(columns_of, text)) <= columns:
         return text
     kept, room = "", columns - 3
@@ -258,7 +258,10 @@ class PlainView:
 
 
 class LiveView:
-    """A table that is redrawn in place: one line per request with the end of its text, and the blocks in use."""
+    """A table that is redrawn in place.
+
+    Each request has a line with the end of its text; the last line has the blocks.
+    """
 
     SECONDS_BETWEEN_FRAMES = 0.07
     COLOURS = {"to come": "2", "waiting": "2", "reading": "34", "writing": "32", "PAUSED": "1;33", "done": "1",
@@ -287,7 +290,7 @@ class LiveView:
 
     def draw(self) -> None:
         lines = self.frame(shutil.get_terminal_size().columns)
-        up = f"\x1b[{self.drawn_lines}A" if self.drawn_lines else "\x1b[?25l"           # or hide the cursor
+        up = f"\x1b[{self.drawn_lines}A" if self.drawn_lines else "\x1b[?25l"           # move up, or hide the cursor
         sys.stdout.write(up + "".join(f"\r{line}\x1b[K\n" for line in lines))
         sys.stdout.flush()
         self.drawn_lines = len(lines)
@@ -444,7 +447,7 @@ def at_least_one(text: str) -> int:
 
 
 def main(argv: list[str] | None = None, parts: dict | None = None) -> int:
-    """parts: fields of Parts, for tests."""
+    """Run the program and return its exit status. `parts` has fields of Parts, for tests."""
     parser = argparse.ArgumentParser(description="Ten prompts, one small model, and what in-flight batching does.")
     parser.add_argument("--model", default=str(MODEL), metavar="FOLDER", help="a checkpoint with a tokenizer.json")
     parser.add_argument("--policy", default="MAX_UTILIZATION", type=str.upper, choices=SchedulerPolicy.__members__)

@@ -1,4 +1,4 @@
-"""Replicas of an engine under Ray Serve. If a replica dies, its streams continue on another one.
+"""Replicas of an engine under Ray Serve. If a replica dies, its streams continue on another replica.
 
     serve run examples.ray_app:app [model=FOLDER] [replicas=2] [max_replicas=2] [num_threads=1] [max_batch_size=32]
 
@@ -70,7 +70,7 @@ class Engine:
         return self._engine.health()
 
     def check_health(self) -> None:
-        """Raise if the engine is not healthy; Ray then replaces the replica."""
+        """Raise if the engine is not healthy. Ray then replaces the replica."""
         health = self._engine.health()
         if health["state"] != "RUNNING" or health["is_hanging"]:
             raise RuntimeError(f"the engine is {health['state']}, activity {health['activity']}: {health['failure']}")
@@ -86,7 +86,7 @@ class Engine:
 
 
 class Front:
-    """Serves HTTP and keeps the tokens of each stream, so that another replica can continue it."""
+    """Serves HTTP and keeps the tokens of each stream, so that another replica can continue the stream."""
 
     def __init__(self, engines) -> None:
         self._engines = engines

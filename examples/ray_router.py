@@ -5,11 +5,11 @@ from hashlib import blake2b
 from ray.serve.request_router import FIFOMixin, RequestRouter
 
 PREFIX_TOKENS = 64          # one KV cache block; shorter prefixes are not reused
-LEAST_FREE_SHARE = 0.1      # of KV cache blocks; a replica below it is the last choice
+LEAST_FREE_SHARE = 0.1      # of the KV cache blocks; a replica with a smaller share is the last choice
 
 
 class PrefixRouter(FIFOMixin, RequestRouter):
-    """Sends prompts with the same prefix to the same replica, for its cache, unless it is short of free blocks."""
+    """Sends prompts with the same prefix to the same replica, for its cache, unless it has too few free blocks."""
 
     async def choose_replicas(self, candidate_replicas, pending_request=None):
         body = pending_request.args[0] if pending_request is not None and pending_request.args else {}
@@ -22,7 +22,7 @@ class PrefixRouter(FIFOMixin, RequestRouter):
 def ranked(statistics: dict[str, dict], input_ids: list[int]) -> list[str]:
     """Return the replica names, best first.
 
-    statistics   name -> result of the replica's `record_routing_stats`, empty before the first
+    statistics   name -> result of the replica's `record_routing_stats`, empty before the first result
     """
     prefix = repr(list(input_ids[:PREFIX_TOKENS])).encode()
 
@@ -33,7 +33,7 @@ def ranked(statistics: dict[str, dict], input_ids: list[int]) -> list[str]:
 
 
 def replicas_for(running: int, least: int, most: int, waiting: float, active: float, max_active: float) -> int:
-    """Return the number of replicas: one more if requests wait, one fewer if the others have enough room.
+    """Return the number of replicas: one more if requests wait, one fewer if the other replicas have enough room.
 
     waiting, active   number of requests on all replicas
     max_active        most active requests of one replica

@@ -3,8 +3,8 @@
     python examples/redis_worker.py --model examples/models/austen-4m --redis redis://localhost --consumer a
 
 An entry may run twice, but is answered once: a script (redis_worker.lua) writes the answer and acknowledges the entry
-atomically, and refuses a worker that has lost the entry. When a worker dies, another one continues after the streamed
-tokens. redis_worker.md describes what clients send and read.
+atomically, and refuses a worker that has lost the entry. When a worker dies, another worker continues after the
+streamed tokens. redis_worker.md describes what clients send and read.
 """
 
 import argparse
@@ -46,14 +46,14 @@ from batch_manager import (
 log = logging.getLogger("redis_worker")
 GROUP = "workers"                    # consumer group
 SECONDS_TO_KEEP_TOKENS = 3600        # after the answer, for late clients
-MOST_DELIVERIES = 10                 # then an entry that crashes workers is answered with an error
+MOST_DELIVERIES = 10                 # an entry that has crashed so many workers is answered with an error
 
 
 @dataclass
 class Entry:
     """An entry of the stream that runs here.
 
-    num_written   number of its tokens in Redis
+    num_written   number of the entry's tokens in Redis
     """
 
     name: str
@@ -69,8 +69,8 @@ class Entry:
 class Worker:
     """Connects Redis and the engine.
 
-    The engine's thread runs the callbacks; the main thread communicates with Redis. They exchange data through two
-    deques. These are bounded, because the worker fetches no more entries than the engine has room for.
+    The engine's thread runs the callbacks, and the main thread communicates with Redis. They exchange data through two
+    deques. The deques are bounded, because the worker fetches no more entries than the engine has room for.
     """
 
     def __init__(self, client: redis.Redis, options: argparse.Namespace) -> None:
@@ -114,8 +114,8 @@ class Worker:
         return is_healthy(manager)
 
     def exchange(self, *steps: Callable[[], None]) -> None:
-        """Run the steps. A Redis error may interrupt them anywhere; the next call does what is missing."""
-        self.news.wait(0.1 if self.entries else 0)           # if nothing runs, `fetch` waits
+        """Run the steps. A Redis error may interrupt them anywhere; the next call does the missing work."""
+        self.news.wait(0.1 if self.entries else 0)           # without entries, `fetch` waits
         self.news.clear()
         try:
             if not self.redis_answers:
@@ -137,7 +137,7 @@ class Worker:
         return self.script([self.options.stream], [command, GROUP, self.options.consumer, *arguments], client)
 
     def keep(self) -> None:
-        """Renew the lease of the entries here."""
+        """Renew the lease of this worker's entries."""
         if self.entries and time.monotonic() >= self.next_keep:
             self.set_idle(0)
             self.next_keep = time.monotonic() + self.options.lease / 4
@@ -147,7 +147,7 @@ class Worker:
         self.call("set_idle", milliseconds, *chain.from_iterable(owned))
 
     def fetch(self) -> None:
-        """Fetch entries of dead workers, then new ones, as many as the engine has room for."""
+        """Fetch entries of dead workers first and new entries second, as many as the engine has room for."""
         with self.lock:
             room = self.room - len(self.inbox)
         if room <= 0:
@@ -170,7 +170,7 @@ class Worker:
                             f"{MOST_DELIVERIES} try; see their logs")
             return
         try:
-            # The last token is written with the answer, so an unanswered entry has at least one left.
+            # The last token is written with the answer. An unanswered entry therefore has at least one token left.
             self.inbox.append(resume(request_of(number, fields, seed=zlib.crc32(name)), tokens))
         except InvalidRequestError as error:
             entry.end(error=error.response_text())

@@ -65,7 +65,7 @@ CONFIG = {
 def read_passages(path, least_characters=900):
     """Split the novels into passages of a few paragraphs. The model learns to stop at the end of a passage.
 
-    The file holds one paragraph per line and an empty line after each chapter.
+    The file has one paragraph per line and an empty line after each chapter.
     """
     passages = []
     for chapter in lzma.decompress(Path(path).read_bytes()).decode("utf-8").strip().split("\n\n"):
@@ -81,7 +81,7 @@ def read_passages(path, least_characters=900):
 
 
 def split_passages(passages):
-    """Hold out one passage in a hundred; return (training passages, held-out passages)."""
+    """Hold out one passage in a hundred, and return (training passages, held-out passages)."""
     training = [passage for index, passage in enumerate(passages) if index % 100 != 50]
     return training, passages[50::100]
 
@@ -123,7 +123,7 @@ class WindowSampler:
         self.generator = torch.Generator().manual_seed(seed)
 
     def batch(self, rows, length):
-        """Return (inputs, targets), each rows x length; the targets are one token ahead."""
+        """Return (inputs, targets), each rows x length. The targets are one token ahead."""
         last = len(self.stream) - length - 1
         starts = torch.randint(last, (rows,), generator=self.generator)
         # Half of the windows start at a passage, as prompts do.
@@ -134,18 +134,18 @@ class WindowSampler:
 
 
 # --------------------------------------------------------------- the model
-# The attribute names match the Hugging Face checkpoint, so state_dict()
+# The attribute names match the Hugging Face checkpoint, so that state_dict()
 # can be saved unchanged.
 
 
 def rotate(vectors, cosines, sines):
-    """Apply rotary position embeddings; the two halves of a head form the pairs."""
+    """Apply rotary position embeddings. The two halves of a head form the pairs."""
     first, second = vectors.chunk(2, dim=-1)
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
 
 
 class Attention(nn.Module):
-    """Causal self-attention in which several query heads share one key/value head."""
+    """Causal self-attention in which several query heads share a KV head."""
 
     def __init__(self, config):
         super().__init__()
@@ -206,7 +206,7 @@ class Layer(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A Llama-style decoder whose input embeddings also serve as its output layer."""
+    """A Llama-style decoder. Its input embeddings are also its output layer."""
 
     def __init__(self, config, dropout=0.0):
         super().__init__()
@@ -257,7 +257,7 @@ def held_out_bits_per_byte(model, encoded_passages, byte_count):
 
 
 def save_model(model, tokenizer, folder):
-    """Write the complete folder; the weights are rounded to bfloat16."""
+    """Write the complete folder. The weights are rounded to bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     special_tokens = {"bos_token": BEGIN, "eos_token": END, "pad_token": END}
     documents = {
@@ -281,13 +281,13 @@ def save_model(model, tokenizer, folder):
         (folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     tokenizer.save(str(folder / "tokenizer.json"))
     weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
-    # Renamed at the end, so a concurrent reader never sees a partial file.
+    # Renamed at the end, so that a concurrent reader never sees a partial file.
     save_file(weights, folder / "model.safetensors.new", metadata={"format": "pt"})
     (folder / "model.safetensors.new").replace(folder / "model.safetensors")
 
 
 def make_optimizer(model, weight_decay):
-    """Return AdamW, with weight decay for matrices and none for normalization scales."""
+    """Return AdamW, with weight decay for matrices and without weight decay for normalization scales."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     scales = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": scales, "weight_decay": 0.0}]
@@ -308,7 +308,7 @@ def train(arguments):
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
     print(f"{parameter_count:,} parameters, {len(sampler.stream):,} training tokens, {held_out_bytes:,} held-out bytes")
 
-    # The schedule follows the elapsed time, so the run ends on time on any machine.
+    # The schedule follows the elapsed time, so that the run ends on time on any machine.
     cpu_start, wall_start = time.process_time(), time.monotonic()
     next_save = 60 * arguments.first_save_minutes
     step = seen_tokens = 0
@@ -328,17 +328,18 @@ def train(arguments):
             save_model(model, tokenizer, arguments.output)
             print(f"saved: held-out bits per byte {bits:.4f}", flush=True)
 
-        # A short warm-up, then half a cosine to zero.
+        # A short warm-up, followed by half a cosine to zero.
         rate = arguments.learning_rate * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * progress))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        # Short windows are the cheapest way to learn the language. Longer ones come
+        # Short windows are the cheapest way to learn the language. Longer windows come
         # last, to train the later positions.
         length = arguments.final_length if progress > arguments.final_length_from else arguments.length
         inputs, targets = sampler.batch(max(1, arguments.batch_tokens // length), length)
         with torch.autocast("cpu", torch.bfloat16, enabled=arguments.autocast):
             logits = model(inputs)
-        # Row by row: the logits of one window fit into the processor's cache, those of the batch do not.
+        # Row by row, because the logits of one window fit into the processor's cache, and the logits of the batch do
+        # not.
         loss = torch.stack([F.cross_entropy(row.float(), target) for row, target in zip(logits, targets)]).mean()
         optimizer.zero_grad()
         loss.backward()

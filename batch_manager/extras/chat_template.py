@@ -1,7 +1,7 @@
 """Format messages as a prompt with the model's chat template. Needs jinja2: the extra `text`.
 
-A template is a program that is shipped with the weights. It runs in jinja2's immutable sandbox, gets copies of plain
-data only, and has the functions and filters that transformers provides to templates.
+A template is a program that is shipped with the weights. It runs in jinja2's immutable sandbox, which contains only
+copies of plain data and the functions and filters that transformers provides to templates.
 """
 
 import json
@@ -27,27 +27,28 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
                 tools: list[dict[str, Any]] | None = None, **variables: Any) -> str:
     """Format `messages` as a prompt with the model's chat template.
 
-    folder      a tokenizer folder with a template: chat_template.jinja, or `chat_template` in tokenizer_config.json, a
-                string or a list of named templates. Or a `.gguf` file with templates in its metadata. Of named
-                templates, `tool_use` is used if there are tools, otherwise `default`
+    folder      a tokenizer folder with a template, or a `.gguf` file with templates in its metadata. In a folder, the
+                template is chat_template.jinja, or `chat_template` in tokenizer_config.json: a string or a list of
+                named templates. The template named `tool_use` is used if there are tools, otherwise `default`
     messages    dictionaries with `role`, `content` and other keys that the template reads; keys whose value is None are
                 omitted
     tools       JSON schemas of functions, as the template expects them
-    variables   of the template, such as `documents` or `enable_thinking`. `add_generation_prompt` defaults to True
-                (False in transformers): the prompt ends where the model's answer begins. The special tokens of the
-                folder (`bos_token`, `eos_token`, ...) are also set
+    variables   variables of the template, such as `documents` or `enable_thinking`. `add_generation_prompt` defaults to
+                True (False in transformers), which ends the prompt where the model's answer begins. The special tokens
+                of the folder (`bos_token`, `eos_token`, ...) are also set
 
-    Encode the result with `add_special_tokens=False`: the template has already inserted them. User text that looks like
-    a special token becomes one; a host that must prevent this has to filter it first.
+    Encode the result with `add_special_tokens=False`, because the template has already inserted the special tokens.
+    User text that looks like a special token becomes a special token. A host that must prevent this has to filter the
+    text first.
 
     The arguments are not mutated. Templates get copies made of dictionaries, lists, strings, numbers, booleans and
     None; any other type is refused. The run time of a template is not limited.
 
-    Templates are compiled once, and again when their files change. A call takes some tens of microseconds for a short
+    A template is compiled once, and again when its files change. A call takes some tens of microseconds for a short
     chat.
 
     Raises ConfigError if jinja2 >= 3.1.6 is missing, if there is no usable template, or if the template violates the
-    sandbox; InvalidRequestError if the template rejects the messages or fails on them.
+    sandbox. Raises InvalidRequestError if the template rejects the messages or fails on them.
     """
     if "messages" in variables:    # for example from a client
         raise InvalidRequestError("a template variable is named messages", "the name messages is reserved",
@@ -90,7 +91,7 @@ _WITHOUT_SUBCLASS = {str: str.__str__, int: int.__int__, float: float.__float__}
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Copy into JSON types, so a template cannot call methods of the host's objects."""
+    """Return a copy made of JSON types, so that a template cannot call methods of the host's objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for base, plain in _WITHOUT_SUBCLASS.items():    # enumerations, for example
@@ -109,7 +110,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _files(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Return (path, mtime in ns, size in bytes) of every file that can contain templates. Key of the caches."""
+    """Return (path, mtime in ns, size in bytes) of every file that can contain templates, as a key of the caches."""
     if is_gguf_file(folder):
         return (_gguf_state(folder),)
     try:
@@ -205,8 +206,10 @@ def _template(*files: tuple[str, int, int], has_tools: bool) -> Any:
 
 
 def _templates(files: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
-    """Return the templates by name; an unnamed one is `default`. Template files take precedence over
-    tokenizer_config.json."""
+    """Return the templates by name; an unnamed template is `default`.
+
+    Template files take precedence over tokenizer_config.json.
+    """
     if is_gguf_file(files[0][0]):
         return _gguf_chat(files[0])[0]
     own = {"default" if Path(path).name == TEMPLATE_FILE else Path(path).stem: _read(path)
@@ -250,7 +253,10 @@ def _environment() -> Any:
                           "pip install -U jinja2")
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %} ... {% endgeneration %}`, marks the model's answer for training: renders its content."""
+        """`{% generation %} ... {% endgeneration %}`, which marks the model's answer for training.
+
+        Renders its content.
+        """
 
         tags = {"generation"}
 
@@ -288,7 +294,7 @@ def _environment() -> Any:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     class Dict:
-        """Stands for `dict` in templates, without its other attributes."""
+        """Replaces `dict` in templates, without the other attributes of `dict`."""
 
         def __call__(self, *arguments: Any, **items: Any) -> dict:
             return dict(*arguments, **items)

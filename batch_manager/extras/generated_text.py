@@ -1,4 +1,4 @@
-"""The output of one request as it arrives: tokens, text and log-probabilities, up to its end or first stop string."""
+"""The output of one request as it arrives: tokens, text and log-probabilities, up to the end or a stop string."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from .text import TextStream
 class GeneratedText:
     """Accumulates the deltas of one request. The result does not depend on how tokens are grouped into deltas.
 
-    ends_in_stop_words   the request passed its end ids as one-token stop words: if a stop word ends the output, its
+    ends_in_stop_words   the request passed its end ids as one-token stop words. If a stop word ends the output, the
                          last token adds no text
     tokens, log_probs, top_log_probs   up to the token that completed a stop string, if any; see Delta
     finish_reason        STOP_WORDS after a stop string; NOT_FINISHED while the request runs
@@ -30,7 +30,7 @@ class GeneratedText:
         self._ends_in_stop_words = ends_in_stop_words
 
     def add(self, delta: Delta) -> str:
-        """Add a delta and return the new final text. Mutates `delta`: removes tokens after a stop string."""
+        """Add a delta and return the new final text. Removes the tokens after a stop string from `delta`."""
         stream = self._stream
         tokens = delta.tokens
         if self._ends_in_stop_words and delta.finish_reason is FinishReason.STOP_WORDS:
@@ -50,11 +50,14 @@ class GeneratedText:
         return text
 
     def rest(self) -> str:
-        """Return the text held back so far. For a request that failed or was abandoned, so no further delta comes."""
+        """Return the text held back so far.
+
+        Used for a request that failed or was abandoned and gets no further delta.
+        """
         return self._stream.finish()
 
     def _up_to_a_stop(self, delta: Delta, tokens: Sequence[int]) -> str:
-        """Push token by token, so the cut does not depend on how tokens are grouped into deltas."""
+        """Push token by token, so that the cut does not depend on how tokens are grouped into deltas."""
         pieces = []
         for position, token in enumerate(tokens, 1):
             pieces.append(self._stream.push([token]))

@@ -1,8 +1,8 @@
 """Build the tokenizer and chat template of a GGUF file. Needs tokenizers: the extra `text`.
 
-A GGUF file has no tokenizer.json. Its metadata has the vocabulary, the merges or scores, and the name of the
-pre-tokenizer; this module knows the rest for each name. Unknown names are refused, because a wrong pre-tokenizer
-degrades the output without an error.
+A GGUF file has no tokenizer.json. Its metadata contains the vocabulary, the merges or scores, and the name of the
+pre-tokenizer. This module maps each known name to a pre-tokenizer. It refuses unknown names, because a wrong
+pre-tokenizer degrades the output without an error.
 """
 
 import os
@@ -40,7 +40,7 @@ class _PreTokenizer:
     pattern         regular expression that matches words; None: GPT-2's pattern, built into tokenizers
     digits          split off every digit before the pattern is applied
     normalizes      apply Unicode NFC normalization first
-    ignore_merges   a word that is a token is not split, whatever the merges are
+    ignore_merges   do not split a word that is a token, whatever the merges are
     adds_bos        prepend the bos token if the file does not specify it
     """
 
@@ -61,7 +61,7 @@ _GPT4O = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d
           r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 _LLAMA_3 = _PreTokenizer(_GPT4, ignore_merges=True, adds_bos=True)
 
-# By `tokenizer.ggml.pre`. Only names that mean one tokenizer with a known tokenizer.json.
+# By `tokenizer.ggml.pre`. Has only the names that identify one tokenizer with a known tokenizer.json.
 _PRE_TOKENIZERS = {
     "gpt-2": _PreTokenizer(),
     "phi-2": _PreTokenizer(),
@@ -89,8 +89,8 @@ def is_gguf_file(path: str | os.PathLike) -> bool:
 def load_gguf_tokenizer(path: str | os.PathLike) -> Any:
     """Build the `tokenizers.Tokenizer` of a GGUF file: byte-level BPE ("gpt2") or SentencePiece BPE ("llama").
 
-    Control tokens and user-defined tokens are matched as a whole in text; control tokens are special. The bos and eos
-    tokens are added if the file specifies it.
+    Control tokens and user-defined tokens are matched as a whole in text. Control tokens are special. The tokenizer
+    adds the bos and eos tokens if the file specifies it.
 
     Raises ConfigError if the library is not installed, the tokenizer is unsupported or the file is broken.
     """
@@ -201,7 +201,7 @@ def _sentence_piece(metadata: "_Metadata", tokens: list[str], kinds: list[int]) 
     within = [token for n, (token, kind) in enumerate(zip(tokens, kinds))
               if kind in (CONTROL, USER_DEFINED) and n not in special]
     if begins_with_space and within:
-        # Original tokenizers differ here.
+        # Original tokenizers differ in whether they add this space.
         raise metadata.fault("tokenizer.ggml.add_space_prefix", "false, because the file does not specify whether text "
                              f"after the token {within[0]!r:.60} also gets a space", "true or missing")
     unknown = metadata.token_id("tokenizer.ggml.unknown_token_id", len(tokens))
@@ -221,8 +221,11 @@ def _sentence_piece(metadata: "_Metadata", tokens: list[str], kinds: list[int]) 
 
 
 def _merges_by_score(metadata: "_Metadata", tokens: list[str], kinds: list[int]) -> list[tuple[str, str]]:
-    """Return SentencePiece's scores as merges: every pair of tokens whose concatenation is a token, in descending order
-    of its score."""
+    """Convert SentencePiece's scores to merges.
+
+    The merges are all pairs of tokens whose concatenation is a token, in descending order of the score of the
+    concatenation.
+    """
     scores = metadata.numbers("tokenizer.ggml.scores", len(tokens))
     if not np.isfinite(scores).all():
         raise metadata.fault("tokenizer.ggml.scores", "finite numbers", "a list with NaN or infinity")
@@ -247,7 +250,7 @@ def _merges_by_score(metadata: "_Metadata", tokens: list[str], kinds: list[int])
 
 
 class _Metadata:
-    """Typed access to GGUF metadata. Raises ConfigErrors that name file and key."""
+    """Typed access to GGUF metadata. Raises ConfigErrors that name the file and the key."""
 
     def __init__(self, header: GgufHeader) -> None:
         self.header, self.values, self.where = header, header.metadata, str(header.file)
@@ -295,7 +298,7 @@ class _Metadata:
         return read_gguf_array(self.header, key)
 
     def vocabulary(self) -> tuple[list[str], list[int]]:
-        """Return (tokens, their GGUF types). Tokens are unique."""
+        """Return (tokens, GGUF types of the tokens). Tokens are unique."""
         key = "tokenizer.ggml.tokens"
         array = self.values.get(key)
         if isinstance(array, GgufArray) and array.count > MOST_TOKENS:

@@ -7,9 +7,9 @@
     request = InferenceRequest(7, {..., "end_id": 2}, logits_post_processor="batched")
     guided.release(7)                                                        # on its final response
 
-In each step, the grammar of each request determines the allowed next tokens, and all others get the logit -inf. The end
-id is allowed where the output may end, and is the only allowed token where it must end. A request should set `end_id`
-and a sufficient `request_output_len`: an output that is cut off is only a prefix of a match.
+In each step, the grammar of each request determines the allowed next tokens. All other tokens get the logit -inf. The
+end id is allowed where the output may end, and is the only allowed token where the output must end. A request should
+set `end_id` and a sufficient `request_output_len`, because an output that is cut off is only a prefix of a match.
 """
 
 import json
@@ -36,7 +36,7 @@ class Grammar:
 class _Session:
     """Progress of one request.
 
-    prompt_length   number of tokens before the first constrained one; None: unknown until the first step
+    prompt_length   number of tokens before the first constrained token; None: unknown until the first step
     num_tokens      number of tokens that the matcher has consumed, counting the prompt
     """
 
@@ -49,11 +49,11 @@ class GuidedDecoding:
     """A batched logits post-processor that constrains each request to its grammar.
 
     tokenizer    path of the model's tokenizer.json (Hugging Face tokenizers), or a `tokenizers.Tokenizer`
-    vocab_size   of the model; may be larger than the tokenizer's
-    end_id       token that ends an output; requests must use the same one. The grammar treats other end ids of a
+    vocab_size   vocabulary size of the model; may be larger than the tokenizer's
+    end_id       token that ends an output; requests must use the same end id. The grammar treats other end ids of a
                  request as ordinary tokens
 
-    `regex`, `json_schema` and `lark` compile a grammar, which can be slow: call them where requests are created, not in
+    `regex`, `json_schema` and `lark` compile a grammar, which can be slow. Call them where requests are created, not in
     a callback of the engine. `constrain` and `release` may be called from any thread. Beam search is not supported.
 
     Raises ConfigError if llguidance is not installed or cannot read the tokenizer.
@@ -78,14 +78,16 @@ class GuidedDecoding:
         self._sessions: dict[int, _Session] = {}
 
     def regex(self, pattern: str) -> Grammar:
-        """Compile a regular expression, which the whole output must match. No look-around or back-references.
+        """Compile a regular expression that the whole output must match.
 
-        Raises InvalidRequestError if it does not compile.
+        Look-around and back-references are not supported. Raises InvalidRequestError if it does not compile.
         """
         return self._compile(self._make_matcher.grammar_from_regex(pattern))
 
     def json_schema(self, schema: str | dict[str, Any]) -> Grammar:
-        """Compile a JSON schema; the output is JSON on one line. Raises InvalidRequestError if it does not compile.
+        """Compile a JSON schema.
+
+        The output is JSON on one line. Raises InvalidRequestError if the schema does not compile.
         """
         text = schema if isinstance(schema, str) else json.dumps(schema)
         try:
@@ -113,7 +115,7 @@ class GuidedDecoding:
         self._sessions[request_id] = _Session(grammar.matcher.deep_copy())
 
     def processor(self, grammar: Grammar) -> Callable[[int, torch.Tensor, list[list[int]]], torch.Tensor]:
-        """Return a logits post-processor for one request of any id. Slower than the batched one.
+        """Return a logits post-processor for one request of any id. It is slower than the batched post-processor.
 
             InferenceRequest(7, {...}, logits_post_processor=guided.processor(grammar))
         """
@@ -125,7 +127,7 @@ class GuidedDecoding:
         return process
 
     def release(self, request_id: int) -> None:
-        """Remove the grammar of a request. Ignores an id without one."""
+        """Remove the grammar of a request. Ignores an id without a grammar."""
         self._sessions.pop(request_id, None)
 
     @property
@@ -162,7 +164,7 @@ def forbid(logits: torch.Tensor, masks: np.ndarray) -> None:
 
     masks   [r, ceil(vocab / 32)] int32 on the host, in the format of the kernel `token_bitmask`
     """
-    if logits.device.type == "cpu":        # unpackbits takes a tenth of the oracle's time
+    if logits.device.type == "cpu":        # unpackbits takes a tenth of the time of the kernel's oracle
         forbidden = np.unpackbits(~masks.view(np.uint8), axis=1, bitorder="little", count=logits.shape[1])
         logits.masked_fill_(torch.from_numpy(forbidden.view(np.bool_)), -torch.inf)
     else:
@@ -170,7 +172,7 @@ def forbid(logits: torch.Tensor, masks: np.ndarray) -> None:
 
 
 def _catch_up(session: _Session, tokens: list[int]) -> None:
-    """Feed new tokens to the matcher. A step that runs again has none."""
+    """Pass the new tokens to the matcher. A step that runs again has no new tokens."""
     if session.prompt_length is None:                # the first call is for the first token after the prompt
         session.prompt_length = session.num_tokens = len(tokens)
     if session.num_tokens > len(tokens):

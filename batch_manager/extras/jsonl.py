@@ -15,16 +15,16 @@ IDLE = '"Active Request Count":0,'    # may be the last record for a while: flus
 
 
 class JsonlStatistics:
-    """A statistics callback that appends each record to a file, one line each.
+    """A statistics callback that appends each record to a file, one line per record.
 
-    path         of the file; existing lines stay
-    max_bytes    size at which the file is renamed to `path.1`, an existing `path.1` to `path.2`, and so on
+    path         path of the file; existing lines stay
+    max_bytes    size limit of the file. Before a write would exceed it, the file is renamed to `path.1`, an existing
+                 `path.1` to `path.2`, and so on
     num_kept     number of renamed files to keep
 
     Lines are written once a second, when the engine becomes idle, and at `close`. A write error, such as a full disk,
-    raises OSError in the callback and loses the pending lines; the engine counts and logs it, and later records are
-    written normally. Not
-    thread-safe.
+    raises OSError in the callback and loses the pending lines. The engine counts and logs the error. Later records are
+    written normally. Not thread-safe.
     """
 
     def __init__(self, path: str | os.PathLike, *, max_bytes: int = 64 << 20, num_kept: int = 3) -> None:
@@ -46,7 +46,9 @@ class JsonlStatistics:
             self.flush()
 
     def flush(self) -> None:
-        """Write pending lines. Raises OSError on failure: the pending lines are lost, the file keeps whole lines only.
+        """Write pending lines.
+
+        Raises OSError on failure: the pending lines are lost, and the file keeps only whole lines.
         """
         lines, self._lines = b"".join(self._lines), []
         if not lines:

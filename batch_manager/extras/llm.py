@@ -38,10 +38,10 @@ Prompt = str | list[int] | list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Latencies of a request, in seconds since it was submitted. They include waiting for room in the engine.
+    """Latencies of a request, in seconds since it was submitted, including its time in the queue.
 
-    first_token_s   until the first token arrived; None: no token arrived
-    total_s         until the request ended
+    first_token_s   time until the first token arrived; None: no token arrived
+    total_s         time until the request ended
     """
 
     first_token_s: float | None
@@ -52,13 +52,13 @@ class Timings:
 class Completion:
     """The output for one prompt.
 
-    text            without special tokens, up to a stop string
-    tokens          without the end id, up to the token that completed a stop string
+    text            text without special tokens, up to a stop string
+    tokens          tokens without the end id, up to the token that completed a stop string
     finish_reason   END_ID, STOP_WORDS (also for a stop string), LENGTH, TIMED_OUT or CANCELLED; NOT_FINISHED after an
                     error
     log_probs       log-probability of each token, if requested; otherwise empty
     top_log_probs   for each token, the likeliest tokens and their log-probabilities, likeliest first, if requested
-    error           why the request failed: code, message, is_retryable; None: it did not fail
+    error           why the request failed: code, message, is_retryable; None: the request did not fail
     timings         None if the request never reached the engine
     prompt_tokens   number of prompt tokens
     cached_tokens   number of prompt tokens found in the KV cache; None: unknown, because the output ended with a stop
@@ -79,7 +79,7 @@ class Completion:
 class LLM:
     """A model with a blocking text interface.
 
-    model              folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json; or a .gguf file
+    model              folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json), or a .gguf file
     tokenizer          a tokenizer of `tokenizers` or transformers, or the path of its folder or .gguf file; None: the
                        model's tokenizer
     return_stats       called with each statistics record (JSON) on the engine's thread; see GptManager
@@ -94,7 +94,7 @@ class LLM:
     interrupted call; the LLM stays usable. The engine ends at `close`, at the end of a `with` block, when the
     interpreter exits, or when the LLM is garbage-collected.
 
-    Raises what GptManager raises, and ConfigError if there is no tokenizer.
+    Raises the exceptions of GptManager, and ConfigError if there is no tokenizer.
     """
 
     def __init__(self, model: str | os.PathLike, *, tokenizer: Any = None,
@@ -116,7 +116,7 @@ class LLM:
     def generate(self, prompts: Iterable[Prompt] | str, **options: Any) -> list[Completion]:
         """Return one completion per prompt, in order. A single string is one prompt.
 
-        An invalid prompt or a failed request sets `error` of its own completion; the others are unaffected.
+        If a prompt is invalid or a request fails, only its own completion has an `error`.
 
         Raises TypeError for an unknown option, ConfigError for an invalid `stop`, and ManagerClosedError after `close`.
         """
@@ -155,7 +155,7 @@ class LLM:
     def stream(self, prompt: Prompt, **options: Any) -> "TextPieces":
         """Return an iterator over the output of one prompt, piece by piece.
 
-        Raises InvalidRequestError for an invalid prompt, and what `generate` raises.
+        Raises InvalidRequestError for an invalid prompt, and the exceptions of `generate`.
         """
         sampling = Sampling.of(options)
         self._check_open()
@@ -233,8 +233,9 @@ class LLM:
 class TextPieces:
     """An iterator over the output of one prompt, in pieces of whole characters, without the stop string.
 
-    `completion` has the output so far; it is complete when the iteration has ended. `cancel` stops the request, and so
-    does dropping the iterator, for example by leaving the loop. Thread-safe; each piece goes to one thread.
+    `completion` has the output so far. It is complete when the iteration has ended. `cancel` stops the request.
+    Dropping the iterator, for example by leaving the loop, also stops the request. Thread-safe; each piece goes to one
+    thread.
 
     `next` raises RequestFailed if the request was refused or failed, after the pieces generated before the failure.
     """
@@ -248,7 +249,7 @@ class TextPieces:
         return self._request.completion
 
     def cancel(self) -> None:
-        """Stop the request and end the iteration. From any thread; idempotent."""
+        """Stop the request and end the iteration. May be called from any thread; idempotent."""
         self._request.stop()
         with self._one_at_a_time:
             self._request.end(FinishReason.CANCELLED)
@@ -288,7 +289,7 @@ _NO_MORE = object()
 
 
 class _Inbox:
-    """Stands for an event loop towards the switchboard; a blocking thread waits here."""
+    """Takes the place of an event loop for the switchboard. A blocking thread waits here."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[list[Mailbox]] = SimpleQueue()
@@ -301,14 +302,14 @@ class _Inbox:
         self._queue.put([])
 
     def get(self) -> list[Mailbox]:
-        """Block until responses arrive; return their mailboxes. Ctrl-C interrupts it in the main thread."""
+        """Block until responses arrive, and return their mailboxes. Ctrl-C interrupts the wait in the main thread."""
         return self._queue.get()
 
 
 class _Request:
     """One request, and the completion that its deltas fill.
 
-    failure   exception for TextPieces to raise, once
+    failure   exception that TextPieces raises once
     """
 
     def __init__(self, manager: GptManager, switchboard: Switchboard, mailbox: Mailbox, request: InferenceRequest,
@@ -354,7 +355,7 @@ class _Request:
         return piece
 
     def end(self, reason: FinishReason) -> None:
-        """End a request whose reader has gone."""
+        """End a request whose reader is gone."""
         if not self.is_over:
             self.is_over = True
             self.completion.text += self._text.rest()

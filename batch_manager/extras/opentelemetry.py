@@ -33,7 +33,7 @@ __all__ = ["OpenTelemetryStatistics"]
 
 PROVIDER = "batch_manager"
 UNITS = {"_seconds": "s", "_microseconds": "us", "_perc": "1"}     # suffix of a family name -> unit
-# key of LATENCIES -> (name, bucket bounds in seconds); the conventions define those of gen_ai.*
+# Key of LATENCIES -> (name, bucket bounds in seconds). The conventions define the bounds of gen_ai.*.
 HISTOGRAMS = {
     "time_to_first_token": ("gen_ai.server.time_to_first_token", (
         0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)),
@@ -74,11 +74,11 @@ class OpenTelemetryStatistics(LatestStatistics):
     def observe(self, metrics: PerfMetrics, num_tokens: int) -> None:
         """Record the latencies of a finished request, and create its span.
 
-        metrics      of its final response; see PerfMetrics.of and Delta.metrics
+        metrics      metrics of the final response; see PerfMetrics.of and Delta.metrics
         num_tokens   number of generated tokens
 
         The span runs from arrival to last token, with the events `first step` and `first token`. A request without
-        tokens gets none. Span times assume that the engine's clock is `time.monotonic`.
+        tokens gets no span. Span times assume that the engine's clock is `time.monotonic`.
         """
         for name, seconds in latencies(metrics, num_tokens):
             self._instruments.histograms[name].record(seconds, self._request_attributes)
@@ -135,12 +135,15 @@ def _instruments_of(meter: Meter) -> _Instruments:
 
 @lru_cache(maxsize=1)
 def _global_meter() -> Meter:
-    """The one global meter: until a provider is set, each call of get_meter returns a different proxy."""
+    """Return the one global meter. Until a provider is set, each call of get_meter returns a different proxy."""
     return get_meter("batch_manager", __version__)
 
 
 def _name_and_unit(family: Family) -> tuple[str, str]:
-    """Chosen so that a Prometheus exporter restores the family names of prometheus.py, without the engine prefix."""
+    """Return the name and the unit of a family.
+
+    A Prometheus exporter restores the family names of prometheus.py from them, without the engine prefix.
+    """
     name = family.names[0]
     if family.is_nv_trt_llm:
         return name, ""

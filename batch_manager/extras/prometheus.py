@@ -41,7 +41,7 @@ class PrometheusStatistics(LatestStatistics):
     def observe(self, metrics: PerfMetrics, num_tokens: int) -> None:
         """Add the latencies of a finished request to the histograms.
 
-        metrics      of its final response; see PerfMetrics.of and Delta.metrics
+        metrics      metrics of the final response; see PerfMetrics.of and Delta.metrics
         num_tokens   number of generated tokens
         """
         for name, seconds in latencies(metrics, num_tokens):
@@ -92,7 +92,7 @@ class _Histogram:
         self._sum += seconds
 
     def cumulative(self) -> tuple[list[tuple[str, float]], float]:
-        """Return ([(upper bound, cumulative count), ...], sum of the values), as prometheus_client takes them."""
+        """Return ([(upper bound, cumulative count), ...], sum of the values), in the format of prometheus_client."""
         counts, so_far, buckets = list(self._counts), 0, []
         for bound, count in zip([*map(str, SECONDS), "+Inf"], counts):
             so_far += count

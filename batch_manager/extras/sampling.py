@@ -16,18 +16,20 @@ LARGEST_BIAS = 100.0    # OpenAI's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Options for generating one output. The defaults are those of OpenAI-style servers, not of the request tensors.
+    """Options for generating one output, with the defaults of OpenAI-style servers.
+
+    The defaults of the request tensors differ.
 
     max_tokens           most tokens to generate; None: as many as max_seq_len leaves
     temperature          0: greedy. 1: sample from the model's own distribution
     top_p, top_k, min_p  1, 0 (or -1) and 0 keep all tokens
-    seed                 None: a fresh seed for every output, so the same prompt gives different outputs
+    seed                 None: a fresh seed for every output, so that the same prompt gives different outputs
     stop                 strings that end the output; the stop string is not part of the text
     stop_token_ids       tokens that end the output and are not part of it, in addition to the checkpoint's end ids
     ignore_eos           do not end at the checkpoint's end ids
     min_tokens           tokens to generate before an end token may be sampled
-    repetition_penalty   counts prompt and output, as in transformers
-    presence_penalty, frequency_penalty   count the output only, as at OpenAI
+    repetition_penalty   applies to tokens of the prompt and the output, as in transformers
+    presence_penalty, frequency_penalty   apply to tokens of the output only, as at OpenAI
     logit_bias           token id -> number from -100 to 100, added to the token's logit
     log_probs            return the log-probability of each token
     top_log_probs        number of likeliest tokens to return at each position with their log-probabilities, 0 to 20
@@ -58,7 +60,10 @@ class Sampling:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Sampling":
-        """Build from a mapping. Raises TypeError for an unknown name, and suggests the closest one."""
+        """Build the options from a mapping.
+
+        Raises TypeError for an unknown name, and suggests the closest known name.
+        """
         names = [field.name for field in fields(cls)]
         for name in options:
             if name not in names:
@@ -70,8 +75,8 @@ class Sampling:
     def tensors(self, prompt_ids: Sequence[int], info: EngineInfo) -> dict[str, Any]:
         """Return the tensors of a request for one output. The engine validates the other values.
 
-        Raises InvalidRequestError if logit_bias or stop_token_ids has a wrong type, or logit_bias has a token outside
-        the vocabulary or a value out of range.
+        Raises InvalidRequestError if logit_bias or stop_token_ids has a wrong type, or if logit_bias has a token
+        outside the vocabulary or a value out of range.
         """
         tensors: dict[str, Any] = {"input_ids": prompt_ids, "request_output_len": self._output_length(prompt_ids, info),
                                    "temperature": self.temperature, "random_seed": self.seed}
@@ -105,7 +110,7 @@ class Sampling:
         return self.stop_token_ids
 
     def _output_length(self, prompt_ids: Sequence[int], info: EngineInfo) -> int:
-        """At least 1: the engine refuses a prompt that leaves no room."""
+        """Return the output length, at least 1. The engine refuses a prompt that leaves no room."""
         if self.max_tokens is not None:
             return self.max_tokens
         return max(info.max_seq_len - len(prompt_ids), 1)

@@ -10,7 +10,7 @@ import orjson
 from ..errors import ConfigError, type_name
 from ..responses.perf_metrics import PerfMetrics
 
-# The families of TensorRT-LLM's Triton backend. family -> (label, {value of the label: key of the statistics})
+# The families of TensorRT-LLM's Triton backend: family -> (label, {value of the label: key of the statistics})
 NV_TRT_LLM: dict[str, tuple[str, dict[str, str]]] = {
     "nv_trt_llm_request_metrics": ("request_type", {
         "active": "Active Request Count", "max": "Max Request Count", "scheduled": "Scheduled Requests",
@@ -52,7 +52,7 @@ LATENCIES = {
 
 
 def latencies(metrics: PerfMetrics, num_tokens: int) -> Iterator[tuple[str, float]]:
-    """Yield (key of LATENCIES, seconds) of a request with `num_tokens` output tokens; skips missing values."""
+    """Yield (key of LATENCIES, seconds) of a request with `num_tokens` output tokens. Skips missing values."""
     for name, seconds in (("time_to_first_token", metrics.time_to_first_token_s), ("queue", metrics.queue_s),
                           ("time_per_token", metrics.time_per_output_token_s(num_tokens)),
                           ("end_to_end", metrics.end_to_end_s)):
@@ -64,12 +64,12 @@ class LatestStatistics:
     """A statistics callback that keeps the latest record and accumulates the values of SUMMED.
 
     record          the latest record; empty before the first
-    received_at_s   when it arrived, in seconds since the epoch
+    received_at_s   arrival time of the latest record, in seconds since the epoch
     sums            key of SUMMED -> sum since the first record
 
     Any thread may read. A call parses one record and does a few additions.
 
-    Raises ConfigError if `model` is not a str: otherwise the error would surface only at the first scrape.
+    Raises ConfigError if `model` is not a str. Without this check, the error would surface only at the first scrape.
     """
 
     def __init__(self, model: str) -> None:
@@ -107,7 +107,7 @@ class Family:
 
     @property
     def is_nv_trt_llm(self) -> bool:
-        """Whether it is a family of NV_TRT_LLM, which has Triton's labels."""
+        """Whether the family is one of NV_TRT_LLM, which have Triton's labels."""
         return self.names[0] in NV_TRT_LLM
 
 

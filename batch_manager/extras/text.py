@@ -40,7 +40,7 @@ _TRANSFORMERS_BASE = "transformers.tokenization_utils_base"
 _TRANSFORMERS_FAST = ("transformers.tokenization_utils_tokenizers", "transformers.tokenization_utils_fast")
 _TRANSFORMERS_SLOW = ("transformers.tokenization_python", "transformers.tokenization_utils")
 
-# Every replacement of the clean-up of spaces changes this text.
+# Every replacement of the clean-up of spaces changes this string.
 _PROBE = "Well , is n't it ? He 'll say I 'm , we 've , you 're , it 's ' so ' . No ! do not"
 
 
@@ -48,29 +48,29 @@ class TextStream:
     """Detokenizes one request incrementally.
 
     tokenizer             a `tokenizers.Tokenizer`, or a fast or slow tokenizer of transformers
-    prompt_ids            tokens before the first pushed one; their text is not returned, but they affect the text
-                          after them, such as a leading space of SentencePiece
-    stop                  a stop string, or any number of them; None: none
+    prompt_ids            tokens before the first pushed token. Their text is not returned, but they affect the text
+                          after them: for example, SentencePiece may add a leading space
+    stop                  a stop string, or any number of them; None: no stop string
     skip_special_tokens   omit special tokens, such as the end id
 
     The concatenation of everything that `push` and `finish` return does not depend on how tokens are grouped into
     pushes. It equals what `tokenizer.decode(prompt_ids + tokens)` adds to `tokenizer.decode(prompt_ids)`. If the prompt
-    ends within a character, so that the second is not a prefix of the first, it is the text after their longest common
-    prefix.
+    ends within a character, the decoded prompt may differ from a prefix of the decoded whole. The concatenation is then
+    the part of the decoded whole after their longest common prefix.
 
     Returned text is final. `push` holds back bytes of an incomplete character, a space that the tokenizer may still
     remove, a run of byte tokens (`<0xE4>`; valid only if the whole run is UTF-8), and text that may be the start of a
     stop string. `finish` returns the remainder, with U+FFFD for invalid bytes. A character is a code point: an emoji
     of several code points, or a letter and its combining accent, may arrive in several pieces.
 
-    The text ends before the stop string that is completed first; if one character completes two, before the shorter
-    one. `stopped_by` is then that stop string, otherwise None.
+    The text ends before the stop string that is completed first. If one character completes two stop strings, the text
+    ends before the shorter one. `stopped_by` is the stop string that ended the text, otherwise None.
 
     `comes_in_pieces` is False for a tokenizer that cannot be detokenized incrementally: its decoder is CTC, BPEDecoder,
-    a custom one or one that replaces regular expressions, or its class overrides `decode`, as slow SentencePiece
-    tokenizers do. A warning is logged, `finish` returns the whole text, and stop strings are searched there. A
-    tokenizer is examined once, for a few milliseconds, and again after its decoder, vocabulary size or special tokens
-    have changed.
+    a custom decoder or a decoder that replaces regular expressions, or its class overrides `decode`, as slow
+    SentencePiece tokenizers do. In this case a warning is logged, and `finish` returns the whole text and searches stop
+    strings in it. A tokenizer is examined once, for a few milliseconds, and again after its decoder, vocabulary size or
+    special tokens have changed.
 
     A token takes a few microseconds, at any length; prompt tokens cost the same. Not thread-safe; several threads may
     use streams of the same tokenizer.
@@ -85,17 +85,17 @@ class TextStream:
         self._text = _new_text(tokenizer, bool(skip_special_tokens))
         self.comes_in_pieces = not isinstance(self._text, WholeText)
         self._stop = _stop_strings(stop)
-        self._state, self._held = 0, ""    # of the stop string search: automaton state, and the text held back
+        self._state, self._held = 0, ""    # stop string search: the automaton's state, and the text held back
         self._is_finished = False
         self._feed(prompt_ids)
-        # Text that decoding the prompt alone would end with: it belongs to the prompt unless later tokens change it.
+        # Text that decoding the prompt alone would end with. It belongs to the prompt unless later tokens change it.
         self._prompt_end = self._text.rest()
 
     def push(self, tokens: Iterable[int]) -> str:
         """Add token ids, as a list or a one-dimensional array or tensor, and return the new final text.
 
         Returns "" after a stop string. Raises InvalidRequestError for invalid token ids, and after `finish`; the stream
-        is then unchanged.
+        is not changed then.
         """
         if self.stopped_by is not None:
             return ""
@@ -105,7 +105,7 @@ class TextStream:
         return self._up_to_a_stop(self._feed(tokens))
 
     def finish(self) -> str:
-        """End the text and return what was held back. Returns "" after a stop string and on further calls."""
+        """End the text and return the text held back. Returns "" after a stop string and on further calls."""
         if self._is_finished or self.stopped_by is not None:
             return ""
         text = self._up_to_a_stop(self._text.rest())
@@ -146,10 +146,10 @@ class TextStream:
 
 
 class _StopStrings:
-    """An Aho-Corasick automaton: reads each character once, for any number of strings.
+    """An Aho-Corasick automaton, which reads each character once, for any number of strings.
 
-    A state is the longest prefix of a stop string that is a suffix of the text. `depths[state]` is its length;
-    `_found[state]` is the shortest stop string that it ends with, or None.
+    A state is the longest prefix of a stop string that is a suffix of the text. `depths[state]` is the length of this
+    prefix. `_found[state]` is the shortest stop string that is a suffix of this prefix, or None.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
@@ -171,7 +171,7 @@ class _StopStrings:
             for character, then in self._next[state].items():
                 self._fallback[then] = self._step(self._fallback[state], character)
                 states.append(then)
-            self._found[state] = self._found[self._fallback[state]] or self._found[state]    # the shorter one
+            self._found[state] = self._found[self._fallback[state]] or self._found[state]    # the shorter string
         self._begins = re.compile("[" + "".join(map(re.escape, self._next[0])) + "]")
 
     def _step(self, state: int, character: str) -> int:
@@ -180,7 +180,10 @@ class _StopStrings:
         return self._next[state].get(character, 0)
 
     def scan(self, state: int, text: str) -> tuple[int, int, str | None]:
-        """Return (state, position after the first stop string, that string); None as the string: none found."""
+        """Return (state, position after the first stop string, the stop string).
+
+        The string is None if there is none.
+        """
         position = 0
         while position < len(text):
             if not state:
@@ -214,7 +217,7 @@ def _stop_strings(stop: str | Iterable[str] | None) -> _StopStrings | None:
 
 
 class _Identity:
-    """A cache key that compares by identity and keeps the object alive, so its id() is not reused."""
+    """A cache key that compares by identity. It keeps the object alive, so that its id() is not reused."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -245,7 +248,7 @@ def _is_fast(tokenizer: Any) -> bool:
 
 
 def _decoder_of(backend: Any) -> bytes | str | None:
-    """Return the serialized decoder; "": no decoder; None: it cannot be serialized."""
+    """Return the serialized decoder, "" if there is no decoder, or None if the decoder cannot be serialized."""
     decoder = backend.decoder
     if decoder is None:
         return ""

@@ -1,14 +1,14 @@
 """Incremental decoding for tokenizers with known decoders.
 
-`tokenizers` decodes a whole list of tokens at once. Its decoders are small programs over the list, and tokenizer.json
-names the ones that a tokenizer uses. Here, each decoder is a step that takes tokens as they arrive and returns text
+`tokenizers` decodes a whole list of tokens at once. Its decoders are small programs over the list. tokenizer.json
+names the decoders of a tokenizer. Here, each decoder is a step that takes tokens as they arrive and returns text
 that no later token can change:
 
     tokens -> pieces (cached per token id) -> bytes or runs of byte tokens -> text -> steps over the joined text
 
 A step holds back a bounded amount: the bytes of an incomplete character, the current run of byte tokens (one invalid
-byte turns the whole run into U+FFFD), or a space that may be joined with the next token. `WholeText` handles decoders
-that are unknown or hold back without a bound: it decodes everything at the end.
+byte turns the whole run into U+FFFD), or a space that may be joined with the next token. `WholeText` handles the other
+decoders, which are unknown or hold back an unbounded amount. It decodes everything at the end.
 """
 
 import codecs
@@ -38,7 +38,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f+][0-9A-Fa-f])>")
 class Text(Protocol):
     """The text of a growing list of tokens.
 
-    feed   add tokens and return the new final text; on an error, nothing is changed
+    feed   add tokens and return the new final text; changes nothing on an error
     rest   return the text that would follow if no more tokens came; changes nothing
     """
 
@@ -48,7 +48,7 @@ class Text(Protocol):
 
 
 class TextStep(Protocol):
-    """A step over joined text. `rest` takes the last piece and changes nothing."""
+    """A step over joined text. `rest` takes the last piece and does not change the step."""
 
     def feed(self, text: str) -> str: ...
 
@@ -62,7 +62,7 @@ Each = Callable[[str, bool], str]
 
 
 def _with_space(token: str, is_first: bool) -> str:
-    """The behaviour of `tokenizers` without a decoder, and of transformers' slow tokenizers."""
+    """Decode like `tokenizers` without a decoder, and like transformers' slow tokenizers."""
     return token if is_first else " " + token
 
 
@@ -122,7 +122,7 @@ class _StripStart:
 
 
 class _ReplaceInText:
-    """Replaces every occurrence of a string, from the left; holds back an end that may start an occurrence."""
+    """Replaces every occurrence of a string, from the left. Holds back a suffix that may start an occurrence."""
 
     def __init__(self, pattern: str, content: str) -> None:
         self._pattern, self._content = pattern, content
@@ -237,11 +237,11 @@ def _flat(decoder: dict[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 class Pieces(dict):
-    """Cache of token id -> piece, for tokens after the first: str, bytes, int (a byte of a run) or None (nothing).
+    """Cache of token id -> piece, for tokens after the first: str, bytes, int (a byte of a run) or None (no text).
 
     Filled on lookup, and shared by all texts of a tokenizer.
 
-    token_of   function from an id to its token string, or None if there is none; may raise for an invalid id
+    token_of   function from an id to its token string, or None for an unknown id; may raise for an invalid id
     skips      function (id, token) -> whether the token is omitted
     """
 
@@ -260,7 +260,11 @@ class Pieces(dict):
         return piece
 
     def piece(self, token_id: int, is_first: bool = False, is_first_after: bool = False) -> Any:
-        """Return the piece of a token; the flags tell whether it is the first one, before and after joining runs."""
+        """Return the piece of a token.
+
+        is_first         whether the token is the first before runs are joined
+        is_first_after   whether the token is the first after runs are joined
+        """
         token = self._token_of(token_id)
         if token is None or self._skips(token_id, token):
             return None
@@ -295,7 +299,10 @@ _BYTES = _byte_alphabet()
 
 
 def _bytes_of(token: str) -> bytes:
-    """Return the bytes of a token. A character outside the alphabet marks an added token, which is plain text."""
+    """Return the bytes of a token.
+
+    A token with a character outside the alphabet is an added token, which is plain text.
+    """
     try:
         return bytes([_BYTES[character] for character in token])
     except KeyError:
@@ -306,7 +313,10 @@ def _bytes_of(token: str) -> bytes:
 
 
 class _InPieces:
-    """is_first   whether the first token of the text has a piece of its own"""
+    """A text made of pieces.
+
+    is_first   whether the first token of the text has a different piece
+    """
 
     def __init__(self, pieces: Pieces, is_first: bool) -> None:
         self._pieces, self._is_first = pieces, is_first
@@ -398,7 +408,7 @@ class _TextInSteps:
 
 
 class WholeText:
-    """Works for any tokenizer: decodes everything at the end."""
+    """Decodes everything at the end. Works for any tokenizer."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
@@ -427,7 +437,7 @@ _JOINS: dict[str, Callable[[Pieces], Text]] = {"text": _JoinedText, "bytes": _By
 
 
 def text_of(pieces: Pieces) -> Text:
-    """Return an empty text that decodes with these pieces."""
+    """Return an empty text that is decoded with these pieces."""
     text = _JOINS[pieces.rule.joins](pieces)
     return _TextInSteps(text, [make() for make in pieces.rule.steps]) if pieces.rule.steps else text
 
@@ -436,10 +446,10 @@ def text_of(pieces: Pieces) -> Text:
 
 
 class Sample(NamedTuple):
-    """Tokens to compare a rule with its tokenizer on.
+    """Token lists on which a rule is compared with its tokenizer.
 
     num_tokens   vocabulary size
-    special      ids of added tokens, which every random list includes
+    special      ids of added tokens; every random list includes one if there are any
     texts        token lists of real texts
     """
 
@@ -451,7 +461,7 @@ class Sample(NamedTuple):
 def agrees(pieces: Pieces, decode: Callable[[list[int]], str], sample: Sample) -> bool:
     """Whether the rule decodes like the tokenizer, on a fixed set of token lists.
 
-    A rule read from the serialized decoder can be wrong for another version of the library, or for a class that
+    A rule from the serialized decoder can be wrong for another version of the library, or for a class that
     overrides `decode`.
     """
     generator = random.Random(0)

@@ -15,8 +15,8 @@ LONG_TEXT = 8192    # characters; takes a few milliseconds to encode
 def load_tokenizer(folder: str | os.PathLike) -> Any:
     """Return the `tokenizers.Tokenizer` of a model.
 
-    folder   a folder with a tokenizer.json, whose padding and truncation are switched off; or a `.gguf` file, see
-             `gguf_tokenizer`
+    folder   a folder with a tokenizer.json, whose padding and truncation are switched off; or a `.gguf` file (see
+             `gguf_tokenizer`)
 
     Raises ConfigError if the library is not installed, if tokenizer.json is missing or unreadable, or if the GGUF file
     is broken or has an unsupported tokenizer.

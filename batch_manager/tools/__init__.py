@@ -1,7 +1,7 @@
-"""Programs around the engine: `python -m batch_manager.tools.NAME --help`, or `batch-manager COMMAND` for most.
+"""Programs around the engine: `python -m batch_manager.tools.NAME --help`, or for most `batch-manager COMMAND`.
 
 Owns     measuring and showing what the engine does, from outside
 Not      anything the engine needs: no other package imports from here
-Yours    a new tool: one file with `main(argv) -> exit status`. That function imports what only a run needs, torch
-         above all, so that --help is fast. One line in __main__.py makes it a command
+Yours    a new tool: one file with `main(argv) -> exit status`. `main` imports the modules that only a run needs, above
+         all torch, so that --help is fast. One line in __main__.py makes the tool a command
 """

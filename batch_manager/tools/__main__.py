@@ -1,6 +1,6 @@
 """The program `batch-manager`, and `python -m batch_manager.tools`: the tools by short names.
 
-A command is imported only when it is called. Exit status 130: Ctrl-C.
+A command is imported only when it is called. Exit status 130 means Ctrl-C.
 """
 
 import sys
@@ -25,7 +25,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names. Return its exit status; 2: unknown command."""
+    """Run the command that the first argument names, and return its exit status, or 2 for an unknown command."""
     name, *arguments = [*(sys.argv[1:] if argv is None else argv)] or [""]
     if name in ("-h", "--help"):
         print(usage())

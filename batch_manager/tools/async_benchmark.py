@@ -1,13 +1,13 @@
-"""Measure the host cost of AsyncEngine against a callback that only counts: a scripted model, many streams, one event
-loop.
+"""Measure the host cost of AsyncEngine against a callback that only counts responses.
 
     python -m batch_manager.tools.async_benchmark --streams 256 --tokens 100 --step-ms 5 --runs 3 [--process]
 
-Each run measures a counting callback, then an AsyncEngine, and prints one line of JSON:
+The model is scripted, and one event loop reads many streams. Each run measures a counting callback, then an
+AsyncEngine, and prints one line of JSON:
 
     us_per_token       CPU time per token with AsyncEngine, minus that of the counting callback; with --process, CPU
                        time per token of the host process, without subtraction
-    counting_us        CPU time per token with the counting callback: mostly the engine's own work
+    counting_us        CPU time per token with the counting callback: mostly the work of the engine
     late_ms_p99        delay of a timer of 1 ms in the event loop
     delivery_ms_p99    time from the hook after the responses of an iteration until a reader has its tokens
     wake_ups           wake-ups of the event loop; `iterations`: iterations with responses
@@ -34,7 +34,7 @@ PROMPT, TOKENS_PER_BLOCK, LOOK_S = 16, 64, 0.001
 
 
 def backend_of(streams: int, tokens: int, step_ms: float) -> Callable[[], ScriptedBackend]:
-    """Return a factory that can be sent to an engine process."""
+    """Return a factory of backends that can be sent to an engine process."""
     blocks = -(-(PROMPT + tokens) // TOKENS_PER_BLOCK)
     return partial(ScriptedBackend, max_seq_len=blocks * TOKENS_PER_BLOCK, num_blocks=streams * blocks + 1,
                    verify=False, tokens_per_block=TOKENS_PER_BLOCK, num_slots=streams, is_asynchronous=step_ms > 0,
@@ -82,13 +82,13 @@ async def async_run(streams: int, tokens: int, step_ms: float, process: bool = F
             late.append(time.perf_counter() - due)
 
     async def read(engine: AsyncEngine) -> int:
-        num_tokens = num_seen = 0              # iterations whose tokens it has
+        num_tokens = num_seen = 0              # num_seen: iterations whose tokens the reader has
         async for delta in engine.stream(request_of(tokens)):
             num_tokens += len(delta.tokens)
             if num_seen < len(iterations):
                 delivered.append(time.perf_counter() - iterations[-1])
                 num_seen = len(iterations)
-            elif num_seen:                     # a reader that was awake had them before the hook
+            elif num_seen:                     # a reader that was awake had the tokens before the hook
                 delivered.append(0.0)
                 num_seen += 1
         return num_tokens
@@ -98,7 +98,7 @@ async def async_run(streams: int, tokens: int, step_ms: float, process: bool = F
                   after_responses=lambda: iterations.append(time.perf_counter()))
     async with await AsyncEngine.start(optional_params=params_of(streams), parts=parts, process=process) as engine:
         if process:
-            began = time.process_time()        # starting a process is no cost of a token
+            began = time.process_time()        # excludes the start of a process, which is not a cost per token
         looking = asyncio.create_task(look())
         counts = await asyncio.gather(*[read(engine) for _ in range(streams)])
         looking.cancel()

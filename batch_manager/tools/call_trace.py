@@ -5,9 +5,9 @@
     python -m batch_manager.tools.call_trace --model FOLDER --cpu-compile    all layers in one call of compiled code
 
 The loop runs without a thread on a CPU, layer by layer as on a GPU unless --cpu-compile is given. The requests are
-greedy and do not stream. Once all of them generate, one iteration that needs no new KV cache block and ends no request
-is traced with sys.setprofile. Calls of functions defined in the package are counted, including comprehensions,
-generator expressions, lambdas, properties, and every resumption of a generator.
+greedy and do not stream. When all of them generate, one iteration is traced with sys.setprofile. This iteration needs
+no new KV cache block and ends no request. Calls of functions defined in the package are counted, including
+comprehensions, generator expressions, lambdas, properties, and every resumption of a generator.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Calls:
     """The calls of one iteration.
 
     calls      (depth, file, function), in order; files are relative to the package
-    entries    calls from another file
+    entries    number of calls from another file
     """
 
     calls: list[tuple[int, str, str]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Calls:
 
     @property
     def files(self) -> Counter[str]:
-        """file -> calls of its functions"""
+        """File -> number of calls of its functions."""
         return Counter(file for _, file, _ in self.calls)
 
 
@@ -73,7 +73,7 @@ class Profile:
 
 
 def _file_of(name: str) -> str | None:
-    """Return the path relative to the package; None: a file outside of it, or this file."""
+    """Return the path relative to the package, or None for a file outside of the package and for this file."""
     path = Path(name)
     if name == __file__:
         return None

@@ -6,13 +6,13 @@
 
 A is the first file, or all files before --. B is the rest. The table has for each figure: whether higher or lower is
 better, the medians of both sides, their ratio B / A, and the smallest and largest ratio of any two runs. A side is
-called better only if the difference exceeds the spread: the factor between the medians is larger than the factor
-between any two runs of the same side. With a single run of a side there is no spread and no conclusion. A file may hold
-a list of results. Points of a sweep are compared with points of the same load.
+called better only if the difference exceeds the spread, that is, if the factor between the medians is larger than the
+factor between any two runs of the same side. With a single run of a side there is no spread and no conclusion. A file
+may hold a list of results. Points of a sweep are compared with points of the same load.
 
-Different settings, machines, versions and commits are warnings, and so are runs during which other processes or the
-hypervisor used more cores than --foreign allows. Different workloads, models, precisions and token counts are refused
-unless --anyway is given, and so are runs with outputs of the wrong length.
+The program warns of different settings, machines, versions and commits. It also warns of runs during which other
+processes or the hypervisor used more cores than --foreign allows. It refuses different workloads, models, precisions
+and token counts, and runs with outputs of the wrong length, unless --anyway is given.
 
 For --first and --second, run both programs in turn (a1, b1, a2, b2, ...). Pair i is the i-th file of each side,
 measured under similar conditions. A ratio above 1 means that the first program is better: first / second for rates,
@@ -50,7 +50,7 @@ class Comparison:
     """One figure of two programs.
 
     first, second   median of the runs of each side
-    ratios          advantage of the first over the second in each pair, in order; above 1: the first program is better
+    ratios          advantage of the first program over the second in each pair, in order; above 1: the first is better
     """
 
     figure: str
@@ -64,7 +64,7 @@ class Comparison:
 
     @property
     def exceeds_spread(self) -> bool | None:
-        """Whether the difference exceeds the spread. None: a single pair has no spread."""
+        """Whether the difference exceeds the spread. None: there is only one pair, and no spread."""
         if len(self.ratios) < 2:
             return None
         return abs(math.log(self.ratio)) > math.log(max(self.ratios) / min(self.ratios))
@@ -122,13 +122,13 @@ def compare(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]],
 
 
 def name_of(results: Sequence[dict[str, Any]]) -> str:
-    """Return program and variant of the results."""
+    """Return the program and the variant of the results."""
     names = {f"{result['peer']} {result.get('variant', '')}".strip() for result in results}
     return ", ".join(sorted(names))
 
 
 def table(comparisons: Sequence[Comparison], first_name: str, second_name: str) -> str:
-    """Format as Markdown, one row per figure."""
+    """Format the comparisons as Markdown, one row per figure."""
     verdicts = {True: "yes", False: "no", None: "one pair"}
     lines = [f"| figure | {first_name} | {second_name} | ratio (smallest to largest) | larger than the spread |",
              "|---|---|---|---|---|"]

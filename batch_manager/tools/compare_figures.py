@@ -1,4 +1,4 @@
-"""The figures that are compared, and the difference in one figure between two sides of runs."""
+"""The figures that are compared, and the difference of one figure between two sides of runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 def is_number(value: Any) -> bool:
     """Return whether the value is a finite int or float, and not a bool."""
-    return type(value) in (int, float) and abs(value) < MOST    # NaN is not less than anything
+    return type(value) in (int, float) and abs(value) < MOST    # this comparison is false for NaN
 
 
 MOST = 1e300
@@ -27,14 +27,14 @@ class Figure:
     higher_is_better: bool = False
 
     def value(self, result: Mapping[str, Any]) -> float | None:
-        """Return the figure; None: the result does not have it."""
+        """Return the figure, or None if the result does not have it."""
         value: Any = result
         for key in self.path:
             value = value.get(key) if isinstance(value, Mapping) else None
         return float(value) if is_number(value) else None
 
     def fault(self, result: Mapping[str, Any]) -> str:
-        """Describe a wrong value; "": it is a number of at least 0, null, or missing."""
+        """Describe an invalid value. Returns "" for a number of at least 0, null, or a missing value."""
         value: Any = result
         for depth, key in enumerate(self.path):
             if value is None:
@@ -91,8 +91,10 @@ class Difference:
 
     @property
     def exceeds_spread(self) -> bool | None:
-        """Whether the factor between the medians is larger than that between any two runs of one side. None: a side has
-        only one run, so the spread is unknown."""
+        """Whether the factor between the medians is larger than the factor between any two runs of one side.
+
+        None: a side has only one run, and the spread is unknown.
+        """
         if min(len(self.a), len(self.b)) < 2:
             return None
         spread = max(max(side) / min(side) for side in (self.a, self.b))

@@ -29,7 +29,10 @@ class ComparisonError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One serving of a workload. place: the file, with the number of the result if it holds several."""
+    """One serving of a workload.
+
+    place   the file, with the number of the result if the file has several
+    """
 
     place: str
     load: str
@@ -40,8 +43,8 @@ class Run:
 class Report:
     """The comparison of two sides.
 
-    warnings      other differences between the sides, and disturbed runs
-    differences   load -> differences in its figures
+    warnings      sentences about other differences between the sides, and about disturbed runs
+    differences   load -> differences of its figures
     """
 
     runs_a: list[Run]
@@ -66,8 +69,10 @@ class Report:
 
 def compare_results(a: Paths, b: Paths, *, anyway: bool = False, figures: Sequence[str] = tuple(FIGURES),
                     foreign_cores: float = FOREIGN_CORES) -> list[str]:
-    """Return a table of all figures as lines: whether higher or lower is better, both sides, their ratio, and whether
-    the difference exceeds the spread of the runs.
+    """Return a table of all figures as lines.
+
+    The table has whether higher or lower is better, both sides, their ratio, and whether the difference exceeds the
+    spread of the runs.
 
     a, b     one or more files of `batch-manager bench --out`, or files with a list of such results. Points of a sweep
              are compared with points of the same load
@@ -80,7 +85,7 @@ def compare_results(a: Paths, b: Paths, *, anyway: bool = False, figures: Sequen
 
 def compared(a: Paths, b: Paths, *, anyway: bool = False, figures: Sequence[str] = tuple(FIGURES),
              foreign_cores: float = FOREIGN_CORES) -> Report:
-    """Like `compare_results`, but return a Report."""
+    """Like `compare_results`, but returns a Report."""
     runs_a, runs_b = ([run for path in _listed(side) for run in read_runs(Path(path))] for side in (a, b))
     report = Report(runs_a, runs_b)
     refusals = [*_unlike(runs_a, runs_b, SAME), *_failed("A", runs_a), *_failed("B", runs_b)]
@@ -160,7 +165,7 @@ def _has_figure(result: Mapping[str, Any]) -> bool:
 
 
 def model_of(command: Any) -> str | None:
-    """Return the name of the model's folder, from the arguments of the program."""
+    """Return the name of the model's folder in the arguments of a program, or None."""
     if not isinstance(command, list):
         return None
     arguments = [part for argument in map(str, command) for part in argument.split("=", 1)]
@@ -171,7 +176,7 @@ def model_of(command: Any) -> str | None:
 
 
 def _load_of(result: Mapping[str, Any]) -> str:
-    """Describe how the requests arrived or, for one of several simulations, its settings."""
+    """Describe how the requests arrived, or for one of several simulations, its settings."""
     if settings := result.get("settings"):
         return ", ".join(f"{name} {value}" for name, value in settings.items())
     if result.get("concurrency") is not None:
@@ -182,7 +187,11 @@ def _load_of(result: Mapping[str, Any]) -> str:
 
 
 def _common_loads(report: Report, refusals: list[str]) -> list[tuple[str, list[Run], list[Run]]]:
-    """Return (load, runs of A, runs of B) for each load of both sides. Loads of one side add a warning or a refusal."""
+    """Return (load, runs of A, runs of B) for each load that both sides have.
+
+    A load that only one side has adds a warning. If no load is common, a refusal is added. If no load is common and a
+    side has several loads or a search for the saturation, ComparisonError is raised.
+    """
     sides = [_by_load(runs) for runs in (report.runs_a, report.runs_b)]
     common = [load for load in sides[0] if load in sides[1]]
     if not common:

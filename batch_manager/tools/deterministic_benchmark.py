@@ -4,9 +4,9 @@
 
 Times are milliseconds of a backend's step, without the loop: generation steps of sequences with --context tokens, and
 the whole context of one sequence. Steps with and without the mode alternate, so that a busy machine slows both. The
-output has the median and minimum of each, and their ratios. With --threads 1 the CPU time of the thread is measured,
-which excludes other processes; otherwise the wall-clock time. Requests are greedy, without log-probabilities. With
---sample they use top-p and return log-probabilities, which the mode computes row by row.
+output has the median and the minimum of each mode, and their ratios. With --threads 1 the CPU time of the thread is
+measured, which excludes other processes; otherwise the wall-clock time is measured. Requests are greedy, without
+log-probabilities. With --sample they use top-p and return log-probabilities, which the mode computes row by row.
 """
 
 import argparse
@@ -30,7 +30,7 @@ WARM_UP_STEPS = 2
 
 
 class Sequences:
-    """Sequences 0 .. n - 1 with their own slots and blocks, on one backend."""
+    """Sequences 0 .. n - 1 on one backend, each with a slot and blocks."""
 
     def __init__(self, backend: NativeBackend, count: int, most_tokens: int, setup: SlotSetup) -> None:
         self.backend, self.setup = backend, setup
@@ -60,7 +60,7 @@ class Sequences:
 
 def in_turn(normal: Callable[[], None], deterministic: Callable[[], None], steps: int,
             clock: Callable[[], float]) -> dict[str, float]:
-    """Time both alternately; return median and minimum of each in milliseconds, and the ratios."""
+    """Time both modes alternately, and return the median and the minimum of each in milliseconds, and the ratios."""
     seconds: tuple[list[float], list[float]] = ([], [])
     for step in range(WARM_UP_STEPS + steps):
         for run, taken in zip((normal, deterministic), seconds, strict=True):
@@ -75,7 +75,7 @@ def in_turn(normal: Callable[[], None], deterministic: Callable[[], None], steps
 
 
 def measure(options: argparse.Namespace) -> list[dict]:
-    """Measure every setting; return one record for each."""
+    """Measure every setting, and return one record per setting."""
     most = max(options.context + WARM_UP_STEPS + options.steps, options.prefill) + 1
     largest = max(*options.batch, 1)
     blocks = largest * -(-most // options.tokens_per_block)

@@ -120,7 +120,7 @@ def measured_on(result: Result) -> str:
 
 
 def page(result: Result, folder: str) -> str:
-    """Return the measured part of the page. folder: of the plots, relative to the page."""
+    """Return the measured part of the page. `folder` is the folder of the plots, relative to the page."""
     found = tables(result)
     pictures = {name: f"![{plot.title}]({folder}/{name})" for name, plot in plots(result).items()}
     return "\n\n".join([

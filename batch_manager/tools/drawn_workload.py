@@ -22,9 +22,9 @@ EXIT_STATUSES = "exit status: 0 the file is written; 2 an option or a file is wr
 def make_workload(*, count: int = 64, seed: int = 0, vocab_size: int = DEFAULT_VOCABULARY, rate: float = 0.0,
                   prompts: LengthDistribution = PROMPTS, outputs: LengthDistribution = OUTPUTS,
                   shared_prefix: int = 0, delays: str = "exponential") -> dict[str, Any]:
-    """Return a workload in the form of the file.
+    """Return a workload in the form of the workload file.
 
-    rate            requests/s, the first at 0; 0: all at once
+    rate            requests/s, the first request at 0; 0: all at once
     delays          "exponential" (a Poisson process) or "constant"
     shared_prefix   length of a prefix that all prompts share
     """
@@ -48,7 +48,7 @@ def make_workload(*, count: int = 64, seed: int = 0, vocab_size: int = DEFAULT_V
         for number, (arrival, prompt_length, output_length)
         in enumerate(zip(arrivals, prompt_lengths, output_lengths, strict=True))
     ]
-    if shared_prefix:    # last, so that it does not change the other random numbers
+    if shared_prefix:    # made last, so that it does not change the other random numbers
         prefix = random.integers(FIRST_ORDINARY_TOKEN, vocab_size, shared_prefix).tolist()
         for request in requests:
             request["prompt"][:shared_prefix] = prefix[:len(request["prompt"])]
@@ -74,7 +74,7 @@ def within(least: float, most: float) -> Callable[[str], float]:
             number = float(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        if not least <= number <= most:     # NaN is not
+        if not least <= number <= most:     # refuses NaN too
             raise argparse.ArgumentTypeError(f"{text} is out of range; expected {least:g} to {most:g}")
         return number
 
@@ -82,7 +82,7 @@ def within(least: float, most: float) -> Callable[[str], float]:
 
 
 def print_summary(workload: dict[str, Any], out: str) -> None:
-    """Print the description of the workload as one line of JSON: on stderr if the workload itself went to stdout."""
+    """Print the description of the workload as one line of JSON, on stderr if the workload went to stdout."""
     print(json.dumps({name: value for name, value in workload.items() if name != "requests"}),
           file=sys.stderr if out == "-" else sys.stdout)
 

@@ -1,4 +1,4 @@
-"""Write the newest GPU report into docs/performance.md, or that nothing was measured.
+"""Write the newest GPU report into docs/performance.md, or a note that no GPU was measured.
 
     python -m batch_manager.tools.gpu_table                                        from the results in the package
     python -m batch_manager.tools.gpu_table --add FOLDER/gpu_report.jsonl          add a result first
@@ -26,7 +26,7 @@ NOT_MEASURED = "Not measured: no GPU has run this version."
 
 
 def text_of(lines: Sequence[dict[str, Any]]) -> str:
-    """Format a report for the page. No lines: nothing was measured."""
+    """Format a report for the page. Without lines, the result says that nothing was measured."""
     if not lines:
         return NOT_MEASURED
     first = lines[0]

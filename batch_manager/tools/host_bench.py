@@ -3,17 +3,17 @@
     batch-manager host-bench --batch 1 64 256 --iterations 300
 
 The generation loop runs without a thread, first without streaming, then with a response for every token. By default a
-full batch generates and no request comes or goes; with --output-len N each request ends after N tokens and another one
-replaces it. The callbacks do almost nothing; the cost of real ones comes on top.
+full batch generates and no request comes or goes. With --output-len N each request ends after N tokens and another one
+replaces it. The callbacks do almost nothing; the cost of real callbacks comes on top.
 
 With --waiting N, N more active requests wait for the full batch, and the scheduler scans them in every iteration:
-max_num_sequences is larger than max_batch_size. With --queued N they wait in the manager's queue.
+max_num_sequences is larger than max_batch_size. With --queued N, N requests wait in the manager's queue.
 
 With --native the model is the native backend around a model that computes nothing. Its packing, sampling and reading
 back count as host time. They run on the CPU; copies and kernel launches of a GPU are not included.
 
 Times are wall-clock microseconds per iteration. Iterations in which the thread was preempted are left out, unless at
-most a tenth of them would remain. *host* is the whole iteration without the model:
+most a tenth of the iterations would remain. *host* is the whole iteration without the model:
 
     fetch      get callback, admission                  advance    append tokens, find ended requests
     schedule   capacity, micro-batch, check of the plan respond    responses, send callback
@@ -57,7 +57,7 @@ CALIBRATE_EVERY = 5     # iterations
 MOST_STEP_MS = 60_000
 SWITCH_INTERVALS = 1e-6, 60    # seconds
 
-# method of the loop -> its phase; model time is included
+# Method of the loop -> its phase. Model time is included.
 PHASES = {"_fetch": "fetch", "_schedule": "schedule", "_claim": "claim", "_start": "claim", "_finish": "advance",
           "_advance": "advance", "_respond": "respond", "_poll_stops": "poll", "_report": "report"}
 COLUMNS = ("fetch", "schedule", "claim", "model", "advance", "respond", "poll", "report")
@@ -67,9 +67,9 @@ COLUMNS = ("fetch", "schedule", "claim", "model", "advance", "respond", "poll", 
 class Setting:
     """One measurement.
 
-    output_len   tokens after which a request ends and another one replaces it; 0: no request ends
+    output_len   tokens after which a request ends and another request replaces it; 0: no request ends
     step_ms      milliseconds of a step on an asynchronous device; 0: a synchronous device that takes no time
-    run_ahead    launch the next step before the last one is read; None: if the device is asynchronous
+    run_ahead    launch the next step before the last one is read; None: only if the device is asynchronous
     native       True: the native backend around a model that computes nothing; False: a scripted backend
     waiting      active requests beyond the full batch
     queued       requests in the manager's queue
@@ -99,7 +99,7 @@ class Stopwatch:
         self.spent = dict.fromkeys(COLUMNS, 0)
 
     def watch(self, phase: str, call: Callable) -> Callable:
-        """Wrap `call` to add its time, without that of the model, to a phase."""
+        """Wrap `call` so that its time, without the time of the model, is added to a phase."""
         spent = self.spent
 
         def timed(*args: Any, **named: Any) -> Any:
@@ -145,7 +145,7 @@ class Clients:
 
     def __init__(self, requests: list[InferenceRequest], *, more_than_asked: int = 0) -> None:
         self._requests = deque(requests)
-        self._more_than_asked = more_than_asked         # returned by the first call of get
+        self._more_than_asked = more_than_asked         # extra requests of the first call of get
         self.num_responses = self.num_records = 0
 
     def get(self, max_num_requests: int) -> list[InferenceRequest]:
@@ -165,7 +165,7 @@ class Clients:
 
 
 def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, Clients]:
-    """Return a loop with a stopwatch at its methods. The first iteration computes the contexts of a full batch."""
+    """Return a loop whose methods have a stopwatch. The first iteration computes the contexts of a full batch."""
     batch, turns = setting.batch, WARM_UP_ITERATIONS + setting.iterations + 8
     longest_prompt = SHORTEST_PROMPT + setting.tokens_per_block
     max_seq_len = longest_prompt + max(turns, setting.output_len)
@@ -205,7 +205,7 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
 
 
 def _requests(setting: Setting, turns: int):
-    """Yield a full batch, then waiting requests, then replacements for requests that end.
+    """Yield the requests of a full batch, then waiting requests, then replacements for requests that end.
 
     Prompt lengths differ, so that not all requests need a new block in the same iteration. The first requests end one
     after the other.
@@ -291,7 +291,10 @@ class _Thing:
 
 
 def calibration_ns() -> int:
-    """Time a fixed Python loop that creates objects, calls methods and fills a dictionary and lists, in nanoseconds."""
+    """Return the nanoseconds of a fixed Python loop.
+
+    The loop creates objects, calls methods and fills a dictionary and lists.
+    """
     began = perf_counter_ns()
     things: dict[int, _Thing] = {}
     for number in range(1000):
@@ -311,7 +314,7 @@ def _us(nanoseconds: float) -> float:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Format the results as text. Phases are medians, so they need not add up to the median host time."""
+    """Format the results as text. Phases are medians and may not add up to the median host time."""
     head = f"{'batch':>6} {'streaming':>9} | {'host':>8} {'min':>8} {'p99':>8} {'ratio':>6} | "
     lines = [head + " ".join(f"{phase:>8}" for phase in COLUMNS)]
     lines += [

@@ -34,16 +34,16 @@ from ..weights.checkpoint import open_checkpoint
 from .__main__ import run_as
 from .standard_output import discard_standard_output
 
-SHORTEST_CONTEXT = 512      # last row of the table of sequences, unless the model's context is shorter
+SHORTEST_CONTEXT = 512      # tokens in the last row of the table of sequences, unless the model's context is shorter
 STEPS = {"compiled": "C code compiled for this processor", "torch": "torch", "triton": "Triton's kernels"}
 
 
 def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", max_seq_len: int | None = None,
                   model_implementation: str = "auto", free_bytes: int | None = None) -> dict[str, Any]:
-    """Return what `main` prints, as values for JSON; sizes in bytes, lengths in tokens.
+    """Return the facts that `main` prints, as values for JSON. Sizes are in bytes, lengths in tokens.
 
-    free_bytes   free device memory before the weights are loaded; None: what is free now. If it is given, the device
-                 need not exist on this machine
+    free_bytes   free device memory before the weights are loaded; None: the memory that is free now. If it is given,
+                 the device need not exist on this machine
 
     Raises ConfigError and its subclasses where an engine would raise them.
     """
@@ -144,7 +144,7 @@ def size(num_bytes: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print how a checkpoint would run, or why it cannot run; return 0 or 1."""
+    """Print how a checkpoint would run, or why it cannot run, and return 0 or 1."""
     parser = argparse.ArgumentParser(
         prog="batch-manager inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="exit status: 0 it can run; 1 it cannot; 2 an argument is wrong; 130 Ctrl-C")
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(facts) if options.json else described(facts), flush=True)
     except OSError as error:
         discard_standard_output()
-        if isinstance(error, BrokenPipeError):               # the reader, such as `head`, has closed the pipe
+        if isinstance(error, BrokenPipeError):               # the reader has closed the pipe, as `head` does
             return 0
         print(f"batch-manager inspect: {error}", file=sys.stderr)
         return 1

@@ -17,7 +17,7 @@ class LengthDistribution(Protocol):
 class Lengths:
     """Log-normal lengths, clipped to [shortest, longest].
 
-    fixed   the length of all; 0: random
+    fixed   the length of all prompts or outputs; 0: random lengths
     """
 
     median: float

@@ -8,14 +8,16 @@ from html import escape
 from .plot_frame import BOTTOM, COLOURS, LEFT, RIGHT, TOP, Frame, number, ticks
 from .svg import INK
 
-LABEL_SIZE, LABEL_HEIGHT, LETTER_WIDTH = 11, 11, 6.4      # pixels; a wide letter
+LABEL_SIZE, LABEL_HEIGHT, LETTER_WIDTH = 11, 11, 6.4      # pixels; the width is that of a wide letter
 LINE_SAMPLES = 4.0                                        # pixels between the points of a line that labels avoid
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """low, high   ends of the bar through the point
-    label       drawn beside the point if it fits; "": none
+    """A point of a line.
+
+    low, high   ends of the bar through the point
+    label       drawn beside the point if it fits; "": no label
     """
 
     x: float
@@ -27,7 +29,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """name   in the legend; "" if the plot has one line"""
+    """A line of a plot.
+
+    name   name in the legend; "" if the plot has one line
+    """
 
     name: str
     points: Sequence[Point]
@@ -37,8 +42,8 @@ class Line:
 class LinePlot:
     """A plot of at most len(COLOURS) lines. Both axes begin at 0, except a logarithmic x axis.
 
-    x_label, y_label   with units
-    note               below the title: the meaning of points and bars
+    x_label, y_label   labels with units
+    note               text below the title: the meaning of points and bars
     doubles_x          logarithmic x axis, labelled with the x of the points
     """
 

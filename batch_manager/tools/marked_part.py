@@ -5,7 +5,8 @@ def written_between(text: str, begin: str, part: str, end: str, *, what: str, be
     """Return `text` with `part` between the lines `begin` and `end`.
 
     what, belongs   words for the error: the kind of text, and what belongs between the lines
-    Raises          ValueError if a marker line is missing
+
+    Raises ValueError if a marker line is missing.
     """
     before, found, rest = text.partition(begin)
     _, found_end, after = rest.partition(end)

@@ -1,4 +1,4 @@
-"""Output files of a program: written whole or not at all, and never over an input."""
+"""Output files of a program. A file is written whole or not at all, and never over an input."""
 
 import errno
 import io
@@ -13,12 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-NAME_KEPT = 40      # characters of the output's name in that of the temporary file, whose length is limited too
+NAME_KEPT = 40      # characters of the output's name in the name of the temporary file, whose length is limited too
 STANDARD_OUTPUT = Path("-")
 
 
 class OutputError(OSError):
-    """An output cannot be written. `filename` is the name the user gave."""
+    """An output cannot be written. `filename` is the name that the user gave."""
 
     def __str__(self) -> str:
         return (f"{self.filename} cannot be written: {self.strerror}; expected a file in a folder that exists, with "
@@ -26,13 +26,15 @@ class OutputError(OSError):
 
 
 class OutputFiles:
-    """The output files of one command. All appear at the end of `with`; after an exception none does, and existing
-    files keep their content.
+    """The output files of one command.
+
+    All files appear at the end of `with`. After an exception no file appears, and existing files keep their content.
 
     source   the input file, which is never overwritten
 
-    Each output is written to a temporary file beside it, which then replaces it. A link stays a link; its target is
-    written. "-" is the standard output. A pipe or a device is written directly. A replaced file keeps its permissions.
+    Each output is written to a temporary file in the same folder, which then replaces the output. A link stays a link,
+    and its target is written. "-" is the standard output. A pipe or a device is written directly. A replaced file keeps
+    its permissions.
 
     Raises OutputError if an output cannot be written.
     """
@@ -42,11 +44,11 @@ class OutputFiles:
         self._opened: list[_Output] = []
 
     def open(self, path: Path, mode: str = "w") -> IO[Any]:
-        """Open an output for writing. This object closes it.
+        """Open an output for writing. This object closes the file.
 
         mode   "w" (UTF-8, no translation of line ends) or "wb"
 
-        Raises ValueError if it is the source, or already an output of this command.
+        Raises ValueError if `path` is the source, or already an output of this command.
         """
         target = Path(os.path.realpath(path))
         is_standard_output = path == STANDARD_OUTPUT
@@ -84,7 +86,7 @@ class OutputFiles:
             self._remove()
 
     def _place(self) -> None:
-        """Replace the outputs, after everything that may fail for lack of disk space."""
+        """Replace the outputs, after all operations that may fail for lack of disk space."""
         for output in self._opened:
             output.file.close()
             if output.part is not None and output.target.exists():
@@ -105,7 +107,10 @@ class OutputFiles:
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """part: the temporary file; None: the output is a pipe, a device or the standard output."""
+    """One opened output.
+
+    part   the temporary file; None: the output is a pipe, a device or the standard output
+    """
 
     path: Path
     target: Path
@@ -114,7 +119,10 @@ class _Output:
 
 
 class _Raw(io.FileIO):
-    """output   path that errors name; those of a full disk name none"""
+    """A file whose errors have a path. Errors of a full disk have no path otherwise.
+
+    output   path that errors name
+    """
 
     output: Path
 
@@ -125,7 +133,10 @@ class _Raw(io.FileIO):
 
 @contextmanager
 def _errors_naming(path: Path) -> Iterator[None]:
-    """Raise every OSError as an OutputError of this path, instead of the temporary file. BrokenPipeError passes."""
+    """Raise every OSError as an OutputError with this path in place of the temporary file's.
+
+    BrokenPipeError passes unchanged.
+    """
     try:
         yield
     except BrokenPipeError:
@@ -136,13 +147,13 @@ def _errors_naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def output_file(path: Path, *, source: Path | None = None, mode: str = "w") -> Iterator[IO[Any]]:
-    """Write one output as `OutputFiles` does."""
+    """Write one output in the way of `OutputFiles`."""
     with OutputFiles(source) as files:
         yield files.open(path, mode)
 
 
 def why_not_writable(path: Path) -> str:
-    """Return why this file cannot be written, or "". For use before long work."""
+    """Return why this file cannot be written, or "". Programs call this function before long work."""
     if path == STANDARD_OUTPUT:
         return ""
     if path == Path():
@@ -163,8 +174,10 @@ def why_not_writable(path: Path) -> str:
 
 
 def why_not_distinct(outputs: Mapping[str, Path], inputs: Mapping[str, str | os.PathLike[str]]) -> str:
-    """Return why these outputs collide, or "": two name one file, or one is an input. Keys are the options. A pipe or
-    a device may be named twice."""
+    """Return why these outputs collide, or "". Keys are the options.
+
+    Outputs collide if two of them name one file, or if one is an input. A pipe or a device may be named twice.
+    """
     named = {os.path.realpath(path): option for option, path in inputs.items()}
     for option, path in outputs.items():
         if path.is_file() or not path.exists():
@@ -175,7 +188,7 @@ def why_not_distinct(outputs: Mapping[str, Path], inputs: Mapping[str, str | os.
 
 
 def why_no_folder(path: Path) -> str:
-    """Return why files cannot be written into this folder, which need not exist yet, or ""."""
+    """Return why files cannot be written into this folder, or "". The folder need not exist yet."""
     above = path
     while not above.exists() and above != above.parent:
         above = above.parent

@@ -9,14 +9,16 @@ from .svg import BLUE, FAINT, GREEN, GREY, GRID, INK, ORANGE, PINK, YELLOW, docu
 
 COLOURS = (BLUE, ORANGE, GREEN, PINK, YELLOW, GREY)
 WIDTH, HEIGHT, LEGEND_HEIGHT = 520, 320, 20
-LEFT, RIGHT, TOP, BOTTOM = 64, 496, 72, 268         # of the plotting area
+LEFT, RIGHT, TOP, BOTTOM = 64, 496, 72, 268         # edges of the plotting area in pixels
 MOST_INTERVALS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """title, note        above the plot
-    x_label, y_label   with units
+    """The frame of a plot.
+
+    title, note        texts above the plot
+    x_label, y_label   labels with units
     x_ticks, y_ticks   labelled values; the y axis runs from 0 to the last of them
     x_place            maps a value to its position on the x axis, 0 to 1
     names              legend, in the order of COLOURS; "": no entry
@@ -42,7 +44,7 @@ class Frame:
         return HEIGHT + (LEGEND_HEIGHT if any(self.names) else 0)
 
     def elements(self, inside: Sequence[str]) -> list[str]:
-        """Return the SVG elements of the frame, followed by those inside it."""
+        """Return the SVG elements of the frame, followed by the elements inside it."""
         return [*self._texts(), *self._axes(), *inside]
 
     def document(self, inside: Sequence[str]) -> str:
@@ -89,7 +91,7 @@ def ticks(most: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Format a number with at least three significant digits, and no unneeded decimals."""
+    """Format a number with at least three significant digits, without unneeded decimals."""
     if 0 < abs(value) < 0.1:
         return f"{value:.3g}"
     digits = 0 if value == int(value) or abs(value) >= 100 else 1 if abs(value) >= 10 else 2

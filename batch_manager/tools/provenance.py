@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .._version import __version__
 
-# Extensions that decide which matrix products a CPU supports.
+# Extensions that determine which matrix products a CPU supports.
 EXTENSIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd")
 
 
@@ -40,7 +40,10 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def commit_of_the_checkout() -> str:
-    """Return git describe, with a + if tracked files differ; "unknown" without git or outside a repository."""
+    """Return the output of git describe, with a + if tracked files differ.
+
+    Returns "unknown" without git or outside a repository.
+    """
     if shutil.which("git") is None:
         return "unknown"
     described = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True,

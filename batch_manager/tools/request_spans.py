@@ -1,4 +1,4 @@
-"""What each request of a trace did, as spans of time that add up to its life."""
+"""The history of each request of a trace, as spans of time that add up to its life."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -20,11 +20,11 @@ class Span:
 
     kind        CONTEXT, GENERATION, PAUSED, CLIENT (arrived, but not accepted), QUEUED (accepted, but not active) or
                 WAITING (active, but in no step)
-    reason      of WAITING, one of batch_manager/scheduling/waiting.py
-    begin_s, end_s   seconds of the engine's clock: start of its first iteration, and start of the next span
+    reason      reason of WAITING, one of batch_manager/scheduling/waiting.py
+    begin_s, end_s   seconds of the engine's clock: start of the span's first iteration, and start of the next span
     iterations  number of iterations
     tokens      computed context tokens
-    first       position of the first of them
+    first       position of the first computed context token
     running     ids of the requests in the steps of a QUEUED or WAITING span
     """
 
@@ -44,7 +44,7 @@ class Span:
 
 @dataclass(slots=True)
 class Life:
-    """One request, from the iteration that accepted it to the one that ended it.
+    """One request, from the iteration that accepted it to the iteration that ended it.
 
     spans            consecutive, without gaps; empty for a refused request
     has_ended        False: the trace ends first
@@ -68,10 +68,10 @@ class Life:
 
 
 def lives(iterations: Iterable[IterationTrace]) -> Iterator[Life]:
-    """Yield the requests of a trace when they end, then those that have not ended. An id may be used again.
+    """Yield the requests of a trace when they end, then the requests that have not ended. An id may be used again.
 
-    A request whose step is still in flight continues its span. An iteration lasts until the next one begins. The last
-    one, and one that leaves the engine idle, lasts until its phases have ended.
+    A request whose step is still in flight continues its span. An iteration lasts until the next iteration begins. The
+    last iteration, and an iteration that leaves the engine idle, lasts until its phases have ended.
     """
     alive: dict[int, Life] = {}
     last: IterationTrace | None = None
@@ -85,9 +85,9 @@ def lives(iterations: Iterable[IterationTrace]) -> Iterator[Life]:
 
 
 def _note(iteration: IterationTrace, end_s: float, alive: dict[int, Life]) -> Iterator[Life]:
-    """Add an iteration to the lives in `alive`, which is mutated. Yield the lives that it ends.
+    """Add an iteration to the lives in `alive`, and yield the lives that it ends. Mutates `alive`.
 
-    end_s   start of the next iteration
+    end_s   start of the next iteration; infinite for the last iteration
     """
     number, begin_s = iteration.iteration, iteration.started_at_s
     did: dict[int, tuple[str, str, int, int]] = {i: (QUEUED, "", 0, 0) for i in iteration.arrived}
@@ -135,7 +135,7 @@ def _ended(iteration: IterationTrace, alive: dict[int, Life]) -> Iterator[Life]:
             life = alive.pop(request_id)
             life.has_ended = True
             if names := reasons.get(request_id):
-                # A duplicate of it may be refused in the same iteration.
+                # A duplicate of the request may be refused in the same iteration.
                 life.end_reason = min(names, key=lambda name: name in REFUSALS)
                 names.remove(life.end_reason)
             yield life

@@ -8,8 +8,8 @@ There are three series. Each varies one number:
     batch     decode steps of 1, 2, 4, ... requests, each with --batch-context tokens in the KV cache
     context   decode steps of --context-batch requests with contexts of different lengths
     waiting   host time of an iteration with different numbers of waiting requests, around --generating requests that
-              generate with a scripted model (no device). Measured twice: "active" requests are scanned by the scheduler
-              in every iteration; "queued" requests are in the manager's queue.
+              generate with a scripted model (no device). Measured twice: the scheduler scans "active" requests in
+              every iteration; "queued" requests are in the manager's queue.
 
 A decode step is one whole iteration of the engine: get, schedule, the step of the model, one token for every request,
 poll, statistics. Decoding is greedy, without streaming, and the loop runs without a thread. Prompts are random tokens
@@ -17,8 +17,9 @@ of equal length without shared prefixes. After a few generation steps of the ful
 
 Each setting has the median, minimum, 10th and 90th percentile of the wall-clock time of its iterations. `context` is
 the prompt length; `mean_context` is the mean number of tokens of a request in the KV cache during the measurement.
-`foreign_cores` is the number of cores that other processes and the hypervisor used; if it is not close to 0, measure
-again. Times of --waiting are in microseconds, all others in milliseconds. Reads /proc, so it needs Linux.
+`foreign_cores` is the number of cores that other processes and the hypervisor used. If it is not close to 0, measure
+again. Times of --waiting are in microseconds, all others in milliseconds. The program needs Linux, because it reads
+/proc.
 """
 
 import argparse
@@ -53,7 +54,7 @@ HOST_ITERATIONS = 300
 class DecodeSteps:
     """An engine whose iterations are timed while a full batch generates.
 
-    settings   (batch, context) of all measurements; the KV cache is large enough for each
+    settings   (batch, context) of all measurements; the KV cache is large enough for each of them
     """
 
     def __init__(self, options: argparse.Namespace, settings: Sequence[tuple[int, int]]) -> None:
@@ -63,7 +64,7 @@ class DecodeSteps:
         self._record = "{}"
         self._next_id = 0
         self._random = np.random.default_rng(0)
-        # A request generates while the prompts of the others are computed, in the worst case one per step.
+        # A request generates while the prompts of the others are computed, in the worst case one prompt per step.
         self._output_len = WARM_UP_STEPS + options.steps + 2
         largest, size = max(batch for batch, _ in settings), KvCacheConfig().tokens_per_block
         blocks = max(batch * (-(-(context + self._output_len + batch) // size) + 1) for batch, context in settings)
@@ -139,14 +140,14 @@ class DecodeSteps:
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:
-    """Return median, minimum, 10th and 90th percentile."""
+    """Return the median, the minimum, and the 10th and 90th percentile."""
     p10, median, p90 = np.percentile(times, (10, 50, 90))
     return {name: round(float(value), 3)
             for name, value in (("median", median), ("min", min(times)), ("p10", p10), ("p90", p90))}
 
 
 def measure_waiting(generating: int, waiting: int, iterations: int) -> list[dict[str, Any]]:
-    """Measure the host time of an iteration with `waiting` requests: once active, once in the queue."""
+    """Measure the host time of an iteration with `waiting` requests twice: as active requests, and in the queue."""
     rows = []
     for where in ("active", "queued"):
         numbers = {"waiting" if where == "active" else "queued": waiting}
@@ -159,7 +160,10 @@ def measure_waiting(generating: int, waiting: int, iterations: int) -> list[dict
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure all three series; return them with the machine and the model. Raises the errors of building an engine."""
+    """Measure all three series, and return them with the machine and the model.
+
+    Raises the errors of building an engine.
+    """
     spec = read_spec(options.model)
     settings = [(batch, options.batch_context) for batch in options.batches]
     settings += [(options.context_batch, context) for context in options.contexts]
@@ -229,7 +233,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
-    # torch reads it on import, for all of its threads.
+    # torch reads this variable on import, for all of its threads.
     os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
     try:
         result = measure(options)

@@ -9,7 +9,10 @@ from .svg import FAINT, document
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """amounts   of each layer from `begin` to `end`, lowest layer first"""
+    """A span of time.
+
+    amounts   amount of each layer from `begin` to `end`, lowest layer first
+    """
 
     begin: float
     end: float
@@ -20,7 +23,7 @@ class Span:
 class StackedPlot:
     """A plot of at most len(COLOURS) layers. Both axes begin at 0.
 
-    names   of the layers, lowest first
+    names   names of the layers, lowest first
     limit   (level, label) of a dashed line; None: no line
     """
 

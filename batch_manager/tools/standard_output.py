@@ -1,4 +1,4 @@
-"""Printing to a standard output that may be closed or full."""
+"""Print to a standard output that may be closed or full."""
 
 import os
 import sys
@@ -7,8 +7,10 @@ from .output_file import OutputError
 
 
 def discard_standard_output() -> None:
-    """Send the rest of the standard output nowhere, so that the interpreter does not fail to flush it at exit. For use
-    after BrokenPipeError: the reader, `head` for example, has exited."""
+    """Discard the rest of the standard output, so that the interpreter does not fail to flush it at exit.
+
+    Called after BrokenPipeError, which means that the reader, for example `head`, has exited.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -8,7 +8,7 @@ from ..models.loading import LoadedModel
 from ..runtime import layouts
 from ..runtime.native_backend import NativeBackend
 
-NUM_LOGITS = 8    # per row; sampling from a whole vocabulary is the work of a device
+NUM_LOGITS = 8    # per row; few, because sampling from a whole vocabulary is the work of a device
 
 
 class StubModel:
@@ -43,7 +43,7 @@ def native_backend_without_a_model(*, vocab_size: int, max_seq_len: int, num_blo
                                    num_slots: int) -> NativeBackend:
     """Return a CPU backend that packs, uploads, samples, stores and reads back, without computing a model.
 
-    vocab_size   prompts may have the token ids below it
+    vocab_size   prompts may have the token ids below this number
     """
     device = torch.device("cpu")
     spec = SimpleNamespace(vocab_size=vocab_size, hidden_size=1, architecture="StubModel")

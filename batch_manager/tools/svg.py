@@ -1,4 +1,4 @@
-"""Colours and document of all SVG pictures. A white background keeps them readable on dark pages."""
+"""Colours and document of all SVG pictures. A white background keeps the pictures readable on dark pages."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ GREEN, PINK, YELLOW, GREY = "#3a9268", "#b5568f", "#c9a227", "#6f7a86"
 
 
 def document(width: float, height: float, elements: Iterable[str]) -> str:
-    """Return an SVG document of these elements, one per line. Units: pixels."""
+    """Return an SVG document of these elements, one per line. Sizes are in pixels."""
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="system-ui, Helvetica, Arial, sans-serif" font-size="12">',

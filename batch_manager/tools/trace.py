@@ -1,4 +1,4 @@
-"""Explain a trace: where the time of a request went. Convert it for other viewers.
+"""Explain where the time of the requests of a trace went, and convert the trace for other viewers.
 
     batch-manager trace why 17 trace.jsonl            # where the time of request 17 went
     batch-manager trace slowest trace.jsonl           # the slowest requests, and where their time went
@@ -88,10 +88,10 @@ def _time(seconds: float) -> str:
 
 
 def write_perfetto(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
-    """Write a trace in Chrome's JSON format: a track for the phases of the worker, one for each request, and counters.
+    """Write a trace in Chrome's JSON format: tracks for the phases of the worker and for each request, and counters.
 
-    Times are whole microseconds since the first iteration. Slices of a track never overlap: Perfetto drops a slice that
-    begins before the previous one ends.
+    Times are whole microseconds since the first iteration. Slices of a track never overlap, because Perfetto drops a
+    slice that begins before the previous slice ends.
     """
     origin: list[float] = []
     tracks: dict[int, int] = {}
@@ -109,7 +109,7 @@ def write_perfetto(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
     def events_of(iteration: IterationTrace) -> Iterator[dict]:
         nonlocal worker_is_free_at
         at = microseconds(iteration.started_at_s)
-        # Each phase is rounded, so their sum may reach into the next iteration.
+        # Each phase is rounded. The sum of the phases may therefore be longer than the iteration.
         start = max(at, worker_is_free_at)
         for phase, duration in iteration.phases_us.items():
             yield {"ph": "X", "pid": 0, "tid": 0, "name": phase, "ts": start, "dur": duration,

@@ -4,7 +4,7 @@
     batch-manager watch statistics.jsonl                        a file that JsonlStatistics writes; it is followed
 
 In a terminal with the package rich, a screen is redrawn every --interval. Otherwise, or with --plain, a line is printed
-every --interval. Its fields and their order are fixed; "-" means unknown:
+every --interval. The fields of a line and their order are fixed; "-" means unknown:
 
     time, state, age_s      local time; ok, or unreachable with unknown numbers; age of a file's last record
     active, queued, scheduled, kv_used, kv_free, kv_cached, oldest_wait_ms      current requests and KV cache blocks
@@ -14,9 +14,9 @@ every --interval. Its fields and their order are fixed; "-" means unknown:
     first_token_*, per_token_*, queue_*                         p50_ms, p90_ms, p99_ms, mean_ms of ended requests
     latency_over                                                the last 60s, or since the start if none ended in them
 
-Percentiles are interpolated in the buckets of /metrics; a file has only the mean time in the queue. A file is read from
-its last MiB on. It may be replaced or truncated. The address must belong to one engine: if gunicorn workers share it,
-each answer comes from another engine, and rates are wrong.
+Percentiles are interpolated in the buckets of /metrics. A file has only the mean time in the queue. Reading begins at
+the last MiB of a file. The file may be replaced or truncated. The address must belong to one engine: if gunicorn
+workers share it, each answer comes from another engine, and rates are wrong.
 """
 
 import argparse
@@ -42,14 +42,14 @@ ENDED, UNREACHABLE, USAGE, INTERRUPTED = 0, 1, 2, 130
 SHORTEST_INTERVAL_S = 0.1
 SHORTEST_ANSWER_S, LONGEST_ANSWER_S = 1.0, 5.0      # bounds of the timeout of one answer
 
-# Shows figures, and why there are no new ones, or "".
+# Shows figures, and the reason why there are no new figures, or "".
 Show = Callable[[Figures, str], None]
 EXIT_STATUSES = ("exit status: 0 after --count; 1 the source was unreadable for longer than --timeout; 2 an argument "
                  "is wrong; 130 Ctrl-C")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program. Return its exit status."""
+    """Run the program and return its exit status."""
     options = parse_options(argv)
     if options.url is None:
         source: Source = FileSource(options.file)
@@ -112,7 +112,7 @@ def _metrics_url(text: str) -> str:
 
 
 def follow(source: Source, options: argparse.Namespace, show: Show, shows_first: bool) -> int:
-    """Read and show once per interval, until the end. Return the exit status.
+    """Read and show once per interval until the end, and return the exit status.
 
     shows_first   show the first reading, which has no rates
     """
@@ -147,7 +147,10 @@ def show_line(source: Source, figures: Figures, problem: str) -> None:
 
 
 def line(figures: Figures, problem: str, now_s: float, age_s: float | None) -> str:
-    """Format one line; see the top of this file. age_s: age of the latest record, None if unknown"""
+    """Format one line, with the fields described in the docstring of this module.
+
+    age_s   age of the latest record in seconds; None: unknown
+    """
     gauges, counts = figures.gauges, figures.counts
     fields: dict[str, str] = {"time": time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now_s)),
                               "state": "unreachable" if problem else "ok", "age_s": _number(age_s, 1)}
@@ -182,7 +185,7 @@ def _number(value: float | None, digits: int = 0, factor: float = 1) -> str:
 
 
 def _picture(source: Source) -> "Picture | None":
-    """Return the screen; None without a capable terminal or without rich."""
+    """Return the screen, or None without a capable terminal or without rich."""
     if os.environ.get("TERM", "dumb") == "dumb":
         return None
     try:

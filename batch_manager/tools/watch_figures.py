@@ -14,7 +14,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Latencies of some requests, in seconds; None: unknown."""
+    """Latencies of a group of requests, in seconds. None: unknown."""
 
     count: int
     mean: float
@@ -27,14 +27,14 @@ class Figures:
 
     gauges             as in Reading
     counts             name of COUNTS -> requests in the last period
-    recent             likewise in the last window_s
-    window_s           at most WINDOW_S; 0: only one reading so far
+    recent             name of COUNTS -> requests in the last window_s
+    window_s           seconds of the window, at most WINDOW_S; 0: only one reading so far
     tokens_per_s, prompt_tokens_per_s   generated tokens, and tokens of accepted prompts, in the last period
     iteration_share    share of the last period in iterations
     callback_share     share of the last period in callbacks; get and statistics run outside iterations
-    latencies          name of LATENCIES -> latencies of requests that ended in the window; None: none ended
-    latency_over       period of the latencies: "60s" or less; "start": since the engine's start, because none ended in
-                       the window; "": none
+    latencies          name of LATENCIES -> latencies of requests that ended in the window; None: no request ended
+    latency_over       period of the latencies: "60s" or less; "start": since the engine's start, because no request
+                       ended in the window; "": no latencies
     """
 
     gauges: dict[str, float] = field(default_factory=dict)
@@ -57,14 +57,14 @@ class History:
 
     def add(self, reading: Reading) -> None:
         readings = self._readings
-        if readings and reading.at_s <= readings[-1].at_s:           # repeated, or with an earlier time
+        if readings and reading.at_s <= readings[-1].at_s:           # a repeated reading, or an earlier time
             reading = replace(reading, at_s=readings.pop().at_s)
         readings.append(reading)
         while len(readings) > 2 and readings[1].at_s <= reading.at_s - WINDOW_S:
             readings.popleft()
 
     def figures(self, period_s: float) -> Figures:
-        """Return the current figures. The period is about period_s, or longer if readings are rarer."""
+        """Return the current figures. The period is about period_s, or longer if readings are less frequent."""
         if not self._readings:
             return Figures()
         now, first = self._readings[-1], self._readings[0]
@@ -94,7 +94,7 @@ def _counts(start: Reading, now: Reading) -> dict[str, int]:
 
 
 def _latencies(start: Reading | None, now: Reading) -> dict[str, Spread | None]:
-    """Return name -> latencies between two readings; without the first reading, since the engine's start."""
+    """Return name -> latencies between two readings, or since the engine's start if there is no first reading."""
     found: dict[str, Spread | None] = {}
     for name in (name for name in LATENCIES if name in now.latencies):
         latency = now.latencies[name]
@@ -109,9 +109,9 @@ def _latencies(start: Reading | None, now: Reading) -> dict[str, Spread | None]:
 
 
 def quantile(buckets: Bounds, share: float) -> float:
-    """Return a quantile, interpolated linearly within its bucket; infinity above the highest finite bound.
+    """Return a quantile, interpolated linearly within its bucket, or infinity above the highest finite bound.
 
-    buckets   bound -> cumulative count; at least one value
+    buckets   bound -> cumulative count, of at least one value
     """
     bounds = sorted(buckets)
     wanted = share * buckets[bounds[-1]]

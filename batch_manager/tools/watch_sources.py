@@ -13,24 +13,27 @@ import orjson
 
 from ..errors import printable
 
-MOST_BYTES = 16 << 20          # of an answer
-TAIL_BYTES = 1 << 20           # at the end of a file, read first
+MOST_BYTES = 16 << 20          # most bytes of an answer
+TAIL_BYTES = 1 << 20           # bytes at the end of a file that are read first
 CHUNK_BYTES = 1 << 20
-SECONDS_BETWEEN_READINGS = 0.1     # in a file, which may get a thousand records per second
+SECONDS_BETWEEN_READINGS = 0.1     # of a file, which may get a thousand records per second
 FLUSH_SECONDS = 1.5            # a record stays in the engine's memory for up to this long
-IDLE_STEP_S = 60.0             # longest distance of two readings of a file, so that the last minute stays a minute
+IDLE_STEP_S = 60.0             # longest time between two readings of a file, so that the last minute stays a minute
 MICROSECONDS = 1e-6
 
 Bounds = dict[float, float]    # bound of a bucket in seconds -> cumulative count
 
 
 class SourceError(Exception):
-    """The source cannot be read now; the text gives the reason."""
+    """The source cannot be read now. The text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """A histogram since the start, in seconds. buckets: empty if only sum and count are known."""
+    """A histogram since the start, in seconds.
+
+    buckets   empty if only sum and count are known
+    """
 
     count: float = 0.0
     sum: float = 0.0
@@ -39,13 +42,13 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Values of an engine at one moment. Unknown ones are missing.
+    """Values of an engine at one moment. Unknown values are missing.
 
-    at_s        time of a monotonic clock
+    at_s        time of a monotonic clock, in seconds
     gauges      active, max_active, queued, scheduled (requests), kv_used, kv_free, kv_cached, kv_max (blocks),
                 oldest_wait (seconds)
     counters    new, finished, paused, refused, errors (requests), tokens, prompt_tokens, callback, iteration
-                (seconds); one that falls was reset
+                (seconds); a counter that falls was reset
     latencies   first_token, per_token, queue
     """
 
@@ -56,15 +59,17 @@ class Reading:
 
 
 class Source(Protocol):
-    """name   for messages
-    age_s     age of the latest record in seconds; None: unknown
+    """A source of readings.
+
+    name    name in messages
+    age_s   age of the latest record in seconds; None: unknown
     """
 
     name: str
     age_s: float | None
 
     def poll(self) -> list[Reading]:
-        """Return the readings since the last call, in order, at least one. Raises SourceError."""
+        """Return at least one reading: the readings since the last call, in order. Raises SourceError."""
 
     def close(self) -> None: ...
 
@@ -72,7 +77,7 @@ class Source(Protocol):
 # ---------------------------------------------------------------------- Prometheus
 
 REQUESTS, BLOCKS = "nv_trt_llm_request_metrics", "nv_trt_llm_kv_cache_block_metrics"
-# (sample, label or "", its value) -> (name in a Reading, factor)
+# (sample, label or "", value of the label) -> (name in a Reading, factor)
 GAUGE_SAMPLES = {
     (REQUESTS, "request_type", "active"): ("active", 1), (REQUESTS, "request_type", "max"): ("max_active", 1),
     (REQUESTS, "request_type", "waiting"): ("queued", 1), (REQUESTS, "request_type", "scheduled"): ("scheduled", 1),
@@ -121,7 +126,7 @@ def read_metrics(text: str, at_s: float) -> Reading:
     if "tokens" not in counters:
         raise SourceError("the answer has no metrics of this package")
     for name in ("errors", "finished"):
-        counters.setdefault(name, 0.0)           # they have no samples before the first event
+        counters.setdefault(name, 0.0)           # these counters have no samples before the first event
     return Reading(at_s, gauges, counters, {name: Latency(count, total, buckets)
                                             for name, ((count, total), buckets) in found.items()})
 
@@ -133,7 +138,7 @@ class MetricsSource:
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.name, self._timeout_s = url, timeout_s
-        # Proxies of the environment are not used.
+        # Proxies from environment variables are not used.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def poll(self) -> list[Reading]:
@@ -151,7 +156,7 @@ class MetricsSource:
         return [read_metrics(body.decode(errors="replace"), time.monotonic())]
 
     def close(self) -> None:
-        """Do nothing: each poll has its own connection."""
+        """Do nothing, because each poll has its own connection."""
 
 
 # ---------------------------------------------------------------------- a file
@@ -172,7 +177,7 @@ SECONDS = ("callback", "iteration", "queue")
 
 
 class FileSource:
-    """A file that JsonlStatistics writes, read from near its end on. It may be replaced or truncated.
+    """A file that JsonlStatistics writes. Reading begins near its end. The file may be replaced or truncated.
 
     Counters sum the values of the iterations read so far.
     """
@@ -196,7 +201,7 @@ class FileSource:
                 record = orjson.loads(line)
                 self._add(record)
             except (ValueError, TypeError, KeyError, AttributeError):
-                continue                      # not a record
+                continue                      # the line is not a record
             at_s = self._at_s(record)
             if number == len(lines) or not readings or at_s - readings[-1].at_s >= SECONDS_BETWEEN_READINGS:
                 readings.append(self._read(record, at_s))
@@ -208,7 +213,7 @@ class FileSource:
                               if self._lines_without_record else "it has no records yet")
         self.age_s = max(time.time() - self._written_at_s, 0.0)
         latest, idle_s = readings[-1], self.age_s - FLUSH_SECONDS
-        # Time passes although nothing was written.
+        # Time passes even if nothing was written.
         return [*readings, *(replace(latest, at_s=latest.at_s + idle_s - back_s) for back_s in (IDLE_STEP_S, 0.0)
                              if idle_s > back_s)]
 
@@ -218,14 +223,14 @@ class FileSource:
             self._descriptor = -1
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield complete unread lines. Those of a renamed file come before those of its replacement."""
+        """Yield complete unread lines. The lines of a renamed file come before the lines of its replacement."""
         try:
             found = os.stat(self.name)
             if self._descriptor < 0:
                 self._descriptor = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                 if self._is_first and found.st_size > TAIL_BYTES:
                     os.lseek(self._descriptor, -TAIL_BYTES, os.SEEK_END)
-                    self._rest = b"?"                # the first line is partial: makes it invalid
+                    self._rest = b"?"                # the first line is partial, and this character makes it invalid
                 self._is_first = False
             yield from self._read_lines()
             opened = os.fstat(self._descriptor)
@@ -240,14 +245,14 @@ class FileSource:
 
     def _read_lines(self) -> Iterator[bytes]:
         if os.lseek(self._descriptor, 0, os.SEEK_CUR) > os.fstat(self._descriptor).st_size:
-            os.lseek(self._descriptor, 0, os.SEEK_SET)           # it was truncated
+            os.lseek(self._descriptor, 0, os.SEEK_SET)           # the file was truncated
             self._rest = b""
         while piece := os.read(self._descriptor, CHUNK_BYTES):
             *lines, self._rest = (self._rest + piece).split(b"\n")
             yield from lines
 
     def _add(self, record: dict[str, Any]) -> None:
-        """Add a record to the sums. Raises KeyError, TypeError or AttributeError for anything else."""
+        """Add a record to the sums. Raises KeyError, TypeError or AttributeError for anything else than a record."""
         since, last = self._sums, self._last
         added = {name: record.get(key, 0) + 0 for name, key in COUNTED_IN_ITERATIONS.items()}
         _ = record["Iteration Counter"] + record["Monotonic Microseconds"]
@@ -255,7 +260,7 @@ class FileSource:
         for name, keys in (*COUNTED_SINCE_THE_START.items(), ("errors", errors)):
             if last:
                 added[name] = sum(rise(last.get(key, 0), record.get(key, 0)) for key in keys)
-        if last and record["Monotonic Microseconds"] < last["Monotonic Microseconds"]:      # another machine's clock
+        if last and record["Monotonic Microseconds"] < last["Monotonic Microseconds"]:      # clock of another machine
             self._clock_ahead_s += (last["Monotonic Microseconds"] - record["Monotonic Microseconds"]) * MICROSECONDS
         for name, value in added.items():
             since[name] += value * (MICROSECONDS if name in SECONDS else 1)
@@ -272,5 +277,5 @@ class FileSource:
 
 
 def rise(then: float, now: float) -> float:
-    """Return the increase of a counter. One that fell was reset to 0."""
+    """Return the increase of a counter. A counter that fell was reset to 0."""
     return now - then if now >= then else now

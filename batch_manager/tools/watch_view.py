@@ -19,8 +19,8 @@ from .watch_figures import COUNTS, QUANTILES, Figures
 from .watch_sources import Source
 
 WIDEST = 80
-NUM_RATES = 24                  # in the sparkline
-STALE_S = 3.0                   # the age is shown if the latest record is older
+NUM_RATES = 24                  # values in the sparkline
+STALE_S = 3.0                   # the view shows the age of the latest record if it is older
 LABEL, ACCENT, QUIET, BAD = "dim", "cyan", "dim", "bold red"
 SPARKS, PLAIN_SPARKS = "▁▂▃▄▅▆▇█", "_.-=*#"
 BLOCKS, PLAIN_BLOCKS = "━━━", "#=."      # used, free with content, free
@@ -30,7 +30,7 @@ UNKNOWN = "–"
 
 
 class Picture:
-    """The live view in the terminal. Each call within `with` redraws it; the last view stays on the screen."""
+    """The live view in the terminal. Each call within `with` redraws it. The last view stays on the screen."""
 
     def __init__(self, source: Source) -> None:
         self._source, self._rates = source, deque(maxlen=NUM_RATES)
@@ -57,8 +57,8 @@ class View:
 
     title      name of the source
     rates      tokens per second of the last periods
-    problem    why new figures are missing; "": they are not
-    note       a milder warning
+    problem    why new figures are missing; "": no figures are missing
+    note       a warning that is less severe than a problem
     """
 
     def __init__(self, title: str, figures: Figures, rates: Sequence[float], problem: str = "",
@@ -159,7 +159,10 @@ class View:
 
 
 class Bar:
-    """A bar of the KV cache blocks, with their numbers; at most 40 cells wide, and narrower in a narrow terminal."""
+    """A bar of the KV cache blocks, with their numbers.
+
+    It is at most 40 cells wide, and narrower in a narrow terminal.
+    """
 
     def __init__(self, used: float, cached: float, most: float, is_plain: bool) -> None:
         self.used, self.cached, self.most, self.marks = used, cached, most, PLAIN_BLOCKS if is_plain else BLOCKS
@@ -183,12 +186,12 @@ class Bar:
 
 
 def _cells(count: float, most: float, width: int) -> int:
-    """Return the width of a bar in cells; at least 1 for a count above 0."""
+    """Return the width of a bar in cells. It is at least 1 for a count above 0."""
     return max(round(count / most * width), 1 if count else 0)
 
 
 def sparkline(values: Sequence[float], marks: str) -> str:
-    """Return one mark per value; the largest value has the highest mark."""
+    """Return one mark per value. The largest value has the highest mark."""
     largest = max(values, default=0.0)
     return "".join(marks[round(value / largest * (len(marks) - 1))] if largest else marks[0] for value in values)
 

@@ -1,7 +1,7 @@
 """Write a workload for the benchmark: requests from random tokens, from texts, or from a trace.
 
     batch-manager workload --out offline.json                              64 requests, all at once
-    batch-manager workload --out online.json --rate 2                      Poisson, 2 requests a second
+    batch-manager workload --out online.json --rate 2                      Poisson, 2 requests/s
     batch-manager workload --out single.json --n 1 --prompt 128 --output 128
     batch-manager workload --out prefix.json --prompt 600 --shared-prefix 512         prompts with a common prefix
 
@@ -14,8 +14,8 @@ The first argument may be a kind, which has its own options (batch-manager workl
     trace             lengths and times of a trace: Azure, Mooncake, BurstGPT, CSV
     sample-trace      a synthetic trace in the format of Azure or Mooncake
 
-The file is one JSON object: a description, and `requests`, each with `id`, `arrival_s` (seconds from the start),
-`max_tokens` (exactly that many are generated: greedy, no end id) and `prompt`. The description is also printed.
+The file is one JSON object: a description, and `requests`. Each request has `id`, `arrival_s` (seconds from the start),
+`max_tokens` (the exact number of generated tokens: greedy, no end id) and `prompt`. The description is also printed.
 """
 
 import argparse
@@ -47,7 +47,7 @@ KINDS = ("token-norm-dist", "token-unif-dist", "log-normal", "dataset", "trace",
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the workload and return the exit status. Without a kind: log-normal or fixed lengths."""
+    """Write the workload and return the exit status. Without a kind, lengths are log-normal or fixed."""
     try:
         return _main([*(sys.argv[1:] if argv is None else argv)])
     except BrokenPipeError:

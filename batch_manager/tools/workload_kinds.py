@@ -50,7 +50,7 @@ depends on the options only.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one kind, the first argument, and return the exit status."""
+    """Run the kind that the first argument names, and return the exit status."""
     parser = argparse.ArgumentParser(prog="batch-manager workload")
     kinds = parser.add_subparsers(dest="kind", required=True)
     for name, (add_arguments, description, _) in KINDS.items():
@@ -222,7 +222,7 @@ def _write_read(options: argparse.Namespace) -> None:
 
 def _read(options: argparse.Namespace, selection: Selection, output_tokens: int | None,
           report: ReadReport) -> dict[str, Any]:
-    # A dataset has its own tokens; those of a trace are random, so they need a vocabulary size.
+    # A dataset has tokens. The tokens of a trace are random and need a vocabulary size.
     is_open = options.kind == "dataset" and options.vocab is None and options.tokenizer is None
     try:
         workload = read_workload(options.file, selection, format=options.format, tokenizer=options.tokenizer,
@@ -238,7 +238,7 @@ def _read(options: argparse.Namespace, selection: Selection, output_tokens: int 
 
 
 def _check_kind(options: argparse.Namespace, format: str) -> None:
-    """Raise DatasetError for a trace if texts or tokens are expected, and vice versa."""
+    """Raise DatasetError for a trace if texts or tokens are expected, or for texts or tokens if a trace is expected."""
     right = {"": options.kind, "texts": "dataset", "dataset": "dataset", "workload": "dataset"}.get(format, "trace")
     if right != options.kind:
         raise DatasetError(options.file, f"the format is {format}",
@@ -290,7 +290,7 @@ def _write_sample(options: argparse.Namespace) -> None:
     _print_trace_summary(options.num_requests, options)
 
 
-# kind -> (adds its options, its description in --help, writes the file)
+# kind -> (function that adds its options, its description in --help, function that writes the file)
 KINDS: dict[str, tuple[Callable, str, Callable]] = {
     "token-norm-dist": (_add_normal, "Random tokens; lengths are normal, rounded up, at least 1.",
                         _write_drawn(_normal)),

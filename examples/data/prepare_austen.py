@@ -30,7 +30,7 @@ CLOSING_NOTE = "A NOTE ON THE TEXT"
 
 
 def read_novels(stem):
-    """Yield (name, list of printed lines) from an R lazy-load database: an index file and a data file."""
+    """Yield (name, list of printed lines) from an R lazy-load database, which has an index file and a data file."""
     index_bytes = gzip.decompress(Path(stem + ".rdx").read_bytes())
     index = rdata.conversion.convert(rdata.parser.parse_data(index_bytes))
     database = Path(stem + ".rdb").read_bytes()

@@ -2,8 +2,9 @@
 
     python examples/triton_server/make_repository.py FOLDER --model CHECKPOINT [key=value ...] [--run]
 
-Writes config.pbtxt and a Python backend to FOLDER/gpt. Keys are parameters of TensorRT-LLM's Triton backend, and fields
-of TrtGptModelOptionalParams and KvCacheConfig. --run then starts the server of the package nvidia-pytriton.
+The program writes config.pbtxt and a Python backend to FOLDER/gpt. Keys are parameters of TensorRT-LLM's Triton
+backend, and fields of TrtGptModelOptionalParams and KvCacheConfig. With --run, the program also starts the server of
+the package nvidia-pytriton.
 """
 
 import argparse
@@ -67,7 +68,10 @@ def _escaped(text: str) -> str:
 
 
 def model_text(folders: list[str]) -> str:
-    """Return model.py. The server's Python ignores this virtual environment and PYTHONPATH."""
+    """Return model.py, which adds the package folders.
+
+    The server's Python ignores this virtual environment and PYTHONPATH.
+    """
     return f'''"""Written by make_repository.py: adds the package folders, then imports the host from this folder."""
 
 import os
@@ -85,7 +89,7 @@ from triton_host import TritonPythonModel  # noqa: E402, F401
 
 
 def write_repository(folder: Path, name: str, parameters: dict[str, str]) -> None:
-    """Write FOLDER/NAME. Raises SettingError or ConfigError for invalid parameters, without writing anything."""
+    """Write FOLDER/NAME. Raises SettingError or ConfigError for invalid parameters, without writing a file."""
     triton_settings.read(parameters)
     packages = [str(Path(batch_manager.__file__).resolve().parents[1])]
     packages += dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib"),
@@ -101,7 +105,7 @@ def write_repository(folder: Path, name: str, parameters: dict[str, str]) -> Non
 def server_command(folder: Path, http_port: int, grpc_port: int, metrics_port: int) -> tuple[list[str], dict[str, str]]:
     """Return the command line and environment of nvidia-pytriton's server. Creates FOLDER.backends, with its stub.
 
-    Raises SystemExit with the reason if it cannot run.
+    Raises SystemExit with the reason if the server cannot run.
     """
     spec = find_spec("pytriton")
     if spec is None:
@@ -120,7 +124,7 @@ def server_command(folder: Path, http_port: int, grpc_port: int, metrics_port: i
         link.unlink(missing_ok=True)
         link.symlink_to(file)
     libraries = [str(path) for path in (server / "external_libs", server / "lib", Path(sys.base_prefix) / "lib")
-                 if path.is_dir()]          # the last one has this interpreter's libpython, for the stub
+                 if path.is_dir()]          # the last folder has this interpreter's libpython, for the stub
     path = os.environ.get("LD_LIBRARY_PATH")
     command = [str(server / "bin" / "tritonserver"), f"--model-repository={folder}", f"--backend-directory={backends}",
                "--disable-auto-complete-config", "--exit-timeout-secs=5",

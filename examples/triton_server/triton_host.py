@@ -35,7 +35,7 @@ class Live:
 
 
 class TritonPythonModel:
-    """The model class for Triton, which calls `initialize`, `execute` with new requests, and `finalize` at unload.
+    """The model class for Triton. Triton calls `initialize`, `execute` with new requests, and `finalize` at unload.
 
     After `execute` has queued a request, only the worker uses its response sender, because `is_cancelled` must not be
     called after the final response.
@@ -45,7 +45,7 @@ class TritonPythonModel:
         given = json.loads(args["model_config"]).get("parameters", {})
         settings = triton_settings.read({name: value["string_value"] for name, value in given.items()
                                          if name != "FORCE_CPU_ONLY_INPUT_TENSORS"})
-        self._lock = threading.Lock()                            # of the next three; used by `execute` and the worker
+        self._lock = threading.Lock()                            # of the next three, which `execute` and the worker use
         self._live: dict[int, Live] = {}
         self._ids: dict[str, int] = {}                           # client's id -> engine's id
         self._stops: set[int] = set()                            # kept until the final response
@@ -61,7 +61,7 @@ class TritonPythonModel:
         """Queue requests. The worker sends their responses later."""
         for request in requests:
             sender = request.get_response_sender()
-            # Copies: the server reuses the memory of these arrays after this call.
+            # Copies, because the server reuses the memory of these arrays after this call.
             tensors = {tensor.name(): tensor.as_numpy().copy() for tensor in request.inputs()}
             try:
                 if _flag(tensors.pop("stop", None)):
@@ -101,7 +101,7 @@ class TritonPythonModel:
     # ------------------------------------------------------------------ callbacks, on the worker's thread
 
     def _get(self, max_num_requests: int) -> list[InferenceRequest]:
-        """Return all queued requests. The manager refuses those beyond its own queue's limit."""
+        """Return all queued requests. The manager refuses the requests beyond its own queue's limit."""
         return [self._queue.popleft() for _ in range(len(self._queue))]
 
     def _send(self, request_id: int, tensors: list, final: bool, error: str) -> None:

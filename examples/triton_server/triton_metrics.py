@@ -9,7 +9,7 @@ from batch_manager.extras.statistic_families import NV_TRT_LLM
 
 
 class Metrics:
-    """Gauges on the server's /metrics. For the worker thread of one manager.
+    """Gauges on the server's /metrics. They are set by the worker thread of one manager.
 
     pb_utils   the module triton_python_backend_utils
     is_v1      static batching, which has its own metric family
@@ -32,7 +32,7 @@ class Metrics:
         self._latest = record
 
     def publish(self) -> None:
-        """Set the gauges if there is a new record, at most once per period, because each gauge costs a message."""
+        """Set the gauges from a new record, at most once per period, because each gauge costs a message."""
         now = time.monotonic()
         if self._latest is None or now < self._next_s:
             return

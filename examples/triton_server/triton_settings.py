@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
 
-# name in TensorRT-LLM's backend -> name of the field here
+# Name in TensorRT-LLM's backend -> name of the field here.
 KV_CACHE_NAMES = {"max_tokens_in_paged_kv_cache": "max_tokens", "max_attention_window_size": "max_attention_window",
                    "kv_cache_free_gpu_mem_fraction": "free_gpu_memory_fraction",
                    "enable_kv_cache_reuse": "enable_block_reuse"}
@@ -25,7 +25,7 @@ ALIASES = {"batching_strategy": "gpt_model_type", "tensorrt_llm_model_path": "gp
 
 
 class SettingError(ValueError):
-    """An unknown parameter, or one with an invalid value."""
+    """An unknown parameter, or a parameter with an invalid value."""
 
 
 class Settings(NamedTuple):
@@ -47,7 +47,7 @@ class Settings(NamedTuple):
 def read(parameters: dict[str, str]) -> Settings:
     """Parse parameters. An empty value or a ${placeholder} means the default.
 
-    Raises SettingError for an unknown name or invalid value, and ConfigError if the engine refuses a value.
+    Raises SettingError for an unknown name or an invalid value, and ConfigError if the engine refuses a value.
     """
     kv_types, model_types = _types(KvCacheConfig), _types(TrtGptModelOptionalParams)
     own = {name: default for name, (_, default) in OWN.items()}

@@ -38,7 +38,7 @@ class ParsedBody:
 
     prompts          strings or lists of token ids; for a chat, one list of messages
     count            outputs per prompt
-    generates        False: echo the prompt only (max_tokens is 0)
+    generates        False: return only the prompt, because max_tokens is 0 and echo is set
     response_format  JSON schema that the output must match, or None
     """
 
@@ -58,7 +58,7 @@ class ParsedBody:
 
 
 class _Body:
-    """The fields of a body. `take` removes a field, so that the rest is unknown. Null counts as missing."""
+    """The fields of a body. `take` removes a field, so that only unknown fields are left. Null counts as missing."""
 
     def __init__(self, body: bytes) -> None:
         try:
@@ -89,7 +89,7 @@ class _Body:
         return value
 
     def check_rest(self) -> None:
-        """Refuse the fields that are left, unless they have no effect."""
+        """Refuse the remaining fields, unless they have no effect."""
         for name, value in self._fields.items():
             if name in NOT_BUILT:
                 harmless, why = NOT_BUILT[name]
@@ -191,7 +191,7 @@ def _stream_options(fields: _Body, parsed: ParsedBody) -> None:
 
 
 def _log_probs_of_a_completion(fields: _Body) -> int | None:
-    """Number of likeliest tokens to return per position; None: no log-probabilities."""
+    """Return the number of likeliest tokens to return per position, or None for no log-probabilities."""
     most = fields.take("logprobs", (int, bool))
     if most is None or most is False:
         return None
@@ -219,7 +219,10 @@ def _response_format(fields: _Body) -> dict[str, Any] | None:
 
 
 def _max_tokens(fields: _Body, is_chat: bool) -> int | None:
-    """With OpenAI's defaults: 16 for a completion; for a chat None, the rest of the context."""
+    """Return the most tokens to generate, by default 16 for a completion and None for a chat, as at OpenAI.
+
+    None means the rest of the context.
+    """
     older = fields.count("max_tokens", None if is_chat else 16)
     return fields.count("max_completion_tokens", older) if is_chat else older
 

@@ -10,7 +10,7 @@ ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class PromptLogProbs:
-    """Log-probabilities of the tokens of a prompt. The first token has None.
+    """Log-probabilities of the tokens of a prompt. The entry of the first token is None.
 
     top_log_probs   for each position, the likeliest tokens and their log-probabilities; empty if not requested
     """
@@ -42,7 +42,7 @@ def prompt_log_probs(logits: np.ndarray, tokens: Sequence[int], count: int) -> P
 
 
 def _likeliest(log_probs: np.ndarray, count: int) -> dict[int, float]:
-    """Return the `count` largest, in descending order; ties by ascending id."""
+    """Return the `count` largest log-probabilities, in descending order; ties in ascending order of ids. Omits -inf."""
     least = np.partition(log_probs, -count)[-count] if count < len(log_probs) else -np.inf
     ids = np.flatnonzero(log_probs >= least)
     ids = ids[np.argsort(-log_probs[ids], kind="stable")][:count]

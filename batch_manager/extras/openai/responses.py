@@ -16,7 +16,7 @@ LARGEST_BODY = 32 * 1024 * 1024
 async def answer_to(request: Request, service: OpenAIService, *, is_chat: bool) -> Response:
     """Return the response to a POST to /v1/completions or /v1/chat/completions.
 
-    Requests stop when their client disconnects, streaming or not. A failure before the first byte is an error response
+    A request stops when its client disconnects, streaming or not. A failure before the first byte is an error response
     with a status.
     """
     watcher = None
@@ -66,7 +66,7 @@ def json_response(body: bytes, status: int = 200, headers: dict[str, str] | None
 
 
 def error_response(error: OpenAIError) -> Response:
-    """Return the error in OpenAI's format, with status and headers."""
+    """Return the error in OpenAI's format, with its status and headers."""
     return json_response(error.body(), error.status, error.headers)
 
 

@@ -33,10 +33,11 @@ CONTEXT_LOGITS = RESPONSE_TENSORS.index("context_logits")
 class OpenAIService:
     """Implements /v1/completions, /v1/chat/completions, /v1/models and /health.
 
-    engine      an AsyncEngine; with takes_all=True, a full queue is answered with 429, and waiting requests are ordered
+    engine      an AsyncEngine. With takes_all=True, a full queue is answered with 429, and waiting requests are ordered
                 by priority
     folder      model folder with tokenizer and chat template, or a `.gguf` file
-    names       model names that clients may use; answers contain the first. Empty: the name of the folder
+    names       model names that clients may use; answers contain the first if the body names no model. Empty: the name
+                of the folder
     tokenizer   None: the tokenizer in the folder
     observe     called with the timings and the number of tokens of each finished request, like
                 PrometheusStatistics.observe; not called for an output that a stop string ended
@@ -59,8 +60,8 @@ class OpenAIService:
     async def accept(self, body: bytes, is_chat: bool) -> "Answer":
         """Parse a body and submit its requests to the engine.
 
-        Raises OpenAIError for an invalid body; no request is submitted then. Refusals by the engine are raised by the
-        answer.
+        Raises OpenAIError for an invalid body, without submitting a request. If the engine refuses a request, the
+        answer raises the error.
         """
         arrived = monotonic()
         if self.is_draining:
@@ -86,7 +87,10 @@ class OpenAIService:
              "max_model_len": self.engine.info.max_seq_len} for name in self.names]})
 
     def health(self) -> tuple[int, bytes]:
-        """Return (status, body) for /health. 503 while the server drains, and if the engine has failed or hangs."""
+        """Return (status, body) for /health.
+
+        The status is 503 while the server drains, and if the engine has failed or hangs.
+        """
         health = self.engine.health()
         state = "DRAINING" if self.is_draining and health["state"] == "RUNNING" else health["state"]
         is_healthy = state == "RUNNING" and not health["is_hanging"]
@@ -130,7 +134,7 @@ class _Choice:
     """One output of an answer.
 
     waits_for_prompt   log-probabilities of the prompt were requested and have not arrived yet
-    prompt             log-probabilities of the prompt that have not been sent yet; None: nothing to send
+    prompt             log-probabilities of the prompt that have not been sent yet, or None
     """
 
     __slots__ = ("index", "stream", "text", "prompt_ids", "waits_for_prompt", "prompt", "first_token", "offset",
@@ -159,7 +163,7 @@ class _Choice:
 
 
 class Answer:
-    """The answer to one request. Call `events` if `is_streaming`, otherwise `whole`; once.
+    """The answer to one request. Call `events` once if `is_streaming`, otherwise call `whole` once.
 
     identity   id in the answer
     """
@@ -173,7 +177,7 @@ class Answer:
                               service.token_names)
         self._prompt_tokens = sum(map(len, prompts))
         self._choices: list[_Choice] = []
-        # The bias may have an entry for every token: convert it once for all outputs.
+        # The bias may have an entry for every token. Convert it once for all outputs.
         self._sampling, self._bias = parsed.sampling, None
         if parsed.sampling.logit_bias:
             self._bias = parsed.sampling.bias(service.engine.info.vocab_size)
@@ -211,7 +215,9 @@ class Answer:
              for choice in self._choices], self._usage(), self._timings())
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield server-sent events, `[DONE]` last. Raises OpenAIError before the first event; later, errors are events.
+        """Yield server-sent events; the last is `[DONE]`.
+
+        Raises OpenAIError before the first event. Later errors are events.
         """
         has_begun = False
         try:
@@ -241,8 +247,8 @@ class Answer:
         if with_prompt:
             tensors["return_context_logits"] = True
             # Evaluation clients drop as many trailing entries as `usage` counts completion tokens, so the end token
-            # needs an entry. The engine returns the tokens of a stop word, but not an end id; so end ids are passed as
-            # stop words, except with min_length, which applies to end ids only.
+            # needs an entry. The engine returns the tokens of a stop word, but not an end id. End ids are therefore
+            # passed as stop words, except with min_length, which applies to end ids only.
             if not sampling.min_tokens:
                 ends = tensors.pop("end_id", [])
         if ends:
@@ -308,7 +314,11 @@ class Answer:
         return log_probs
 
     def _usage(self) -> dict[str, Any]:
-        """`cached_tokens` counts the first output of each prompt; omitted until all of these have metrics."""
+        """Return the usage object.
+
+        `cached_tokens` counts the first output of each prompt. It is omitted until all of these outputs have
+        metrics.
+        """
         all_metrics = [choice.metrics for choice in self._choices[:: self._parsed.count]]
         cached = None if None in all_metrics else sum(metrics.cached_tokens for metrics in all_metrics)
         return usage(self._prompt_tokens, sum(len(choice.text.tokens) for choice in self._choices), cached)
@@ -331,7 +341,7 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 
 async def _merged(iterators: list[AsyncIterator[bytes]]) -> AsyncIterator[bytes]:
-    """Yield from all iterators concurrently, in order of arrival. The first exception ends all."""
+    """Yield from all iterators concurrently, in order of arrival. The first exception ends the iteration."""
     arrived: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
 
     async def read(iterator: AsyncIterator[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""JSON of answers and chunks. Chunks are concatenated from parts that are serialized once per answer."""
+"""The JSON of answers and chunks. Chunks are concatenated from parts that are serialized once per answer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +34,7 @@ class Shapes:
         self._after_text = (b"}" if is_chat else b"") + b',"logprobs":'
 
     def role(self, index: int) -> bytes:
-        """Return the first chunk of a chat's output: its role."""
+        """Return the first chunk of a chat's output, which has the role."""
         delta = b'%d,"delta":{"role":"assistant","content":""},"logprobs":null' % index
         return self._start + delta + self._end(b"null", None)
 
@@ -71,7 +71,7 @@ class Shapes:
 
     def log_probs(self, tokens: Sequence[int], values: Sequence[float | None],
                   likeliest: Sequence[dict[int, float] | None], offset: int) -> dict[str, Any]:
-        """Return the `logprobs` object of some tokens, in the format of completions or chats.
+        """Return the `logprobs` object of a list of tokens, in the format of completions or chats.
 
         values      log-probability of each token; None for the first token of a prompt
         likeliest   for each position, the likeliest tokens and their log-probabilities; empty: not requested
@@ -97,8 +97,10 @@ class Shapes:
         return {"token": text, "logprob": max(value, LEAST_LOG_PROB), "bytes": content}
 
     def _by_text(self, token: int, value: float, others: dict[int, float]) -> dict[str, float]:
-        """Merge tokens by text. As at OpenAI, the token itself is included; of tokens with equal text, the likeliest
-        counts."""
+        """Return log-probabilities by token text, including the text of `token`, as at OpenAI.
+
+        Of several tokens with equal text, the likeliest counts.
+        """
         by_text: dict[str, float] = {}
         for other, log_prob in (*others.items(), (token, value)):
             by_text.setdefault(self._names[other][0], max(log_prob, LEAST_LOG_PROB))
@@ -111,7 +113,7 @@ class Shapes:
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> dict[str, Any]:
-    """Return OpenAI's usage object. cached_tokens: None if unknown."""
+    """Return OpenAI's usage object. `cached_tokens` is None if unknown."""
     counts: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens,
                               "total_tokens": prompt_tokens + completion_tokens}
     if cached_tokens is not None:

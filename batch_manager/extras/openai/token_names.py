@@ -6,14 +6,14 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Return GPT-2's characters for bytes, used by byte-level tokenizers, with their bytes."""
+    """Return GPT-2's characters for bytes, which byte-level tokenizers use, with their bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {**{chr(byte): byte for byte in printable}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
 
 
 class TokenNames:
-    """Cached names of tokens."""
+    """Names of tokens, cached."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -22,14 +22,14 @@ class TokenNames:
         self._bytes_of_characters = _bytes_of_characters()
 
     def __getitem__(self, token: int) -> tuple[str, list[int]]:
-        """Return (text, bytes). The text of a token with an incomplete character is like `bytes:\\xe2\\x80`."""
+        """Return (text, bytes). A token with an incomplete character has a text like `bytes:\\xe2\\x80`."""
         found = self._known.get(token)
         if found is None:
             found = self._known[token] = self._look_up(token)
         return found
 
     def width(self, token: int) -> int:
-        """Return the number of characters the token adds to the text; 0 for an omitted special token."""
+        """Return the number of characters that the token adds to the text; 0 for an omitted special token."""
         found = self._widths.get(token)
         if found is None:
             is_left_out = not self._tokenizer.decode([token], skip_special_tokens=True)

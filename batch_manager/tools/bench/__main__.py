@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "batch-manager ben
         return compare(argv[1:])
     options = parse_options(argv, program=program, report=report)
     logging.getLogger("batch_manager").setLevel(LOG_LEVELS[options.log_level])
-    # torch reads it on import, for all of its threads; num_threads of the manager is applied later.
+    # torch reads this variable on import, for all of its threads. The manager's num_threads is applied later.
     os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
     measurement = None
     try:

@@ -1,4 +1,4 @@
-"""The callbacks of a benchmark, and the tokens and times that each request got."""
+"""The callbacks of a benchmark, and the tokens and arrival times of each request."""
 
 import math
 import threading
@@ -23,9 +23,9 @@ class Receipt:
 
     tokens      generated tokens; with beams, those of the best beam
     times       time of arrival of each token
-    error       text of an error response; "": none
+    error       text of an error response; "": no error
     arrival_s   arrival of the request; latencies count from it
-    final_s     time of its final response; None: not yet
+    final_s     time of the final response; None: not yet
     queue_s     seconds from arrival to the first step, if timings were requested
     """
 
@@ -41,10 +41,10 @@ class Receipt:
 class Count:
     """Progress of the serving.
 
-    done, total   requests
-    arrived       requests that have arrived, including done ones
-    tokens        generated so far
-    seconds       since the start of the serving
+    done, total   number of requests
+    arrived       requests that have arrived, including those that are done
+    tokens        tokens generated so far
+    seconds       seconds since the start of the serving
     """
 
     done: int
@@ -55,7 +55,7 @@ class Count:
 
 
 class Client:
-    """The callbacks of one manager, and the requests that wait for it or run in it.
+    """The callbacks of one manager, and the requests that wait for the manager or run in it.
 
     Arrived requests wait here until the manager has room for them and the gate lets them through.
 
@@ -66,7 +66,7 @@ class Client:
 
     def __init__(self, *, prompts_included: bool = False) -> None:
         self._waiting: deque[InferenceRequest] = deque()
-        self._backlog: deque[dict[str, Any]] = deque()      # closed loop: one arrives for each request done
+        self._backlog: deque[dict[str, Any]] = deque()      # closed loop: a request arrives when another is done
         self._receipts: dict[int, Receipt] = {}
         self._prompt_lengths: dict[int, int] | None = {} if prompts_included else None
         self._num_open = self._num_inside = 0
@@ -143,9 +143,9 @@ class Client:
                   gate: Gate | None = None) -> dict[int, Receipt]:
         """Like `serve`, but a failed request only sets the error of its receipt.
 
-        concurrency   requests in progress at a time: the next one arrives when one is done, and arrival times are
+        concurrency   requests in progress at a time: the next request arrives when one is done, and arrival times are
                       ignored; 0: requests arrive at their times
-        options       for every request
+        options       options of every request
         gate          limits the submission of arrived requests; None: no limit
 
         Raises BenchmarkError if the time limit passes or the engine stops answering.
@@ -177,7 +177,7 @@ class Client:
         return self._receipts
 
     def count(self) -> Count:
-        """Return the progress. Any thread may call this. It costs the worker nothing."""
+        """Return the progress. Any thread may call this method. It does not slow the worker down."""
         receipts = self._receipts
         now = time.perf_counter() - self._started
         arrived = (len(receipts) - len(self._backlog) if self._backlog

@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 MOST_SPANS = 240            # in a plot; more iterations are averaged into this many spans
-MOST_SIZES, FEWEST_STEPS = 16, 5    # points in a plot by batch size, and the least number of steps for a point
+MOST_SIZES, FEWEST_STEPS = 16, 5    # most points in a plot by batch size, and fewest steps for a point
 
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
     """One record of the statistics.
 
-    begin_s, end_s   seconds since the beginning of the first iteration; an iteration begins at the end of the previous
-                     one or, after an idle time, later
+    begin_s, end_s   seconds since the beginning of the first iteration. An iteration begins at the end of the previous
+                     iteration or, after an idle time, later
     context          prompt tokens computed
     generating       requests in the generation phase
     used, cached     KV cache blocks held by running requests, and free blocks with reusable content
-    blocks           in the pool
-    since_s          seconds since the end of the previous iteration of the same micro-batch; None: no such iteration
-                     directly before. After an idle time no request is generating
+    blocks           blocks in the pool
+    since_s          seconds since the end of the previous iteration of the same micro-batch; None: the micro-batch had
+                     no iteration directly before. After an idle time no request is generating
     """
 
     begin_s: float
@@ -48,7 +48,7 @@ def iterations_of(records: Sequence[str]) -> list[Iteration]:
             begin = found[-1].end_s
         counter, micro_batch = record["Iteration Counter"], record["MicroBatch ID"]
         before = previous.get(micro_batch)
-        # At most one record of another micro-batch is between two of the same.
+        # At most one record of another micro-batch is between two records of the same micro-batch.
         is_next = before is not None and counter - before[0] <= 2
         previous[micro_batch] = counter, end
         found.append(Iteration(
@@ -59,7 +59,7 @@ def iterations_of(records: Sequence[str]) -> list[Iteration]:
 
 
 def with_idle_times(iterations: Sequence[Iteration]) -> list[Iteration]:
-    """Insert an idle iteration for each gap: no request runs, cached blocks stay."""
+    """Insert an idle iteration for each gap. In an idle iteration no request runs, and cached blocks stay."""
     out = list(iterations[:1])
     for one in iterations[1:]:
         if one.begin_s > out[-1].end_s:
@@ -70,8 +70,10 @@ def with_idle_times(iterations: Sequence[Iteration]) -> list[Iteration]:
 
 
 def over_time(iterations: Sequence[Iteration], amounts: Sequence[float]) -> list[tuple[float, float, float]]:
-    """Return (begin_s, end_s, amount) for each iteration, or means over MOST_SPANS equal spans if there are more
-    iterations than that. The amount is 0 between iterations."""
+    """Return (begin_s, end_s, amount) for each iteration, or for MOST_SPANS equal spans if there are more iterations.
+
+    The amount of a span is the mean over its time. The amount is 0 between iterations.
+    """
     begins = np.array([one.begin_s for one in iterations])
     ends = np.array([one.end_s for one in iterations])
     if len(iterations) <= MOST_SPANS:
@@ -89,7 +91,7 @@ def times_by_batch(iterations: Sequence[Iteration], *, with_contexts: bool
     """Return (batch size, p10, median, p90) of the seconds between two tokens of a request.
 
     The batch size is the number of generating requests in the step. Batch sizes with few steps are merged with the next
-    larger ones; the mean size is returned for them.
+    larger sizes, and the mean of the merged sizes is returned.
 
     with_contexts   select the steps that also compute prompts, or the steps that do not
     """

@@ -1,4 +1,4 @@
-"""Build the engine that a benchmark measures from the command-line options."""
+"""Build the engine of a benchmark from the command-line options."""
 
 import argparse
 from collections.abc import Callable

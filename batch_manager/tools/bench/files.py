@@ -1,4 +1,4 @@
-"""Write the output files of a benchmark: all of them, or none."""
+"""Write either all output files of a benchmark, or none."""
 
 import argparse
 import csv
@@ -29,8 +29,10 @@ def write_files(options: argparse.Namespace, result: dict[str, Any], points: Seq
 
 
 def responses(served: Served, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return one object per request, in the order of the workload: id, output tokens and error. Outputs include the
-    prompt if the responses did."""
+    """Return one object per request, in the order of the workload: id, output tokens and error.
+
+    The output tokens include the prompt if the responses did.
+    """
     includes_prompt = not options.exclude_input_in_output_seq and not options.streaming
     return [{"id": request["id"],
              "output_ids": (request["prompt"] if includes_prompt else []) + served.receipts[request["id"]].tokens,

@@ -1,14 +1,14 @@
-"""Delay arrived requests: for a fixed time, or until a whole batch has arrived."""
+"""Delay arrived requests for a fixed time, or until a whole batch has arrived."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Hold requests back until a delay has passed and a whole batch has arrived.
+    """Holds requests back until a delay has passed and a whole batch has arrived.
 
     delay_s     seconds from the start of the serving to the first request
-    batch_size  requests per batch; a batch starts when the previous one is done. 0: no batches
+    batch_size  requests per batch; a batch starts when the previous batch is done. 0: no batches
     timeout_s   an incomplete batch starts when its oldest request has waited this many seconds
     """
 

@@ -8,12 +8,14 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """At most one of rate and concurrency is set. With neither, requests arrive at the times of the workload.
+    """The arrival process. At most one of rate and concurrency is set.
+
+    If neither is set, requests arrive at the times of the workload.
 
     request_rate   requests/s; 0 or less: all at once
-    concurrency    requests in progress at a time; the next one arrives when one is done
-    exponential    with a rate: exponential times between arrivals (a Poisson process) instead of equal ones
-    random_seed    for the exponential times
+    concurrency    requests in progress at a time; the next request arrives when one is done
+    exponential    with a rate: exponential times between arrivals (a Poisson process), otherwise equal times
+    random_seed    seed of the exponential times
     """
 
     request_rate: float | None = None
@@ -22,8 +24,7 @@ class Load:
     random_seed: int = 0
 
     def arriving(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the requests with new arrival times, the first at 0. A rate keeps the workload's order of arrival.
-        """
+        """Return the requests with new arrival times, the first at 0. A rate keeps the workload's order of arrival."""
         if self.concurrency is not None or (self.request_rate is not None and self.request_rate <= 0):
             return [dict(request, arrival_s=0.0) for request in requests]
         if self.request_rate is None:
@@ -37,7 +38,7 @@ class Load:
                 for request, arrival in zip(ordered, arrivals, strict=True)]
 
     def offered_rate(self, requests: list[dict[str, Any]]) -> float | None:
-        """Return the requests/s that arrive between the first and the last one; None: all at once, or a closed loop.
+        """Return the requests/s between the first and the last arrival. None: all at once, or a closed loop.
 
         requests   as returned by `arriving`
         """

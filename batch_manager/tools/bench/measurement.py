@@ -17,7 +17,7 @@ from .summary import sweep_table
 
 
 class Measurement:
-    """One serving, a sweep, or a search for the saturation, as the options ask.
+    """One serving, a sweep, or a search for the saturation, as the options specify.
 
     options, workload, parts   see `run.benchmark`
 
@@ -39,14 +39,14 @@ class Measurement:
                              f"least {FEWEST_REQUESTS}; use a larger workload")
 
     def run(self) -> dict[str, Any]:
-        """Measure, and return the result in the form of the file. Raises the errors of `run.benchmark`."""
+        """Measure, and return the result in the form of the result file. Raises the errors of `run.benchmark`."""
         options, watch = self._options, None
         if options.log_iteration_data:
             def watch(record: str) -> None:
                 print(record, file=sys.stderr)
         session = Session(options, self._workload, self._parts, watch=watch)
         with session:
-            self._session = session         # only now: an interrupted warm-up has no result
+            self._session = session         # set after the warm-up: an interrupted warm-up has no result
             if options.sweep is not None:
                 name, values = options.sweep
                 for number, value in enumerate(values, 1):
@@ -97,7 +97,7 @@ class Measurement:
             point["sustained"] = is_sustained(point, bounds, share)
             return point["sustained"]
 
-        # The throughput with all requests at once estimates the largest possible rate: the first one to try.
+        # The throughput with all requests at once estimates the highest possible rate. It is the first rate to try.
         most = self._serve(load_of(options, request_rate=0.0), "all at once")["requests_s"]
         if not most:
             raise BenchmarkError("every request failed when all arrived at once, the first with: "

@@ -5,7 +5,7 @@
     tpot        time per output token: mean itl of each request
     e2e         time to the last token, from the arrival
     queue       time from the arrival to the first step that computes a part of the prompt
-    user_tok_s  tokens/s that one user sees: 1 / tpot of each request
+    user_tok_s  tokens/s of each request: 1 / tpot
 
 Latencies exclude failed requests. Without streaming, only e2e is known.
 """
@@ -29,7 +29,7 @@ class Bounds:
     """Upper bounds on the latencies of a request, for goodput. None: no bound.
 
     ttft_ms   time to the first token
-    itl_ms    mean time between the tokens of the request; a request with one token is within it
+    itl_ms    mean time between the tokens of the request; a request with one token is within the bound
     """
 
     ttft_ms: float | None = None
@@ -39,7 +39,7 @@ class Bounds:
         return self.ttft_ms is not None or self.itl_ms is not None
 
     def keeps(self, stamps: Stamps) -> np.ndarray:
-        """[n] bool: the request is within the bounds. Requests that failed or got no token are not."""
+        """Return [n] bool: whether each request is within the bounds. Requests that failed or got no token are not."""
         kept = stamps.is_served
         if self.ttft_ms is not None:
             kept = kept & ((stamps.first_s - stamps.arrival_s) * 1e3 <= self.ttft_ms)
@@ -54,7 +54,7 @@ def figures(requests: Sequence[Mapping[str, Any]], receipts: Mapping[int, Receip
 
     wall_s              seconds from the start to the last response
     streaming           whether every token has its own timestamp
-    counts_early_ends   count outputs shorter than requested as wrong; False: an end id is set
+    counts_early_ends   count outputs shorter than requested as wrong; set to False with an end id
     """
     failures = [(request["id"], receipts[request["id"]].error) for request in requests
                 if receipts[request["id"]].error]
@@ -103,11 +103,11 @@ def figures_of(stamps: Stamps, failures: Sequence[tuple[int, str]], wall_s: floa
     }
 
 
-MOST_FAILURES = 20      # listed in a result
+MOST_FAILURES = 20      # most failures that a result lists
 
 
 def summary(values: np.ndarray) -> dict[str, float] | None:
-    """Return average, extremes and percentiles; None: there are no values."""
+    """Return average, extremes and percentiles, or None if there are no values."""
     if not len(values):
         return None
     numbers = values.mean(), values.min(), values.max(), *np.percentile(values, PERCENTILES)
@@ -120,7 +120,7 @@ def weighted_summary(values: np.ndarray, counts: np.ndarray) -> dict[str, float]
     values, ends = values[order], np.cumsum(counts[order])
     if not len(values):
         return None
-    ranks = np.array(PERCENTILES) / 100 * (ends[-1] - 1)        # interpolation of numpy.percentile
+    ranks = np.array(PERCENTILES) / 100 * (ends[-1] - 1)        # the same interpolation as numpy.percentile
     below = values[np.searchsorted(ends, np.floor(ranks), side="right")]
     above = values[np.searchsorted(ends, np.ceil(ranks), side="right")]
     percentiles = below + (above - below) * (ranks - np.floor(ranks))
@@ -130,8 +130,10 @@ def weighted_summary(values: np.ndarray, counts: np.ndarray) -> dict[str, float]
 
 
 def completion_rate(finals_s: np.ndarray) -> float | None:
-    """Return the requests/s completed between the first and the last final response, which excludes the ramp-up before
-    the first one. None: fewer than two requests ended, or all at the same time.
+    """Return the requests/s completed between the first and the last final response.
+
+    This interval excludes the ramp-up before the first response. None: fewer than two requests ended, or all ended at
+    the same time.
 
     finals_s   times of the final responses of requests that did not fail; NaN: no response
     """

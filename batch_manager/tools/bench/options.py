@@ -24,7 +24,7 @@ OUTPUT_FILES = ("out", "output_csv", "responses_json_file", "stats_csv", "trace"
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Wide columns, so that most options take one line."""
+    """A help formatter with wide columns, so that most options take one line."""
 
     def __init__(self, prog: str) -> None:
         columns = min(shutil.get_terminal_size((120, 24)).columns, 120)
@@ -33,7 +33,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 def parse_options(argv: Sequence[str] | None = None, *, program: str = "batch-manager bench",
                   report: str = "table") -> argparse.Namespace:
-    """Parse the options of a command line. Wrong ones end the program with a message and status 2.
+    """Parse the options of a command line. An invalid option ends the program with a message and status 2.
 
     program   name of the program in messages
     report    default of --report
@@ -217,7 +217,7 @@ def _share(text: str) -> float:
 
 
 def _rate(text: str) -> float:
-    """Parse requests/s; 0.0: all at once."""
+    """Parse requests/s. Returns 0.0 for all at once."""
     value = _number(text)
     if value == 0 or math.isnan(value):
         raise argparse.ArgumentTypeError(f"{text} is not a rate; expected requests/s, or a negative number or "

@@ -1,4 +1,4 @@
-"""Options of TensorRT-LLM's gptManagerBenchmark: the option here that each one maps to, and why some are refused."""
+"""Options of TensorRT-LLM's gptManagerBenchmark: the options here to which they map, and reasons for refusals."""
 
 import argparse
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 def rewritten(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """Rewrite option names from _ to -, and `--name=true` and `--name=false` to `--name` and `--no-name`.
 
-    Ends the program, through the parser, for an option of the original that is not supported.
+    Ends the program, through the parser, for an option of gptManagerBenchmark that is not supported.
     """
     flags = {option for action in parser._actions if action.nargs == 0 for option in action.option_strings}
     out = []
@@ -87,7 +87,10 @@ def rewritten(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]
 
 
 def _own_name(name: str) -> str:
-    """--scheduler-policy -> --policy, --no-enable-chunked-context -> --no-chunked-context"""
+    """Return the name of an option here, for example --policy for --scheduler-policy.
+
+    With `--no-`: --no-chunked-context for --no-enable-chunked-context.
+    """
     prefix = "--no-" if name.startswith("--no-") and name.removeprefix("--no-") in ALIASES else "--"
     bare = name.removeprefix(prefix)
     return prefix + ALIASES.get(bare, bare)

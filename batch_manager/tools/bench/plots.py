@@ -12,24 +12,24 @@ from .composition import MOST_SPANS, Iteration, iterations_of, over_time, times_
 from .session import Served
 from .summary import load_words
 
-WORTH_A_LINE = 0.3      # share of the pool in use from which its size is drawn as a line
+WORTH_A_LINE = 0.3      # the plot has a line for the pool's size if at least this share of the pool is in use
 SHORT_S = 2.0           # shorter times are given in milliseconds
 LATENCIES = {"ttft": ("Time to the first token", "time-to-first-token"),
              "itl": ("Time between tokens", "between-tokens"), "e2e": ("Time to the last token", "end-to-end")}
 LABELS = {"request_rate": "beside the points: requests a second that arrive",
           "concurrency": "beside the points: requests under way at a time"}
 
-LONGEST_WORDS = 36      # characters of the workload's description below a title
+LONGEST_WORDS = 36      # most characters of the workload's description below a title
 
 Result = Mapping[str, Any]
 Plot = LinePlot | StackedPlot | Panels
 
 
 def plots(result: Result, points: Sequence[Result], served: Sequence[Served]) -> dict[str, Plot]:
-    """Return file name -> plot. A sweep has latency by throughput, and the other plots for each serving."""
+    """Return file name -> plot. A sweep has plots of latency by throughput, and the other plots for each serving."""
     found: dict[str, Plot] = {}
     if result["kind"] != "run":
-        # In the first serving of a search all requests arrive at once; it is not a point of the curve.
+        # In the first serving of a search all requests arrive at once. This serving is not a point of the curve.
         found |= latency_plots(result["swept"], points[1:] if result["kind"] == "saturation" else points)
     for point, one in zip(points, served, strict=True):
         suffix = "" if result["kind"] == "run" else f"-{file_words(load_words(point))}"
@@ -45,7 +45,7 @@ def plots(result: Result, points: Sequence[Result], served: Sequence[Served]) ->
 
 
 def write_plots(folder: Path, drawn: Mapping[str, Plot], files: OutputFiles) -> None:
-    """Write the plots into the folder, which is created if missing. Raises OSError."""
+    """Write the plots into the folder, and create the folder if it is missing. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, plot in drawn.items():
         files.open(folder / name).write(plot.render())
@@ -60,7 +60,7 @@ def file_words(words: str) -> str:
 
 
 def latency_plots(swept: str, points: Sequence[Result]) -> dict[str, Plot]:
-    """Plot median and 99th percentile of each known latency by the generated tokens/s."""
+    """Plot the median and the 99th percentile of each known latency by the generated tokens/s."""
     at_once = [point for point in points if not point[swept]]
     ordered = sorted((point for point in points if point[swept]), key=lambda point: point[swept]) + at_once
     found: dict[str, Plot] = {}
@@ -84,7 +84,7 @@ def latency_plots(swept: str, points: Sequence[Result]) -> dict[str, Plot]:
 
 
 def batch_plot(iterations: Sequence[Iteration], words: str, beam_width: int) -> Panels:
-    """Plot the tokens of the steps over time, in two panels, because prompts have many more tokens."""
+    """Plot the tokens of the steps over time, in two panels, because steps with prompts have many more tokens."""
     generating = [float(one.generating * beam_width) for one in iterations]
     contexts = [float(one.context) for one in iterations]
     return Panels([
@@ -104,7 +104,7 @@ def kv_cache_plot(iterations: Sequence[Iteration], words: str) -> StackedPlot:
 
 
 def batch_size_plot(iterations: Sequence[Iteration], words: str) -> LinePlot | None:
-    """Plot the time between two tokens by batch size. None: there are no consecutive steps."""
+    """Plot the time between two tokens by batch size. Returns None if there are no consecutive steps."""
     by_contexts = {name: times_by_batch(iterations, with_contexts=with_contexts)
                    for name, with_contexts in (("generation only", False), ("with prompts in the step", True))}
     if not any(by_contexts.values()):
@@ -122,7 +122,7 @@ def _over_time(title: str, words: str, y_label: str, layers: Sequence[tuple[str,
     """Plot amounts over time.
 
     layers   (name, amount for each iteration)
-    count    number of iterations without the inserted idle ones; None: all
+    count    number of iterations without the inserted idle iterations; None: all
     """
     unit, scale = _time_unit(iterations[-1].end_s)
     rows = zip(*(over_time(iterations, amounts) for _, amounts in layers))
@@ -133,6 +133,6 @@ def _over_time(title: str, words: str, y_label: str, layers: Sequence[tuple[str,
 
 
 def _time_unit(most_s: float) -> tuple[str, float]:
-    """Return the unit for times up to this one, and the number of units in a second."""
+    """Return the unit for times up to `most_s`, and the number of units in a second."""
     return ("milliseconds", 1e3) if most_s < SHORT_S else ("seconds", 1.0)
 

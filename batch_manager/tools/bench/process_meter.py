@@ -1,4 +1,4 @@
-"""CPU time and memory of a process and its children, and CPU time of all others. Reads /proc, so it needs Linux."""
+"""CPU time and memory of a process and its children, and CPU time of all other processes. Reads /proc (Linux only)."""
 
 import os
 import time
@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 class ProcessMeter:
-    """Measure CPU use between `start` and `stop`, and peak memory.
+    """Measures CPU use between `start` and `stop`, and peak memory.
 
-    cpu           mean number of cores used by this process and its children (own_cores), by others (foreign_cores;
-                  foreign_nice: the part at a positive nice level) and by the hypervisor (steal_cores); ncpu: cores of
-                  the machine
-    peak_rss_mb   sum of the peaks of this process and its children, since each started
+    cpu           mean number of cores used by this process and its children (own_cores), by other processes
+                  (foreign_cores), by all processes at a positive nice level (foreign_nice) and by the hypervisor
+                  (steal_cores); ncpu: cores of the machine
+    peak_rss_mb   sum of the peak memory of this process and its children, each since its start, in MiB
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ def _family() -> list[int]:
 
 
 def _stat_fields(process: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name: state, parent, ... Empty for a process that has ended."""
+    """Return the fields of /proc/PID/stat after the name: state, parent, ... The list is empty for an ended process."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -64,7 +64,7 @@ def _stat_fields(process: int) -> list[str]:
 
 
 def _ticks_of(processes: list[int]) -> int:
-    """Return the sum of user and system ticks, including those of reaped children."""
+    """Return the sum of user and system ticks, including the ticks of reaped children."""
     return sum(sum(map(int, _stat_fields(process)[11:15])) for process in processes)
 
 

@@ -1,6 +1,6 @@
 """Progress of a benchmark on stderr: a bar in a terminal, otherwise a line every few seconds.
 
-A separate thread reads counters a few times a second, at no cost to the callbacks and the worker.
+A separate thread reads counters a few times a second, so that the callbacks and the worker do no extra work.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ BAR_PERIOD_S, LINE_PERIOD_S = 0.5, 5.0
 class State(NamedTuple):
     """One reading of the counters.
 
-    done, total      requests
+    done, total      number of requests
     tokens_per_s     tokens generated since the last reading, per second
-    active, queued   active requests, and requests that have arrived and wait
+    active, queued   active requests, and arrived requests that wait
     left_s           estimated seconds to the end; None: unknown
     """
 
@@ -40,7 +40,7 @@ class State(NamedTuple):
 
 
 def duration(seconds: float) -> str:
-    """Format seconds: 7 s, 2 min 5 s, 1 h 12 min."""
+    """Format seconds, for example as 7 s, 2 min 5 s or 1 h 12 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -51,7 +51,7 @@ class Progress:
     """Context manager that shows the progress of one serving. The bar disappears at the end.
 
     requests   the served requests, in the form of a workload
-    label      name of the serving; "": the only one
+    label      name of the serving; "": the only serving
     """
 
     def __init__(self, client: Client, manager: GptManager, requests: list[dict[str, Any]], label: str = "",
@@ -110,5 +110,5 @@ class Progress:
 
 
 def shown(enabled: bool, make: Callable[[], Progress]) -> Any:
-    """Return `make()`, or a context manager that does nothing if not enabled."""
+    """Return `make()`, or a context manager without an effect if not enabled."""
     return make() if enabled else contextlib.nullcontext()

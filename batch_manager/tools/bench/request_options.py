@@ -10,10 +10,10 @@ from ...requests.inference_request import InferenceRequest
 class RequestOptions:
     """Greedy decoding to exactly the requested length, unless an end id is set.
 
-    end_id, pad_id      tensors of the request; -1: none
+    end_id, pad_id      tensors of the request; -1: not set
     beam_width          beams per request
-    context_logits, generation_logits   whether responses include them
-    timings             whether responses include performance metrics, which queue times need
+    context_logits, generation_logits   whether responses include these logits
+    timings             whether responses include performance metrics, which are needed for queue times
     cache_salt          requests reuse cached blocks only of requests with the same salt
     """
 
@@ -28,7 +28,7 @@ class RequestOptions:
     def make(self, request: dict[str, Any], *, streaming: bool, arrival_time: float | None = None) -> InferenceRequest:
         """Create the request for a manager.
 
-        request        in the form of a workload
+        request        a request in the form of a workload
         arrival_time   seconds of time.monotonic()
         """
         tensors = {"input_ids": request["prompt"], "request_output_len": request["max_tokens"], "end_id": self.end_id}

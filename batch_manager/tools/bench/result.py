@@ -2,10 +2,10 @@
 
 Every file is one JSON object with `format` and `format_version`. `kind` is "run" for one serving of the workload; its
 figures are fields of the object. `kind` is "sweep" or "saturation" for several servings: `points` has one object for
-each of them, with the fields that differ; shared fields are at the top level.
+each serving, with the fields that differ. Shared fields are at the top level.
 
-    version     versions of the program and of torch, as text; `packages` has each by name
-    commit      of the checkout, from git describe
+    version     versions of the program and of torch, as text; `packages` has the version of each package by name
+    commit      commit of the checkout, from git describe
     command     arguments of the program
     machine     CPU, cores, memory and device
 """
@@ -30,7 +30,7 @@ PACKAGES = ("torch", "triton", "numpy", "transformers")
 def provenance(command: Sequence[str], device: str) -> dict[str, Any]:
     """Return the fields of a result that describe its origin.
 
-    device   the engine's name for it
+    device   the engine's name for the device
     """
     facts = machine() | {"memory_gib": _memory_gib(), "device": _device(device)}
     return {"format": FORMAT, "format_version": FORMAT_VERSION, "machine": facts, "packages": versions(*PACKAGES),

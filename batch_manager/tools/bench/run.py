@@ -15,14 +15,14 @@ from .metrics import Bounds, figures
 from .result import provenance, python_version, version_text
 from .session import Served, Session
 
-FIRST_TOKENS, FIRST_REQUESTS = 8, 16        # recorded in a result: first tokens of the first requests
+FIRST_TOKENS, FIRST_REQUESTS = 8, 16        # a result has the first tokens of the first requests
 
 
 def benchmark(options: argparse.Namespace, workload: dict[str, Any], parts: Parts | None = None) -> dict[str, Any]:
-    """Load the model, warm up, serve once, shut down, and return the result. The only file written is --stats-csv.
+    """Load the model, warm up, serve once, shut down, and return the result. Writes no file except --stats-csv.
 
-    options   from `parse_options`, without a sweep
-    parts     with a backend, the model is not read
+    options   options from `parse_options`, without a sweep
+    parts     parts of the engine; if they have a backend, the model is not read
 
     Raises BenchmarkError, InputError if the workload is invalid, and the errors of the constructor of GptManager.
     """
@@ -88,7 +88,7 @@ def point_fields(options: argparse.Namespace, workload: Mapping[str, Any], serve
 
 
 def load_of(options: argparse.Namespace, **swept: float | None) -> Load:
-    """Return the load of the options. swept: request_rate or concurrency, which replaces the option."""
+    """Return the load of the options. `swept` has a request_rate or concurrency that replaces the option."""
     return Load(**{"request_rate": options.request_rate, "concurrency": options.concurrency,
                    "exponential": options.enable_exp_delays, "random_seed": options.random_seed, **swept})
 
@@ -131,10 +131,10 @@ def prepared(workload: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_requests(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Read the file of --workload, in any format of `tools.datasets`. Return the workload and notes on requests that
-    were left out or cut.
+    """Read the file of --workload, in any format of `tools.datasets`.
 
-    Raises InputError if it cannot be read, and the errors of `read_spec` for the model.
+    Returns the workload, and notes on requests that were left out or cut. Raises InputError if the file cannot be read,
+    and the errors of `read_spec` for the model.
     """
     selection = Selection(count=options.max_num_samples, max_input_tokens=options.max_prompt_len,
                           time_scale=options.time_scale, sort=options.sort)

@@ -1,4 +1,4 @@
-"""The highest request rate that an engine sustains, by bisection."""
+"""Find the highest request rate that an engine sustains, by bisection."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from .metrics import Bounds
 
 SUSTAINED_SHARE = 0.95      # least completion rate, as a share of the offered rate
 CLOSE = 1.05                # the search ends when the two rates differ by less than this factor
-GROWTH = 1.5                # factor of the next rate while every rate was sustained
-FEWEST_REQUESTS = 10        # with fewer, a rate is meaningless
+GROWTH = 1.5                # factor of the next rate while every rate so far was sustained
+FEWEST_REQUESTS = 10        # with fewer requests, a rate is meaningless
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +17,8 @@ class Saturation:
     """Result of a search. Rates are requests/s.
 
     sustained   the highest sustained rate; None: no rate was sustained
-    broken      the lowest rate that was not sustained; None: all were
-    probes      servings, including the first one of `batch-manager bench`, in which all requests arrive at once
+    broken      the lowest rate that was not sustained; None: all rates were sustained
+    probes      servings, including the first serving, in which all requests arrive at once
     criterion   condition for a sustained rate, in words
     """
 
@@ -55,7 +55,7 @@ def find_saturation(holds: Callable[[float], bool], first_rate: float, max_probe
 
 
 def _rounded(rate: float) -> float:
-    """Round to four digits; more would claim too much precision."""
+    """Round to four digits. More digits would claim too much precision."""
     return float(f"{rate:.4g}")
 
 

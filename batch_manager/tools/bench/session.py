@@ -27,7 +27,7 @@ class Served:
 
     load        arrival process
     requests    the served requests, with their arrival times
-    receipts    request id -> its tokens and times
+    receipts    request id -> tokens and times of the request
     wall_s      seconds from the start to the last response
     steps       iterations with an active request
     meter       CPU use during the serving
@@ -44,10 +44,10 @@ class Served:
 
 
 class Session:
-    """Context manager: entering starts the engine, leaving shuts it down. An exception ends open requests at once.
+    """Context manager: entering starts the engine, and leaving shuts it down. An exception ends open requests at once.
 
     options, parts   see `run.benchmark`
-    watch            called with each statistics record, on the worker thread; None: nothing is called
+    watch            called with each statistics record, on the worker thread; None: no call
 
     kv_tokens        tokens of the KV cache pool; None: the engine decides
     load_s           seconds from the start of loading to the end of the warm-up
@@ -110,8 +110,9 @@ class Session:
         return keep_and_watch
 
     def serve(self, load: Load) -> Served:
-        """Serve the workload under this load. Each serving has its own cache salt, so that it does not reuse KV
-        cache blocks of the others.
+        """Serve the workload under this load.
+
+        Each serving has its own cache salt, so that it does not reuse KV cache blocks of other servings.
 
         Raises BenchmarkError if the engine stops answering.
         """

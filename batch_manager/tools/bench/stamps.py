@@ -11,7 +11,9 @@ from .client import Receipt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stamps:
-    """One row per request. Times are seconds since the start of the serving; NaN: none.
+    """Token timestamps of all requests, one row per request.
+
+    Times are seconds since the start of the serving; NaN: no time.
 
     arrival_s         arrival
     first_s, last_s   first and last token
@@ -22,7 +24,7 @@ class Stamps:
     prompt_tokens     tokens of the prompt
     has_failed        the request ended with an error
     gaps_s, gap_counts   times between consecutive tokens of requests that did not fail, and the number of occurrences
-                      of each
+                      of each time
     """
 
     arrival_s: np.ndarray
@@ -42,18 +44,18 @@ class Stamps:
 
     @property
     def is_served(self) -> np.ndarray:
-        """[n] bool: the request got a token and did not fail."""
+        """Return [n] bool: whether each request got a token and did not fail."""
         return (self.tokens > 0) & ~self.has_failed
 
     @property
     def mean_gaps_s(self) -> np.ndarray:
-        """[n] Mean time between the tokens of each request; NaN: fewer than two tokens."""
+        """Return [n]: the mean time between the tokens of each request; NaN for fewer than two tokens."""
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(self.tokens > 1, (self.last_s - self.first_s) / (self.tokens - 1), np.nan)
 
     @classmethod
     def of_receipts(cls, requests: Sequence[Mapping[str, Any]], receipts: Mapping[int, Receipt]) -> "Stamps":
-        """Convert receipts. requests: in the form of a workload."""
+        """Convert receipts of requests, which are in the form of a workload."""
         of = [receipts[request["id"]] for request in requests]
         gaps = np.concatenate([np.empty(0), *(np.diff(receipt.times) for receipt in of if not receipt.error)])
         return cls(

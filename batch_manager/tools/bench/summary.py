@@ -7,7 +7,7 @@ from .metrics import LATENCIES, NAMES
 
 Result = Mapping[str, Any]
 
-# figure here -> (name, unit) in gptManagerBenchmark, in its order
+# figure here -> (name, unit) in gptManagerBenchmark, in the order of gptManagerBenchmark
 LATENCY_NAMES = {"e2e": ("sequence_latency", "ms"), "ttft": ("time_to_first_token", "ms"),
                  "tpot": ("inter_token_latency", "ms"), "queue": ("request_queueing_latency", "ms")}
 USER_RATE = ("user_tokens_per_second", "tokens/sec/user")
@@ -15,7 +15,7 @@ ORDER = ("avg", "max", "min", "p99", "p90", "p50")
 
 
 def original_figures(result: Result) -> dict[str, float | int | None]:
-    """Return gptManagerBenchmark's names with their units -> the figures of this serving; None: unknown.
+    """Return the figures of a serving by gptManagerBenchmark's names with units; None: unknown.
 
     token_throughput counts requested tokens.
     """
@@ -33,7 +33,7 @@ def original_figures(result: Result) -> dict[str, float | int | None]:
 
 
 def lines(results: Sequence[Result]) -> str:
-    """Format as "[BENCHMARK] name value", one block per serving, without unknown figures."""
+    """Format as lines "[BENCHMARK] name value", with one block per serving, without unknown figures."""
     blocks = []
     for result in results:
         named = [("swept", value) for value in [load_words(result)] if len(results) > 1]
@@ -105,7 +105,7 @@ def sweep_table(results: Sequence[Result]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Format with at least three digits; None becomes a dash."""
+    """Format with at least three digits. None becomes a dash."""
     if value is None:
         return "-"
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
@@ -113,7 +113,7 @@ def number(value: float | None) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns: the first to the left, the others to the right."""
+    """Align columns: the first column to the left, the others to the right."""
     if not rows:
         return []
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

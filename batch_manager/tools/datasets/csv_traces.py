@@ -18,7 +18,10 @@ NANOSECONDS = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Column names of one format; a file may have more columns. has_clock: times are dates with a time of day."""
+    """Column names of one format. A file may have more columns.
+
+    has_clock   times are dates with a time of day
+    """
 
     time: str
     input_tokens: str
@@ -36,7 +39,7 @@ PLAIN = Columns("arrival_s", "input_tokens", "output_tokens")
 
 
 def header_of(line: str) -> list[str]:
-    """Split a header of CSV into column names."""
+    """Split the header line of a CSV file into column names."""
     return [name.strip() for name in _cells(line)]
 
 
@@ -96,7 +99,7 @@ class CsvRecords:
             expected = "a time as in 2023-11-16 18:15:46.6805900" if self._columns.has_clock else "a number of seconds"
             raise DatasetError(self.place(number), f"{self._columns.time} is {quoted(text)}", f"expected {expected}",
                                FIX_LINE) from None
-        # Times with a clock count from the first line, so earlier times are negative here.
+        # Times with a clock count from the first line and may be negative. `seconds` would refuse negative times.
         return time_s if self._columns.has_clock else seconds(time_s, self.place(number), self._columns.time)
 
 
@@ -109,7 +112,7 @@ def _number(text: str) -> float:
 
 
 def _clock() -> Callable[[str], float]:
-    """Return a function from a date with a time of day to seconds since its first argument, without rounding."""
+    """Return a function that converts dates with a time of day to seconds since the first date, without rounding."""
     first = None
     known: dict[str, int] = {}
 

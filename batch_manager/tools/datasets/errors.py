@@ -8,8 +8,10 @@ FIX_RECORD = "correct or delete the record"
 
 
 class DatasetError(ValueError):
-    """A file or an option is wrong. The message has the position (`FILE:LINE: `), the fact, what is expected and, if
-    there is one, a way out."""
+    """A file or an option is invalid.
+
+    The message has the position (`FILE:LINE: `), the fact, what is expected, and a fix if there is one.
+    """
 
     def __init__(self, place: str, fact: str, expectation: str, way_out: str = "") -> None:
         text = "; ".join(filter(None, (fact, expectation, way_out)))
@@ -17,6 +19,6 @@ class DatasetError(ValueError):
 
 
 def quoted(value: object) -> str:
-    """Format the value as short text on one line."""
+    """Format the value as a short text on one line."""
     text = repr(value) if isinstance(value, str | int | float | bool | None) else f"of type {type(value).__name__}"
     return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}..."

@@ -31,7 +31,12 @@ UNKNOWN = "set the format with --format"
 
 def open_records(source: Source, format: str | None, *, vocab_size: int | None, tokenizer: Any,
                  output_tokens: int | None) -> tuple[str, RecordReader]:
-    """Return the name of the format and its reader. format: None: detect it. Raises DatasetError."""
+    """Return the name of the format and its reader.
+
+    format   name of the format; None: detect it
+
+    Raises DatasetError.
+    """
     if format is not None and format not in FORMATS:
         raise DatasetError("", f"the format is {quoted(format)}", f"expected one of {', '.join(FORMATS)}",
                            "leave it out to detect the format")
@@ -52,7 +57,7 @@ def open_records(source: Source, format: str | None, *, vocab_size: int | None, 
             return "mooncake", MooncakeRecords(source)
         if any(key in row for key in PROMPT_KEYS) or (format and not any(name in row for name in ARRAY_NAMES)):
             return "texts", TextRecords(JsonLines(source), tokenizer, output_tokens)
-        if "timestamp" in row and "requests" not in row:    # a field is missing; the reader reports which
+        if "timestamp" in row and "requests" not in row:    # a field is missing; the reader reports its name
             return "mooncake", MooncakeRecords(source)
     document = JsonDocument(source.name, source.text())
     format = format or _document_format(document)
@@ -73,13 +78,13 @@ def _csv_format(source: Source, line: bytes) -> str:
             return name
     close = [name for name, columns in CSV_COLUMNS.items() if set(columns.names) & set(names)]
     if close:
-        return close[0]    # its reader reports which column is missing
+        return close[0]    # the reader of this format reports which column is missing
     raise DatasetError(f"{source.name}:1", f"the first line is {quoted(line[:200].decode(errors='replace'))}",
                        f"expected the beginning of one of {', '.join(FORMATS)}", UNKNOWN)
 
 
 def _object_of(line: bytes) -> dict[str, Any] | None:
-    """Parse the line as a JSON object; None: it is not a complete one."""
+    """Parse the line as a JSON object. Returns None if it is not a complete object."""
     if not (line.startswith(b"{") and line.endswith(b"}")):
         return None
     try:

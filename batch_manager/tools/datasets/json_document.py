@@ -1,4 +1,4 @@
-"""Read the long array of a JSON file item by item, with line numbers, holding one item at a time."""
+"""Read the long array of a JSON file item by item, with line numbers. Only one parsed item is in memory at a time."""
 
 import json
 import re
@@ -17,8 +17,9 @@ EXPECTATIONS = {"Expecting value": "expected a value",
 
 
 class JsonDocument:
-    """A JSON array, or an object with an array as a member. Comments (`//`, `/* */`) are skipped. Errors are
-    DatasetErrors with line and column.
+    """A JSON array, or an object with an array as a member. Comments (`//`, `/* */`) are skipped.
+
+    Errors are DatasetErrors with line and column.
 
     members   other members of the object; complete after the last item
     """
@@ -36,7 +37,7 @@ class JsonDocument:
         return f"{self.name}:{self._known[1]}"
 
     def items(self, array_names: Collection[str]) -> Iterator[tuple[int, Any]]:
-        """Yield (position, item) of the array or, in an object, of the member with one of these names."""
+        """Yield (position, item) of the array or, in an object, of the array member with one of these names."""
         start = self._skip(0)
         if self._text.startswith("[", start):
             end = yield from self._array(start)
@@ -48,7 +49,7 @@ class JsonDocument:
             raise self._wrong(end, "expected the end of the file")
 
     def _object(self, start: int, array_names: Collection[str]) -> Generator[tuple[int, Any], None, int]:
-        """Yield the items; return the position after the object. `_array` does the same for an array."""
+        """Yield the items and return the position after the object. `_array` does the same for an array."""
         at, found = self._skip(start + 1), False
         while not self._text.startswith("}", at):
             key_at = at

@@ -13,7 +13,10 @@ TOKENS, LENGTHS = "input_ids", ("output_len", "output_tokens")
 
 
 class WorkloadRecords:
-    """The requests of a file of `batch-manager workload`. A RecordReader. vocab_size: None: do not check tokens."""
+    """The requests of a file of `batch-manager workload`. A RecordReader.
+
+    vocab_size   None: do not check tokens
+    """
 
     is_whole = True
 
@@ -42,8 +45,8 @@ class WorkloadRecords:
 class SampleRecords:
     """The samples of a dataset. A RecordReader.
 
-    The file is an array of samples, an object with `metadata` and `samples`, or JSON lines with one sample each. A
-    sample has `input_ids`, `output_len` or `output_tokens`, and optionally `delay`: seconds until the next sample.
+    The file is an array of samples, an object with `metadata` and `samples`, or JSON lines with one sample per line. A
+    sample has `input_ids`, `output_len` or `output_tokens`, and optionally `delay`, the seconds until the next sample.
     `task_id` is ignored.
     """
 

@@ -16,8 +16,8 @@ MILLISECONDS = 1000
 class MooncakeRecords:
     """The rows of one file. A RecordReader.
 
-    An id identifies a block together with all blocks before it in the prompt; the last block may be shorter. Ids beyond
-    the end of the prompt are ignored. A prompt with too few ids shares nothing after its last id.
+    An id identifies a block together with all blocks before it in the prompt. The last block may be shorter. Ids beyond
+    the end of the prompt are ignored. A prompt with too few ids shares no block after its last id.
     """
 
     is_whole = False

@@ -1,4 +1,4 @@
-"""Random tokens for requests with lengths only, and block ids for prompts with tokens."""
+"""Random tokens for requests that have only lengths, and block ids for prompts with tokens."""
 
 from hashlib import blake2b
 
@@ -14,7 +14,7 @@ STREAM_OF_PROMPTS, STREAM_OF_BLOCKS = 2, 3    # ids of random streams
 class PromptMaker:
     """Random prompts, which depend on the seed, the index of the request in its file, and its block ids.
 
-    Blocks with the same id have the same tokens; a shorter last block has the first of them.
+    Blocks with the same id have the same tokens. A shorter last block has the first tokens of the full block.
     """
 
     def __init__(self, seed: int, vocab_size: int) -> None:
@@ -35,7 +35,10 @@ class PromptMaker:
 
 
 class BlockIds:
-    """Block ids for prompts. Two blocks have the same id if all tokens from the beginning to their end are equal."""
+    """Block ids for prompts.
+
+    Two blocks have the same id if all tokens from the beginning of the prompt to the end of the block are equal.
+    """
 
     def __init__(self) -> None:
         self._known: dict[bytes, int] = {}

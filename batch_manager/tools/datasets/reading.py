@@ -1,4 +1,4 @@
-"""Read a file of requests: lengths one by one, or a workload with its prompts."""
+"""Read a file of requests, either as lengths one by one, or as a workload with its prompts."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from .source import Source
 SAMPLING = "greedy, ignore EOS, exactly max_tokens"
 BYTES_PER_TOKEN = 40       # in a list of Python integers
 SHARE_OF_MEMORY = 0.5      # the rest is for the output and the engine
-FILES_OWN = ("seed", "vocab", "mode", "rate", "sampling")    # kept from a workload file
+FILES_OWN = ("seed", "vocab", "mode", "rate", "sampling")    # fields kept from a workload file
 COMPUTED = ("seed", "vocab", "mode", "rate", "n", "prompt_tokens", "output_tokens", "prompt_len", "output_len",
             "sampling")
 
@@ -26,7 +26,7 @@ COMPUTED = ("seed", "vocab", "mode", "rate", "n", "prompt_tokens", "output_token
 def read_arrivals(path: str | os.PathLike, selection: Selection | None = None, *, format: str | None = None,
                   tokenizer: Any = None, output_tokens: int | None = None,
                   report: ReadReport | None = None) -> Iterator[Arrival]:
-    """Yield the requests of a file as lengths, in the order of arrival, the first at 0.
+    """Yield the requests of a file as lengths, in the order of arrival. The first arrives at 0.
 
     Memory: one line at a time for a trace (CSV, JSON lines), the whole text for a JSON file. Prompts with tokens get
     block ids, which show shared prefixes.
@@ -34,7 +34,7 @@ def read_arrivals(path: str | os.PathLike, selection: Selection | None = None, *
     selection       which requests to replay, and when; None: all, as recorded
     format          one of `FORMATS`; None: detect it
     tokenizer       for texts: a folder of a model, a .gguf file, or a tokenizer
-    output_tokens   output length of texts that do not specify one
+    output_tokens   output length of texts that do not specify a length
     report          counts of kept and changed requests are added to it
 
     Raises DatasetError with the position during iteration, also if the file does not exist.
@@ -63,8 +63,8 @@ def read_workload(path: str | os.PathLike, selection: Selection | None = None, *
     """Read a file as a workload in the form of `make_workload`, with `source`: file, format and changes.
 
     A workload file is returned unchanged unless the selection changes something. Prompts of traces are random tokens
-    that depend on the seed of the selection; prompts that share block ids share those tokens. A slice has the same
-    prompts as the whole file. All prompts are in memory at once, at about 40 bytes per token.
+    that depend on the seed of the selection. Prompts that share block ids share the tokens of these blocks. A slice has
+    the same prompts as the whole file. All prompts are in memory at once, at about 40 bytes per token.
 
     vocab_size   vocabulary size of the model. See `read_arrivals` for the other parameters
 
@@ -98,7 +98,7 @@ def read_workload(path: str | os.PathLike, selection: Selection | None = None, *
 
 
 def summarised(requests: Sequence[dict[str, Any]], *, seed: int, vocab_size: int) -> dict[str, Any]:
-    """Return the description of a workload. The rate is the mean rate; 0: all requests arrive at once."""
+    """Return the description of a workload. The rate is the mean rate; 0 means that all requests arrive at once."""
     prompt_lengths = np.array([len(request["prompt"]) for request in requests])
     output_lengths = np.array([request["max_tokens"] for request in requests])
     duration = max(request["arrival_s"] for request in requests)
@@ -121,7 +121,7 @@ def length_summary(lengths: np.ndarray) -> dict[str, float]:
 
 
 def _check_memory(num_tokens: int, place: str) -> None:
-    """Raises DatasetError for prompts that would fill the machine's memory."""
+    """Raise DatasetError for prompts that would fill the machine's memory."""
     needed, memory = num_tokens * BYTES_PER_TOKEN, memory_bytes()
     if needed > memory * SHARE_OF_MEMORY:
         raise DatasetError(place, f"the prompts up to here have {num_tokens} tokens, about {needed / 2**30:.0f} GiB",

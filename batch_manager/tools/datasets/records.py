@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from .errors import FIX_LINE, FIX_RECORD, DatasetError, quoted
 
-MOST_TOKENS = 2**31 - 1    # of a prompt or an output; a larger number is an error
+MOST_TOKENS = 2**31 - 1    # of a prompt or an output; a larger number is refused
 MOST_SECONDS = 1e10        # 300 years
 
 
@@ -18,9 +18,9 @@ class Record:
     position        argument for the reader's `place`
     number          index of the record in the file
     time_s          seconds, from an arbitrary zero; None: the file has no times
-    input_tokens, output_tokens   0 in a trace: the request failed
+    input_tokens, output_tokens   numbers of tokens; 0 in a trace: the request failed
     prefix_ids      ids of the prompt's blocks, as in `Arrival`
-    prompt          the tokens; None: the file has none
+    prompt          tokens of the prompt; None: the file has no tokens
     own             the request in a workload file, including keys unknown to this package
     """
 
@@ -37,7 +37,7 @@ class Record:
 class RecordReader(Protocol):
     """An iterable over the records of one open file, for one pass.
 
-    is_whole   the whole file is read first, so records may be in any order
+    is_whole   the whole file is read first, so that records may be in any order
     members    other contents of the file; complete after the last record
     """
 
@@ -45,7 +45,7 @@ class RecordReader(Protocol):
     members: dict[str, Any]
 
     def __iter__(self) -> Iterator[Record]:
-        """Yield the records. Raises DatasetError at the first invalid one."""
+        """Yield the records. Raises DatasetError at the first invalid record."""
 
     def place(self, position: int) -> str:
         """Return `FILE:LINE` of a record."""
@@ -68,7 +68,7 @@ def seconds(value: Any, place: str, name: str) -> float:
 
 
 def tokens_of(value: Any, place: str, name: str, vocab_size: int | None) -> list[int]:
-    """Check token ids and return them. vocab_size: None: unknown. Raises DatasetError."""
+    """Check token ids and return them. `vocab_size` is None if it is unknown. Raises DatasetError."""
     if type(value) is not list or not value:
         raise DatasetError(place, f"{name} is {'empty' if value == [] else quoted(value)}",
                            "expected a list of at least one token id", FIX_RECORD)

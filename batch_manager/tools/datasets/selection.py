@@ -14,7 +14,7 @@ from .records import Record, RecordReader
 
 LONGER = ("clip", "drop")
 DELAYS = ("exponential", "constant")
-STREAM_OF_DELAYS = 1    # id of a random stream; the prompts use others
+STREAM_OF_DELAYS = 1    # id of a random stream; the prompts use other streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,14 @@ class Selection:
     time_scale          factor of the recorded times: 0.5 is twice as fast as recorded
     first               number of requests to skip at the beginning
     count               most requests to take; None: all
-    max_input_tokens    most tokens of a prompt; None: any. A truncated prompt keeps its beginning, so truncation raises
-                        the shared fraction of prompts
-    max_output_tokens   most tokens of an output; None: any
-    longer              "clip": truncate longer ones; "drop": leave the request out, and do not count it
+    max_input_tokens    most tokens of a prompt; None: no limit. A truncated prompt keeps its beginning, so truncation
+                        raises the shared fraction of prompts
+    max_output_tokens   most tokens of an output; None: no limit
+    longer              "clip": truncate prompts and outputs above the limits; "drop": leave the request out, and do not
+                        count it
     sort                sort by arrival, which holds all requests in memory. Without it, traces with decreasing times
                         are refused; JSON files are always read as a whole and sorted
-    request_rate        requests/s, instead of the recorded times; 0: all at once; None: as recorded, or all at once if
+    request_rate        requests/s, replacing the recorded times; 0: all at once; None: as recorded, or all at once if
                         the file has no times
     delays              times between requests: "exponential" (a Poisson process) or "constant"
     seed                seed of the delays and of random prompts
@@ -73,9 +74,9 @@ class Selection:
 
 @dataclass(slots=True)
 class ReadReport:
-    """Counts of a file's requests: kept, left out and truncated. Complete after the last one.
+    """Counts of a file's requests: kept, left out and truncated. Complete after the last request.
 
-    empty   left out because prompt or output has no tokens, as for failed requests of a trace
+    empty   requests left out because the prompt or the output has no tokens, as for failed requests of a trace
     """
 
     format: str = ""
@@ -95,7 +96,7 @@ class ReadReport:
 
 
 def select(reader: RecordReader, selection: Selection, report: ReadReport) -> Iterator[Record]:
-    """Yield the selected records by time. Times count from the first one and are never None.
+    """Yield the selected records by time. Times count from the first record and are never None.
 
     Raises DatasetError for decreasing times, and if no record is left.
     """
@@ -136,7 +137,7 @@ def _in_order(records: Iterator[Record], reader: RecordReader) -> Iterator[Recor
 
 
 def _fits(record: Record, selection: Selection, report: ReadReport) -> bool:
-    """Return whether to keep the record. Truncates it to the limits if the selection says so."""
+    """Return whether to keep the record. Truncates the record to the limits if the selection says so."""
     if not record.input_tokens or not record.output_tokens:
         report.empty += 1
         return False
@@ -158,7 +159,7 @@ def _fits(record: Record, selection: Selection, report: ReadReport) -> bool:
 
 
 def _times(selection: Selection) -> Callable[[float | None], float]:
-    """Return a function from recorded times to times of the replay, to be called in order."""
+    """Return a function from recorded times to times of the replay. It must be called in the order of the records."""
     start: float | None = None
     now = 0.0
     rate = selection.request_rate

@@ -1,4 +1,4 @@
-"""Open a file of requests: peek at its first line, then read its lines or its whole text."""
+"""Open a file of requests, peek at its first line, and read its lines or its whole text."""
 
 import gzip
 import io
@@ -20,7 +20,7 @@ class Source:
     """A file or a pipe, compressed with gzip or not, or one of `SAMPLES`. A context manager. Raises DatasetError.
 
     name         name in messages
-    first_line   the first non-blank line, at most `LONGEST_LOOK` bytes; empty: none
+    first_line   the first non-blank line, at most `LONGEST_LOOK` bytes; empty if all lines are blank
     """
 
     def __init__(self, path: str | os.PathLike) -> None:

@@ -1,6 +1,6 @@
 """Synthetic traces: bursts, long-tailed lengths, and prompts with shared prefixes.
 
-They use Python's own generator, so that a seed gives the same trace with every version of the libraries.
+The traces use Python's own generator, so that a seed gives the same trace with every version of the libraries.
 """
 
 import math
@@ -16,7 +16,8 @@ class TraceShape:
     """Parameters of a trace of independent requests.
 
     request_rate   mean requests/s
-    burstiness     standard deviation of the times between requests over their mean; 1: a Poisson process; more: bursts
+    burstiness     standard deviation of the times between requests over their mean; 1: a Poisson process; above 1:
+                   bursts
     input_*, output_*   log-normal lengths in tokens, at least 1
     """
 
@@ -32,13 +33,13 @@ class TraceShape:
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
-    """Parameters of conversations. A request continues an open conversation or begins a new one.
+    """Parameters of conversations. A request continues an open conversation or begins a new conversation.
 
     continued        share of the requests that continue a conversation
-    open_at_most     number of conversations that can be continued: the newest ones
+    open_at_most     number of conversations that can be continued; these are the newest conversations
     system_tokens    lengths of the system prompts; each is half as frequent as the previous one
     turn_median, turn_sigma   log-normal lengths of user turns, in tokens
-    longest          most tokens of a prompt; a conversation ends before it exceeds them
+    longest          most tokens of a prompt; a conversation ends before its prompt exceeds this number
     """
 
     continued: float = 0.6
@@ -59,15 +60,21 @@ def sample_arrivals(count: int, seed: int, shape: TraceShape) -> Iterator[Arriva
 
 @dataclass(slots=True)
 class _Conversation:
-    """num_tokens: of all turns so far, including answers. full_ids: ids of the full blocks of the last prompt."""
+    """An open conversation.
+
+    num_tokens   tokens of all turns so far, including answers
+    full_ids     ids of the full blocks of the last prompt
+    """
 
     num_tokens: int
     full_ids: list[int] = field(default_factory=list)
 
 
 def sample_conversations(count: int, seed: int, shape: TraceShape, chat: ChatShape) -> Iterator[Arrival]:
-    """Yield turns of conversations with a few system prompts, with block ids. A prompt is the system prompt and all
-    turns so far; the input lengths of `shape` are not used."""
+    """Yield turns of conversations that share a few system prompts, with block ids.
+
+    A prompt is the system prompt and all turns so far. The input lengths of `shape` are not used.
+    """
     random = Random(f"conversations {seed}")
     next_id = 0
     systems = [_Conversation(tokens) for tokens in chat.system_tokens]

@@ -1,4 +1,4 @@
-"""Format traces and datasets as text, and write files whole or not at all."""
+"""Format traces and datasets as text, and write either a whole file or no file."""
 
 import json
 import os
@@ -16,11 +16,14 @@ from .mooncake import MILLISECONDS
 
 STDOUT = "-"
 FIRST_ARRIVAL = datetime(2026, 1, 1)
-TICKS = 10**7    # of 100 ns per second, the resolution of Azure's times
+TICKS = 10**7    # per second; a tick of 100 ns is the resolution of Azure's times
 
 
 def azure_lines(arrivals: Iterable[Arrival]) -> Iterator[str]:
-    """Yield CSV in Azure's format, from an arbitrary date on. Times are rounded to 100 ns; block ids are left out."""
+    """Yield CSV in Azure's format, starting at an arbitrary date.
+
+    Times are rounded to 100 ns. Block ids are left out.
+    """
     yield ",".join(AZURE.names) + "\n"
     for arrival in arrivals:
         seconds, ticks = divmod(round(arrival.arrival_s * TICKS), TICKS)
@@ -38,7 +41,7 @@ def mooncake_lines(arrivals: Iterable[Arrival]) -> Iterator[str]:
 
 
 def csv_lines(arrivals: Iterable[Arrival]) -> Iterator[str]:
-    """Yield CSV with times in full precision; block ids are left out."""
+    """Yield CSV with times in full precision. Block ids are left out."""
     yield ",".join(PLAIN.names) + "\n"
     for arrival in arrivals:
         yield f"{arrival.arrival_s!r},{arrival.input_tokens},{arrival.output_tokens}\n"
@@ -48,7 +51,10 @@ TRACE_LINES = {"azure": azure_lines, "mooncake": mooncake_lines, "csv": csv_line
 
 
 def dataset_text(workload: dict[str, Any], name: str) -> str:
-    """Format the workload as a dataset of gptManagerBenchmark: metadata, and samples with the delay to the next one."""
+    """Format the workload as a dataset of gptManagerBenchmark.
+
+    The dataset has metadata, and samples with the delay to the next sample.
+    """
     requests = sorted(workload["requests"], key=lambda request: request["arrival_s"])
     times = [request["arrival_s"] for request in requests]
     delays = [after - before for before, after in zip(times, times[1:])] + [0.0]
@@ -63,10 +69,10 @@ def dataset_text(workload: dict[str, Any], name: str) -> str:
 
 
 def write_file(path: str | os.PathLike, pieces: Iterable[str]) -> None:
-    """Write a file. An existing file is replaced once all pieces are written. "-" is the standard output.
+    """Write a file. An existing file is replaced after all pieces are written. "-" is the standard output.
 
     Raises DatasetError if the file cannot be written, BrokenPipeError if the reader of the standard output is gone, and
-    the errors of the iterator; an existing file is then unchanged.
+    the errors of the iterator. After an error an existing file is unchanged.
     """
     try:
         if os.fspath(path) == STDOUT:

@@ -1,4 +1,4 @@
-"""Colours of the kinds of spans, for light and dark pages. Every picture uses the same ones."""
+"""Colours of the kinds of spans, for light and dark pages. Every picture uses the same colours."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ WAITING = Colour("#e3e6ea", "#3a424b")
 QUEUED = Colour("#f4f5f7", "#262c33")
 ENDED = Colour("#14202b", "#f2f5f8")
 
-# Pale tints like that of WAITING: a waiting request must not look like a running one.
+# Pale tints like the colour of WAITING, so that a waiting request does not look like a running request.
 WAITING_FOR: dict[str, Colour] = {
     waiting.BATCH_SIZE: Colour("#cfd5dc", "#4b5560"),
     waiting.BATCH_RUNS: Colour("#e4dcc3", "#575039"),
@@ -33,5 +33,5 @@ WAITING_FOR: dict[str, Colour] = {
 
 
 def of_waiting(reason: str) -> Colour:
-    """Return the tint of a reason. Reasons of custom schedulers get that of WAITING."""
+    """Return the tint of a reason. Reasons of custom schedulers get the colour of WAITING."""
     return WAITING_FOR.get(reason, WAITING)

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--{name}: {why}")
     try:
         text = _draw(options)
-        # A picture on the standard output (--svg -) must be alone there.
+        # A picture on the standard output (--svg -) must be its only content.
         if any(path == STANDARD_OUTPUT or path.exists() and not path.is_file() for path in _outputs(options).values()):
             print(text, file=sys.stderr)
         else:
@@ -101,13 +101,15 @@ def _outputs(options: argparse.Namespace) -> dict[str, Path]:
 
 
 def _draw(options: argparse.Namespace) -> str:
-    """Write the requested files. Return what to print: a description of the demonstration, the picture as text, and
-    the names of the files."""
+    """Write the requested files, and return the text to print.
+
+    The text has a description of the demonstration, the picture as text, and the names of the files.
+    """
     _refuse_one_name_for_two(options)
     outputs = _outputs(options)
     shows_text = options.text or not outputs
     with OutputFiles(source=options.trace) as files:
-        # Opened before the trace is read, so that a file that cannot be written is reported at once.
+        # The files are opened before the trace is read, so that a file that cannot be written is reported at once.
         opened = {name: files.open(path, "wb") for name, path in outputs.items()}
         small = SmallRun(FOR_SVG if options.svg else FOR_TEXT) if options.svg or shows_text else None
         timeline = Timeline() if options.html else None
@@ -149,7 +151,7 @@ def _title(options: argparse.Namespace) -> str:
 
 
 def _demo(options: argparse.Namespace) -> tuple[list[str], list[IterationTrace]]:
-    """Run the demonstration. Return (lines that describe it, its trace)."""
+    """Run the demonstration, and return (lines that describe it, its trace)."""
     for name, most in MOST_OF_DEMO.items():
         if not 1 <= (value := getattr(options, name)) <= most:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}", f"expected 1 to {most:,}")

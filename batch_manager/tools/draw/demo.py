@@ -1,4 +1,4 @@
-"""The demonstration: the real scheduler and KV cache accounting with a scripted model. No weights, no torch."""
+"""The demonstration: the real scheduler and KV cache accounting with a scripted model, without weights and torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class DemoRequest:
 
 
 def parse_requests(text: str) -> list[DemoRequest]:
-    """`PROMPT+OUTPUT[@ITERATION]`, separated by commas: `20+12,8+30@4`."""
+    """Parse requests of the form `PROMPT+OUTPUT[@ITERATION]`, separated by commas, such as `20+12,8+30@4`."""
     requests = []
     for item in text.split(","):
         lengths, _, iteration = item.strip().partition("@")
@@ -42,7 +42,7 @@ def parse_requests(text: str) -> list[DemoRequest]:
 
 def run_demo(requests: Sequence[DemoRequest], params: TrtGptModelOptionalParams, policy: SchedulerPolicy,
              num_blocks: int, say: Callable[[str], None] = lambda text: None) -> list[IterationTrace]:
-    """Run requests, numbered from 1, with a scripted model. Return the trace.
+    """Run requests, numbered from 1, with a scripted model, and return the trace.
 
     say   called with the error of each refused request
 
@@ -52,12 +52,14 @@ def run_demo(requests: Sequence[DemoRequest], params: TrtGptModelOptionalParams,
     waiting = sorted(enumerate(requests, 1), key=lambda pair: pair[1].iteration)
 
     def get(max_num_requests: int) -> list[InferenceRequest]:
-        """Return the requests that are due. Iterations are not counted while the engine is idle, so the next request
-        is due at once then."""
+        """Return the requests that are due.
+
+        While the engine is idle, iterations are not counted. The next request is then due at once.
+        """
         items = []
         while waiting and len(items) < max_num_requests:
             request_id, request = waiting[0]
-            unanswered = loop.unanswered          # loop.is_empty is False during a call of get
+            unanswered = loop.unanswered          # loop.is_empty cannot be used: it is False during a call of get
             is_idle = not (items or unanswered.alive or unanswered.refusals or unanswered.undecided)
             if request.iteration > loop.iteration and not is_idle:
                 break

@@ -1,4 +1,4 @@
-"""A run as one HTML file, without network and libraries. Its scripts are in page/."""
+"""A run as one HTML file that needs no network and no libraries. Its scripts are in page/."""
 
 from html import escape
 from importlib.resources import files
@@ -9,7 +9,7 @@ from . import colours
 from .packing import pack
 from .timeline import Kind, Timeline
 
-# In order of dependency.
+# The scripts in order of dependency.
 SCRIPTS = ("unpack.js", "axis.js", "spans.js", "tiles.js", "rows.js", "counters.js", "details.js", "view.js", "main.js")
 COLOURS = {CONTEXT: colours.CONTEXT, GENERATION: colours.GENERATION, PAUSED: colours.PAUSED, QUEUED: colours.QUEUED}
 
@@ -26,7 +26,7 @@ def write_html(timeline: Timeline, file: IO[bytes], *, title: str) -> None:
         "STYLE": (page / "view.css").read_text(encoding="utf-8"),
         "SCRIPT": "\n".join((page / name).read_text(encoding="utf-8") for name in SCRIPTS),
     }
-    # Inserted text is not searched again: a title may contain the name of a part.
+    # Inserted text is not searched again, because a title may contain the name of a part.
     before, _, after = (page / "view.html").read_text(encoding="utf-8").partition("{{DATA}}")
     file.write(_filled(before, parts).encode())
     file.write(pack(timeline, about))

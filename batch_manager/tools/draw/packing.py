@@ -1,9 +1,10 @@
 """A timeline as bytes for a page, and back. page/unpack.js reads the same format.
 
-The bytes are the base64 encoding of a zlib stream. The stream holds the length of the header in four bytes, little
-endian; the header as JSON, with the name and the length of each column; and the columns. A column is delta encoded from
-0, then zigzag encoded (0, -1, 1, -2, ... become 0, 1, 2, 3, ...), then written as varints: groups of seven bits, lowest
-first, whose eighth bit is set if another group follows.
+The bytes are the base64 encoding of a zlib stream. The stream has the length of the header in four bytes, little
+endian, then the header as JSON, with the name and the length of each column, and then the columns.
+
+A column is delta encoded from 0, then zigzag encoded (0, -1, 1, -2, ... become 0, 1, 2, 3, ...), then written as
+varints. A varint is groups of seven bits, lowest first. The eighth bit of a group is set if another group follows.
 """
 
 import base64
@@ -15,7 +16,7 @@ import orjson
 from .timeline import Timeline
 
 COMPRESSION = 6
-LARGEST = 2**53 - 1              # integers beyond it are not exact in a browser
+LARGEST = 2**53 - 1              # larger integers are not exact in a browser
 
 
 def pack(timeline: Timeline, about: dict) -> bytes:
@@ -33,7 +34,7 @@ def pack(timeline: Timeline, about: dict) -> bytes:
 
 
 def unpack(packed: bytes) -> tuple[dict, dict[str, list[int]]]:
-    """Return the header, and name -> values of each column."""
+    """Return the header, and a dictionary of column name -> values."""
     content = zlib.decompress(base64.b64decode(packed))
     begin = 4 + int.from_bytes(content[:4], "little")
     header = orjson.loads(content[4:begin])

@@ -16,7 +16,7 @@ class Cell:
     """One request in one iteration.
 
     kind     ABSENT, WAITING, CONTEXT, GENERATION or PAUSED
-    tokens   computed in this iteration
+    tokens   tokens computed in this iteration
     ended    the request ended in this iteration
     """
 
@@ -30,10 +30,11 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Iterations x requests. `rows[i][j]` is what `request_ids[j]` did in `iterations[i]`.
+    """A table of iterations x requests. `rows[i][j]` is what `request_ids[j]` did in `iterations[i]`.
 
-    A request is WAITING in every iteration between its arrival, or its first step if the arrival is not in the trace,
-    and its end in which it does nothing else. An id that is used again starts a second life in the same column.
+    A request is WAITING in every iteration between its arrival and its end in which it has no other kind. If the
+    arrival is not in the trace, the first step takes its role. An id that is used again starts a second life in the
+    same column.
     """
 
     iterations: list[int]
@@ -66,7 +67,10 @@ class Picture:
         return [[row[j] for row in self.rows] for j in range(len(self.request_ids))]
 
     def folds(self) -> list[tuple[int, int]]:
-        """Return (first row, rows) of each run of equal rows. Rows of runs below SHORTEST_FOLD come one by one."""
+        """Return (first row, number of rows) of each run of equal rows.
+
+        Rows of runs shorter than SHORTEST_FOLD are returned one by one.
+        """
         folds = []
         for _, run in groupby(range(len(self.rows)), key=lambda i: self.rows[i]):
             indices = list(run)
@@ -78,5 +82,5 @@ class Picture:
 
 
 def span_of_iterations(iterations: list[int], start: int, count: int) -> str:
-    """Return the numbers of `count` iterations from index `start` as text: "7" or "7-20"."""
+    """Return the numbers of `count` iterations from index `start` as text, such as "7" or "7-20"."""
     return str(iterations[start]) if count == 1 else f"{iterations[start]}-{iterations[start + count - 1]}"

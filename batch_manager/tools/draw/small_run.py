@@ -7,7 +7,7 @@ from ...stats.trace import IterationTrace
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Largest run that one kind of picture shows."""
+    """The largest run that one kind of picture shows."""
 
     name: str
     iterations: int
@@ -18,7 +18,7 @@ class Bounds:
 
 
 FOR_SVG = Bounds("an SVG", 2_000, 200)        # cells of larger runs are thinner than a pixel
-FOR_TEXT = Bounds("text", 5_000, 500)         # larger runs take too much scrolling
+FOR_TEXT = Bounds("text", 5_000, 500)         # larger runs need too much scrolling
 
 
 class SmallRun:

@@ -1,4 +1,4 @@
-"""A run as spans and counters. Its size grows with the changes, not with requests times iterations."""
+"""A run as spans and counters. Its size grows with the number of changes, not with requests times iterations."""
 
 from array import array
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ COUNTERS = ("live_blocks", "cached_blocks", "free_blocks", "queued_requests", "c
 class Row:
     """One life of a request. Iterations are indices into the trace: 0, 1, 2, ...
 
-    starts       first iteration of each span; a span ends where the next one begins
+    starts       first iteration of each span; a span ends where the next span begins
     kinds        index into `Timeline.kinds` of each span
     chunks       first position and tokens of each context span, flat, in order
-    end          iteration after the last one
-    has_ended    False: the trace ends first
+    end          iteration after the last iteration of the row
+    has_ended    False: the trace ends before the request
     """
 
     request_id: int
@@ -37,14 +37,14 @@ class Row:
 class Timeline:
     """A trace as columns, appended iteration by iteration.
 
-    rows         in order of arrival; an id that is used again has another row
+    rows         rows in order of arrival; an id that is used again has another row
     kinds        kinds of the spans, by index
     numbers      iteration numbers of the trace
-    begin_us     start of each iteration, in microseconds since the first one; never falls
+    begin_us     start of each iteration, in microseconds since the start of the first iteration; never falls
     counters     name -> a value per iteration
-    phases_us    phase -> a duration per iteration, 0 if the phase did not run
+    phases_us    phase -> a duration per iteration in microseconds, 0 if the phase did not run
 
-    Each context chunk is a span of its own. A request whose step is still in flight continues its span.
+    Each context chunk is a separate span. A request whose step is still in flight continues its span.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -61,12 +61,12 @@ class Timeline:
 
     @property
     def end_us(self) -> int:
-        """End of the phases of the last iteration."""
+        """End of the phases of the last iteration, in microseconds."""
         return self._last_us + sum(values[-1] for values in self.phases_us.values())
 
     @property
     def tokens(self) -> int:
-        """Computed tokens: those of contexts, and one for each generating request."""
+        """Number of computed tokens: the tokens of contexts, and one token for each generating request."""
         return sum(self.counters["context_tokens"]) + sum(self.counters["generation_tokens"])
 
     def append(self, iteration: IterationTrace) -> None:
@@ -87,7 +87,7 @@ class Timeline:
                 row.end, row.has_ended = index + 1, True
 
     def close(self) -> None:
-        """End the live rows where the trace ends. Call after the last iteration."""
+        """End the live rows at the end of the trace. Call this method after the last iteration."""
         for row in self._alive.values():
             row.end = len(self.numbers)
 
@@ -115,7 +115,7 @@ class Timeline:
         return code
 
     def _begin(self, kind: Kind, ids: Sequence[int], index: int, *, may_be_older: bool = True) -> None:
-        """Begin a span of this kind for the requests that are not in one."""
+        """Begin a span of this kind for the requests that are not in a span of this kind."""
         if not ids:
             return
         code = self._code(kind)
@@ -135,7 +135,7 @@ class Timeline:
             self.rows.append(row)
         else:
             self._doing[row.kinds[-1]].discard(request_id)
-            if row.starts[-1] == index:                  # a second entry in an iteration replaces the first
+            if row.starts[-1] == index:                  # a second span that begins in an iteration replaces the first
                 row.starts.pop()
                 if self.kinds[row.kinds.pop()][0] == CONTEXT:
                     del row.chunks[-2:]

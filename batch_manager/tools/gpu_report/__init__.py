@@ -1,7 +1,7 @@
-"""One program that says how this package does on the GPU at hand: `python -m batch_manager.tools.gpu_report --help`.
+"""One program that measures this package on the GPU at hand: `python -m batch_manager.tools.gpu_report --help`.
 
-Owns     the goals, the measurements of each, and the files that hold the results
-Not      what is measured: kernels are called through their launchers, engines through GptManager
+Owns     the goals, the measurements of each goal, and the files of the results
+Not      the measured code: kernels are called through their launchers, engines through GptManager
 Yours    a new section is one file with `run(bench) -> Iterator[Record]` and a row in sections.py; a new goal is a row
          in goals.py
 """

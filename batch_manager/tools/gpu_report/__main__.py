@@ -5,10 +5,10 @@
     python -m batch_manager.tools.gpu_report --out FOLDER --peers FOLDER       compare with the peers in the folder
     TRITON_INTERPRET=1 python -m batch_manager.tools.gpu_report --out FOLDER --dry-run   everything, on a CPU
 
-The report compares every kernel with its oracle by value, times copying, reading and multiplying, and then measures the
-goals. Each goal is a ratio of two numbers of the same run. FOLDER/gpu_report.jsonl gets one JSON object per case of a
-goal, as soon as it is measured; FOLDER/gpu_report.md is the same as a table. Both list cases that were not reached,
-with the reason.
+The report compares the results of every kernel with its oracle, times copying, reading and multiplying, and then
+measures the goals. Each goal is a ratio of two numbers of the same run. FOLDER/gpu_report.jsonl gets one JSON object
+per case of a goal, as soon as the case is measured. FOLDER/gpu_report.md has the same cases as a table. Both list the
+cases that were not reached, with the reason.
 
 The folder of peers may contain `attention.py` (another attention kernel; see attention_peer.py) and results of other
 engines for FOLDER/headline.json, in the format of batch_manager.tools.benchmark.
@@ -35,7 +35,7 @@ from .goals import GOALS, family
 
 LINES, TABLE = "gpu_report.jsonl", "gpu_report.md"
 PACKAGES = ("torch", "triton", "transformers", "numpy")
-HARD_STOP_SECONDS = 60.0       # after the time limit: the device hangs, or a section ignores its deadline
+HARD_STOP_SECONDS = 60.0       # after the time limit, in case the device hangs or a section ignores its deadline
 
 
 def run(bench: Any, minutes: float) -> Iterator[Any]:
@@ -82,7 +82,7 @@ def run(bench: Any, minutes: float) -> Iterator[Any]:
 
 
 def without_judgement(record: Any, wrong: list[str]) -> Any:
-    """Return the record, without a judgement if kernels are wrong, because a wrong kernel may be fast."""
+    """Return the record, unjudged if kernels are wrong, because a wrong kernel may be fast."""
     if not wrong:
         return record
     return dataclasses.replace(record, judged=False, note=f"wrong kernels: {', '.join(wrong)}; {record.note}")

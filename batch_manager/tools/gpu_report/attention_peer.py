@@ -2,14 +2,14 @@
 
 The file is a Python module that wraps a library. It defines
 
-    NAME                                                                  its name in the report
+    NAME                                                                  name of the kernel in the report
     decode(query, kv_pool, block_table, kv_lengths, scale) -> tensor
     context(query, kv_pool, block_table, cu_seqlens, kv_lengths, scale) -> tensor, causal
 
 with the shapes of `triton_kernels.paged_attention_decode` and `_context`. Queries are already rotated, and the newest
-keys and values are already in the pool, so a peer does less work than the kernel here. If a peer needs another layout,
-it converts the pool in the first call and caches the result. The functions run during graph capture. Their results are
-checked first.
+keys and values are already in the pool. A peer therefore does less work than the kernel here. If a peer needs another
+layout, it converts the pool in the first call and caches the result. The functions run during graph capture. Their
+results are checked first.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ FILE = "attention.py"
 
 
 class AttentionPeer:
-    """The module of the folder, called with the arguments of the kernels here."""
+    """Calls the peer's module with the arguments of the kernels here."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self.name = module, str(module.NAME)
@@ -42,7 +42,7 @@ class AttentionPeer:
 
 
 def attention_peer(folder: Path | None) -> AttentionPeer | None:
-    """Load the peer of the folder; None: there is none. Raises the errors of the module."""
+    """Load the peer of the folder. Returns None if there is no peer. Raises the errors of the module."""
     if folder is None or not (folder / FILE).exists():
         return None
     spec = importlib.util.spec_from_file_location("batch_manager_attention_peer", folder / FILE)

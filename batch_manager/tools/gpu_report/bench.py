@@ -24,7 +24,7 @@ class Bench:
     peers        folder with another attention kernel, or results of other engines, to compare with; None: no comparison
     goals        goals to measure; empty: all
     copy_bytes_s, read_bytes_s, matmul_flop_s   rates of the device, from the section denominators
-    deadline     of the current section, in seconds of time.monotonic()
+    deadline     deadline of the current section, in seconds of time.monotonic()
     """
 
     clock: GpuClock | DryClock
@@ -44,7 +44,7 @@ class Bench:
 
     @property
     def allowed_error(self) -> float:
-        """Largest relative error of a kernel's result: rounding, with a margin."""
+        """Largest relative error of a kernel's result that is allowed: the rounding error, with a margin."""
         return 1e-2 if self.dtype == torch.bfloat16 else 1e-4
 
     @property
@@ -52,11 +52,11 @@ class Bench:
         return self.clock.device
 
     def pick(self, real: Any, dry: Any) -> Any:
-        """Return the size for a GPU, or that for a dry run."""
+        """Return `dry` in a dry run, otherwise `real`."""
         return dry if self.is_dry else real
 
     def wants(self, *names: str) -> bool:
-        """Return whether one of these goals is to be measured."""
+        """Return whether any of these goals is to be measured."""
         return not self.goals or any(name in self.goals for name in names)
 
     @property
@@ -75,7 +75,7 @@ class Bench:
         return torch.Generator(self.device).manual_seed(self._seed)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return normal random numbers, new ones in each call."""
+        """Return normal random numbers. Each call returns new numbers."""
         values = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return values.normal_(generator=self.generator())
 
@@ -84,7 +84,7 @@ class Bench:
         return torch.randint(low, high, shape, dtype=dtype, device=self.device, generator=self.generator())
 
     def poisoned(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return NaN everywhere, which reveals entries that a kernel does not write."""
+        """Return a tensor of NaN, which reveals entries that a kernel does not write."""
         return torch.full(shape, torch.nan, dtype=dtype or self.dtype, device=self.device)
 
     def tensor(self, values: Any, dtype: torch.dtype) -> torch.Tensor:

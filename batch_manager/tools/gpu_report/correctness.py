@@ -1,8 +1,8 @@
 """Compare every kernel with its oracle, in the dtype of the engines, before anything is timed.
 
 Inputs are random, outputs are filled with NaN, and the oracle computes in float64 on the same inputs. For tokens, masks
-and random numbers the error is the fraction that differs; for all others it is the relative norm. Errors must stay
-within `Bench.allowed_error`.
+and random numbers, the error is the fraction of values that differ. For all other results, it is the relative norm of
+the difference. Errors must stay within `Bench.allowed_error`.
 """
 
 import importlib
@@ -55,7 +55,10 @@ def error_of(bench: Bench, name: str, *args: Any, oracle_as_is: bool = False, **
 
 
 def difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return the relative norm or, for integers and flags, the fraction that differs. Infinities must be equal."""
+    """Return the relative norm or, for integers and flags, the fraction of values that differ.
+
+    Infinities must be equal.
+    """
     if not mine.is_floating_point():
         return float((mine != theirs).double().mean())
     infinite = theirs.isinf()
@@ -183,7 +186,7 @@ def _philox(bench: Bench) -> float:
 
 
 def _histories(bench: Bench) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
-    """(rows, logits [rows, V] float32, [history, history_row, length])"""
+    """Return (rows, logits [rows, V] float32, [history, history_row, length])."""
     rows, vocabulary, longest = bench.pick((8, 32000, 2048), (2, 40, 24))
     history = bench.integers(0, min(vocabulary, 200), rows + 2, longest)
     order = bench.tensor(np.arange(rows)[::-1].copy() + 2, torch.int64)
@@ -192,7 +195,10 @@ def _histories(bench: Bench) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
 
 
 def _word_lists(bench: Bench, rows: int) -> list[torch.Tensor]:
-    """Return lists with two words for each row, of two tokens and of one: ends, then tokens."""
+    """Return the word lists of the rows: two words for each row, the first of two tokens and the second of one token.
+
+    The first tensor has the ends of the words, followed by their tokens.
+    """
     lists = np.array([2, 3, 5, 7, 11], np.int32)
     return [bench.tensor(lists, torch.int32), bench.tensor(np.zeros(rows), torch.int32),
             bench.tensor(np.full(rows, 2), torch.int32)]

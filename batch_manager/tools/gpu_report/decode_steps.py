@@ -8,7 +8,7 @@ from .engines import GRAPHS, engine, not_reached, refusal_of_graphs
 from .records import Record
 from .shapes import LLAMA_1B, LLAMA_8B, LLAMA_135M, Shape
 
-# goal, model, (sequences, tokens of each), seconds that it takes to load and run
+# goal, model, (sequences, tokens of each sequence), seconds for loading and running
 CASES: tuple[tuple[str, Shape, tuple[tuple[int, int], ...], float], ...] = (
     ("G3b-135M", LLAMA_135M, ((256, 512),), 8), ("G3b-1B", LLAMA_1B, ((1, 1024),), 8),
     ("G3", LLAMA_8B, ((32, 1024), (256, 1024)), 35))

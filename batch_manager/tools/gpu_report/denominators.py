@@ -1,4 +1,4 @@
-"""The memory bandwidth and matrix rate of this GPU, which other figures are divided by."""
+"""The memory bandwidth and matrix rate of this GPU, by which other figures are divided."""
 
 from collections.abc import Iterator
 

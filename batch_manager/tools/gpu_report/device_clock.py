@@ -1,4 +1,4 @@
-"""Clocks of the device: one for a GPU, and a substitute for a dry run.
+"""Clocks of the device: a clock for a GPU, and a substitute for a dry run.
 
 The GPU clock captures launches as a graph and records events around its replays, so that no figure includes host time
 between launches.
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-WARM_SECONDS = 1.0         # of computing before the first measurement: idle clock rates can be a fifth of the full ones
+WARM_SECONDS = 1.0         # of computing before the first measurement: idle clock rates can be a fifth of the full rate
 DRY_LAUNCHES = 2
 
 
@@ -30,7 +30,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Difference of the medians of the first and the second half, relative to the smaller."""
+        """Difference of the medians of the first and the second half, relative to the smaller median."""
         half = len(self.seconds) // 2
         if not half:
             return 0.0
@@ -81,7 +81,7 @@ class GpuClock:
     def time(self, launch: Callable[[int], object], *, launches: int = 20, repeats: int = 20) -> Timing:
         """Return the mean time of `launch(0)`, `launch(1)`, ... in each repetition.
 
-        The launches run once, and are then captured as a graph, so they must not depend on the host.
+        The launches run once, and are then captured as a graph. They must not depend on the host.
         """
         stream = self._module.Stream(self.device)
         stream.wait_stream(self._module.current_stream(self.device))
@@ -109,7 +109,7 @@ class GpuClock:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[list[DeviceActivity]]:
-        """Trace the activity of the device and append it to the list. Launches are slower meanwhile."""
+        """Trace the activity of the device and append it to the list. Launches are slower during the trace."""
         found: list[DeviceActivity] = []
         profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         with profile:

@@ -31,7 +31,7 @@ GATE_SECONDS = 60.0
 class Stamp:
     """One iteration, recorded when its statistics arrive.
 
-    seconds               perf_counter()
+    seconds               time of perf_counter()
     generating, contexts  requests of the step in each phase
     gpu_bytes             memory used on the GPU
     """
@@ -91,7 +91,7 @@ class Served:
     """The outcome of one serving.
 
     stamps    records of the iterations
-    receipts  request id -> its tokens and their times
+    receipts  request id -> tokens of the request and their times
     seconds   time from the start to the last response
     """
 
@@ -173,7 +173,7 @@ def make_requests(shape: Shape, lengths: Sequence[tuple[int, int]]) -> list[dict
 @contextlib.contextmanager
 def engine(bench: Bench, shape: Shape, *, max_batch: int, kv_tokens: int | None = None,
            max_num_tokens: int = STEP_TOKENS, **options: Any) -> Iterator[Engine]:
-    """Context manager: an engine with random weights, warmed up. Leaving the block ends it immediately.
+    """Context manager: an engine with random weights, warmed up. Leaving the block ends the engine immediately.
 
     kv_tokens   tokens of the KV cache pool; None: most of the free memory
     options     further arguments of TrtGptModelOptionalParams
@@ -182,7 +182,7 @@ def engine(bench: Bench, shape: Shape, *, max_batch: int, kv_tokens: int | None 
     block = bench.pick(TOKENS_PER_BLOCK, 16)
     if bench.is_dry:
         max_batch, kv_tokens, max_num_tokens = min(max_batch, 2), 512, 128
-        options["cpu_compile"] = False            # otherwise the kernels would not run
+        options["cpu_compile"] = False            # with compilation, the kernels would not run
     began = time.perf_counter()
     manager = GptManager(
         shape.write(bench.folder), TrtGptModelType.InflightFusedBatching, max_beam_width=1,
@@ -208,7 +208,7 @@ GRAPHS: tuple[tuple[str, bool], ...] = (("graphs", True), ("eager", False))
 
 
 def refusal_of_graphs(error: ConfigError, graphs: bool) -> str | None:
-    """Return why an engine does not capture graphs here; None: the error has another cause."""
+    """Return why an engine does not capture graphs here, or None if the error has another cause."""
     return str(error) if graphs and "cuda_graphs" in str(error) else None
 
 

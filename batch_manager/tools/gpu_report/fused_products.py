@@ -1,6 +1,6 @@
-"""G3-fused: the matrix products of a layer in a generation step, fused into one launch each, against separate launches.
+"""G3-fused: the matrix products of a layer in a generation step, each fused into one launch, against separate launches.
 
-The decisions of `triton_kernels/fused_linear_settings.py` rest on estimates; these ratios are to replace them.
+The decisions of `triton_kernels/fused_linear_settings.py` rest on estimates. These ratios will replace them.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from .records import FAILED, Record
 from .shapes import LLAMA_1B, LLAMA_8B, LLAMA_135M, TINY, Shape
 
 ROWS = (1, 8, 16)
-WEIGHTS_BYTES = 200 << 20          # at least, of the matrices in use: more than fits into the cache
+WEIGHTS_BYTES = 200 << 20          # least size of the matrices in use, more than the cache holds
 MOST_WEIGHTS = 20
 
 

@@ -38,7 +38,10 @@ def run(bench: Bench) -> Iterator[Record]:
 
 
 def headline_workload(shape: Shape, count: int, shortest: int, longest: int) -> dict[str, Any]:
-    """Return a workload in the form of batch_manager.tools.workload: uniform random lengths, all at once."""
+    """Return a workload in the form of batch_manager.tools.workload.
+
+    Lengths are uniformly random, and all requests arrive at once.
+    """
     random = np.random.default_rng(0)
     lengths = random.integers(shortest, longest + 1, (count, 2))
     prompt_tokens, output_tokens = lengths.sum(0).tolist()

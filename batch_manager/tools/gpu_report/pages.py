@@ -1,4 +1,4 @@
-"""Realistic inputs of the attention kernels: pages in random order, several layers in one pool."""
+"""Realistic inputs of the attention kernels: blocks in random order, several layers in one pool."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +16,17 @@ from ...triton_kernels.reference.paged_attention_decode import paged_attention_d
 from ...triton_kernels.reference.rope_kv_append import rope_kv_append
 from .bench import Bench
 
-LAYERS = 4          # launches alternate between them: together far more than fits into the cache of a GPU
+LAYERS = 4          # launches alternate between the layers, which together are far larger than the cache of a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """kv: KV heads; group: query heads of each; size: entries of a head."""
+    """Sizes of the attention heads.
+
+    kv      number of KV heads
+    group   query heads of each KV head
+    size    entries of a head
+    """
 
     kv: int
     group: int
@@ -37,13 +42,13 @@ class Heads:
 
 
 class PagedSequences:
-    """Random keys and values of sequences, in randomly ordered pages.
+    """Random keys and values of sequences, in randomly ordered blocks.
 
     lengths        [S] number of keys of each sequence
-    new_tokens     number of query tokens of each sequence, its last ones; 1: a generation step
+    new_tokens     number of query tokens of each sequence, which are its last tokens; 1: a generation step
 
     query, key, value   outputs of the projection for these tokens
-    rotated             rotated queries of a generation step; its keys and values are in every layer of the pool
+    rotated             rotated queries of a generation step, whose keys and values are in every layer of the pool
     """
 
     def __init__(self, bench: Bench, heads: Heads, lengths: np.ndarray, new_tokens: int = 1,
@@ -71,7 +76,7 @@ class PagedSequences:
         self.cu_seqlens = bench.tensor(self.starts, torch.int32)
 
     def _append(self, table: np.ndarray, tokens_per_block: int) -> torch.Tensor:
-        """Write the newest keys and values to each layer; return the rotated queries."""
+        """Write the newest keys and values to each layer, and return the rotated queries."""
         newest = self.lengths - 1
         blocks = table[np.arange(len(newest)), newest // tokens_per_block].astype(np.int64)
         slots, positions = (torch.from_numpy(numbers).to(self.query.device)
@@ -89,7 +94,7 @@ class PagedSequences:
 
     @property
     def causal_operations(self) -> float:
-        """Operations of one layer: two products of 2 * head size operations for each query and visible key."""
+        """Operations of one layer: two products, each of 2 * head size operations, for each query and visible key."""
         first = self.lengths - self.new_tokens
         pairs = self.new_tokens * first + self.new_tokens * (self.new_tokens + 1) // 2
         return 4.0 * self.heads.query * self.heads.size * float(pairs.sum())
@@ -127,7 +132,7 @@ class PagedSequences:
             *(given[row : row + 1].double() for given in (self.query, self.key, self.value)), self.layer(0),
             self.block_table[row : row + 1], self.kv_lengths[row : row + 1], None, None, self.heads.scale,
             **self.tables) for row in some])
-        # The other rows must be written, too.
+        # The other rows must be written too.
         return relative_error(result[some], expected) if result.isfinite().all() else float("inf")
 
     def context_error(self, launch: Callable[[int], torch.Tensor], most_rows: int = 64) -> float:

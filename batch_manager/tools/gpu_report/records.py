@@ -58,7 +58,7 @@ class Record:
         return ratio <= goal.floor if goal.lower_is_better else ratio >= goal.floor
 
     def line(self, header: dict[str, Any], *, dry: bool) -> dict[str, Any]:
-        """Return the line for the file. Numbers of a dry run are meaningless, so they are null."""
+        """Return the line for the file. In a dry run, the numbers are meaningless and therefore null."""
         note = self.note if dry else "; ".join(filter(None, [self.note, self.figures]))
         numbers = {name: None if dry else _rounded(getattr(self, name)) for name in NUMBERS}
         return {"goal": self.goal, "case": self.case,
@@ -71,7 +71,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def check(line: Any) -> None:
-    """Raise ValueError if this is not a line of a report."""
+    """Raise ValueError if `line` is not a line of a report."""
     if not isinstance(line, dict) or line.keys() != SCHEMA.keys():
         raise ValueError(f"the line is {line!r:.200}; expected the fields {', '.join(SCHEMA)}")
     for name, types in SCHEMA.items():
@@ -86,7 +86,7 @@ def check(line: Any) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a report. Raises ValueError for an invalid one."""
+    """Read the lines of a report. Raises ValueError for an invalid line."""
     lines = [json.loads(text) for text in path.read_text().splitlines() if text]
     for line in lines:
         check(line)
@@ -94,7 +94,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def table(lines: Iterable[dict[str, Any]]) -> str:
-    """Format as Markdown, one row per case."""
+    """Format the lines as Markdown, one row per case."""
     rows = ["| goal | case | value | of | ratio | floor | met | spread | note |",
             "|---|---|---|---|---|---|---|---|---|"]
     rows += [f"| {line['goal']} | {line['case']} | {value(line)} "
@@ -113,7 +113,7 @@ def number(value: float | None) -> str:
 
 
 def verdict(line: dict[str, Any]) -> str:
-    """Return "yes", "no" or "-" for a measured case, and the status of any other."""
+    """Return "yes", "no" or "-" for a measured case, and otherwise the status of the case."""
     if line["status"] != MEASURED:
         return line["status"]
     return {True: "yes", False: "no", None: "-"}[line["met"]]

@@ -1,6 +1,6 @@
 """The sections of a report in run order, with their share of the time.
 
-Prerequisites come first, then the most informative sections. Unused time goes to the later sections.
+Prerequisites come first. The most informative sections follow. Unused time goes to the later sections.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,11 @@ from .records import Record
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """seconds: share of a report of eight minutes. goals: measured goals; empty: a prerequisite of goals."""
+    """One section of a report.
+
+    seconds   share of a report of eight minutes
+    goals     measured goals; empty: a prerequisite of goals
+    """
 
     name: str
     run: Callable[[Bench], Iterator[Record]]

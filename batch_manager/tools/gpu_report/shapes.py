@@ -10,7 +10,10 @@ from .bench import Bench
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder. Sizes are numbers of vector entries. tied: the head is the embedding."""
+    """A decoder model. Sizes are numbers of vector entries.
+
+    tied   the head is the embedding
+    """
 
     name: str
     hidden: int
@@ -53,8 +56,10 @@ class Shape:
         return 2 * 2 * self.layers * self.kv_heads * self.head_size
 
     def least_step_seconds(self, bench: Bench, batch: int, context: int) -> float:
-        """Return a lower bound for a generation step in bfloat16, at the measured rates of this GPU: the time to read
-        keys and values, plus the longer of reading and multiplying the matrices."""
+        """Return a lower bound for the seconds of a generation step in bfloat16, at the measured rates of this GPU.
+
+        The bound is the time to read the keys and values, plus the longer of reading and multiplying the matrices.
+        """
         reading = 2 * self.matrix_entries / bench.copy_bytes_s
         multiplying = 2 * self.matrix_entries * batch / bench.matmul_flop_s
         return batch * context * self.kv_bytes_per_token / bench.copy_bytes_s + max(reading, multiplying)

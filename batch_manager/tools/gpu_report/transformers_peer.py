@@ -11,9 +11,9 @@ WARM_UP_TOKENS = 4
 
 def serve_with_transformers(bench: Bench, shape: Shape, requests: list[dict[str, Any]],
                             limit_seconds: float) -> tuple[float, str]:
-    """Serve greedily, with outputs of exactly the requested lengths. Return (output tokens/s, note).
+    """Serve greedily, with outputs of exactly the requested lengths, and return (output tokens/s, note).
 
-    Stops after `limit_seconds`; only tokens of completed requests count then. Raises the errors of transformers, and
+    Stops after `limit_seconds`; only tokens of requests completed by then count. Raises the errors of transformers, and
     RuntimeError if its generation thread ends.
     """
     import torch

@@ -15,15 +15,19 @@ FOLDER = Path(__file__).parent
 
 
 def newest(folder: Path = FOLDER) -> list[dict[str, Any]]:
-    """Return the lines of the latest run; empty: nothing was measured. Raises ValueError for an invalid file."""
+    """Return the lines of the latest run, or an empty list if nothing was measured.
+
+    Raises ValueError for an invalid file.
+    """
     runs = [lines for path in sorted(folder.glob("*.jsonl")) if (lines := read(path))]
     return max(runs, key=lambda lines: lines[0]["date"], default=[])
 
 
 def add(report: Path, folder: Path = FOLDER) -> Path:
-    """Copy a report here, named by date and device, and return the new path.
+    """Copy a report into the folder, named by date and device, and return the new path.
 
-    Raises ValueError for a report without a measured line, or one whose commit is unknown or differs from the tree.
+    Raises ValueError for a report without a measured line, or a report whose commit is unknown or differs from the
+    tree.
     """
     lines = read(report)
     if not any(line["status"] == MEASURED for line in lines):

@@ -1,10 +1,10 @@
-"""Two traces that are made up, of 1,000 requests each, in the formats of published ones.
+"""Two synthetic traces of 1,000 requests each, in the formats of published traces.
 
     batch-manager workload sample-trace --as azure    --out batch_manager/tools/samples/azure.csv
     batch-manager workload sample-trace --as mooncake --out batch_manager/tools/samples/mooncake.jsonl
 
 Owns     the files, and their names: `sample:azure` and `sample:mooncake` wherever a trace is read
-Not      how they are made, which is `datasets.synthetic`'s; nothing here was recorded anywhere
+Not      how they are made, which belongs to `datasets.synthetic`; recorded traces
 Yours    a file that a command remakes byte for byte, and its name
 """
 

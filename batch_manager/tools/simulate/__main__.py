@@ -28,7 +28,7 @@ PROGRAM = "batch-manager simulate"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program. Return its exit status."""
+    """Run the program and return its exit status."""
     options = parse_options(argv)
     logging.getLogger("batch_manager").setLevel("WARNING")
     try:
@@ -61,7 +61,7 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _about_run(path: Path | None) -> dict[str, Any]:
-    """Fields of a run's result that also hold for its simulation."""
+    """Return the fields of a run's result that also hold for its simulation."""
     if path is None:
         return {}
     result = read_result(path)

@@ -19,13 +19,13 @@ class SimulatedBackend:
     """Implements seams.ModelBackend, without beams and draft tokens. Sequences end by length only.
 
     cost      predicts the time of each step
-    clock     is advanced by that time
+    clock     the backend advances it by the predicted time
     log_book  records each token
-    seed      of the scatter of step times
-    steps     launched steps
-    busy_s    total seconds of the steps
-    beyond    amount -> steps in which it exceeded the range of the fit
-    steps_beyond    steps in which any amount did
+    seed      seed of the scatter of step times
+    steps     number of launched steps
+    busy_s    total time of the steps in seconds
+    beyond    amount -> number of steps in which the amount exceeded the range of the fit
+    steps_beyond    number of steps in which any amount exceeded the range of the fit
     reused_tokens   prompt tokens found in the KV cache
     """
 
@@ -75,7 +75,7 @@ class SimulatedBackend:
         self._tokens, self._finish = np.full(count, TOKEN, np.int32), np.zeros(count, np.uint8)
 
     def end(self, batch: ScheduledBatch, done_at: float) -> StepOutput:
-        """Wait for a step that ends at this time. Return its output."""
+        """Wait for a step that ends at `done_at`, and return its output."""
         self.clock.now = max(self.clock.now, done_at)
         slots = batch.generation.slots
         first = [work.slot for work in batch.context if work.is_last_chunk]
@@ -91,7 +91,7 @@ class SimulatedBackend:
     def generation_seconds(self, shape: StepShape, cached_tokens: np.ndarray) -> tuple[np.ndarray, float]:
         """Return (seconds of each of the next steps of this shape, seconds of the host per step).
 
-        cached_tokens   [steps]
+        cached_tokens   [steps] cached tokens of each step, which replace those of the shape
         """
         step_s = self.cost.generation_step_seconds(shape, cached_tokens)
         return step_s * self._scatter.generation_factors(self.steps, len(cached_tokens)), self.cost.host_seconds(shape)
@@ -100,7 +100,7 @@ class SimulatedBackend:
              cached_tokens: np.ndarray) -> None:
         """Run len(ends_s) generation steps of these sequences, in lockstep.
 
-        ends_s, step_s, cached_tokens   [steps]
+        ends_s, step_s, cached_tokens   [steps] end time, seconds and cached tokens of each step
         """
         steps = len(ends_s)
         self.steps += steps

@@ -14,10 +14,10 @@ from .measured_steps import MeasuredStep, measured_steps
 from .step_shape import StepShape
 
 FEWEST_STEPS = 50
-HELD_OUT = 5            # every fifth step is held out to measure the error
+HELD_OUT = 5            # every fifth step is held out, to measure the error
 ROUNDS = 8
-OUTLIER = 5.0           # times the median deviation; steps beyond are left out of the fit, but not of the spread
-INTERRUPTION = 20.0     # times the prediction; longer steps are ignored
+OUTLIER = 5.0           # times the median deviation; steps beyond it count for the spread, but not for the fit
+INTERRUPTION = 20.0     # times the predicted time; longer steps are ignored
 SHORTEST_S = 1e-6
 QUANTILES = 201         # number of quantiles of the spread
 
@@ -27,13 +27,13 @@ def fit_cost(traces: Iterable[Iterable[IterationTrace]], about: Mapping[str, Any
 
     The time of a step is a sum of terms: a constant, and seconds per unit of each amount of its shape. Steps with
     contexts have their own terms. The fit minimises relative errors by iteratively reweighted non-negative least
-    squares (Lawson and Hanson), without outliers. All terms are then scaled so that predictions and measured times,
-    outliers included, have the same sum. The scatter around the prediction is kept as quantiles.
+    squares (Lawson and Hanson), without outliers. All terms are then scaled so that the predicted times have the same
+    sum as the measured times, outliers included. The scatter around the prediction is kept as quantiles.
 
-    Published serving simulators such as Vidur (MLSys 2024) predict operators instead of steps, and claim errors below
-    9 % in end-to-end latency.
+    Published serving simulators such as Vidur (MLSys 2024) predict operators, and claim errors below 9 % in end-to-end
+    latency.
 
-    about   origin of the traces; facts of the fit are added
+    about   origin of the traces; the fit adds its own facts
 
     Raises InputError for too few steps, or for traces of both synchronous and asynchronous engines.
     """
@@ -81,7 +81,12 @@ def _fit(timed: Sequence[MeasuredStep], steps: Sequence[MeasuredStep]) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """seconds: term -> seconds per unit, without zeros; spread: as in CostModel; interrupted: ignored steps."""
+    """Fitted terms.
+
+    seconds       term -> seconds per unit, without zeros
+    spread        as in CostModel
+    interrupted   number of ignored steps
+    """
 
     seconds: dict[str, float]
     spread: tuple[float, ...]
@@ -94,13 +99,13 @@ class _Terms:
 def _fit_terms(shapes: Sequence[StepShape], seconds: Sequence[float | None], terms: Sequence[str]) -> _Terms:
     if not shapes:
         return _Terms({}, (), 0)
-    if not any(shape.shared_tokens for shape in shapes):        # it cannot be separated from cached_tokens
+    if not any(shape.shared_tokens for shape in shapes):        # DISTINCT cannot be separated from cached_tokens
         terms = [term for term in terms if term != DISTINCT]
     columns = np.array([[amount(term, shape) for term in terms] for shape in shapes], float)
     targets = np.maximum(np.array(seconds, float), SHORTEST_S)
     predicted, kept = targets, np.ones(len(targets), bool)
     for _ in range(ROUNDS):
-        # Weights from predictions: weights from measured times would favour steps that happened to be short.
+        # Weights from predicted times: weights from measured times would favour steps that happened to be short.
         weights = 1 / predicted
         coefficients = nonnegative_least_squares((columns * weights[:, None])[kept], (targets * weights)[kept])
         predicted = np.maximum(columns @ coefficients, SHORTEST_S)

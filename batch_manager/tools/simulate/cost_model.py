@@ -13,14 +13,15 @@ from ..output_file import output_file
 from .step_shape import StepShape
 
 FORMAT, FORMAT_VERSION = "batch-manager cost model", 1
-MOST_SECONDS = 1e6          # per unit; more is damage, and sums of it could overflow
+MOST_SECONDS = 1e6          # per unit; a larger number means a damaged file, and sums of it could overflow
 CONSTANT = "constant"
 AMOUNTS = tuple(f.name for f in fields(StepShape))
 KNOTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
-# min(generating sequences, knot), and the excess over the knot. Their sums are all rising piecewise linear curves.
+# Terms min(generating sequences, knot), and the excess over the knot. Their sums are all rising piecewise linear
+# curves.
 UP_TO = {f"generation_requests_up_to_{knot}": knot for knot in KNOTS}
 BEYOND = {f"generation_requests_beyond_{knot}": knot for knot in KNOTS}
-# cached_tokens - shared_tokens: tokens that attention reads from memory.
+# cached_tokens - shared_tokens: the tokens that attention reads from memory.
 DISTINCT = "distinct_tokens"
 GENERATION_TERMS = (CONSTANT, "generation_requests", "cached_tokens", DISTINCT, *UP_TO, *BEYOND)
 MIXED_TERMS = (CONSTANT, *(name for name in AMOUNTS if name != "shared_tokens"), DISTINCT, *UP_TO, *BEYOND)
@@ -33,7 +34,7 @@ class StepError:
 
     steps          number of held-out steps
     median, p90    of |predicted - measured| / measured
-    total          (predicted - measured) / measured, of their total time
+    total          (predicted - measured) / measured, of the total time of the steps
     """
 
     steps: int
@@ -48,7 +49,7 @@ class StepError:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Predicted seconds of a step and of the host's part of an iteration.
+    """Predicts the seconds of a step and of the host's part of an iteration.
 
     generation_s    term of GENERATION_TERMS -> seconds per unit, for steps without contexts
     mixed_s         term of MIXED_TERMS -> seconds per unit, for steps with contexts
@@ -56,8 +57,8 @@ class CostModel:
     most            amount -> largest fitted value
     generation_spread, mixed_spread   equally spaced quantiles of measured / predicted time, from the minimum to the
                     maximum; their mean is 1. Empty: no scatter
-    is_asynchronous   whether the host plans a step while the device computes the previous one
-    error           of the fit; None: unknown
+    is_asynchronous   whether the host plans a step while the device computes the previous step
+    error           error of the fit; None: unknown
     about           origin: machine, versions, traces, ...
     """
 
@@ -72,24 +73,24 @@ class CostModel:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def step_seconds(self, shape: StepShape) -> float:
-        """Seconds of the device, or of the CPU that computes the step."""
+        """Return the predicted seconds of the device, or of the CPU that computes the step."""
         return _linear(self.mixed_s if shape.context_requests else self.generation_s, shape)
 
     def generation_step_seconds(self, shape: StepShape, cached_tokens: np.ndarray) -> np.ndarray:
-        """Seconds of generation steps of this shape, but with cached_tokens [n]."""
+        """Return the predicted seconds of generation steps of this shape, but with cached_tokens [n]."""
         each = self.generation_s.get("cached_tokens", 0.0) + self.generation_s.get(DISTINCT, 0.0)
         return _linear(self.generation_s, shape) + each * cached_tokens
 
     def host_seconds(self, shape: StepShape) -> float:
-        """Seconds of the rest of the iteration that launches the step."""
+        """Return the predicted seconds of the rest of the iteration that launches the step."""
         return _linear(self.host_s, shape)
 
     def beyond(self, shape: StepShape) -> tuple[str, ...]:
-        """Return the amounts beyond the range of the fit."""
+        """Return the names of the amounts beyond the range of the fit."""
         return tuple(name for name, most in self.most.items() if getattr(shape, name) > most)
 
     def write(self, path: Path) -> None:
-        """Write the file, whole or not at all. Raises OSError."""
+        """Write either the whole file or no file. Raises OSError."""
         with output_file(path) as file:
             json.dump(self.record(), file, indent=1)
 
@@ -123,7 +124,7 @@ class CostModel:
 
 
 def amount(term: str, shape: StepShape) -> int:
-    """Return the units of a term in a step."""
+    """Return the number of units of a term in a step."""
     if term == CONSTANT:
         return 1
     if term in UP_TO:

@@ -20,8 +20,8 @@ from .virtual_time import VirtualClock
 class EngineSettings:
     """Settings with the names of TrtGptModelOptionalParams and KvCacheConfig.
 
-    num_blocks    of the KV cache pool
-    max_seq_len   positions of the model
+    num_blocks    blocks of the KV cache pool
+    max_seq_len   longest sequence of the model, in tokens
     """
 
     num_blocks: int

@@ -1,4 +1,4 @@
-"""Simulates replicas that share one stream of requests, event by event in virtual time."""
+"""Simulate replicas that share one stream of requests, event by event in virtual time."""
 
 import gc
 import heapq
@@ -41,11 +41,11 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
     """Serve the traffic to its last response.
 
     routing       one of ROUTING
-    concurrency   closed loop: the number of requests in progress; the next one arrives when one is done. None: requests
-                  arrive at their times
-    seed          of the scatter of step times
+    concurrency   closed loop: the number of requests in progress; the next request arrives when one is done. None:
+                  requests arrive at their times
+    seed          seed of the scatter of step times
     trace         called with the iterations of the first replica
-    leaps         compute uneventful iterations at once: faster, with the same figures
+    leaps         compute uneventful iterations at once, which is faster and gives the same figures
     watch         called with (requests done, virtual seconds) every few requests
 
     Raises ConfigError for settings that a manager would refuse.
@@ -104,8 +104,10 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
 
 @contextmanager
 def _few_collections() -> Iterator[Callable[[], None]]:
-    """Yield a function that rarely collects garbage, with automatic collection off. Automatic collection scans all live
-    requests again and again, which takes a fifth of the time."""
+    """Yield a function that rarely collects garbage, with automatic collection off.
+
+    Automatic collection scans all live requests again and again, which takes a fifth of the time.
+    """
     was_enabled, steps = gc.isenabled(), 0
 
     def collect() -> None:

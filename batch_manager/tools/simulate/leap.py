@@ -17,11 +17,11 @@ SHORTEST = 2
 class Leap:
     """Iterations that a loop will run unless a request arrives.
 
-    requests   in each of the steps
-    shape      of the steps, without cached tokens
-    ends_s     [k] end of each iteration; the first one begins at begin_s
+    requests   requests of each of the steps
+    shape      shape of the steps, without cached tokens
+    ends_s     [k] end of each iteration; the first iteration begins at begin_s
     step_s     [k] seconds of each step
-    cached_tokens   [k] of each step
+    cached_tokens   [k] cached tokens of each step
     """
 
     requests: list[LlmRequest]
@@ -36,14 +36,14 @@ class Leap:
         return float(self.ends_s[-1])
 
     def begun_before(self, now: float) -> int:
-        """Return how many of the iterations begin before this time."""
+        """Return how many of the iterations begin before `now`."""
         if self.begin_s >= now:
             return 0
         return min(int(np.searchsorted(self.ends_s, now)) + 1, len(self.ends_s))
 
 
 def possible_leap(loop: GenerationLoop, backend: SimulatedBackend) -> Leap | None:
-    """Return the iterations before a request ends or blocks may run out; None if there are fewer than SHORTEST.
+    """Return the iterations before a request ends or blocks may run out, or None if there are fewer than SHORTEST.
 
     The result is exact for steps in lockstep: every active request generates in each step, all needed blocks are free,
     and no queued request can become active.

@@ -6,11 +6,11 @@ FIRST_SIZE = 1 << 12
 
 
 class LogBook:
-    """Columns with a row for each request. Times are seconds since the simulation began.
+    """Token times in columns, with a row for each request. Times are seconds since the simulation began.
 
-    first_s, last_s   time of the first and of the latest token; NaN: none yet
+    first_s, last_s   time of the first and of the latest token; NaN: no token yet
     tokens            generated tokens
-    replica           number of the replica that serves it; -1: none yet
+    replica           number of the replica that serves the request; -1: not assigned yet
     errors            index -> error of a refused or failed request
     """
 
@@ -31,7 +31,7 @@ class LogBook:
         self.last_s[indices] = now
         self.tokens[indices] += 1
         count = len(gaps)
-        # Usual case: all were in the previous step, so their gaps are equal.
+        # Usual case: all requests were in the previous step, so their gaps are equal.
         if count and (gaps == gaps[-1]).all():
             self._add(gaps[-1:], np.array([count]))
             return
@@ -42,7 +42,10 @@ class LogBook:
         self._add(*np.unique(gaps, return_counts=True))
 
     def note_run(self, indices: np.ndarray, times: np.ndarray) -> None:
-        """Record a token for each of these requests at each of these ascending times [k]. All had a token before."""
+        """Record a token for each of these requests at each of these ascending times [k].
+
+        Each request had a token before.
+        """
         self.note(indices, float(times[0]))
         self.tokens[indices] += len(times) - 1
         self.last_s[indices] = times[-1]

@@ -9,13 +9,16 @@ from .step_shape import StepShape, shapes_of_trace
 US = 1e-6
 # A trace is asynchronous if more than this share of the requests end after the iteration of their last step.
 SHARE_READ_LATER = 0.5
-LEAST_WAIT = 0.02           # of the time between two reads; after a shorter wait the device may have been idle
+LEAST_WAIT = 0.02           # share of the time between two reads; after a shorter wait the device may have been idle
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """step_s: seconds of the device, or of the CPU that computes the step. host_s: seconds of the rest of the
-    iteration. None: unknown."""
+    """A measured step.
+
+    step_s   seconds of the device, or of the CPU that computes the step; None: unknown
+    host_s   seconds of the rest of the iteration; None: unknown
+    """
 
     shape: StepShape
     step_s: float | None
@@ -23,7 +26,7 @@ class MeasuredStep:
 
 
 def measured_steps(iterations: Iterable[IterationTrace]) -> tuple[list[MeasuredStep], bool]:
-    """Return the steps of a trace, and whether the host plans each while the device computes the previous one."""
+    """Return the steps of a trace, and whether the host plans each step while the device computes the previous step."""
     rows = [(iteration, shape) for iteration, shape in shapes_of_trace(iterations)]
     is_asynchronous = _reads_later([iteration for iteration, _ in rows])
     found = (_asynchronous if is_asynchronous else _in_lockstep)(rows)
@@ -55,8 +58,11 @@ def _in_lockstep(rows: list[tuple[IterationTrace, StepShape]]) -> Iterator[Measu
 
 
 def _asynchronous(rows: list[tuple[IterationTrace, StepShape]]) -> Iterator[MeasuredStep]:
-    """Yield steps that are launched in one iteration and read in the next. If the host waits for a step, its time is
-    the interval between the end of the previous read and the end of its own."""
+    """Yield steps that are launched in one iteration and read in the next.
+
+    If the host waits for a step, the time of the step is the interval between the end of the previous read and the end
+    of its own read.
+    """
     for number, (iteration, shape) in enumerate(rows):
         if not _has_step(shape):
             continue
@@ -76,7 +82,7 @@ def _has_step(shape: StepShape) -> bool:
 
 
 def _goes_on(iteration: IterationTrace, following: IterationTrace) -> bool:
-    """Whether a request runs in both iterations, so that the engine is not idle between them."""
+    """Whether a request runs in both iterations, which means that the engine is not idle between them."""
     ran = {request_id for request_id, _, _ in iteration.context} | set(iteration.generation)
     runs = {request_id for request_id, _, _ in following.context} | set(following.generation)
     return following.iteration == iteration.iteration + 1 and not ran.isdisjoint(runs)

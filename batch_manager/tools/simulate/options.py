@@ -44,7 +44,7 @@ Swept = tuple[str, list[Any]]
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse a command line. Exits with status 2 and a message if it is wrong."""
+    """Parse a command line. An invalid command line ends the program with a message and status 2."""
     parser = argparse.ArgumentParser(
         prog="batch-manager simulate", description=ABOUT, epilog=HOW_IT_ENDS.format(swept=", ".join(SWEPT)),
         formatter_class=HelpFormatter, allow_abbrev=False,
@@ -122,7 +122,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def combinations(sweeps: Sequence[Swept]) -> list[dict[str, Any]]:
-    """Return the settings of each combination of values; one empty dictionary without sweeps."""
+    """Return the settings of each combination of values. Without sweeps, the result is one empty dictionary."""
     names = [name for name, _ in sweeps]
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*(values for _, values in sweeps))]
 

@@ -15,12 +15,13 @@ from .virtual_time import VirtualClock
 
 
 class Replica:
-    """Serves requests, which are given by their index in the traffic.
+    """One simulated engine. Requests are identified by their index in the traffic.
 
-    number       of the replica, from 0
+    number       number of the replica, from 0
     on_final     called with (index, time) at the final response of a request
-    seed         of the scatter of step times, together with the number
+    seed         seed of the scatter of step times, together with the number
     leaps        compute uneventful iterations at once, with the same figures
+
     unfinished   requests without a final response
     """
 
@@ -41,7 +42,7 @@ class Replica:
 
     @property
     def next_s(self) -> float:
-        """Start of the next eventful iteration."""
+        """Start of the next eventful iteration, in virtual seconds."""
         return self.clock.now if self._leap is None else self._leap.end_s
 
     @property
@@ -50,7 +51,7 @@ class Replica:
 
     @property
     def loop_iterations(self) -> int:
-        """Iterations that the loop itself ran; the others were computed in leaps."""
+        """Iterations that the loop itself ran. The other iterations were computed in leaps."""
         return self._loop.iteration
 
     @property
@@ -79,7 +80,10 @@ class Replica:
         self.unfinished += 1
 
     def step(self) -> None:
-        """Run the iterations up to and including the next eventful one. The replica must have an unfinished request."""
+        """Run the iterations up to and including the next eventful iteration.
+
+        The replica must have an unfinished request.
+        """
         if self._leap is not None:
             self._leave_off(len(self._leap.ends_s))
         before = self._loop.iteration, self.unfinished

@@ -1,4 +1,4 @@
-"""A simulation, or a sweep of them, as text and as a plot."""
+"""Results of a simulation or of a sweep of simulations, as text and as plots."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ def run_table(result: Result) -> str:
 
 
 def sweep_table(result: Result) -> str:
-    """Return a table with a row per simulation, and the best one marked."""
+    """Return a table with a row per simulation. The best simulation is marked."""
     points = result["points"]
     names, best = list(points[0]["settings"]), best_point(points)
     has_goodput = points[0]["goodput"] is not None
@@ -43,7 +43,7 @@ def sweep_table(result: Result) -> str:
 
 
 def best_point(points: Sequence[Result]) -> Result:
-    """Return the point with the most requests per second within bounds; without bounds, the most tokens per second."""
+    """Return the point with the most requests/s within bounds, or the most tokens/s if there are no bounds."""
     return max(points, key=lambda point: point["output_tok_s"] if point["goodput"] is None
                else point["goodput"]["requests_s"])
 
@@ -60,8 +60,10 @@ def warnings(points: Sequence[Result]) -> list[str]:
 
 
 def sweep_plots(result: Result) -> dict[str, LinePlot]:
-    """Return file name -> plot of latency over tokens per second. Each simulation is a point, each value of the first
-    swept setting a line."""
+    """Return file name -> plot of latency over tokens per second.
+
+    Each simulation is a point, and each value of the first swept setting is a line.
+    """
     points = result["points"]
     first, *others = points[0]["settings"]
     groups: dict[str, list[Result]] = {}

@@ -29,7 +29,10 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Chooses the replica with the fewest unfinished requests; of several, the least recently chosen one."""
+    """Chooses the replica with the fewest unfinished requests.
+
+    Of several, it chooses the least recently chosen replica.
+    """
 
     def __init__(self, replicas: Sequence[Replica], traffic: Traffic) -> None:
         self._replicas = replicas
@@ -50,10 +53,10 @@ class LongestPrefix:
     """Chooses the replica that got the longest prefix of the prompt before, unless the load is unbalanced.
 
     Source: the cache-aware policy of SGLang's router (sgl-router, 2024). It records the prompts sent to each replica. A
-    prompt goes to the replica with the longest match if the match covers more than MATCH_SHARE of it, otherwise to the
-    least loaded one. Matches are ignored if loads differ by more than MOST_DIFFERENCE requests and by more than the
-    factor MOST_RATIO. Here prompts are compared by the ids of their blocks of PREFIX_TOKENS tokens. Each replica keeps
-    its most recently used blocks.
+    prompt goes to the replica with the longest match if the match covers more than MATCH_SHARE of the prompt, otherwise
+    to the least loaded replica. Matches are ignored if loads differ by more than MOST_DIFFERENCE requests and by more
+    than the factor MOST_RATIO. Here, prompts are compared by the ids of their blocks of PREFIX_TOKENS tokens. Each
+    replica keeps its most recently used blocks.
     """
 
     MATCH_SHARE = 0.5
@@ -80,7 +83,7 @@ class LongestPrefix:
         return chosen
 
     def _best_match(self, blocks: Sequence[int]) -> int | None:
-        """Return the replica with the best match; None if no match is long enough or the load is unbalanced."""
+        """Return the replica with the best match, or None if no match is long enough or the load is unbalanced."""
         loads = [replica.unfinished for replica in self._replicas]
         most, least = max(loads), min(loads)
         if not blocks or (most - least > self.MOST_DIFFERENCE and most > self.MOST_RATIO * least):
@@ -94,7 +97,7 @@ class LongestPrefix:
         return -number if length > self.MATCH_SHARE * len(blocks) else None
 
     def _blocks(self, index: int) -> list[int]:
-        """Return the ids of the blocks of a prompt. An id also depends on all blocks before it."""
+        """Return the ids of the blocks of a prompt. An id also depends on all blocks before its own."""
         if self._traffic.prefixes is not None:
             return list(self._traffic.prefixes[index])
         prompt = np.ascontiguousarray(self._traffic.prompt(index), np.int32)

@@ -8,7 +8,10 @@ AT_A_TIME = 1 << 14
 
 
 class Scatter:
-    """The factors of one engine. A factor depends on the seed, the number of the step and whether it has a context."""
+    """The factors of one engine.
+
+    A factor depends on the seed, the number of the step and whether the step has a context.
+    """
 
     def __init__(self, cost: CostModel, seed: tuple[int, ...]) -> None:
         self._generation = np.array(cost.generation_spread or (1.0,))
@@ -22,7 +25,7 @@ class Scatter:
         return float(_at(spread, self._draws_for(step, 1))[0])
 
     def generation_factors(self, step: int, count: int) -> np.ndarray:
-        """Return the factors of `count` steps without contexts, from this one on."""
+        """Return the factors of `count` steps without contexts, from step `step` on."""
         return _at(self._generation, self._draws_for(step, count))
 
     def _draws_for(self, step: int, count: int) -> np.ndarray:

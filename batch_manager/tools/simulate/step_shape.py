@@ -17,9 +17,10 @@ class StepShape:
     context_tokens        tokens of these chunks
     context_attention     pairs of a chunk token and a token that it attends to, itself included
     generation_requests   generating sequences
-    cached_tokens         tokens in the KV cache that these attend to, including the input tokens of the step
-    shared_tokens         repeated ones among them: prefixes that several of these sequences found in the cache, whose
-                          memory is read once
+    cached_tokens         tokens in the KV cache that the generating sequences attend to, including the input tokens of
+                          the step
+    shared_tokens         cached tokens that are repetitions: several of these sequences found the same prefix in the
+                          cache, whose memory is read once
     """
 
     context_requests: int = 0
@@ -33,7 +34,7 @@ class StepShape:
 def shape_of_batch(batch: ScheduledBatch, found_tokens: np.ndarray) -> StepShape:
     """Return the shape of a backend's batch, without beams and draft tokens.
 
-    found_tokens   [slots] tokens of each sequence that were found in the cache when it started
+    found_tokens   [slots] tokens of each sequence that were found in the cache when the sequence started
     """
     tokens = attention = 0
     for work in batch.context:
@@ -47,8 +48,9 @@ def shape_of_batch(batch: ScheduledBatch, found_tokens: np.ndarray) -> StepShape
 
 
 def shared_tokens(found: np.ndarray) -> int:
-    """Return the amount of this name. Sequences that found equally many tokens are assumed to share them, because a
-    trace has no tokens.
+    """Return the amount `shared_tokens` of a step.
+
+    Sequences that found equally many tokens are assumed to share these tokens, because a trace has no token ids.
 
     found   [n] tokens that each sequence found in the cache
     """
@@ -58,8 +60,8 @@ def shared_tokens(found: np.ndarray) -> int:
 def shapes_of_trace(iterations: Iterable[IterationTrace]) -> Iterator[tuple[IterationTrace, StepShape]]:
     """Yield each iteration of a trace with the shape of the step that it launched.
 
-    A trace does not record the cached tokens of a generating request. They are counted from the last chunk of its
-    prompt, or from its first generated token if the prompt is not in the trace.
+    A trace does not record the cached tokens of a generating request. They are counted from the last chunk of the
+    prompt, or from the first generated token if the prompt is not in the trace.
     """
     cached: dict[int, int] = {}
     found: dict[int, int] = {}

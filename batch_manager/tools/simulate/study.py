@@ -23,14 +23,14 @@ from .options import combinations
 from .traffic import Traffic
 
 SECONDS_BETWEEN_LINES = 0.5
-MOST_BLOCKS = 10_000_000        # of a pool; the tables of a simulated pool take about 160 bytes per block
+MOST_BLOCKS = 10_000_000        # blocks of a pool; the tables of a simulated pool take about 160 bytes per block
 OF_THE_RUN = ("model", "precision", "threads", "kv_precision", "cpu_compile", "model_implementation")
 
 
 class Study:
     """Runs the simulations of a command.
 
-    options   of `parse_options`, without --fit
+    options   options from `parse_options`, without --fit
     points    figures of the simulations so far
 
     Raises InputError for a cost model or a workload that cannot be read.
@@ -51,11 +51,11 @@ class Study:
         return self._report.notes()
 
     def run(self, files: OutputFiles) -> dict[str, Any]:
-        """Run all simulations. Return the result.
+        """Run all simulations and return the result.
 
-        files   outputs of the command; --trace is added
+        files   output files of the command; the trace of --trace is added to them
 
-        Raises ConfigError for settings that a manager would refuse, OSError if the trace cannot be written.
+        Raises ConfigError for settings that a manager would refuse, and OSError if the trace cannot be written.
         """
         options = self._options
         trace = None if options.trace is None else TraceWriter(files.open(options.trace, "wb"))
@@ -133,7 +133,7 @@ class Study:
 
 
 def words_of(changed: dict[str, Any]) -> str:
-    """Format a setting of a sweep: "max_batch 8, policy max_utilization"."""
+    """Format a setting of a sweep, for example as "max_batch 8, policy max_utilization"."""
     return ", ".join(f"{name} {value_words(value)}" for name, value in changed.items())
 
 
@@ -151,7 +151,7 @@ def _selection(options: argparse.Namespace) -> Selection:
 
 
 class _Progress:
-    """A progress line on stderr, if that is a terminal."""
+    """A progress line on stderr, if stderr is a terminal."""
 
     def __init__(self, options: argparse.Namespace, total: int, label: str) -> None:
         self._shows = not options.quiet and sys.stderr.isatty()

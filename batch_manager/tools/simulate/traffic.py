@@ -20,7 +20,7 @@ class Traffic:
     input_tokens    [n] int64, length of the prompt
     output_tokens   [n] int64, length of the output
     prompt          (index) -> [input tokens] int32; equal prefixes can be reused
-    prefixes        index -> ids of its blocks of PREFIX_TOKENS tokens; None: unknown
+    prefixes        index -> ids of the request's blocks of PREFIX_TOKENS tokens; None: unknown
 
     Raises ValueError for columns of different lengths.
     """
@@ -37,8 +37,10 @@ class Traffic:
 
     @classmethod
     def of_records(cls, records: Iterable[Record]) -> "Traffic":
-        """Make the traffic of records in order of arrival. Prompts with tokens keep them. Others share only the blocks
-        with equal prefix ids."""
+        """Make the traffic of records in order of arrival.
+
+        Prompts with tokens keep their tokens. Other prompts share only the blocks with equal prefix ids.
+        """
         times, inputs, outputs = array("d"), array("q"), array("q")
         prefixes: list[tuple[int, ...]] = []
         prompts: dict[int, np.ndarray] = {}
@@ -61,14 +63,14 @@ class Traffic:
 
     @classmethod
     def of_lengths(cls, arrival_s: np.ndarray, input_tokens: np.ndarray, output_tokens: np.ndarray) -> "Traffic":
-        """Make traffic whose prompts share nothing."""
+        """Make traffic whose prompts share no prefix."""
         return cls(arrival_s, input_tokens, output_tokens, PromptMaker(input_tokens, None))
 
 
 class PromptMaker:
-    """Generates prompts: a block of PREFIX_TOKENS tokens depends on its id, the rest on the request.
+    """Generates prompts. A call costs little more than a copy of the tokens.
 
-    A call costs little more than a copy of the tokens.
+    The tokens of a block of PREFIX_TOKENS tokens depend on the block's id. All other tokens depend on the request.
     """
 
     def __init__(self, input_tokens: np.ndarray, prefixes: Sequence[tuple[int, ...]] | None) -> None:

@@ -4,7 +4,10 @@ from ...clock import SystemClock
 
 
 class VirtualClock(SystemClock):
-    """now   seconds since the simulation began"""
+    """A clock that only the simulation advances.
+
+    now   seconds since the simulation began
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
