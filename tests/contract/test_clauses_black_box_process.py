@@ -1,4 +1,4 @@
-"""C14, C17, C18: how a process with a manager, and a fork of it, can end. Each test runs a process of its own."""
+"""C14, C17, C18: how a process with a manager, and a fork of the process, can end. Each test runs a process."""
 
 import subprocess
 import sys

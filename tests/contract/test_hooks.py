@@ -1,4 +1,4 @@
-"""Parts.after_responses and Parts.at_end: when they are called, and that their faults lose no response."""
+"""Parts.after_responses and Parts.at_end: when the worker calls them, and that their faults lose no response."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from batch_manager import (
 
 @pytest.fixture
 def hooked(make_world):
-    """make(**options) -> a world whose calls of after_responses are events of its client"""
+    """make(**options) -> a world that adds `after` to the events of its client for each call of after_responses"""
     def make(**options):
         parts = {"after_responses": lambda: world.client.events.append("after"), **options.pop("parts", {})}
         world = make_world(parts=parts, **options)
@@ -94,7 +94,7 @@ def test_the_finals_of_an_engine_that_failed_have_a_call_behind_them_and_the_end
         "after_responses": lambda: client.events.append("after"), "at_end": told.append,
         "clock": None})
     client.wait_for_finals(1)
-    manager._loop._claim = lambda *_: (_ for _ in ()).throw(Lost)         # what nothing inside contains
+    manager._loop._claim = lambda *_: (_ for _ in ()).throw(Lost)         # no guard contains this exception
     client.pending = [new_request(2, [1], 50)]
     manager.notify()
     client.wait_for_finals(2)
@@ -161,7 +161,7 @@ def test_c18_a_process_that_is_forked_in_a_hook_ends_there(make_manager, new_cli
 
 
 async def wakes_nobody():
-    """A mistake that is easily made."""
+    """An async function, which a hook must not be."""
 
 
 @pytest.mark.parametrize("parts, named", [
