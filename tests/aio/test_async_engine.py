@@ -29,7 +29,7 @@ async def start(backend=None, parts=None, **params):
 
 
 def run(test, **options):
-    """test(engine) on an event loop of its own, with an engine that is closed behind it."""
+    """Run test(engine) on a new event loop, with an engine that is closed afterwards."""
     async def inside():
         async with await start(**options) as engine:
             return await asyncio.wait_for(test(engine), 60)
@@ -196,7 +196,7 @@ def test_an_engine_that_fails_ends_every_stream():
     async def test(engine):
         stream = engine.stream(request(new_tokens=50_000))
         await anext(stream)
-        engine._manager._loop._claim = lambda *_: 1 / 0                   # what nothing inside contains
+        engine._manager._loop._claim = lambda *_: 1 / 0                   # no guard contains its exception
         with pytest.raises(RequestFailed, match="the engine raised ZeroDivisionError") as raised:
             await tokens_of(stream)
         assert raised.value.code is ErrorCode.ENGINE_FAILED and raised.value.is_retryable and raised.value.tokens
@@ -267,7 +267,7 @@ def test_in_a_forked_child_a_stream_raises_instead_of_waiting():
         read, write = os.pipe()
         child = os.fork()
         if not child:
-            signal.alarm(20)                   # nobody else ends a child that hangs
+            signal.alarm(20)                   # ends a child that hangs
             try:
                 asyncio.run(tokens_of(stream))
             except BaseException as error:
