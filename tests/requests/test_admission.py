@@ -12,7 +12,7 @@ from batch_manager.sampling_config import PARAMETERS, SamplingConfig
 VOCAB = 100
 NAN, INF = float("nan"), float("inf")
 
-# For each tensor: values other than the neutral one that are valid, and companions they need.
+# For each tensor: valid values other than the neutral one. COMPANIONS are the tensors that must come with it.
 VALID = {
     "input_ids": [[1], [[1, 2]], (1, 2), np.array([1, 2]), np.array([[99, 0]], np.uint8)],
     "input_token_extra_ids": [[0, 0, 7], np.array([[0, 0, 0]]), np.array([1, 2, 2**63 - 1], np.uint64)],
@@ -64,13 +64,13 @@ COMPANIONS = {
     "lora_config": {"lora_weights": np.ones((2, 6), np.float32)},
     "draft_logits": {"draft_input_ids": [4, 5]},
 }
-# Checked, and by definition without effect while there is one beam (pad_id fills the rows of shorter beams).
+# Tensors without an effect: input_lengths always, and pad_id with one beam. It fills the rows of shorter beams.
 IGNORED = {"input_lengths"}
 BEAMS_ONLY = {"pad_id"}
 
 
 def wrong_values(name):
-    """Values that no request may have there."""
+    """Values that admission must refuse for this tensor."""
     spec = TENSORS[name]
     wrong = ["1", b"1", object(), {1: 2}, {1}, 1j, np.array([1j]), np.array(["1"]), np.array([None]),
              np.zeros(1, "M8[s]"), np.zeros(2, [("a", "i4")]), np.zeros((1, 1, 1, 1, 1)), [[[[[1]]]]], [None], range(3)]
@@ -295,7 +295,7 @@ def test_a_builtin_that_does_not_say_what_it_takes_is_believed(admit):
     assert admit(flags={"logits_post_processor": max}).setup.logits_post_processor.function is max
 
 
-# What the original answers to bad requests, row by row.
+# Requests that the original batch manager refuses, row by row.
 
 @pytest.mark.parametrize("name", ["input_ids", "request_output_len"])
 def test_what_every_request_needs_is_asked_for_by_name(name, refusal):
@@ -592,7 +592,7 @@ def test_what_runs_is_a_copy(admit):
 
 
 def test_the_values_that_are_checked_are_those_of_the_copy(admission_with, monkeypatch):
-    # Another thread changes the array while it is admitted: whatever it does, no unchecked token gets through.
+    # Another thread may change the array during admission. No unchecked token gets through.
     prompt = np.array([1, 2, 3])
     request = InferenceRequest(7, {"input_ids": prompt, "request_output_len": 5})
     admission = admission_with()
