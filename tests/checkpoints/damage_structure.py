@@ -182,7 +182,7 @@ HEADER_DAMAGE: tuple[Callable[[TensorFile, Random], None], ...] = (
 
 
 def damage_index(draft: Draft, random: Random) -> None:
-    """Damage the index. Half of the drafts with one file get an index and another file name. The others do not change."""
+    """Damage the index. Of the drafts with one file, half get an index and a new file name. The rest do not change."""
     if SINGLE in draft.files:
         if random.random() < 0.5:
             draft.files["only.safetensors"] = draft.files.pop(SINGLE)

@@ -293,7 +293,7 @@ def check_log(worker: WorkerProcess) -> None:
 
 
 def shared_out(server: Server, victim: WorkerProcess, seed: int, num_entries: int = 12):
-    """Add entries until the victim is in the middle of some. Returns (names, expected answers)."""
+    """Add entries and wait until the victim is in the middle of some. Returns (names, expected answers)."""
     draw = random.Random(seed)
     requests = [drawn(draw) for _ in range(num_entries)]
     expected = undisturbed(requests)
