@@ -112,7 +112,7 @@ def read(data: bytes) -> File:
 
 
 def verdict(data: bytes) -> str:
-    """Whether the bytes are a GGUF file, in words. The values in its metadata do not matter."""
+    """Describe whether the bytes are a GGUF file, whatever the values in its metadata."""
     try:
         return f"a GGUF file of {len(read(data).tensors)} tensors"
     except Broken:

@@ -92,7 +92,7 @@ class Bench:
         counts.failed += [(key, found) for key, found in wrong.items() if found]
 
     def resources(self, key: str) -> list[str]:
-        """What reading this checkpoint takes too much of, in words."""
+        """Describe what reading this checkpoint leaves or takes too much of."""
         files = case(key)
         self.place.become(files)
         forget_peak()
@@ -154,7 +154,7 @@ def outcome_of(folder: Path) -> tuple[ModelSpec, dict[str, torch.Tensor]] | Base
 
 
 def compare(folder: Path, verdict: Good | Bad | None, outcome: Any) -> list[str]:
-    """What is wrong with the outcome according to the verdict, in words."""
+    """Describe what is wrong with the outcome, given the verdict of the rules."""
     if not isinstance(outcome, tuple):
         return compare_refusal(folder, verdict, outcome)
     if isinstance(verdict, Bad):
@@ -217,7 +217,7 @@ def whole_way(folder: Path, outcome: Any) -> list[str]:
 
 
 def _threads_beyond(before: int) -> list[str]:
-    """Threads that the constructor left, in words. A joined thread may need a moment to leave the process."""
+    """Describe the threads that the constructor left. A joined thread may need a moment to leave the process."""
     deadline = time.monotonic() + SECONDS_TO_LEAVE
     while (now := Resources.now().threads) != before and time.monotonic() < deadline:
         time.sleep(0.001)

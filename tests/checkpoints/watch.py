@@ -41,7 +41,7 @@ def _hook(event: str, arguments: tuple) -> None:
 
 @contextmanager
 def audited(folder: Path) -> Iterator[list[str]]:
-    """Yield a list of everything this thread does beyond reading regular files of the (resolved) folder, in words.
+    """Yield a list that describes what this thread does beyond reading regular files of the (resolved) folder.
 
     An audit hook cannot be removed. Outside this context it returns at once. The safetensors library opens its file
     without an audit event, so the call of the library is audited.
@@ -90,7 +90,7 @@ def forget_peak() -> None:
 
 
 def differences(before: Resources, after: Resources, file_bytes: int) -> list[str]:
-    """Threads, files and excess memory that reading files of `file_bytes` bytes has cost, in words."""
+    """Describe threads and open files left by reading `file_bytes` bytes of files, and excess memory."""
     wrong = []
     if after.threads != before.threads:
         wrong.append(f"{after.threads - before.threads:+} threads")

@@ -264,6 +264,7 @@ def test_the_prompt_may_be_left_out(make_world, new_request):
 @pytest.mark.parametrize("rate", [0.0, 0.7])
 @pytest.mark.parametrize("why", ["stop", "deadline"])
 def test_a_request_that_is_cut_short_has_its_live_beams(make_world, new_request, why, rate):
+    """A request that is stopped or times out returns its live beams, best first."""
     world = make_world(backend={"vocab_size": VOCAB}, max_beam_width=3)
     world.client.pending = [new_request(1, [4, 2], 50, beam_width=3, beam_search_diversity_rate=rate, deadline_s=9.0,
                                         return_log_probs=True, return_generation_logits=True)]

@@ -177,6 +177,7 @@ def test_c21_a_lost_device_fails_the_engine_and_answers_everybody_until_shutdown
 
 
 def test_c2_who_was_refused_in_the_iteration_that_loses_the_device_is_told_why(make_world, new_request):
+    """Requests that are refused in the iteration that loses the device get the reason of their refusal."""
     def lost(batch):
         raise DeviceLostError("gone")
 

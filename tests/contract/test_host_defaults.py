@@ -86,7 +86,7 @@ def test_c13_the_hosts_default_dtype_changes_nothing(answers, options):
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
 def test_c13_the_hosts_default_device_changes_nothing(answers, options):
-    """Default devices belong to threads. The test sets that of the constructor's thread and that of the worker."""
+    """A default device belongs to a thread. The test sets the constructor's, and a callback sets the worker's."""
     expected = answers(**options)
     with torch.device("meta"):
         found = answers(on_the_worker=lambda: torch.set_default_device("meta"), **options)

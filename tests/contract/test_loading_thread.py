@@ -34,6 +34,7 @@ def endless():
 
 @pytest.mark.parametrize("times", [1, 2, 5])
 def test_c17_an_interrupt_reaches_what_loads_and_passes_when_that_has_ended(interrupted, times):
+    """An interrupt stops the loading, and is raised when the loading thread has ended."""
     interrupted[0] = times
     with pytest.raises(KeyboardInterrupt, match="of the caller"):
         load_in_own_thread(endless, undo=lambda loaded: pytest.fail("nothing was loaded"))
@@ -41,6 +42,7 @@ def test_c17_an_interrupt_reaches_what_loads_and_passes_when_that_has_ended(inte
 
 
 def test_c17_what_was_loaded_all_the_same_is_undone(interrupted):
+    """If the loading completes despite an interrupt, its result is passed to `undo`."""
     interrupted[0], undone = 1, []
     with pytest.raises(KeyboardInterrupt, match="of the caller"):
         load_in_own_thread(lambda: time.sleep(0.05) or "a model", undone.append)

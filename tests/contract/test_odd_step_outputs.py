@@ -229,7 +229,7 @@ def test_a_wide_integer_that_is_no_token_is_none_either_way(make_world, new_requ
 
 
 def test_c21_a_log_probability_that_is_no_number_ends_its_request_and_clears_its_blocks(make_world, new_request):
-    """Such a log-probability comes from logits that are not finite, so no other request may reuse these blocks."""
+    """NaN comes from logits that are not finite, so the blocks of the request are cleared before any reuse."""
     cleared = []
 
     class Clears(Spoiled):

@@ -123,6 +123,7 @@ def test_an_attention_that_is_none_is_refused_by_what_it_lacks(make_manager, new
 
 
 def test_a_factory_of_attention_is_given_what_it_was_given_before():
+    """The checked factory passes all its arguments to the factory in Parts.attention."""
     whole = SimpleNamespace(plan=print, run=print, dispatch="torch")
     given = []
 

@@ -142,7 +142,7 @@ def test_c18_a_callback_that_forks_answers_nobody_in_the_child(ending):
 def test_c18_a_child_that_is_forked_in_other_code_of_the_users_answers_nobody(place, ending):
     """A child that is forked in a trace, scheduler, clock or step ends at its next callback or step.
 
-    Only the parent answers the requests.
+    All responses come from the parent.
     """
     result = run(f"""
         forked, sent = [], []

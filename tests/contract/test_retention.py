@@ -99,6 +99,7 @@ def test_generated_tokens_have_a_priority_of_their_own(make_small_world, found, 
 
 
 def test_without_reuse_schedules_and_outputs_are_as_without_it(make_world, new_request):
+    """Without block reuse, a retention configuration changes no schedule and no output."""
     prompts = [[*FIRST, number, *range(number)] for number in range(12)]
 
     def run(retentions):
@@ -118,6 +119,7 @@ def test_without_reuse_schedules_and_outputs_are_as_without_it(make_world, new_r
 
 
 def test_with_reuse_outputs_are_as_without_it(make_small_world, new_request):
+    """With block reuse, a retention configuration changes no output."""
     def run(retentions):
         world = make_small_world()
         for number in range(24):
@@ -132,6 +134,7 @@ def test_with_reuse_outputs_are_as_without_it(make_small_world, new_request):
 
 
 def test_a_manager_serves_it_and_refuses_what_is_wrong(make_manager, new_client, new_request):
+    """A manager applies a valid retention configuration and refuses an invalid one."""
     client, trace = new_client(), Trace()
     make_manager(client, backend={"num_blocks": BLOCKS, "tokens_per_block": SIZE}, kv_cache_config=REUSE,
                  parts={"trace": trace.append})
@@ -188,9 +191,9 @@ def test_the_beginning_of_a_block_is_used_again_unless_that_is_switched_off(make
 
 
 def test_a_block_whose_content_is_lost_is_not_kept_for_its_priority(make_small_world, found):
-    """The blocks of the output cannot be found once the block of the prompt before them is evicted.
+    """When the block of the prompt is evicted, the blocks of the output after it lose their priority of 100.
 
-    They lose their priority of 100 with it.
+    No prompt can find them any more.
     """
     world = make_small_world()
     found(world, FIRST[:4], keep(1, decode_retention_priority=100), count=18)      # one block of prompt, 4 of output

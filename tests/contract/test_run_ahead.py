@@ -165,12 +165,16 @@ def test_responses_come_in_the_order_of_lockstep(make_world, new_request, policy
 
 @pytest.mark.parametrize("policy", [MAX, GUARANTEED])
 def test_lengths_alone_cost_no_token_twice(make_world, new_request, policy):
+    """No token is discarded if all requests end at their lengths."""
     _, ahead = run_both(make_world, partial(plain, new_request), policy=policy)
     assert last_record(ahead)["Discarded Tokens"] == ahead.loop.window.num_discarded_tokens == 0
 
 
 def test_the_next_step_is_launched_before_the_last_one_is_read(make_world, new_request):
-    """An iteration gets, schedules, launches step n + 1, reads step n, sends, polls and reports statistics."""
+    """An iteration launches step n + 1 before it reads step n.
+
+    The order is: get, schedule, launch n + 1, read n, send, poll, finals of stopped requests, statistics.
+    """
     world = world_ahead(make_world)
     events, start = world.client.events, world.backend.start
 
@@ -303,6 +307,7 @@ def freed_at_their_finals(world):
 @pytest.mark.parametrize("at", range(12))
 @pytest.mark.parametrize("way", ["plain", "chunks", "reuse", "a tight pool", "a window"])
 def test_a_stop_at_any_point_costs_a_row_and_leaves_no_trace(make_world, new_request, way, at, streaming):
+    """A stop discards at most one token, and other requests get the id, slot and blocks at once."""
     prompts = {i: [i] * (9 + 8 * (i == 1)) for i in range(4)}
     world = world_ahead(make_world, **WAYS[way])
     freed = freed_at_their_finals(world)

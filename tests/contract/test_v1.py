@@ -196,6 +196,7 @@ def test_c3_c4_an_id_is_taken_until_the_batch_is_done_and_free_from_then_on(stat
 
 
 def test_get_is_asked_for_the_room_that_members_leave_done_or_not(static_world, submit):
+    """A member of a running batch takes room in the argument of get, even when it is done."""
     world = static_world(max_batch_size=4)
     submit(world, [(5, 2), (3, 4), (1, 1)])
     world.run()
@@ -207,6 +208,7 @@ def test_get_is_asked_for_the_room_that_members_leave_done_or_not(static_world, 
 
 def test_those_who_differ_in_what_must_be_shared_wait_for_their_own_batch_and_the_first_in_line_forms_the_next(
         static_world, new_request):
+    """Requests with different end ids or pad ids run in different batches. The first in line forms the next batch."""
     world = static_world()
     options = [{}, {"end_id": 3}, {}, {"pad_id": 0}, {"end_id": 3}, {"end_id": -1}, {"pad_id": 0}]
     world.client.pending = [new_request(i, [i], 2, **given) for i, given in enumerate(options)]
@@ -519,7 +521,10 @@ def test_tensors_that_v1_does_not_take_are_refused_by_name(static_world, new_req
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_streams_give_the_tokens_of_in_flight_batching(static_world, new_request, seed):
-    """With stops and end ids, every request gets one final response with the tokens of in-flight batching."""
+    """Every request gets one final response with the tokens of in-flight batching.
+
+    A stopped request gets the beginning of them. Some requests end with their end id.
+    """
     draw = random.Random(seed)
     requests = [(i, [draw.randrange(1000) for _ in range(draw.randrange(1, 20))], draw.randrange(1, 16),
                  {"end_id": draw.choice([END, 8])}) for i in range(60)]

@@ -150,7 +150,7 @@ def streamed(client: redis.Redis, name: str) -> tuple[list[int], dict | None]:
 
 def wrong(client: redis.Redis, names: list[str], expected: list[tuple[list[int], str]],
           before: dict[str, list[int]]) -> list[str]:
-    """What is wrong with the answers to these entries, in words.
+    """Describe what is wrong with the answers to these entries.
 
     before   tokens of each entry that were streamed before a worker or Redis was disturbed
     """

@@ -89,7 +89,7 @@ def test_what_is_not_the_file_leaves_nothing_behind(example, tmp_path, capfd, pa
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_while_pip_waits_leaves_nothing_behind(tmp_path, number, status):
-    """The package index is a server that accepts the connection and sends nothing."""
+    """A signal during the download removes the partial files. The package index is a server that never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
         environment = {**os.environ, "PIP_INDEX_URL": f"http://127.0.0.1:{server.getsockname()[1]}/simple",

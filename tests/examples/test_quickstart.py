@@ -1,3 +1,5 @@
+"""examples/quickstart.py: the whole program, the texts of its requests, and its table on a terminal."""
+
 import importlib.util
 import os
 import re

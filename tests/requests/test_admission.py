@@ -1,3 +1,5 @@
+"""Admission: which tensors and options it accepts, refuses or cuts, and that it copies what it accepts."""
+
 import numpy as np
 import pytest
 
@@ -343,6 +345,7 @@ def test_a_beam_width_above_the_managers_is_refused_with_both_numbers(refusal):
 
 
 def test_more_ways_to_end_than_a_search_can_look_at_are_refused_with_the_numbers(admit, refusal):
+    """Beams and ending tokens that make too many continuations are refused, and the text has the numbers."""
     words, limits = [[1, 2], *([token] for token in range(100))], dict(
         max_beam_width=200, max_num_tokens=200, num_blocks=10_000)
     for tensors in (dict(beam_width=160, stop_words_list=words), dict(stop_words_list=words), dict(beam_width=200)):
@@ -354,6 +357,7 @@ def test_more_ways_to_end_than_a_search_can_look_at_are_refused_with_the_numbers
 
 @pytest.mark.parametrize("name", sorted(NOT_WITH_BEAMS))
 def test_what_is_of_one_text_is_refused_by_name_with_several(name, refusal):
+    """A tensor that needs a beam width of 1 is refused by name with two beams."""
     for value in VALID[name]:
         text = refusal(beam_width=2, **({name: value} | COMPANIONS.get(name, {})))
         assert "beam_width is 2" in text and (name in text or name in COMPANIONS) and "set beam_width to 1" in text
@@ -422,6 +426,7 @@ def test_a_prompt_table_is_refused_where_the_backend_takes_no_embeddings(refusal
 
 
 def test_virtual_tokens_are_part_of_the_vocabulary_of_a_request_with_a_prompt_table(refusal, admit):
+    """Prompt-tuning tokens are valid in input_ids only, and only with a prompt table."""
     table = np.arange(16, dtype=np.float16).reshape(1, 2, 8)
     tensors = {"prompt_embedding_table": table, "prompt_vocab_size": 2}
     assert "outside 0..101" in refusal(input_ids=[102], **tensors)
@@ -730,11 +735,13 @@ def test_several_end_ids_are_each_taken_once_and_the_first_pads(admit):
 
 
 def test_nine_end_ids_and_ids_that_are_none_beside_others_are_told_so(refusal):
+    """More than 8 end ids are refused, and so is -1 among several."""
     assert "1 to 8 values" in refusal(end_id=[1] * 9)
     assert "end_id is -1; it must be an integer in 0..99" in refusal(end_id=[3, -1])
 
 
 def test_without_static_batches_a_request_says_nothing_of_whom_it_can_share_one_with(admit):
+    """Without static batching a request has no batch key."""
     assert admit(end_id=3).request.batch_key is None
 
 

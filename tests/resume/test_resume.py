@@ -47,6 +47,7 @@ def test_what_counts_what_is_left_is_changed_and_the_rest_is_kept():
 
 
 def test_top_p_begins_where_it_had_got_to():
+    """A resumed request starts with the top-p that the decay had reached at the cut."""
     tensors = {"input_ids": [1], "request_output_len": 9, "runtime_top_p": 0.8, "runtime_top_p_decay": 0.5,
                "runtime_top_p_min": 0.15}
     request = InferenceRequest(1, tensors)
