@@ -29,7 +29,7 @@ async def start(backend=None, parts=None, **params):
 
 
 def run(test, **options):
-    """test(engine) on an event loop of its own, with an engine that is closed behind it."""
+    """Run test(engine) on a new event loop, with an engine that is closed afterwards."""
     async def inside():
         async with await start(**options) as engine:
             return await asyncio.wait_for(test(engine), 60)
@@ -98,6 +98,7 @@ def test_a_reader_that_is_behind_gets_one_delta():
 
 
 def test_a_request_that_was_not_taken_yet_never_runs():
+    """A request that is cancelled before get returns it never runs."""
     async def test(engine):
         first = engine.stream(request(new_tokens=50_000))
         await anext(first)
@@ -111,6 +112,7 @@ def test_a_request_that_was_not_taken_yet_never_runs():
 
 
 def test_the_time_that_a_request_waits_here_counts():
+    """The time that a request waits in AsyncEngine counts for its deadline and its queue time."""
     async def test(engine):
         first = engine.stream(request(new_tokens=50_000))
         await anext(first)
@@ -126,6 +128,7 @@ def test_the_time_that_a_request_waits_here_counts():
 
 
 def test_with_takes_all_requests_wait_in_the_engine_and_too_many_are_refused():
+    """With takes_all, requests wait in the engine by priority, and a request beyond max_queued_requests is refused."""
     async def test():
         optional_params = TrtGptModelOptionalParams(max_batch_size=2, max_queued_requests=3)
         parts = Parts(backend=ScriptedBackend(step_seconds=0.002))
@@ -196,7 +199,7 @@ def test_an_engine_that_fails_ends_every_stream():
     async def test(engine):
         stream = engine.stream(request(new_tokens=50_000))
         await anext(stream)
-        engine._manager._loop._claim = lambda *_: 1 / 0                   # what nothing inside contains
+        engine._manager._loop._claim = lambda *_: 1 / 0                   # no guard contains its exception
         with pytest.raises(RequestFailed, match="the engine raised ZeroDivisionError") as raised:
             await tokens_of(stream)
         assert raised.value.code is ErrorCode.ENGINE_FAILED and raised.value.is_retryable and raised.value.tokens
@@ -267,7 +270,7 @@ def test_in_a_forked_child_a_stream_raises_instead_of_waiting():
         read, write = os.pipe()
         child = os.fork()
         if not child:
-            signal.alarm(20)                   # nobody else ends a child that hangs
+            signal.alarm(20)                   # ends a child that hangs
             try:
                 asyncio.run(tokens_of(stream))
             except BaseException as error:
@@ -285,6 +288,7 @@ def test_in_a_forked_child_a_stream_raises_instead_of_waiting():
 
 
 def test_an_engine_that_nobody_refers_to_ends_and_a_stream_keeps_it():
+    """An engine without references ends its threads. A stream keeps its engine alive."""
     async def test():
         threads = set(threading.enumerate())
         for _ in range(5):
@@ -320,6 +324,7 @@ def test_the_hooks_of_the_user_are_called_too_and_what_they_raise_is_contained()
 
 
 def test_what_is_no_argument_and_what_is_over_is_refused():
+    """AsyncEngine.start() refuses arguments of a wrong type, and a closed engine cannot be entered."""
     async def test():
         with pytest.raises(ValueError, match="process is 'yes'; expected a bool"):
             await AsyncEngine.start(process="yes")

@@ -1,4 +1,4 @@
-"""AsyncEngine with process=True: the semantics of an engine in this process, and the death of the engine process."""
+"""AsyncEngine with process=True behaves like an engine in this process, and handles the death of its process."""
 
 import asyncio
 import gc
@@ -84,7 +84,7 @@ def test_an_event_loop_is_woken_at_most_once_an_iteration(engine):
     async def test():
         woken, iterations = engine.num_wake_ups, engine.health()["iterations"]
         await asyncio.gather(*[tokens_of(engine.stream(request([number], 30))) for number in range(8)])
-        await asyncio.sleep(0.6)                       # a beat has the number of iterations
+        await asyncio.sleep(0.6)                       # a heartbeat brings the number of iterations
         assert 8 <= engine.num_wake_ups - woken <= engine.health()["iterations"] - iterations + 2
 
     asyncio.run(test())
@@ -147,7 +147,7 @@ def test_log_records_come_with_their_traces_and_bad_ones_cost_nothing(caplog, mo
         assert len((await engine.generate(request())).tokens) == 5
         await engine.close()
 
-    monkeypatch.setattr(sys, "path", [*sys.path, Path("no string")])                 # is left out, as by import
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("no string")])                 # is ignored, as by import
     with caplog.at_level(logging.WARNING):
         asyncio.run(asyncio.wait_for(test(), 60))
     formatted = [logging.Formatter().format(record) for record in caplog.records if record.name == "a backend"]
@@ -205,7 +205,7 @@ def test_close_answers_what_is_left_and_gives_back_threads_and_descriptors():
         assert not is_alive(process_id) and engine.health()["state"] == "STOPPED"
         assert engine.health()["callback_failures"]["after_responses"] == len(calls) >= 5
 
-    asyncio.run(asyncio.wait_for(test(), 60))          # asyncio's own threads and descriptors come and go with it
+    asyncio.run(asyncio.wait_for(test(), 60))          # asyncio's own threads and descriptors end with run()
     assert records and '"Iteration Counter"' in records[0] and set(calls) == {"batch_manager engine process receiver"}
     assert not [thread for thread in threading.enumerate() if "engine process" in thread.name
                 and thread.name.endswith("er") and not thread.is_alive()]

@@ -1,4 +1,4 @@
-"""T8: each option and argument at its limits, one beyond them, and of a wrong type: the error comes before a worker."""
+"""T8: each option and argument at its limits, just beyond them, and of a wrong type. Errors come before any worker."""
 
 import inspect
 import threading
@@ -68,7 +68,7 @@ OPTIONS = {
 }
 
 PART_OPTIONS = {
-    "scheduler": ((None,), ()),                        # looked at where it is built, see ARGUMENTS
+    "scheduler": ((None,), ()),                        # checked when it is built, see ARGUMENTS
     "attention": ((None, lambda spec, kv_pool: None), (5, "triton")),
     "backend": ((None, ScriptedBackend), (5, "scripted")),
     "clock": ((None,), (5, "clock", object())),
@@ -177,7 +177,7 @@ WITH_A_BACKEND = [
 
 @pytest.fixture
 def started(monkeypatch):
-    """Names of threads that were started. One that loads has ended when the constructor raises."""
+    """Names of the threads that were started. The loading thread has ended when the constructor raises."""
     names, start = [], threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda thread: (names.append(thread.name), start(thread))[1])
     return names

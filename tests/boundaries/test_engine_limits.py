@@ -1,4 +1,4 @@
-"""T8: limits of the engine, each at the limit and one beyond it: what waits, is refused, or is cut."""
+"""T8: limits of the engine, each just below, at and just beyond the limit: what runs, waits, is refused or is cut."""
 
 import json
 
@@ -14,7 +14,7 @@ POLICIES = pytest.mark.parametrize("policy", list(SchedulerPolicy))
 
 
 class Steps:
-    """What each step ran: its sequences and its tokens."""
+    """An `on_step` hook that records the number of sequences and of tokens of each step."""
 
     def __init__(self):
         self.sequences, self.tokens = [], []
@@ -25,7 +25,7 @@ class Steps:
 
 
 def hand_over_at_once(world, requests):
-    """All of them from one call of get, however many were asked for."""
+    """Let one call of get return all requests, whatever its argument."""
     world.loop.callbacks.fetched._get = lambda most: [requests.pop(0) for _ in range(len(requests))]
 
 
@@ -152,7 +152,7 @@ def test_max_request_bytes_and_max_bytes_in_flight(make_world, beside):
         assert f"it needs {tensors + logits:,} bytes" in final.error
         assert f"{tensors + logits:,} are in use" in final.error
         world.run()
-        world.client.pending = [asks(2)]           # what was in flight has left
+        world.client.pending = [asks(2)]           # no bytes are in flight any more
     world.run()
     assert world.client.finals(2)[-1].error == "" and world.client.final(1).error == ""
 
@@ -205,7 +205,7 @@ def test_a_static_batch_has_max_batch_size_places(make_world, new_request, besid
 
 
 def test_nothing_that_was_made_waits_to_be_taken(make_world, new_request):
-    """There is no bound on outputs nobody reads: send is called with each as it is made, and nothing is kept of it."""
+    """Unsent outputs need no bound: each output is sent in its iteration, and the engine keeps nothing of it."""
     world = make_world()
     world.client.on_send = lambda request_id, response: None
     world.client.pending = [new_request(1, [1], 40, streaming=True)]

@@ -13,7 +13,10 @@ REUSE = {"enable_block_reuse": True}
 
 @dataclass(frozen=True)
 class Row:
-    """blocks: of 8 tokens, that prompt and new tokens need; the last new token is counted though it is never stored."""
+    """A request, and the number of blocks of 8 tokens that its prompt and new tokens need.
+
+    The last new token counts, although it is never stored.
+    """
 
     what: str
     prompt: int
@@ -37,12 +40,12 @@ ROWS = [
     Row("four blocks, in chunks", 20, 12, 4, engine={"enable_chunked_context": True, "max_num_tokens": 8}),
     Row("four blocks, cut to max_seq_len", 20, 500, 8),
     Row("four blocks, reused", 20, 12, 4, kv=REUSE),
-    # The full blocks of a prompt are shared by its beams, the others are each beam's own.
+    # Beams share the full blocks of their prompt. Every other block belongs to one beam.
     Row("three beams", 20, 12, 2 + 3 * 2, beams=3),
     Row("three beams behind whole blocks", 16, 16, 2 + 3 * 2, beams=3),
     Row("three beams, reused", 20, 12, 2 + 3 * 2, beams=3, kv=REUSE),
     Row("three beams behind whole blocks, reused: the last one is copied", 16, 16, 1 + 3 * 3, beams=3, kv=REUSE),
-    # Of a window of two blocks three are held while it slides; who is paused is stored whole when it goes on.
+    # A sliding window of two blocks holds three. A paused request stores its whole sequence when it goes on.
     Row("a window", 10, 40, 3, policies=(NO_EVICT,), **WINDOW),
     Row("a prompt longer than the window", 40, 10, 6, policies=(NO_EVICT,), **WINDOW),
     Row("a window, and it may be paused", 10, 40, 7, policies=(MAX_UTILIZATION,), **WINDOW),

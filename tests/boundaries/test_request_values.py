@@ -27,7 +27,11 @@ def table(rows: int, columns: int = HIDDEN) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Row:
-    """A limit. says: what a refusal says, with the value; request: what the request holds for a value."""
+    """A limit on one value of a request.
+
+    request   tensors and options of a request with the value
+    says      text of the refusal, with the value as {value}
+    """
 
     limit: str
     request: Callable[[Any], dict]
@@ -135,7 +139,7 @@ def rows(which: str) -> list:
 
 
 def outcome(make_world, row: Row, value: Any) -> tuple[str, str]:
-    """The text and the code of the final of a request with this value; a companion must not notice."""
+    """Error text and code of a request with this value. Asserts that a second request is not affected."""
     engine = {"max_beam_width": 4, **row.engine}
     vocab_size = engine.pop("vocab_size", VOCAB)
     backend = TakesEmbeddings(vocab_size=vocab_size, max_seq_len=POSITIONS)

@@ -1,4 +1,4 @@
-"""A host whose threads have small stacks does not make the engine's stacks so small that the process crashes."""
+"""The threads of the engine have large enough stacks, even if the host has set a small stack size."""
 
 import subprocess
 import sys
@@ -48,7 +48,7 @@ def test_the_setting_of_the_host_is_the_same_afterwards(host_bytes, during, fail
     before, seen = threading.stack_size(host_bytes), []
 
     def start() -> None:
-        size = threading.stack_size(0)      # to ask is to set
+        size = threading.stack_size(0)      # the call also sets the size
         threading.stack_size(size)
         seen.append(size)
         if fails:

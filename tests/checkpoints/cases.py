@@ -1,10 +1,10 @@
-"""From a key to a checkpoint folder's files.
+"""The files of a checkpoint folder, by key.
 
-17                    what seed 17 draws
+17                    the damaged checkpoint of seed 17
 cut-17                the 17th of all truncations
-large-FILE-TEXT       megabytes of JSON in the place of the config, the header or the index
-honest-FAMILY         nothing is wrong with it
-gguf-17               the GGUF file that seed 17 draws
+large-FILE-TEXT       megabytes of JSON in place of the config, the header or the index
+honest-FAMILY         a valid checkpoint
+gguf-17               the damaged GGUF file of seed 17
 """
 
 from bisect import bisect_right
@@ -28,7 +28,7 @@ STRUCTURAL = {"config": damage_config, "header": damage_header, "index": damage_
 
 @cache
 def honest_files(*base) -> dict[str, Entry]:
-    """What `honest` of the same arguments is when it is written down."""
+    """The files of honest(*base)."""
     return {name: Bytes(data, lasts=True) for name, data in honest(*base).to_files().items()}
 
 
@@ -44,7 +44,7 @@ def case(key: str) -> dict[str, Entry]:
 
 
 def _damaged(seed: int) -> dict[str, Entry]:
-    """One thing is damaged, now and then two or three, seldom none."""
+    """A checkpoint with one damage, less often with two or three, seldom with none."""
     random = Random(seed)
     base = (random.choice(list(FAMILIES)), random.choice(DTYPES), random.random() < 0.4, random.random() < 0.5,
             random.random() < 0.5)
@@ -79,8 +79,10 @@ def _cut_bases() -> list[tuple]:
 
 @cache
 def _cuttable() -> tuple[list[tuple[dict[str, Entry], str]], list[int]]:
-    """Every file of one checkpoint of each family, whole and in shards, and how many truncations lie before each: one
-    at each byte of JSON and of a header, its length included, and one inside the data."""
+    """Every file of one checkpoint of each family, whole and in shards, and the number of truncations before each file.
+
+    A file is cut at each byte of its JSON or header, including the header's length, and once inside the data.
+    """
     places, counts = [], []
     for base in _cut_bases():
         files = honest_files(*base)

@@ -1,6 +1,7 @@
-"""What a configuration means, by rules of its own: the second opinion on `batch_manager.models`.
+"""The oracle of configurations: independent rules for what `batch_manager.models` must read and refuse.
 
-Written from what the families are, not from the product's source. Where the rules do not reach they say `Unsure`.
+The rules are written from the definitions of the families and not from the product's source. They raise `Unsure` for a
+configuration that they do not cover.
 """
 
 import json
@@ -9,7 +10,7 @@ from typing import Any
 
 ARCHITECTURES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral",
                  "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}               # where the field is left out
+KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}               # if the field is missing
 POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
                "gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "relu": "relu"}
@@ -17,7 +18,7 @@ FOREIGN = {"auto_map": [], "quantization_config": [], "final_logit_softcapping":
            "num_local_experts": [0, 1], "is_encoder_decoder": [False], "pruned_heads": [{}], "clip_qkv": [],
            "use_mrope": [False], "partial_rotary_factor": [1], "no_rope_layers": [[]], "attention_multiplier": [],
            "per_layer_config": [{}]}
-# Rotary parameters whose meaning is known here -> the name in the refusal; None: they are fine.
+# Rotary parameters that the rules cover -> the field that a refusal names, or None for valid parameters.
 ROTARY: list[tuple[dict[str, Any], str | None]] = [
     ({"rope_type": "default"}, None), ({"type": "linear", "factor": 2.0}, None),
     ({"rope_type": "yarn", "factor": 4.0, "beta_slow": 1e-30, "mscale": 0, "mscale_all_dim": 0.5}, None),
@@ -35,11 +36,11 @@ _REQUIRED = object()
 
 
 class Unsure(Exception):
-    """The rules do not say whether this is right."""
+    """The rules do not decide whether the checkpoint is valid."""
 
 
 class _Fields:
-    """Typed reading that goes on behind a fault and keeps the names of all."""
+    """Typed reader that collects the names of all faulty fields."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config, self.faults = config, []
@@ -71,7 +72,7 @@ class _Fields:
 
 
 def read_config(config: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """What is wrong, by name, and where nothing is: the attributes that a ModelSpec must have."""
+    """The names of faulty fields, and the attributes that the ModelSpec must have if there are none."""
     fields = _Fields(config)
     names = config.get("architectures")
     if type(names) is not list or len(names) != 1 or type(names[0]) is not str or names[0] not in ARCHITECTURES:
@@ -187,7 +188,7 @@ def _qwen_windows(fields: _Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _read_rotary(fields: _Fields) -> float | None:
-    """The base of the frequencies where nothing scales them, else None."""
+    """The base of the rotary frequencies, or None if they are scaled or faulty."""
     theta = fields.number("rope_theta", 10000.0)
     if fields.config.get("rope_scaling") in (None, {}):
         given = fields.config.get("rope_parameters")
@@ -207,7 +208,7 @@ def _read_rotary(fields: _Fields) -> float | None:
 
 
 def _misfits(numbers: dict[str, Any]) -> list[str]:
-    """Numbers that are fine alone and not together."""
+    """Names of numbers that are valid alone and do not fit together."""
     heads, kv_heads, size, hidden = (numbers[name] for name in ("num_heads", "num_kv_heads", "head_size",
                                                                  "hidden_size"))
     faults = ["num_key_value_heads"] if heads % kv_heads else []
@@ -221,7 +222,7 @@ def _misfits(numbers: dict[str, Any]) -> list[str]:
 
 
 def expected_tensors(numbers: dict[str, Any], prefixed: bool):
-    """(name, shape) of every tensor that a model of these numbers asks for, one after the other."""
+    """Yield (name, shape) of every tensor of a model with these numbers."""
     get = numbers.__getitem__
     hidden, inner, vocab = get("hidden_size"), get("intermediate_size"), get("vocab_size")
     if get("architecture") == "GPT2LMHeadModel":

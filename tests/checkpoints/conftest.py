@@ -1,4 +1,4 @@
-"""A bench in memory."""
+"""A fixture with a bench whose folder is in memory, if the system allows it."""
 
 import shutil
 import tempfile

@@ -1,4 +1,4 @@
-"""Damage to files as they are written: their bytes, and what stands in their place."""
+"""Damage to written files: changed bytes, and other entries in place of a file."""
 
 import io
 import pickle
@@ -65,14 +65,14 @@ def damage_bytes(data: bytes, random: Random) -> bytes:
 
 
 def _header_longer(data: bytes, piece: bytes, random: Random) -> bytes:
-    """A piece in the header, and the length says so."""
+    """Insert a piece into the header and adjust the header's length."""
     length = int.from_bytes(data[:8], "little")
     place = random.randrange(8, 9 + min(length, max(len(data) - 8, 0)))
     return ((length + len(piece)) % 2**64).to_bytes(8, "little") + data[8:place] + piece + data[place:]
 
 
 def large(random: Random, data: bytes) -> bytes:
-    """JSON of megabytes in the place of JSON, or of a file's header."""
+    """Megabytes of JSON in place of the JSON or of the file's header."""
     text = random.choice(list(LARGE_TEXTS.values()))(int(random.choice((1, MEGABYTES)) * 2**20))
     return text if data[:1] == b"{" else len(text).to_bytes(8, "little") + text
 
@@ -81,7 +81,7 @@ def _list_of(unit: bytes) -> Callable[[int], bytes]:
     return lambda size: b'{"a":[' + unit * (size // len(unit)) + b"1]}"
 
 
-# What costs most memory or time for its size -> a text of about that many bytes.
+# Texts that cost much memory or time for their size. Each function makes a text of about `size` bytes.
 LARGE_TEXTS: dict[str, Callable[[int], bytes]] = {
     "lists": _list_of(b"[],"), "objects": _list_of(b"{},"), "texts": _list_of(b'"",'), "numbers": _list_of(b"1e1,"),
     "digits": _list_of(b"9" * 4000 + b","), "nested": lambda size: b'{"a":' * (size // 5),
@@ -99,7 +99,7 @@ LARGE_TEXTS: dict[str, Callable[[int], bytes]] = {
 
 
 def stand_in(files: dict[str, Entry], random: Random) -> None:
-    """Another thing in the place of a file: a link inside the folder is as good as the file, all else is not."""
+    """Replace a file by another entry. Only a link to the file inside the folder is as good as the file."""
     name = random.choice(sorted(files))
     kind, found = random.random(), files[name]
     if kind < 0.15 and isinstance(found, Bytes):

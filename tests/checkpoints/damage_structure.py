@@ -145,7 +145,7 @@ def _twice(file: TensorFile, random: Random) -> None:
 
 
 def _taken_out(file: TensorFile, random: Random) -> None:
-    """The last tensor and its data: what is left is a valid file. Or another one, and its data stay."""
+    """Remove the last tensor with its data, which leaves a valid file, or another tensor without its data."""
     place = random.choice((-1, random.randrange(len(file.entries))))
     _, fields = file.entries.pop(place)
     begin = _list(fields.get("data_offsets"))[:1]
@@ -162,7 +162,7 @@ def _one_more(file: TensorFile, random: Random) -> None:
 
 
 def _metadata(file: TensorFile, random: Random) -> None:
-    """A field of text beside the tensors; with a value that is no text the file is no such file any more."""
+    """Add the text field `__metadata__`. A value that is not text makes the file invalid."""
     value = random.choice(('"pt"', "1", "null", "{}", '"\\u001b"', '"x","format":"y"'))
     file.entries.insert(0, ('"__metadata__"', {"format": value}))
 
@@ -182,7 +182,7 @@ HEADER_DAMAGE: tuple[Callable[[TensorFile, Random], None], ...] = (
 
 
 def damage_index(draft: Draft, random: Random) -> None:
-    """The map; a draft with one file gets an index beside it, or instead of it."""
+    """Damage the index. Of the drafts with one file, half get an index and a new file name. The rest do not change."""
     if SINGLE in draft.files:
         if random.random() < 0.5:
             draft.files["only.safetensors"] = draft.files.pop(SINGLE)

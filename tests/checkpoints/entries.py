@@ -1,4 +1,4 @@
-"""What can stand in a checkpoint folder, and a folder that becomes what is asked for with the fewest writes."""
+"""Entries of a checkpoint folder, and a folder that is changed to given entries with few writes."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """A file. `lasts`: it will be wanted again and again."""
+    """A file. With `lasts`, its content is stored once and linked into the folder each time."""
 
     data: bytes
     lasts: bool = field(default=False, compare=False)
@@ -25,7 +25,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Special:
-    """Something that is no file: "pipe", "folder", "socket"."""
+    """An entry that is not a regular file: "pipe", "folder" or "socket"."""
 
     kind: str
 
@@ -34,7 +34,7 @@ Entry = Bytes | Link | Special
 
 
 class Place:
-    """A folder on disk, and a store beside it of files that last: they are linked from it."""
+    """A folder on disk, with a store beside it for files that last. The folder has hard links to stored files."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._written = path, {}
@@ -58,7 +58,7 @@ class Place:
             os.unlink(path)
 
     def _write(self, name: str, entry: Entry) -> None:
-        if name in self._written:       # a file that somebody maps is replaced, not written into
+        if name in self._written:       # the file may be mapped, so it is replaced and not written into
             self._remove(name)
         path = f"{self.path}/{name}"
         if isinstance(entry, Bytes) and entry.lasts:

@@ -1,7 +1,7 @@
-"""Damaged GGUF files: from a seed to the bytes of one.
+"""Damaged GGUF files, by seed.
 
-Right ones are tiny models of four architectures whose tensors have different types. One thing is damaged, now and then
-two or three, seldom none: of the structure, before the file is written, or of its bytes.
+The valid files are tiny models of four architectures, whose tensors have different types. Most files have one damage,
+some have two or three, and few have none. A damage changes the structure before the file is written, or its bytes.
 """
 
 import copy
@@ -31,7 +31,7 @@ STRANGE_NAMES = ("", "x", "blk.0.attn_q", "blk.0.attn_q.weight", "blk.1.ffn_up.b
 
 
 def shapes_of(architecture: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes as torch has them, rows first."""
+    """Names and shapes of the tensors, in the order of torch: rows first."""
     layer = {"attn_norm.weight": (HIDDEN,), "ffn_norm.weight": (HIDDEN,)}
     if architecture == "gpt2":
         layer |= {"attn_qkv.weight": (3 * HIDDEN, HIDDEN), "attn_output.weight": (HIDDEN, HIDDEN),
@@ -55,7 +55,7 @@ def shapes_of(architecture: str) -> dict[str, tuple[int, ...]]:
 
 @cache
 def honest(architecture: str, kind: str, untied: bool) -> Draft:
-    """The file; not to be changed."""
+    """The cached draft of a valid file, which callers must not change."""
     random = Random(f"{architecture} {kind} {untied}")
     norm = "layer_norm_epsilon" if architecture == "gpt2" else "layer_norm_rms_epsilon"
     numbers = {"block_count": LAYERS, "context_length": 16, "embedding_length": HIDDEN, "feed_forward_length": INNER,
@@ -98,7 +98,7 @@ def damaged(seed: int) -> bytes:
 
 
 def _entry(draft: Draft, random: Random) -> None:
-    """Another value, type or key, or none."""
+    """Change the value, type or key of an entry, or repeat or remove the entry."""
     place = random.randrange(len(draft.entries))
     entry, kind = draft.entries[place], random.random()
     if kind < 0.15:
@@ -172,7 +172,7 @@ def _front(draft: Draft, random: Random) -> None:
 
 
 def _alignment(draft: Draft, random: Random) -> None:
-    """Said, and kept or not."""
+    """Set general.alignment, and align the data to it or not."""
     said = random.choice((1, 2, 8, 16, 64, 128, 0, 24, 2**20, 2**21, 2**31))
     draft.entries.append(Entry("general.alignment", UINT32, said))
     if 1 <= said <= 128 and random.random() < 0.6:

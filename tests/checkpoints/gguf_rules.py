@@ -1,4 +1,4 @@
-"""What a GGUF file is worth, by a reading of its own: the second opinion."""
+"""The oracle of GGUF files, with an independent parser."""
 
 import math
 import struct
@@ -71,7 +71,7 @@ class _Cursor:
 
 
 def read(data: bytes) -> File:
-    """Raises Broken."""
+    """Parse a GGUF file. Raises Broken."""
     cursor = _Cursor(data)
     if cursor.take(4) != b"GGUF" or cursor.one("<I") not in (2, 3):
         raise Broken
@@ -112,7 +112,7 @@ def read(data: bytes) -> File:
 
 
 def verdict(data: bytes) -> str:
-    """What the bytes are, whatever the numbers in them say."""
+    """Describe whether the bytes are a GGUF file, whatever the values in its metadata."""
     try:
         return f"a GGUF file of {len(read(data).tensors)} tensors"
     except Broken:
@@ -120,9 +120,10 @@ def verdict(data: bytes) -> str:
 
 
 def wrong(data: bytes, honest: Collection[bytes], outcome: Any) -> tuple[str, list[str]]:
-    """How the file ended ("good", "bad") and what is wrong with the outcome: a spec and tensors, or an exception.
+    """Judge the outcome of reading a file. Returns ("good" if it was to be read, else "bad"; what is wrong).
 
-    honest   files that nothing is wrong with
+    honest    valid files, which must not be refused
+    outcome   the spec and tensors, or the exception
     """
     from batch_manager.errors import ModelLoadError
 

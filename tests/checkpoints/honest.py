@@ -1,4 +1,4 @@
-"""Tiny honest checkpoints of every family, as structures that can be damaged and then written down."""
+"""Tiny valid checkpoints of every family, as structures that can be damaged and then written to files."""
 
 import json
 import random
@@ -26,7 +26,7 @@ FAMILIES = {
 
 @dataclass(slots=True)
 class TensorFile:
-    """entries: name and fields as JSON literals. A literal may be any text, and a name may come twice."""
+    """A safetensors file. entries: names and fields as JSON literals, which may be any text. Names may repeat."""
 
     entries: list[tuple[str, dict[str, str]]]
     data: bytes
@@ -64,7 +64,7 @@ def _object(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def tensor_file(tensors: list[tuple[str, str, tuple[int, ...]]], source: random.Random) -> TensorFile:
-    """A file of tensors (name, dtype, shape) with random bits; every second byte small, so that most are finite."""
+    """A file of tensors (name, dtype, shape) with random bits. Every other byte is small, so most values are finite."""
     entries, data = [], b""
     for name, dtype, shape in tensors:
         size = ELEMENT_BYTES[dtype]
@@ -80,7 +80,7 @@ def tensor_file(tensors: list[tuple[str, str, tuple[int, ...]]], source: random.
 
 @cache
 def honest(family: str, dtype: str, sharded: bool, stores_tied_head: bool, prefixed: bool) -> Draft:
-    """The checkpoint; not to be changed."""
+    """The cached checkpoint, which callers must not change."""
     config = FAMILIES[family]
     _, numbers = read_config(config)
     source = random.Random(f"{family} {dtype} {sharded}")
@@ -97,7 +97,7 @@ def honest(family: str, dtype: str, sharded: bool, stores_tied_head: bool, prefi
 
 
 def _store_head(first: TensorFile, *others: TensorFile) -> None:
-    """Append the embedding, which is the first tensor of the first file, once more under the head's name."""
+    """Append the embedding, the first tensor of the first file, to the last file under the head's name."""
     last = (first, *others)[-1]
     fields = first.entries[0][1]
     begin, end = json.loads(fields["data_offsets"])

@@ -1,6 +1,6 @@
-"""One checkpoint of the fuzzer again: python -m tests.checkpoints.replay KEY [--folder FOLDER]
+"""Run one checkpoint of the fuzzer again: python -m tests.checkpoints.replay KEY [--folder FOLDER]
 
-The folder is left as it is, for a look at its files.
+The folder is kept, so that its files can be inspected.
 """
 
 import argparse
@@ -16,7 +16,7 @@ FOLDER = Path("/tmp/damaged-checkpoint")
 
 
 def command(key: str) -> str:
-    """What replays a key."""
+    """The command that replays a key."""
     return f"python -m tests.checkpoints.replay {key}"
 
 

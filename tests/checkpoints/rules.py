@@ -1,4 +1,4 @@
-"""What a folder of files is worth, by rules of its own and by the safetensors library: the second opinion."""
+"""The oracle of checkpoint folders: judges files by independent rules and by the safetensors library."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from .entries import Bytes, Entry, Link
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 MAX_JSON_BYTES, MAX_JSON_VALUES = 4 * 2**20, 200_000
-SAFE_DEPTH = 400                      # a parser may or may not manage more
+SAFE_DEPTH = 400                      # some parsers fail on deeper JSON
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 HARMLESS = {"GPT2LMHeadModel": r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"}
 HARMLESS_ELSEWHERE = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
@@ -23,7 +23,7 @@ HARMLESS_ELSEWHERE = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 
 @dataclass(frozen=True, slots=True)
 class Good:
-    """The numbers, and the tensors that a model asks for, in float32."""
+    """A valid checkpoint: the numbers of its configuration, and the tensors of the model in float32."""
 
     numbers: dict[str, Any]
     tensors: dict[str, np.ndarray]
@@ -31,13 +31,13 @@ class Good:
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """What a refusal may name: (file, field) of each fault. An empty one need not be named."""
+    """An invalid checkpoint: (file, field) of each fault. A refusal names one fault; empty names can be left out."""
 
     faults: list[tuple[str, str]]
 
 
 class Broken(Exception):
-    """Something cannot be read at all."""
+    """A file is invalid. fields: the faulty names, empty where a message would not show the name."""
 
     def __init__(self, *fields: str) -> None:
         self.fields = [field if field.isascii() and field.isprintable() and len(field) < 100 and '"' not in field
@@ -45,7 +45,7 @@ class Broken(Exception):
 
 
 def judge(files: Mapping[str, Entry]) -> Good | Bad | None:
-    """None: the rules do not say."""
+    """The verdict on a folder, or None if the rules do not decide."""
     try:
         return _judge(files)
     except Unsure:
@@ -87,7 +87,7 @@ def _judge(files: Mapping[str, Entry]) -> Good | Bad:
 
 @lru_cache(512)
 def parse_json(data: bytes) -> dict[str, Any]:
-    """A JSON object without a key twice, of bounded size. Raises Broken or Unsure."""
+    """Parse a JSON object of bounded size without repeated keys. Raises Broken or Unsure."""
     signs = data.count(b"[") + data.count(b"{")
     if len(data) > MAX_JSON_BYTES or data.count(b",") + signs > MAX_JSON_VALUES:
         raise Broken
@@ -114,7 +114,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def _content(files: Mapping[str, Entry], name: str) -> tuple[str, bytes]:
-    """The name that a name leads to, and what is there."""
+    """Follow the links of a name. Returns the name of the file that they lead to, and its bytes."""
     for _ in range(10):
         entry = files.get(name)
         if isinstance(entry, Bytes):
@@ -126,7 +126,7 @@ def _content(files: Mapping[str, Entry], name: str) -> tuple[str, bytes]:
 
 
 def _label(files: Mapping[str, Entry], name: str) -> str:
-    """What a refusal calls a file: a link to one by its own name. What else a link leads to may have any."""
+    """The name that a refusal must show for a file: a link's own name. Empty if the name leads to no file."""
     try:
         _content(files, name)
     except Broken:
@@ -203,7 +203,7 @@ def read_tensors(data: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
         spans.append((begin, end, name))
     reached = 0
     for begin, end, _ in sorted(spans) if not wrong else ():
-        if begin != reached or end < begin:      # which of two in one place is to blame nobody can say
+        if begin != reached or end < begin:      # of tensors with the same data, a refusal may name any
             wrong += [other for *span, other in spans if span == [begin, end]]
         reached = end
     if wrong:

@@ -1,4 +1,4 @@
-"""T6, quick: damaged checkpoints are read rightly or refused by one ModelLoadError, and nothing else happens."""
+"""T6, quick: a damaged checkpoint is read correctly or refused with one ModelLoadError, without side effects."""
 
 import contextlib
 import os

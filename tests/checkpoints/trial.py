@@ -1,4 +1,4 @@
-"""One checkpoint: what the product makes of it, and whether that is right."""
+"""Reads one checkpoint with the product and checks the outcome against the rules."""
 
 import time
 from collections import Counter
@@ -25,10 +25,10 @@ from .gguf_cases import ARCHITECTURES, FILE, KINDS, honest
 from .rules import Bad, Good, judge
 from .watch import Resources, Stopwatch, audited, differences, forget_peak
 
-WHOLE_EVERY = 400                     # one in so many is also loaded through the whole constructor
+WHOLE_EVERY = 400                     # every 400th seed is also loaded by the whole constructor
 LARGEST_SHOWN = 4000                  # characters of a message; a path alone may have 4,096
-LARGE = 2**19                         # bytes; larger ones are allowed memory of their own
-SMALL_POSITIONS = 4096                # tables of positions are the model's memory, not the reader's
+LARGE = 2**19                         # bytes; larger checkpoints may take the memory of their files
+SMALL_POSITIONS = 4096                # with more positions, the tables of the model need much memory
 PORTION = 50
 SECONDS_TO_LEAVE = 5.0
 HONEST_GGUF = frozenset(honest(architecture, kind, untied).to_bytes() for architecture in ARCHITECTURES
@@ -38,7 +38,7 @@ WARMING = ("cut-5", *map(str, range(20)), *(f"gguf-{seed}" for seed in range(60)
 
 @dataclass(slots=True)
 class Counts:
-    """Sums over checkpoints: `ends` says how many were right, refused or undecided by the rules."""
+    """Sums over checkpoints. `ends` counts the verdicts of the rules: good, bad or undecided."""
 
     files: int = 0
     whole: int = 0
@@ -53,18 +53,21 @@ class Counts:
 
 
 class Bench:
-    """A folder in memory, and trials in it one after the other."""
+    """A folder in memory in which checkpoints are tried one after another."""
 
     def __init__(self, path: Path) -> None:
         self.place = Place(path)
-        for architecture in registry.known_architectures():        # what is imported and allocated once for all
+        for architecture in registry.known_architectures():        # imports and allocations that happen once
             registry.find_model(architecture)
         for seed in WARMING:
             self.place.become(case(seed))
             self._try(seed, whole=True)
 
     def run(self, keys: list[str]) -> Counts:
-        """Resources are looked at after a portion; where it took too much, one by one."""
+        """Try all keys, and measure resources after each portion.
+
+        Keys are measured one by one if their portion took too much, and large checkpoints always.
+        """
         counts = Counts()
         for start in range(0, len(keys), PORTION):
             self._portion(keys[start : start + PORTION], counts)
@@ -89,7 +92,7 @@ class Bench:
         counts.failed += [(key, found) for key, found in wrong.items() if found]
 
     def resources(self, key: str) -> list[str]:
-        """What this one takes too much of."""
+        """Describe what reading this checkpoint leaves or takes too much of."""
         files = case(key)
         self.place.become(files)
         forget_peak()
@@ -116,7 +119,7 @@ class Bench:
         return ("undecided" if verdict is None else type(verdict).__name__.lower()), wrong
 
     def path_of(self, key: str) -> Path:
-        """What is passed as the model."""
+        """The path that is passed as the model."""
         return self.place.path / FILE if key.startswith(GGUF) else self.place.path
 
     @staticmethod
@@ -132,7 +135,7 @@ def num_bytes(files: Mapping[str, Entry]) -> int:
 
 
 def outcome_of(folder: Path) -> tuple[ModelSpec, dict[str, torch.Tensor]] | BaseException:
-    """What the loader reads, without the layers that it would put the tensors into."""
+    """The spec and tensors that the loader reads, without building layers, or the exception that it raises."""
     try:
         opened = open_checkpoint(folder)
         _, spec, _ = loading.class_and_spec(opened)
@@ -151,7 +154,7 @@ def outcome_of(folder: Path) -> tuple[ModelSpec, dict[str, torch.Tensor]] | Base
 
 
 def compare(folder: Path, verdict: Good | Bad | None, outcome: Any) -> list[str]:
-    """What is wrong with the outcome."""
+    """Describe what is wrong with the outcome, given the verdict of the rules."""
     if not isinstance(outcome, tuple):
         return compare_refusal(folder, verdict, outcome)
     if isinstance(verdict, Bad):
@@ -191,7 +194,7 @@ def compare_refusal(folder: Path, verdict: Good | Bad | None, refusal: BaseExcep
 
 
 def whole_way(folder: Path, outcome: Any) -> list[str]:
-    """What GptManager's constructor does with it: the same refusal, or an engine that ends well."""
+    """Check that GptManager's constructor raises the same refusal, or makes an engine that shuts down in time."""
     if isinstance(outcome, tuple) and not 2 <= outcome[0].max_position_embeddings <= SMALL_POSITIONS:
         return []
     before = Resources.now().threads
@@ -214,7 +217,7 @@ def whole_way(folder: Path, outcome: Any) -> list[str]:
 
 
 def _threads_beyond(before: int) -> list[str]:
-    """A thread that was waited for may need a moment more to leave the process."""
+    """Describe the threads that the constructor left. A joined thread may need a moment to leave the process."""
     deadline = time.monotonic() + SECONDS_TO_LEAVE
     while (now := Resources.now().threads) != before and time.monotonic() < deadline:
         time.sleep(0.001)

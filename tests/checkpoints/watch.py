@@ -1,4 +1,4 @@
-"""What reading a checkpoint may do to the process: list its folder, open files of it, and nothing else."""
+"""Checks that reading a checkpoint only lists its folder and opens its files, and measures what it takes."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 from batch_manager.weights import safetensors_source
 
 CPU_SECONDS, MEBIBYTES = 3.0, 64
-READING = {"open"}                    # every other audited event is one too many, but a look into the folder
+READING = {"open"}                    # the only audited event allowed besides listing the folder
 
 
 @dataclass(slots=True)
@@ -41,10 +41,10 @@ def _hook(event: str, arguments: tuple) -> None:
 
 @contextmanager
 def audited(folder: Path) -> Iterator[list[str]]:
-    """Whatever this thread does in the meantime beyond reading regular files of the (resolved) folder, in words.
+    """Yield a list that describes what this thread does beyond reading regular files of the (resolved) folder.
 
-    An audit hook stays for ever; outside of this it returns at once. The library opens its file without an audit
-    event, so the call is one.
+    An audit hook cannot be removed. Outside this context it returns at once. The safetensors library opens its file
+    without an audit event, so the call of the library is audited.
     """
     global _hooked
     if not _hooked:
@@ -69,7 +69,7 @@ def audited(folder: Path) -> Iterator[list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What the process holds. Memory in bytes: now, and the most since `forget_peak`."""
+    """Threads, open files and memory of the process. Memory is in bytes: now, and the most since `forget_peak`."""
 
     threads: int
     files: int
@@ -90,7 +90,7 @@ def forget_peak() -> None:
 
 
 def differences(before: Resources, after: Resources, file_bytes: int) -> list[str]:
-    """What reading files of so many bytes left behind or took too much of."""
+    """Describe threads and open files left by reading `file_bytes` bytes of files, and excess memory."""
     wrong = []
     if after.threads != before.threads:
         wrong.append(f"{after.threads - before.threads:+} threads")
@@ -103,7 +103,7 @@ def differences(before: Resources, after: Resources, file_bytes: int) -> list[st
 
 
 class Stopwatch:
-    """CPU time of this thread: what others do on the machine does not count."""
+    """Measures the CPU time of this thread, on which other load of the machine has no effect."""
 
     def __init__(self) -> None:
         self._started = time.thread_time()

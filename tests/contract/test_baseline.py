@@ -1,4 +1,4 @@
-"""C23: after shutdown nothing of a manager with a real model remains, however it ended, also after many managers."""
+"""C23: a manager with a real model leaves nothing behind, however it ends, even after many managers."""
 
 import gc
 import json
@@ -35,14 +35,14 @@ def folder(tmp_path):
 
 
 def held():
-    """Tensors, threads of Python, threads of the process, open files."""
+    """Numbers of tensors, Python threads, threads of the process and open files."""
     gc.collect()
     tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
     return (tensors, threading.active_count(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
 
 
 def settled(baseline, parts=()):
-    """What is held, once threads that have been told to end did and nobody has any of the parts."""
+    """The numbers of held() as soon as they equal the baseline and no part is alive, or after 20 s."""
     deadline = time.monotonic() + 20
     while ((now := held()) != baseline or any(part() for part in parts)) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -58,7 +58,7 @@ def make(folder, client):
 
 
 def run_one(folder, client, new_request, ending):
-    """A manager with three requests, and its end: (the books of its blocks, weak references to its parts)."""
+    """Run and end a manager with three requests. Returns its KV cache manager and weak references to its parts."""
     client.pending = [new_request(1, [1, 2, 3], 4, streaming=True), new_request(2, [5] * 20, 3, beam_width=2),
                       new_request(3, [7] * 9, 30 if ending == "abort" else 3, temperature=0.8, runtime_top_p=0.9)]
     manager = make(folder, client)

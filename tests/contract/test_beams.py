@@ -1,4 +1,4 @@
-"""Beam search through the loop, over the scripted model: contract sections 2 to 4 and 6."""
+"""Beam search through the loop, with the scripted model: results, blocks, faults, refusals."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ END, LENGTH = FinishReason.END_ID, FinishReason.LENGTH
 
 
 def live_beams(prompt, width, steps, rate=0.0):
-    """The texts a search without an end has after so many steps, best first: [(sum of log-probs, tokens)]."""
+    """The beams of a search without an end id after `steps` steps, best first: [(sum of log-probs, tokens)]."""
     beams = [(0.0, [])]
     for _ in range(steps):
         beams = step(prompt, beams, width, rate)[:width]
@@ -37,7 +37,7 @@ def live_beams(prompt, width, steps, rate=0.0):
 
 
 def step(prompt, beams, width, rate=0.0, window=None):
-    """What may follow the beams, best first: [(sum, tokens)]."""
+    """The 2 * width best continuations of the beams, best first: [(sum of log-probs, tokens)]."""
     found = []
     for total, text in beams:
         follows = expected_candidates([*prompt, *text], 2 * width, vocab_size=VOCAB, window=window)
@@ -50,7 +50,7 @@ def step(prompt, beams, width, rate=0.0, window=None):
 
 def search(prompt, count, *, beam_width, end_id=-1, len_penalty=0.0, early_stopping=1,
            beam_search_diversity_rate=0.0, window=None):
-    """Beam search as one would write it down: [(tokens, sum of log-probs, finish reason)], best first."""
+    """Oracle: a plain beam search. Returns [(tokens, sum of log-probs, finish reason)], best first."""
     beams, finished = [(0.0, [])], []
     for length in range(1, count + 1):
         candidates = step(prompt, beams, beam_width, beam_search_diversity_rate, window)
@@ -82,7 +82,7 @@ def random_requests(new_request, count, seed, widths=(1, 2, 3, 4), longest=16, *
 
 
 def assert_right(world, asked, window=None):
-    """Returns how many texts ended by themselves."""
+    """Assert that all responses are those of the oracle. Returns how many hypotheses ended with their end id."""
     ended = 0
     for i, (prompt, count, options) in asked.items():
         final = world.client.final(i)
@@ -118,13 +118,16 @@ def paused(world):
     (MAX, {"model_type": V1}),
 ], ids=str)
 def test_requests_of_any_widths_get_what_each_would_get_alone(make_world, new_request, policy, options, seed):
-    """In a pool that is too small for all of them; blocks are counted after every iteration."""
+    """Requests of different widths get the results of the oracle in a pool that is too small for all of them.
+
+    The loop counts the blocks after every iteration.
+    """
     world = make_world(policy=policy, backend={"num_blocks": 26, "tokens_per_block": 4, "vocab_size": VOCAB},
                        max_beam_width=4, **options)
     asked, world.client.pending = random_requests(new_request, 14, seed)
     world.run()
     assert assert_right(world, asked) > 0
-    if options.get("model_type") is not V1:    # which pauses nobody
+    if options.get("model_type") is not V1:    # V1 pauses no request
         assert (paused(world) > 0) == (policy is MAX)
 
 
@@ -184,13 +187,13 @@ def test_beams_share_the_blocks_they_have_in_common(make_world, new_request):
     world.client.pending = [new_request(1, prompt, 12, beam_width=8, return_log_probs=True)]
     world.step()
     assert world.loop.kv.used_blocks == 2 + 8
-    world.step(2)                                # tokens 11 and 12 fill the third
+    world.step(2)                                # tokens 11 and 12 fill the third block
     assert world.loop.kv.used_blocks <= 2 + 8
     used = []
     while len(world.loop.active):
         used.append(world.loop.kv.used_blocks)
         world.step()
-    assert max(used) < 2 + 8 * 4                 # what beams wrote before they parted is held once, however long ago
+    assert max(used) < 2 + 8 * 4                 # blocks that beams filled before they parted are held once
     assert_right(world, {1: (prompt, 12, {"beam_width": 8})})
 
 
@@ -261,6 +264,7 @@ def test_the_prompt_may_be_left_out(make_world, new_request):
 @pytest.mark.parametrize("rate", [0.0, 0.7])
 @pytest.mark.parametrize("why", ["stop", "deadline"])
 def test_a_request_that_is_cut_short_has_its_live_beams(make_world, new_request, why, rate):
+    """A request that is stopped or times out returns its live beams, best first."""
     world = make_world(backend={"vocab_size": VOCAB}, max_beam_width=3)
     world.client.pending = [new_request(1, [4, 2], 50, beam_width=3, beam_search_diversity_rate=rate, deadline_s=9.0,
                                         return_log_probs=True, return_generation_logits=True)]
@@ -282,7 +286,7 @@ def test_a_request_that_is_cut_short_has_its_live_beams(make_world, new_request,
 
 
 class HandedOverWhole(list):
-    """Whoever asks for some gets all."""
+    """A list whose every slice is the whole list, so that get returns all requests whatever its argument."""
 
     def __getitem__(self, index):
         return list(self) if isinstance(index, slice) else super().__getitem__(index)
@@ -313,7 +317,10 @@ def test_a_request_that_is_stopped_while_it_is_paused_or_waits_has_its_prompt_in
 
 
 def test_a_vocabulary_smaller_than_the_beams(make_world, new_request):
-    """Three tokens, one of which ends: after one token there are two texts to go on with, and one is finished."""
+    """Six beams of a vocabulary of three tokens, one of them the end id.
+
+    One step yields two continuations and one hypothesis. The other three rows have a sum of -inf and NOT_FINISHED.
+    """
     world = make_world(backend={"vocab_size": 3}, max_beam_width=6)
     world.client.pending = [new_request(1, [0], 1, beam_width=6, end_id=2, return_log_probs=True),
                             new_request(2, [0], 4, beam_width=6, end_id=2, return_log_probs=True)]
@@ -344,7 +351,7 @@ def test_a_step_that_is_run_again_in_parts_changes_no_beam(make_world, new_reque
 
 @pytest.mark.parametrize("where", ["on_step", "on_finish"])
 def test_contexts_that_are_run_again_apart_from_the_beams_of_their_step(make_world, new_request, where):
-    """A failed step is halved; a half of contexts alone has no beams to go on with."""
+    """A failed step is bisected. A half that has only contexts runs without the beams of the other half."""
     failed = []
 
     def fail_once(batch):
@@ -367,6 +374,7 @@ def test_contexts_that_are_run_again_apart_from_the_beams_of_their_step(make_wor
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("token", [-1, VOCAB])
 def test_a_beam_that_goes_on_with_a_token_there_is_not_ends_its_request_alone(make_world, new_request, token, last):
+    """A token outside the vocabulary in a beam or in a hypothesis ends only that request."""
     spoiled = []
 
     class Spoiler(ScriptedBackend):
@@ -408,7 +416,7 @@ def test_values_that_are_not_finite_end_that_request_and_every_block_of_its_beam
     world.run()
     assert planted and world.client.final(0).code == "NON_FINITE_LOGITS"
     assert_right(world, {1: asked[1]})
-    asked = {i: ([i, i, i], 12, {"beam_width": 3}) for i in range(2, 6)}    # nothing is left in the blocks
+    asked = {i: ([i, i, i], 12, {"beam_width": 3}) for i in range(2, 6)}    # the cleared blocks are clean
     world.client.pending = [new_request(i, prompt, count, return_log_probs=True, **options)
                             for i, (prompt, count, options) in asked.items()]
     world.run()
@@ -477,7 +485,10 @@ def test_c8_what_fits_the_pool_runs_and_what_never_could_is_refused_at_once(
 
 
 def test_c21_a_copy_that_cannot_be_made_fails_steps_until_it_is_made_and_the_engine_lives(make_world, new_request):
-    """The next launches repeat it, whoever is in them: it may be of a block that is somebody's."""
+    """The next launches repeat a failed copy, whichever requests they run.
+
+    A live request may hold the block of the copy.
+    """
     class Copies(ScriptedBackend):
         tried, done, is_broken = [], [], True
 

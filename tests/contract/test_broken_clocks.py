@@ -67,7 +67,7 @@ def test_c6_a_deadline_is_kept_by_a_clock_that_has_failed(make_manager, new_clie
 
 
 def test_a_clock_that_is_believed_whatever_it_does_loses_responses(make_manager, new_client, new_request, monkeypatch):
-    """The bug that was found, planted again: the other tests of this file notice it."""
+    """Without `reliable`, a failing clock loses a final response, which the other tests of this file would notice."""
     for module in (build, gpt_manager):
         monkeypatch.setattr(module, "reliable", lambda clock: clock)
     has_begun, client = threading.Event(), new_client()

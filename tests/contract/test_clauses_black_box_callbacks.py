@@ -20,13 +20,13 @@ def wait_until(condition, seconds=30.0):
 
 
 def once(value):
-    """A get callback that returns this, then nothing more."""
+    """Return a get callback that returns `value` once, then empty lists."""
     values = [value]
     return lambda max_num_requests: values.pop() if values else []
 
 
 class Breaks:
-    """An iterator of two requests that raises instead of ending."""
+    """An iterator that raises `error` after its items."""
 
     def __init__(self, items, error):
         self.items, self.error = list(items), error
@@ -41,7 +41,7 @@ class Breaks:
 
 
 class Indexed:
-    """Iterable by the old protocol alone."""
+    """Iterable by __getitem__ only."""
 
     def __init__(self, items):
         self.items = items
@@ -119,6 +119,7 @@ def test_c15_an_iterator_and_every_callback_may_raise_anything(make_manager, new
                          ids=lambda value: type(value).__name__)
 def test_c2_what_holds_no_request_is_counted_or_a_failure_and_the_next_call_is_as_ever(
         make_manager, new_client, new_request, value):
+    """A result of get without a usable request does not affect the next call of get."""
     client = new_client()
     values = [[new_request(1, [1], 3)], value]
     client.get = lambda max_num_requests: values.pop() if values else []
@@ -177,9 +178,10 @@ NEVER_RUN = {"async def": an_async_function, "an async method": AsyncObject(),
 @pytest.mark.parametrize("callback", [*NEVER_RUN.values(), a_generator_function], ids=[*NEVER_RUN, "a generator"])
 def test_a_callback_that_returns_before_it_has_run_is_refused_and_nothing_is_lost_in_silence(
         make_manager, new_client, new_request, name, callback):
+    """Async and generator functions are refused as callbacks. Get and poll may be generator functions."""
     client = new_client()
     setattr(client, name, callback)
-    if callback is a_generator_function and name in ("get", "poll"):    # somebody reads what they yield
+    if callback is a_generator_function and name in ("get", "poll"):    # generators are valid results of get and poll
         assert make_manager(client).shutdown(timeout=20)
         return
     with pytest.raises(ConfigError, match="_cb is an async or a generator function"):
@@ -252,7 +254,7 @@ def test_c16_a_callback_may_do_anything_with_the_manager_and_make_another_one(ma
         if len(managers) == 1:
             manager = managers[0]
             manager.notify()
-            with manager:    # which asks for a shutdown, from inside
+            with manager:    # its exit requests a shutdown from inside a callback
                 answers.append((manager.num_active_requests, manager.health()["activity"]))
             answers.append((manager.shutdown(timeout=0), manager.wait_until_terminate(5)))
             managers.append(make_manager(inner_client))

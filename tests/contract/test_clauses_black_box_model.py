@@ -1,4 +1,4 @@
-"""C13, C18, C21 and sections 1 and 4 with a real model in the file system, including damaged weights."""
+"""C13, C18, C21, the constructor and the response tensors, with real and damaged models in the file system."""
 
 import inspect
 import json
@@ -49,7 +49,7 @@ def real_manager(make_manager):
 
 
 def whole(client, request_id):
-    """Tokens and log-probabilities of a request, its pieces put together."""
+    """Output tokens, log-probabilities and their sum, put together from all responses of a request."""
     responses = client.responses[request_id]
     assert responses[-1].error == ""
     log_probs = np.concatenate([response.tensors["output_log_probs"][0, 0] for response in responses])
@@ -137,7 +137,10 @@ def test_the_tensors_of_every_kind_of_response_are_those_of_the_table(real_manag
 
 @pytest.fixture(scope="module")
 def model_with_a_poisoned_token(tmp_path_factory):
-    """Whoever has the token in its prompt gets logits that are not finite; it cannot be drawn by accident either."""
+    """A model whose logits are not finite for a prompt with the token POISON.
+
+    The output embedding is a separate, finite copy, so the logits of other prompts stay finite.
+    """
     folder = tmp_path_factory.mktemp("poisoned") / "model"
     shutil.copytree(MODEL, folder)
     weights = {name: tensor.clone() for name, tensor in load_file(MODEL / "model.safetensors").items()}

@@ -1,4 +1,4 @@
-"""C1, C21, C26 and section 6: users' parts, log handlers and traces that fail."""
+"""C1, C21, C26: users' parts, log handlers and traces that fail."""
 
 import logging
 from types import SimpleNamespace
@@ -81,7 +81,7 @@ def test_c15_a_trace_that_raises_is_counted_and_changes_nothing(make_manager, ne
 
 
 class Broken(RequestScheduler):
-    """Schedules nothing as it should; `plan` makes what it returns of the active requests, or raises."""
+    """Scheduler that returns plan(active requests), or raises."""
 
     def __init__(self, plan):
         self.plan = plan

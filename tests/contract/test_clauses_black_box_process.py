@@ -1,4 +1,4 @@
-"""C14, C17, C18: how a process with a manager, and a fork of it, can end. Each test runs a process of its own."""
+"""C14, C17, C18: how a process with a manager, and a fork of the process, can end. Each test runs a process."""
 
 import subprocess
 import sys
@@ -38,6 +38,7 @@ def test_c17_c18_a_forked_child_may_leave_the_with_block_it_was_forked_in(leave,
 
 @pytest.mark.parametrize(("leave", "status"), [("sys.exit(5)", 5), ("1 / 0", 1)])
 def test_c18_a_child_forked_inside_a_callback_answers_nobody_and_ends_where_it_leaves_it(leave, status):
+    """A child that is forked in a callback sends no response and ends when it leaves the callback."""
     result = run(f"""
         manager.shutdown(drain=False)
         pending = [InferenceRequest(i, {{"input_ids": [1], "request_output_len": 5}}) for i in range(10, 13)]
@@ -85,6 +86,7 @@ def test_c18_a_forked_child_may_make_a_manager_of_its_own():
 
 
 def test_c17_while_the_interpreter_exits_no_manager_can_be_made_that_would_hold_it_up():
+    """A manager cannot be constructed while the interpreter exits."""
     result = run("""
         import atexit
         kept = []
@@ -112,6 +114,7 @@ def test_c17_while_the_interpreter_exits_no_manager_can_be_made_that_would_hold_
                                      "manager.__exit__(None, None, None)"])
 @pytest.mark.parametrize("then", ["assert manager.shutdown(timeout=0)", "pass"])
 def test_c14_c17_an_interrupt_of_who_waits_for_the_worker_costs_no_final(waiting, then):
+    """An interrupt of a thread that waits for the worker loses no final response."""
     result = run(f"""
         import signal
         threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()

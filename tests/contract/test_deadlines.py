@@ -1,4 +1,4 @@
-"""A request that passes its deadline ends: with an error before its first token, else with its tokens so far."""
+"""At its deadline a request without a token ends with an error, and any other request with its tokens so far."""
 
 from batch_manager import FinishReason
 

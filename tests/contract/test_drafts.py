@@ -1,6 +1,6 @@
-"""Draft tokens between the towers: they change only how many tokens a step yields.
+"""Draft tokens change only how many tokens a step yields.
 
-No request can ask for drafts yet. Here the test proposes them, as a drafter would, before each iteration.
+No request can enable drafts yet. These tests propose draft tokens before each iteration, as a drafter would.
 """
 
 import random
@@ -17,7 +17,7 @@ MOST = 4
 
 @pytest.fixture
 def drafting_world(make_world, monkeypatch):
-    """make_world, of engines that take up to MOST drafts."""
+    """make_world, with engines that accept up to MOST draft tokens for a sequence and step."""
     resolve = build.resolve_limits
     monkeypatch.setattr(build, "resolve_limits",
                         lambda *given: replace(resolve(*given), max_draft_tokens=MOST))
@@ -25,7 +25,7 @@ def drafting_world(make_world, monkeypatch):
 
 
 def run(world, prompts, right, draw, most_steps=400):
-    """Step until all have ended; propose drafts of which this share is right. Returns the drafts proposed."""
+    """Step to the end, proposing draft tokens of which the share `right` is correct. Returns how many were proposed."""
     proposed = 0
     for _ in range(most_steps):
         if not world.step():

@@ -1,4 +1,4 @@
-"""Each clause of docs/contract.md is named by tests, in their name (`test_c7_...`) or in a docstring."""
+"""Tests name each clause of docs/contract.md, in their name (`test_c7_...`) or in a docstring."""
 
 import ast
 import functools

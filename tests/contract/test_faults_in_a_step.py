@@ -28,7 +28,7 @@ def submit_all(world, new_request, **options):
 
 
 def holds_token(batch, backend, token):
-    """Whether a sequence of the batch starts with this token: how the tests recognise a request on the device."""
+    """Slots of the batch whose sequences start with this token. Tests recognise a request on the device by it."""
     lengths = [(work.slot, work.start + len(work.token_ids)) for work in batch.context]
     lengths += list(zip(batch.generation.slots.tolist(), (batch.generation.kv_lengths + 1).tolist()))
     return [slot for slot, length in lengths if backend.history(slot, length)[0] == token]
@@ -104,7 +104,7 @@ def test_c21_a_row_with_non_finite_logits_ends_that_request_only_and_its_blocks_
     world = world_with_hook(make_world, poisons_number_two, kv_cache_config=None)
     submit_all(world, new_request)
     world.run()
-    # Poisoned blocks that came back uncleared would fail their next owner.
+    # Blocks that were released without being cleared would fail their next owner.
     world.client.pending = [new_request(100 + i, [i + 1] * 40, 6) for i in range(40)]
     world.run()
     assert world.client.final(2).code == "NON_FINITE_LOGITS"
@@ -115,7 +115,7 @@ def test_c21_a_row_with_non_finite_logits_ends_that_request_only_and_its_blocks_
 
 
 class BrokenOutput(ScriptedBackend):
-    """Changes the output of a step after the fact."""
+    """Backend that returns change(output of the step)."""
 
     def __init__(self, change):
         super().__init__()
@@ -177,6 +177,7 @@ def test_c21_a_lost_device_fails_the_engine_and_answers_everybody_until_shutdown
 
 
 def test_c2_who_was_refused_in_the_iteration_that_loses_the_device_is_told_why(make_world, new_request):
+    """Requests that are refused in the iteration that loses the device get the reason of their refusal."""
     def lost(batch):
         raise DeviceLostError("gone")
 
@@ -206,7 +207,7 @@ def test_the_scripted_oracle_agrees_with_itself():
 
 
 class Launches:
-    """A device that cannot launch anything until it is mended, and notes what it has to do first."""
+    """A backend whose launches fail until it is mended. It records the table updates and operations of each batch."""
 
     def __init__(self):
         self.told, self.operations, self.is_mended = [], [], False
@@ -229,7 +230,7 @@ def table_updates(*entries):
 
 
 def launched(runner):
-    """What a batch of slots 0 and 1 comes to. What is pending now goes with it."""
+    """Run a batch of slots 0 and 1 with everything that is pending, bisect it if it fails, and return its output."""
     both = np.array([0, 1], np.int32)
     batch = ScheduledBatch(1, generation=GenerationWork(both, both + 5))
     step = runner.start(batch)
@@ -238,7 +239,7 @@ def launched(runner):
 
 
 def test_c21_the_next_launch_says_what_those_that_raised_had_to_say():
-    """It may concern a sequence of neither batch: slot 2 waits."""
+    """A launch repeats the table updates and operations of failed launches, also of slot 2, which is in no batch."""
     device, device_work = Launches(), DeviceWork()
     runner = StepRunner(device, device_work, 100, Guard())
     copy, clear, load, last = BlockCopy(3, 4, 2), BlockClear(5, 1), AdapterLoad(7, (1, 2)), BlockClear(6)
@@ -246,7 +247,7 @@ def test_c21_the_next_launch_says_what_those_that_raised_had_to_say():
         device_work.update_tables(table_updates(*said), [])
         device_work.add([operation])
         assert set(launched(runner).failures) == {0, 1}
-    assert len(device.told) == 2 * 3                              # whole, and each half
+    assert len(device.told) == 2 * 3                              # the whole batch, then each half
     assert device.told[:3] == [[(0, 1, 11), (2, 0, 10)]] * 3
     assert device.told[3:] == [[(0, 1, 11), (2, 0, 12)]] * 3, "each entry once, as it was said last"
     assert device.operations == [(0, copy)] * 3 + [(0, copy, clear)] * 3, "under the same numbers"
@@ -264,6 +265,7 @@ def test_c21_the_next_launch_says_what_those_that_raised_had_to_say():
 
 
 def test_what_is_pending_for_rows_in_which_a_sequence_starts_was_of_another():
+    """When a sequence starts in a slot, pending table updates of the slot's last sequence are dropped."""
     device, device_work = Launches(), DeviceWork()
     runner = StepRunner(device, device_work, 100, Guard())
     device_work.update_tables(table_updates((2, 0, 10), (2, 1, 11), (3, 0, 12)), [2, 3])
@@ -275,7 +277,10 @@ def test_what_is_pending_for_rows_in_which_a_sequence_starts_was_of_another():
 
 
 def test_operations_are_repeated_until_a_step_that_had_them_was_read():
-    """A device that fails late may fail in one, when the next step was launched already: that one does it then."""
+    """An asynchronous device may fail in an operation after the next step was launched.
+
+    The next step therefore repeats the operation.
+    """
     device, device_work = Launches(), DeviceWork()
     device.is_mended = True
     runner = StepRunner(device, device_work, 100, Guard())
@@ -288,7 +293,7 @@ def test_operations_are_repeated_until_a_step_that_had_them_was_read():
     runner.read(steps[0])
     steps.append(runner.start(ScheduledBatch(1, generation=GenerationWork(both, both + 5))))
     assert device.operations[-1] == (1, clear)
-    for step in steps[2:0:-1]:                                    # of what was done before nobody speaks any more
+    for step in steps[2:0:-1]:                                    # operations that are done are not repeated
         runner.read(step)
     device_work.add([last])
     runner.start(ScheduledBatch(1, generation=GenerationWork(both, both + 5)))

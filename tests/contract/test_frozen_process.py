@@ -1,4 +1,4 @@
-"""A process that was stopped and continues does not count as hung; one whose callback blocks does."""
+"""A process that was stopped and continues is not reported as hanging. A callback that blocks is reported."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def test_a_process_that_was_frozen_inside_a_callback_is_not_reported():
     time.sleep(0.1)
     os.kill(process.pid, signal.SIGSTOP)
     time.sleep(2.5)
-    process.stdin.write("\n")            # what health says at once
+    process.stdin.write("\n")            # health is read as soon as the process continues
     process.stdin.flush()
     os.kill(process.pid, signal.SIGCONT)
     time.sleep(0.5)

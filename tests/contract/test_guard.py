@@ -63,7 +63,7 @@ def test_c19_a_block_writes_the_heartbeat_and_adds_up_its_seconds(kind, raises):
             clock.now += seconds
             if raises:
                 raise ValueError
-    for seconds in (2.0, 0.5, -5.0):    # the last: the clock was set back
+    for seconds in (2.0, 0.5, -5.0):    # at last the clock is set back
         if raises and kind == "raising":
             with pytest.raises(ForeignCodeError):
                 use(seconds)
@@ -218,7 +218,7 @@ def test_c15_c19_a_request_is_read_in_a_block(make_world, new_request):
 
 
 def test_c19_foreign_code_runs_in_a_block_that_names_it(make_world, new_request):
-    """Callbacks, and the code of what they return."""
+    """Callbacks run in a guarded block with their name, and so does the code of the objects that they return."""
     seen: list[tuple[str, str]] = []
 
     def see(what: str) -> None:

@@ -1,4 +1,4 @@
-"""Parts.after_responses and Parts.at_end: when they are called, and that their faults lose no response."""
+"""Parts.after_responses and Parts.at_end: when the worker calls them, and that their faults lose no response."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from batch_manager import (
 
 @pytest.fixture
 def hooked(make_world):
-    """make(**options) -> a world whose calls of after_responses are events of its client"""
+    """make(**options) -> a world that adds `after` to the events of its client for each call of after_responses"""
     def make(**options):
         parts = {"after_responses": lambda: world.client.events.append("after"), **options.pop("parts", {})}
         world = make_world(parts=parts, **options)
@@ -45,6 +45,7 @@ def test_an_iteration_without_a_response_has_no_call(hooked, new_request):
 
 
 def test_finals_of_stopped_requests_which_come_after_poll_have_the_call_behind_them(hooked, new_request):
+    """after_responses is called after the final responses of stopped requests."""
     world = hooked()
     world.client.pending = [new_request(1, [1], 30)]
     world.step(2)
@@ -55,6 +56,7 @@ def test_finals_of_stopped_requests_which_come_after_poll_have_the_call_behind_t
 
 
 def test_refusals_of_an_engine_that_is_idle_have_the_call_behind_them(hooked, new_request):
+    """after_responses is called after the refusals of an idle engine."""
     world = hooked()
     world.client.pending = [new_request(1, [-1], 3)]
     world.step()
@@ -64,6 +66,7 @@ def test_refusals_of_an_engine_that_is_idle_have_the_call_behind_them(hooked, ne
 @pytest.mark.parametrize("policy", list(SchedulerPolicy))
 def test_finals_of_a_shutdown_have_one_call_behind_them_then_the_end_is_told_once(
         make_manager, new_client, new_request, policy):
+    """A shutdown calls after_responses once after its final responses, and then at_end once."""
     client, told, started = new_client(), [], threading.Event()
     client.pending = [new_request(number, [1], 50_000 if number else 2, streaming=True) for number in range(3)]
     client.on_send = lambda *_: started.set()
@@ -84,6 +87,7 @@ def test_finals_of_a_shutdown_have_one_call_behind_them_then_the_end_is_told_onc
 
 def test_the_finals_of_an_engine_that_failed_have_a_call_behind_them_and_the_end_says_why(
         make_manager, new_client, new_request):
+    """A failed engine calls after_responses after its final responses. At the shutdown, at_end gets the failure."""
     client, told = new_client(), []
 
     class Lost(Exception):
@@ -94,7 +98,7 @@ def test_the_finals_of_an_engine_that_failed_have_a_call_behind_them_and_the_end
         "after_responses": lambda: client.events.append("after"), "at_end": told.append,
         "clock": None})
     client.wait_for_finals(1)
-    manager._loop._claim = lambda *_: (_ for _ in ()).throw(Lost)         # what nothing inside contains
+    manager._loop._claim = lambda *_: (_ for _ in ()).throw(Lost)         # no guard contains this exception
     client.pending = [new_request(2, [1], 50)]
     manager.notify()
     client.wait_for_finals(2)
@@ -161,7 +165,7 @@ def test_c18_a_process_that_is_forked_in_a_hook_ends_there(make_manager, new_cli
 
 
 async def wakes_nobody():
-    """A mistake that is easily made."""
+    """An async function, which a hook must not be."""
 
 
 @pytest.mark.parametrize("parts, named", [
@@ -227,6 +231,7 @@ def test_c15_a_get_that_returns_a_request_is_told_so(make_world, new_request, ca
 
 @pytest.mark.parametrize("logs_texts", [False, True])
 def test_what_a_callback_says_is_logged_where_that_was_asked_for_alone(make_world, new_request, caplog, logs_texts):
+    """The text of a callback's exception is logged only with log_callback_errors."""
     world = make_world(log_callback_errors=logs_texts)
 
 
@@ -284,5 +289,6 @@ def test_a_field_of_another_configuration_and_a_name_on_a_hub_are_told_as_such(m
     ("stop", "stop_words_list"), ("eos_token_id", "called end_id"), ("n", "one request for each output"),
     ("user", "map ids to users yourself"), ("seed", "called random_seed"), ("messages", "chat template")])
 def test_words_of_other_engines_are_answered_with_ours(new_request, name, said):
+    """A parameter name of another engine is refused, and the error names what to use here."""
     with pytest.raises(InvalidRequestError, match=f"Invalid tensor name: '{name}'.*{said}"):
         new_request(1, [1], 2, **{name: 3})

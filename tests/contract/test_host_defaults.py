@@ -12,7 +12,7 @@ from batch_manager import KvCacheConfig
 
 MODEL = pathlib.Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
 PROMPT = [5, 100, 31, 2047, 77, 900, 137]
-REQUESTS = {                                              # some want log-probabilities, and some do not, in one step
+REQUESTS = {                                              # one step has rows with and without log-probabilities
     1: {"return_log_probs": True, "return_generation_logits": True},
     2: {"runtime_top_k": 200, "runtime_top_p": 0.5, "random_seed": 1},
     3: {"runtime_top_p": 0.999, "temperature": 3.0, "random_seed": 2, "return_log_probs": True},
@@ -32,11 +32,11 @@ def defaults_as_before():
 
 @pytest.fixture
 def answers(make_manager, new_client, new_request):
-    """answers(before, between, on_the_worker, **options) -> all that the requests get.
+    """answers(before, between, on_the_worker, **options) -> {request id: tensors of the final response}.
 
     before          called before the manager is made
-    between         called between that and handing it the requests
-    on_the_worker   called on its thread, before it gets them
+    between         called after the manager is made and before get returns the requests
+    on_the_worker   called on the worker's thread at each get
     """
     def ask(before=None, between=None, on_the_worker=None, **options):
         client, taken = new_client(), new_client.get
@@ -86,7 +86,7 @@ def test_c13_the_hosts_default_dtype_changes_nothing(answers, options):
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
 def test_c13_the_hosts_default_device_changes_nothing(answers, options):
-    """It belongs to a thread: to the constructor's, and by a callback to the worker's."""
+    """A default device belongs to a thread. The test sets the constructor's, and a callback sets the worker's."""
     expected = answers(**options)
     with torch.device("meta"):
         found = answers(on_the_worker=lambda: torch.set_default_device("meta"), **options)

@@ -1,4 +1,4 @@
-"""C1 to C6: each item from the get callback is answered exactly once, after its resources are free."""
+"""C1 to C6: each item of the get callback is answered exactly once, when its resources are free."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""C14, C16 to C19, C22, C23: the worker thread from the constructor to its end, in this process."""
+"""C14, C16 to C19, C22, C23: the worker thread from the constructor to its end, in the process of the tests."""
 
 import copy
 import gc
@@ -77,6 +77,7 @@ def test_c14_a_shutdown_without_draining_answers_the_rest_with_shutdown(make_man
 
 
 def test_c14_who_waits_long_looks_again_and_again(make_manager, new_client, new_request, monkeypatch):
+    """A wait that is longer than one look at the worker returns when the worker has stopped, or at its timeout."""
     monkeypatch.setattr("batch_manager.gpt_manager.SECONDS_BETWEEN_LOOKS", 0.001)
     client = new_client()
     client.pending = [new_request(1, [1], 5)]
@@ -129,7 +130,7 @@ def test_c14_from_inside_a_callback_shutdown_only_asks(make_manager, new_client,
     client, results = new_client(), []
     manager = make_manager(client)
     client.on_send = lambda request_id, response: results.append(manager.shutdown())
-    # In one list: the shutdown that the first final asks for ends the fetching.
+    # Both are returned by one get: the shutdown in the first final callback ends the calls of get.
     client.pending = [new_request(1, [1], 3), new_request(2, [1], 30)]
     assert manager.wait_until_terminate(timeout=20)
     assert results and not any(results)
@@ -167,7 +168,7 @@ def test_a_terminate_request_ends_the_worker_after_draining(make_manager, new_cl
     assert manager.wait_until_terminate(timeout=20)
     assert client.final(1).error == "" and 9 not in client.responses
     assert manager.health()["state"] == "STOPPED"
-    with manager:                              # it ended before the block began: nobody shut it down
+    with manager:                              # the worker ended before the block, without a shutdown
         assert manager.wait_until_terminate()
     with pytest.raises(ManagerClosedError), manager:
         pass
@@ -305,7 +306,7 @@ def test_c22_an_idle_worker_picks_a_request_up_by_itself_and_at_once_after_notif
         client.pending.append(new_request(i, [1], 1))
         client.wait_for_finals(i)
         waits.append(time.monotonic() - started)
-    assert sorted(waits)[10] < 0.05    # the machine is shared; the promise of 5 ms is for a quiet one
+    assert sorted(waits)[10] < 0.05    # the machine is shared; 5 ms are promised on a quiet one
 
     slept = make_manager(client, idle_poll_interval_s=30.0)
     time.sleep(0.05)
@@ -324,8 +325,8 @@ def test_c22_an_idle_manager_uses_at_most_2_percent_of_a_core(make_manager, new_
         fields = stat.read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    # The best of a few windows. While other work has the cores a wake-up alone costs more than that, so the manager is
-    # then held against a thread that does nothing but wake up as often.
+    # The least of up to four windows counts. While other work has the cores, wake-ups alone can cost more than 2 %.
+    # The manager is then compared with a thread that only wakes up as often.
     shares, bare, stop = [], [], threading.Event()
 
     def only_wake_up():

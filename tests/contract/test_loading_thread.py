@@ -1,4 +1,4 @@
-"""C17: a constructor that is interrupted while it loads leaves nothing behind."""
+"""C17: an interrupt while the constructor loads a model leaves no thread, backend or model."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from batch_manager.testing.scripted_backend import ScriptedBackend
 
 @pytest.fixture
 def interrupted(monkeypatch):
-    """What waits for the loading is interrupted as often as this says, by Ctrl-C."""
+    """interrupted[0] = n: Ctrl-C interrupts the next n waits for the loading thread."""
     left, wait = [0], Loading.wait
 
     def interrupted_wait(self):
@@ -34,6 +34,7 @@ def endless():
 
 @pytest.mark.parametrize("times", [1, 2, 5])
 def test_c17_an_interrupt_reaches_what_loads_and_passes_when_that_has_ended(interrupted, times):
+    """An interrupt stops the loading, and is raised when the loading thread has ended."""
     interrupted[0] = times
     with pytest.raises(KeyboardInterrupt, match="of the caller"):
         load_in_own_thread(endless, undo=lambda loaded: pytest.fail("nothing was loaded"))
@@ -41,6 +42,7 @@ def test_c17_an_interrupt_reaches_what_loads_and_passes_when_that_has_ended(inte
 
 
 def test_c17_what_was_loaded_all_the_same_is_undone(interrupted):
+    """If the loading completes despite an interrupt, its result is passed to `undo`."""
     interrupted[0], undone = 1, []
     with pytest.raises(KeyboardInterrupt, match="of the caller"):
         load_in_own_thread(lambda: time.sleep(0.05) or "a model", undone.append)
@@ -68,7 +70,7 @@ def test_c17_the_end_of_the_interpreter_interrupts_what_loads(monkeypatch):
     ending.start()
     with pytest.raises(ManagerClosedError, match="the interpreter is exiting"):
         load_in_own_thread(endless, undo=lambda loaded: None)
-    with pytest.raises(ManagerClosedError):                      # it has begun already
+    with pytest.raises(ManagerClosedError):                      # the exit has begun already
         load_in_own_thread(endless, undo=lambda loaded: None)
     ending.join()
     assert not interpreter_exit._controls
@@ -78,7 +80,7 @@ def test_what_is_loaded_and_what_is_raised_are_handed_on():
     assert load_in_own_thread(lambda: threading.current_thread().name, undo=None) == "batch_manager loading"
     with pytest.raises(ZeroDivisionError):
         load_in_own_thread(lambda: 1 / 0, undo=None)
-    check_interruption()                                          # nobody interrupts this thread
+    check_interruption()                                          # this thread is not interrupted
 
 
 def test_a_load_may_take_longer_than_one_look_at_it(monkeypatch):

@@ -1,4 +1,4 @@
-"""Users' functions on the logits: their arguments, the number of calls, and which requests their faults end."""
+"""Logits post-processors: their arguments, the number of calls, and which requests their faults end."""
 
 import json
 
@@ -27,7 +27,7 @@ def asking(request_id, prompt, count, processor, **options):
 
 
 class Recorder:
-    """Draws (number of tokens so far) % 50, and notes every call."""
+    """Logits post-processor that chooses token (number of tokens so far) % 50 and records its calls."""
 
     def __init__(self):
         self.calls = {}

@@ -1,4 +1,4 @@
-"""Section 6: a scheduler's plan runs, or an error names its class and the rule that it breaks; the engine goes on."""
+"""A scheduler's plan runs, or an error names the scheduler's class and the broken rule. The engine goes on."""
 
 from collections import deque
 from itertools import chain, count, repeat
@@ -17,7 +17,7 @@ def split(active):
 
 
 class Planned(RequestScheduler):
-    """`plan` makes what it returns of the contexts and of those that generate."""
+    """Scheduler that returns plan(context requests, generation requests)."""
 
     def __init__(self, plan):
         self.plan = plan
@@ -37,7 +37,7 @@ class IteratesOnce(list):
 
 
 class OutputOfOnesOwn(SchedulerOutput):
-    """Answers each question once."""
+    """A plan whose fields can be read only once."""
 
     def __getattribute__(self, name):
         if name.startswith("_"):
@@ -105,7 +105,7 @@ def test_a_plan_of_ones_own_class_is_asked_once(make_world, new_request):
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int64])
 def test_chunk_sizes_may_be_narrow_integers(make_world, new_request, dtype):
-    """Sums of them overflow."""
+    """The sum of the chunk sizes overflows the narrow dtypes."""
     def in_chunks_of_64(contexts, generation):
         sizes = np.array([min(request.remaining_context, 64) for request in contexts], dtype)
         return SchedulerOutput(contexts, generation, [], sizes)

@@ -1,4 +1,4 @@
-"""C21: an output of a backend that does not match its batch ends only the request of the wrong row."""
+"""C21: an output of a backend that does not match its batch ends only the request whose row is wrong."""
 
 import logging
 from dataclasses import replace
@@ -19,7 +19,7 @@ ASKS = {"return_log_probs": True, "return_generation_logits": True, "return_cont
 
 
 class Spoiled(ScriptedBackend):
-    """`spoil(output, slot of request ODD)` changes the outputs that have its row, `times` times."""
+    """Backend that changes its first `times` outputs with a row of request ODD, by `spoil(output, slot of ODD)`."""
 
     def __init__(self, spoil, times=10**9, **options):
         super().__init__(**options)
@@ -39,7 +39,11 @@ class Spoiled(ScriptedBackend):
 
 
 def run(make_world, new_request, backend, odd=None, **others):
-    """odd   what the request asks for whose row is spoiled"""
+    """Run six requests to their end and return the world.
+
+    odd      options of request ODD, whose row is spoiled
+    others   options of the other requests
+    """
     width = max((odd or {}).get("beam_width", 1), 1)
     world = make_world(backend=backend, max_beam_width=width)
     world.client.pending = [new_request(i, prompt, NEW_TOKENS, **(odd or {} if i == ODD else others))
@@ -59,7 +63,7 @@ def same_tensors(world, right, request_id):
 
 
 def with_row(field, value, dtype=None):
-    """An output in which one element of an array is another."""
+    """Return a `spoil` that sets the row of the slot to `value` in one array of the output."""
     def spoil(output, slot):
         array = getattr(output, field).astype(dtype or getattr(output, field).dtype)
         array[output.slots == slot] = value
@@ -77,7 +81,7 @@ def failure(code=ErrorCode.MODEL_ERROR, message="x", kind=RowFailure):
 
 
 def with_starts(change):
-    """Rows that begin at other places: change([r + 1] int32, the row of the slot)."""
+    """Return a `spoil` that sets `row_starts` to change(starts [rows + 1] int32, row of the slot)."""
     def spoil(output, slot):
         starts = np.arange(len(output.slots) + 1, dtype=np.int32)
         return replace(output, row_starts=change(starts, output.slots.tolist().index(slot)))
@@ -85,7 +89,7 @@ def with_starts(change):
 
 
 def with_tokens_of_row(change):
-    """The row of the slot with other tokens, and rows that say so."""
+    """Return a `spoil` that changes the tokens of the slot's row and sets `row_starts` to match."""
     def spoil(output, slot):
         rows = np.split(output.tokens, np.arange(1, len(output.slots)))
         row = output.slots.tolist().index(slot)
@@ -168,6 +172,7 @@ WRONG_FOR_WHO_ASKED = {
                                             *((spoil, ASKS) for spoil in WRONG_FOR_WHO_ASKED.values())],
                          ids=[*WRONG, *WRONG_FOR_WHO_ASKED])
 def test_c21_only_the_request_whose_row_is_wrong_even_alone_is_lost(make_world, new_request, spoil, odd, caplog):
+    """A row that is still wrong when its request runs alone ends that request with MODEL_ERROR."""
     with caplog.at_level(logging.ERROR, "batch_manager"):
         world = run(make_world, new_request, Spoiled(spoil), odd)
     assert world.client.final(ODD).code == "MODEL_ERROR" and not world.client.final(ODD).tensors
@@ -178,6 +183,7 @@ def test_c21_only_the_request_whose_row_is_wrong_even_alone_is_lost(make_world, 
 @pytest.mark.parametrize("spoil", [*WRONG.values(), *WRONG_FOR_WHO_ASKED.values()],
                          ids=[*WRONG, *WRONG_FOR_WHO_ASKED])
 def test_c21_a_wrong_output_that_does_not_come_again_costs_nobody_anything(make_world, new_request, spoil):
+    """An output that is wrong only once changes the response of no request."""
     world = run(make_world, new_request, Spoiled(spoil, times=1), ASKS, **ASKS)
     assert others_are_right(world)
     right = run(make_world, new_request, ScriptedBackend(), ASKS, **ASKS)
@@ -185,6 +191,7 @@ def test_c21_a_wrong_output_that_does_not_come_again_costs_nobody_anything(make_
 
 
 def test_c21_context_logits_that_do_not_come_cost_who_asked_for_them(make_world, new_request):
+    """Missing or narrow context logits end only the request with return_context_logits."""
     for spoil in with_all(context_logits=lambda logits, slot: {}), with_all(
             context_logits=lambda logits, slot: {slot: rows[:, 1:] for slot, rows in logits.items()}):
         world = run(make_world, new_request, Spoiled(spoil), ASKS)
@@ -216,12 +223,13 @@ def test_integers_and_numbers_of_any_width_are_taken(make_world, new_request, sp
 
 @pytest.mark.parametrize("token", [2**32 + 1, -2**40])
 def test_a_wide_integer_that_is_no_token_is_none_either_way(make_world, new_request, token):
+    """A 64-bit integer outside the vocabulary is an invalid token, even if its lower 32 bits are a valid one."""
     world = run(make_world, new_request, Spoiled(with_row("tokens", token, np.int64)))
     assert world.client.final(ODD).code == "INVALID_TOKEN" and others_are_right(world)
 
 
 def test_c21_a_log_probability_that_is_no_number_ends_its_request_and_clears_its_blocks(make_world, new_request):
-    """Only logits that are not finite have such; what they came of must not be found by others."""
+    """NaN comes from logits that are not finite, so the blocks of the request are cleared before any reuse."""
     cleared = []
 
     class Clears(Spoiled):
@@ -236,7 +244,7 @@ def test_c21_a_log_probability_that_is_no_number_ends_its_request_and_clears_its
 
 
 def test_what_is_meaningless_is_not_looked_at(make_world, new_request):
-    """The row of a sequence that failed."""
+    """Tokens and finish codes in the row of a failed sequence are ignored: its request ends with the reported error."""
     def spoil(output, slot):
         output = with_row("finish", 99)(with_row("tokens", -7)(output, slot), slot)
         return replace(output, failures={np.int64(slot): RowFailure(ErrorCode.OUT_OF_MEMORY, "too long")})
@@ -246,6 +254,7 @@ def test_what_is_meaningless_is_not_looked_at(make_world, new_request):
 
 
 def test_what_a_slot_asked_for_is_not_asked_of_who_has_it_next(make_world, new_request):
+    """A request without optional outputs needs none, even in a slot whose last request had them."""
     def nothing_but_tokens(output, slot):
         return replace(output, log_probs=None, generation_logits={}, context_logits={})
 
@@ -266,13 +275,13 @@ BEAMS = {"beam_width": 2, **ASKS, "return_context_logits": False, "return_top_lo
 
 
 def row_of(output, slot):
-    """The tokens of its row."""
+    """The slice of the output's arrays that belongs to the slot's row."""
     row = output.slots.tolist().index(slot)
     return slice(int(output.row_starts[row]), int(output.row_starts[row + 1]))
 
 
 def of_beams(**changes):
-    """A step of beams in which a part of its row is another; a search that ends is left as it is."""
+    """Return a `spoil` that changes the slot's row in the named arrays, except in the step that ends the search."""
     def spoil(output, slot):
         if slot in output.hypotheses:
             return output
@@ -285,12 +294,12 @@ def of_beams(**changes):
 
 
 def unless_it_ends(**changes):
-    """A step of beams in which something is another for everybody; a search that ends is left as it is."""
+    """Return a `spoil` that changes whole fields of the output, except in the step that ends the search."""
     return lambda output, slot: output if slot in output.hypotheses else with_all(**changes)(output, slot)
 
 
 def with_length(change):
-    """A step in which the row of the search is longer or shorter: change(number of its tokens)."""
+    """Return a `spoil` that gives the row of the search change(number of its tokens) tokens."""
     def spoil(output, slot):
         lengths = np.diff(output.row_starts)
         row = output.slots.tolist().index(slot)
@@ -309,7 +318,7 @@ def with_length(change):
 
 
 def of_texts(**changes):
-    """The results of a search with something else in the last of them."""
+    """Return a `spoil` that changes fields of the last hypothesis in the step that ends the search."""
     def spoil(output, slot):
         if slot not in output.hypotheses:
             return output
@@ -320,7 +329,7 @@ def of_texts(**changes):
 
 
 def with_hypotheses(make):
-    """A search that is over, with these results."""
+    """Return a `spoil` that ends the search, with make(slot) as its hypotheses."""
     def spoil(output, slot):
         return replace(with_length(lambda length: 0)(output, slot), hypotheses={slot: make(slot)})
     return spoil
@@ -392,6 +401,7 @@ def test_beams_in_lists_are_taken(make_world, new_request):
     (lambda top: TopLogProbs(top.ids - 10**6, top.log_probs), "INVALID_TOKEN"),
 ], ids=["not numbers", "beyond the vocabulary", "below the first token"])
 def test_likeliest_tokens_that_are_none_cost_their_request_alone(make_world, new_request, change, code):
+    """Likeliest tokens that are invalid, or whose log-probabilities are not numbers, end only their own request."""
     spoil = with_all(top_log_probs=lambda top, slot: {**top, slot: change(top[slot])})
     world = run(make_world, new_request, Spoiled(spoil), ASKS, **ASKS)
     assert world.client.final(ODD).code == code and others_are_right(world)

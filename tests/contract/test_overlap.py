@@ -1,4 +1,4 @@
-"""enable_trt_overlap: two micro-batches of disjoint requests, and the same tokens."""
+"""enable_trt_overlap: two micro-batches of disjoint requests are in flight, and no token changes."""
 
 import json
 import random
@@ -15,7 +15,7 @@ POLICIES = list(SchedulerPolicy)
 
 
 class Deferred(ScriptedBackend):
-    """Computes a step when it is read, not when it is launched, and knows which are in flight."""
+    """Backend that computes a step when the step is read. It records the batches launched, read and in flight."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -90,7 +90,7 @@ def test_a_request_stopped_while_its_step_is_in_flight_ends_at_once_and_its_late
     world.step()
     world.client.stops = set()
     assert world.client.final(1).finish_reason == 5
-    # Its slot and its blocks go to another request at once.
+    # Its slot and its blocks go to the next request at once.
     world.client.pending = [new_request(1, [9] * 5, 9, streaming=True)]
     already = len(world.client.responses[1])
     world.run()
@@ -123,6 +123,7 @@ def test_one_request_alone_runs_too_and_a_failing_one_costs_nobody_else_anything
 @pytest.mark.parametrize("fault", ["raises", "not finite"])
 def test_a_request_stopped_in_flight_is_cleared_up_after_before_its_blocks_are_anybody_elses(
         make_world, new_request, fault):
+    """A fault in a row of a stopped request fails no other request, and its block is cleared before its next use."""
     slots, alive_when_read, operations = [], [], []
 
     class Listens(ScriptedBackend):
@@ -135,7 +136,7 @@ def test_a_request_stopped_in_flight_is_cleared_up_after_before_its_blocks_are_a
             return None
         slot = slots.pop()
         alive_when_read.append(stopped in world.loop.active)
-        if fault == "raises":                                    # the step is run again, in parts
+        if fault == "raises":                                    # the step is bisected
             raise RuntimeError
         return {slot: RowFailure(ErrorCode.NON_FINITE_LOGITS, "planted")}
 
@@ -145,14 +146,14 @@ def test_a_request_stopped_in_flight_is_cleared_up_after_before_its_blocks_are_a
     world.step(2)
     next_one = next(request for request in world.loop.active if not world.loop.window.holds(request))
     (block_id,) = world.loop.kv.block_ids(next_one)
-    slots.append(next_one.seq_slot)                              # it is in the step that is launched next, and is
-    stopped = next_one.request_id                                # stopped before that step is read
+    slots.append(next_one.seq_slot)                              # the next step has a row of this request, which
+    stopped = next_one.request_id                                # is stopped before the step is read
     world.client.stops = {stopped}
     world.step()
     world.client.stops = set()
     assert world.client.final(stopped).finish_reason == 5
     assert world.loop.kv.used_blocks == 3 and not any(operations), "its block is free at once"
-    prompts = {i: [i] * 4 for i in range(10, 13)}                # they take what has come free
+    prompts = {i: [i] * 4 for i in range(10, 13)}                # they get the free block
     world.client.pending = [new_request(i, prompt, 4) for i, prompt in prompts.items()]
     world.run()
     for i, prompt in {**prompts, **{i: [i] for i in range(4) if i != stopped}}.items():
@@ -161,5 +162,5 @@ def test_a_request_stopped_in_flight_is_cleared_up_after_before_its_blocks_are_a
     assert alive_when_read == [False], "its step is read, or run again, without it"
     if fault == "raises":
         assert json.loads(world.client.stats[-1])["Failed Steps"] == 1
-    # What the step writes comes after the last token that was read of it, before the block's next owner.
+    # The clear starts after the last token that was read, and comes before the block's next owner writes.
     assert next(filter(None, operations)) == (BlockClear(block_id, 1),)

@@ -1,4 +1,4 @@
-"""C9 to C11 through the loop: what a policy can do to a request, and what a wrong scheduler cannot."""
+"""C9 to C11 through the loop: what each policy promises, and that a wrong scheduler cannot break the engine."""
 
 import json
 import random
@@ -81,7 +81,7 @@ def test_a_streamed_position_is_never_sent_again_after_a_pause(make_world, new_r
 @pytest.mark.parametrize("seed", range(4))
 def test_a_stream_that_was_paused_with_more_tokens_than_a_step_runs_goes_on_where_it_was(
         make_world, new_request, seed, overlap):
-    """Without chunked context. It is computed again in whole blocks, and nothing is sent twice."""
+    """Although chunked context is off, the context after a pause is computed in chunks. No token is sent twice."""
     draw, trace = random.Random(seed), Trace()
     world = make_world(policy=MAX, backend={"num_blocks": 16, "tokens_per_block": 4}, max_num_tokens=10,
                        enable_trt_overlap=overlap, parts={"trace": trace.append})
@@ -101,7 +101,7 @@ def test_a_stream_that_was_paused_with_more_tokens_than_a_step_runs_goes_on_wher
 
 
 class PausesAtEveryLength(RequestScheduler):
-    """Pauses a generating request whenever it is longer than at its last pause and others run."""
+    """Pauses each generating request that is longer than at its last pause, as long as another request runs."""
 
     def __init__(self, limits, kv_cache_manager):
         self.scheduler, self.paused_at = make_scheduler(limits, kv_cache_manager), {}
@@ -150,7 +150,7 @@ def test_contexts_come_before_generation_and_chunks_but_the_last_are_whole_block
 
 
 class Everything(CapacityScheduler):
-    """Lets everybody in, whatever the pool holds."""
+    """Fits every request, whatever the pool holds."""
 
     def schedule_request(self, active_requests):
         return list(active_requests), []
@@ -194,6 +194,7 @@ def test_a_scheduler_that_breaks_a_rule_is_named_to_every_active_request_and_the
 
 
 def test_a_double_is_refused_before_the_request_it_is_a_double_of_is_answered(make_world, new_request):
+    """A duplicate is refused before the live request with its id gets its final response."""
     world = make_world(parts={"scheduler": Raises()})
     world.client.pending = [new_request(1, [1], 4), new_request(1, [1], 4)]
     world.step()

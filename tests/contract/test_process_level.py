@@ -1,6 +1,6 @@
-"""C17 and C18 in processes of their own: how they end, and what they send before.
+"""C17 and C18: how a process with a manager ends, and which responses it sends before. Each test runs a process.
 
-A process imports torch where its test says so: without it, it starts in a fifth of the time.
+A process imports torch only where its test says so. Without torch it starts in a fifth of the time.
 """
 
 import json
@@ -114,6 +114,7 @@ def test_c18_a_forked_child_leaves_a_with_block_with_the_status_it_was_given():
 
 @pytest.mark.parametrize("ending", ["return", "sys.exit(5)"])
 def test_c18_a_callback_that_forks_answers_nobody_in_the_child(ending):
+    """A child that is forked in a callback sends no response, whether the callback returns or exits in the child."""
     result = run(f"""
         forked = []
 
@@ -139,7 +140,10 @@ def test_c18_a_callback_that_forks_answers_nobody_in_the_child(ending):
 @pytest.mark.parametrize("ending", ["return", "sys.exit(5)"])
 @pytest.mark.parametrize("place", ["trace", "scheduler", "clock", "step"])
 def test_c18_a_child_that_is_forked_in_other_code_of_the_users_answers_nobody(place, ending):
-    """It ends where it comes to the next callback or step, not in the parent's loop."""
+    """A child that is forked in a trace, scheduler, clock or step ends at its next callback or step.
+
+    All responses come from the parent.
+    """
     result = run(f"""
         forked, sent = [], []
 
@@ -195,7 +199,7 @@ def test_c18_a_child_that_is_forked_in_other_code_of_the_users_answers_nobody(pl
 
 @pytest.mark.parametrize(("caught", "status"), [(False, -2), (True, 0)])
 def test_c17_an_interrupt_while_a_model_is_loaded_passes_and_leaves_no_thread(tmp_path, caught, status):
-    """Exit status and text are Python's own: no thread computes on while the interpreter ends."""
+    """Exit status and error text are those of Python, and no thread still computes when the interpreter ends."""
     (tmp_path / "config.json").write_text(json.dumps({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4000, "hidden_size": 1024,
         "intermediate_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 8, "num_key_value_heads": 8,

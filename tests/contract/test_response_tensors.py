@@ -1,3 +1,5 @@
+"""The tensors that build_response makes: names, order, shapes, dtypes and values. They share no memory."""
+
 import numpy as np
 import pytest
 

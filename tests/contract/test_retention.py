@@ -1,4 +1,4 @@
-"""A request can set how long its part of the KV cache is kept: this changes only the order of eviction."""
+"""A request can set the priority of its blocks in the KV cache. This changes only the order of eviction."""
 
 import json
 
@@ -14,8 +14,8 @@ from batch_manager.stats.trace import Trace
 
 REUSE = KvCacheConfig(enable_block_reuse=True)
 SIZE, BLOCKS = 4, 10
-FIRST, SECOND = list(range(100, 109)), list(range(200, 209))       # 9 tokens and 3 more: three blocks each
-LARGE = list(range(300, 325))                                      # 25 tokens and 3 more: seven of the ten blocks
+FIRST, SECOND = list(range(100, 109)), list(range(200, 209))       # 9 tokens and 3 of output: three blocks each
+LARGE = list(range(300, 325))                                      # 25 tokens and 3 of output: seven of ten blocks
 
 
 def keep(priority, duration_ms=None, **decode):
@@ -36,7 +36,7 @@ def make_small_world(make_world):
 
 @pytest.fixture
 def found(new_request):
-    """found(world, prompt, retention=None) -> tokens of the prompt that were in the cache, when it runs alone."""
+    """found(world, prompt, retention=None) -> how many tokens of the prompt a request that runs alone reuses."""
 
     def run(world, prompt, retention=None, count=3, **tensors):
         world.asked += 1
@@ -99,6 +99,7 @@ def test_generated_tokens_have_a_priority_of_their_own(make_small_world, found, 
 
 
 def test_without_reuse_schedules_and_outputs_are_as_without_it(make_world, new_request):
+    """Without block reuse, a retention configuration changes no schedule and no output."""
     prompts = [[*FIRST, number, *range(number)] for number in range(12)]
 
     def run(retentions):
@@ -118,6 +119,7 @@ def test_without_reuse_schedules_and_outputs_are_as_without_it(make_world, new_r
 
 
 def test_with_reuse_outputs_are_as_without_it(make_small_world, new_request):
+    """With block reuse, a retention configuration changes no output."""
     def run(retentions):
         world = make_small_world()
         for number in range(24):
@@ -132,6 +134,7 @@ def test_with_reuse_outputs_are_as_without_it(make_small_world, new_request):
 
 
 def test_a_manager_serves_it_and_refuses_what_is_wrong(make_manager, new_client, new_request):
+    """A manager applies a valid retention configuration and refuses an invalid one."""
     client, trace = new_client(), Trace()
     make_manager(client, backend={"num_blocks": BLOCKS, "tokens_per_block": SIZE}, kv_cache_config=REUSE,
                  parts={"trace": trace.append})
@@ -151,7 +154,7 @@ def test_a_manager_serves_it_and_refuses_what_is_wrong(make_manager, new_client,
     assert "kv_cache_retention_config is of type str" in client.final(7).error
 
 
-# Prompts that token ids do not tell apart.
+# Prompts that differ although their token ids are equal.
 
 
 def test_extra_ids_keep_prompts_apart_and_change_no_output(make_small_world, found):
@@ -190,9 +193,12 @@ def test_the_beginning_of_a_block_is_used_again_unless_that_is_switched_off(make
 
 
 def test_a_block_whose_content_is_lost_is_not_kept_for_its_priority(make_small_world, found):
-    """The prompt's block goes first and takes along the way to the generated ones, which were to be kept."""
+    """When the block of the prompt is evicted, the blocks of the output after it lose their priority of 100.
+
+    No prompt can find them any more.
+    """
     world = make_small_world()
-    found(world, FIRST[:4], keep(1, decode_retention_priority=100), count=18)      # a block of the prompt, 4 more
+    found(world, FIRST[:4], keep(1, decode_retention_priority=100), count=18)      # one block of prompt, 4 of output
     for start in range(400, 1000, 100):
         found(world, list(range(start, start + 9)))
     assert found(world, SECOND) == 0 and found(world, SECOND) == 8

@@ -35,7 +35,7 @@ def chunks(world, request_id):
 
 
 def ask(world, new_request, request_id, prompt, count=5, **options):
-    """One request alone, to its end."""
+    """Run one request alone to its end, check its tokens, and return its chunks."""
     world.client.pending.append(new_request(request_id, prompt, count, **options))
     world.run()
     final = world.client.final(request_id)
@@ -139,11 +139,11 @@ def test_prompts_with_different_salts_share_nothing(make_world, new_request, sal
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_context_logits_are_those_of_every_token_of_the_prompt(make_world, new_request, policy):
-    """What is found in the cache has no logits, so nothing is."""
+    """Cached blocks have no logits, so a request with return_context_logits computes its whole prompt."""
     world = world_with(make_world, policy=policy, num_blocks=10)
     ask(world, new_request, 1, TRUNK)
     follow = [world.expected(TRUNK[:n], 1)[0] for n in range(1, len(TRUNK) + 1)]
-    for number in (2, 3, 3):                                       # an id may come again
+    for number in (2, 3, 3):                                       # ids can be reused
         world.client.responses.pop(number, None)
         world.client.pending = [new_request(number, TRUNK, 5, return_context_logits=True)]
         world.run()
@@ -176,7 +176,7 @@ def test_prompts_that_arrive_together_compute_what_they_have_in_common_once(make
 
 def test_with_two_micro_batches_nothing_is_found_before_the_step_that_computed_it_was_read(make_world, new_request):
     class Late(ScriptedBackend):
-        """Computes a step when it is read."""
+        """Backend that computes a step when the step is read."""
 
         def start(self, batch):
             start = super().start
@@ -201,7 +201,7 @@ def test_with_two_micro_batches_nothing_is_found_before_the_step_that_computed_i
 # Faults.
 
 def starts_with(backend, token):
-    """Slots of a batch whose sequence begins with a token."""
+    """Return a function that lists the slots of a batch whose sequences begin with the token."""
     def slots(batch):
         lengths = [(work.slot, work.start + len(work.token_ids)) for work in batch.context]
         lengths += zip(batch.generation.slots.tolist(), (batch.generation.kv_lengths + 1).tolist())
@@ -225,9 +225,9 @@ def test_c12_what_a_row_that_is_not_finite_computed_is_never_found(make_world, n
     world.client.pending = [new_request(1, prompt, 5)]
     world.run()
     assert world.client.final(1).code == "NON_FINITE_LOGITS" and planted
-    # Of the first chunk, which was fine, all but the last token's block was published.
+    # The first chunk succeeded. Its blocks are published, except that of its last token.
     assert ask(world, new_request, 2, prompt)[0][0] == (8 if chunked else 0)
-    for number in range(3, 30):                                 # every block of the pool, the cleared ones among them
+    for number in range(3, 30):                                 # they use every block of the pool, cleared or not
         ask(world, new_request, number, [number] * 11)
 
 
@@ -286,7 +286,7 @@ def test_a_step_that_is_narrowed_down_does_not_repeat_its_copies(make_world, new
 
 
 class CannotCopy(ScriptedBackend):
-    """Raises instead of copying, so many times."""
+    """Backend whose first `times` block copies raise `error`."""
 
     def __init__(self, error, times=10**9):
         super().__init__(num_blocks=40, tokens_per_block=SIZE)
@@ -304,7 +304,10 @@ class CannotCopy(ScriptedBackend):
 @pytest.mark.parametrize(("error", "code"), [(RuntimeError("cannot"), "MODEL_ERROR"),
                                              (MemoryError(), "OUT_OF_MEMORY")], ids=["error", "memory"])
 def test_c21_a_copy_that_fails_is_a_step_that_failed(make_world, new_request, error, code):
-    """It is tried again with the next launch, and what it was for is never found by others before it is there."""
+    """A failed copy fails its step, and the next launch repeats the copy.
+
+    Other requests cannot find the target block before the copy is made.
+    """
     backend = CannotCopy(error)
     world = world_with(make_world, backend=backend)
     ask(world, new_request, 1, TRUNK)
@@ -320,6 +323,7 @@ def test_c21_a_copy_that_fails_is_a_step_that_failed(make_world, new_request, er
 
 
 def test_c21_a_copy_that_fails_for_a_time_costs_nobody_anything_but_who_was_alone(make_world, new_request):
+    """A copy that fails once fails the step of both requests, and both complete when the step is bisected."""
     backend = CannotCopy(RuntimeError(), times=1)
     world = world_with(make_world, backend=backend)
     ask(world, new_request, 1, TRUNK)
@@ -357,7 +361,10 @@ def test_blocks_that_left_the_window_return_to_the_pool(make_world, new_request,
 
 
 def test_c8_who_may_be_paused_has_to_fit_with_all_that_it_has(make_world, new_request):
-    """A paused request resumes with a prompt of everything, all of which is stored at once, window or not."""
+    """Under MAX_UTILIZATION a request is refused if its whole sequence does not fit the pool, even with a window.
+
+    A paused request starts over with prompt and output as context, and stores all of it at once.
+    """
     options = {"kv": KvCacheConfig(max_attention_window=8), "num_blocks": 8, "backend": {"window": 8}}
     prompt, most = TRUNK[:4], 8 * SIZE
 
@@ -392,7 +399,7 @@ def test_a_backend_that_looks_further_back_than_it_was_configured_to_is_refused(
     for backend in ({}, {"window": 20}, {"window": 10, "sink": 1}):
         with pytest.raises(ValueError, match="max_attention_window is 10"):
             world_with(make_world, KvCacheConfig(max_attention_window=10), backend=backend)
-    world_with(make_world, KvCacheConfig(max_attention_window=5000))    # nobody outgrows it
+    world_with(make_world, KvCacheConfig(max_attention_window=5000))    # longer than any sequence
 
 
 def test_the_first_of_a_static_batch_computes_every_prompt_whole(make_world, new_request):
@@ -401,7 +408,7 @@ def test_the_first_of_a_static_batch_computes_every_prompt_whole(make_world, new
     assert ask(world, new_request, 2, TRUNK) == [(0, 21)]
 
 
-# Everything at once: tests/property/test_loop.py draws more.
+# Everything at once. tests/property/test_loop.py has more random streams.
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("chunked", [False, True])
@@ -425,7 +432,7 @@ def test_streams_of_prompts_with_common_beginnings_in_a_small_pool(make_world, n
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("length", [15, 16, 17])
 def test_prompts_that_arrive_together_wait_for_one_another_once(make_world, new_request, policy, length):
-    """The block of a prompt's last token is not published while the request runs: nobody waits for it."""
+    """The block of a prompt's last token is not published while the request runs, so no prompt waits for it."""
     world = world_with(make_world, num_blocks=80, policy=policy, max_batch_size=8)
     prompt = TRUNK[:length]
     world.client.pending = [new_request(i, prompt, 12) for i in range(8)]

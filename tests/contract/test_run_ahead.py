@@ -1,4 +1,4 @@
-"""Section 8: a step can be launched before the last one is read, and the responses are the same."""
+"""Run-ahead: a step can be launched before the last one is read, and the responses are those of lockstep."""
 
 import json
 import random
@@ -32,8 +32,12 @@ ALL_LOGITS = {"return_log_probs": True, "return_context_logits": True, "return_g
 
 
 class Late(ScriptedBackend):
-    """An asynchronous device. It notes how many steps were in flight at most, who was in two of them at a time, and in
-    which iterations they were launched."""
+    """Asynchronous backend that records its steps.
+
+    deepest      the largest number of steps in flight
+    in_two       slots with a row in two steps in flight
+    iterations   iterations in which steps were launched
+    """
 
     def __init__(self, **options):
         super().__init__(**{"vocab_size": VOCAB, "tokens_per_block": SIZE, "num_blocks": 200, "is_asynchronous": True,
@@ -58,7 +62,7 @@ def world_ahead(make_world, *, backend=None, **options):
 
 
 def received(world, request_id):
-    """All there is to see of a request: the tensors of its responses, bit by bit."""
+    """Everything that the client received for a request, with the bytes of every tensor."""
     return [(response.final, response.error, response.names,
              [(tensor.dtype, tensor.shape, tensor.tobytes()) for tensor in response.tensors.values()])
             for response in world.client.responses[request_id]]
@@ -73,7 +77,7 @@ def last_record(world):
 
 
 def run_both(make_world, make_requests, **options):
-    """The worlds of the same requests in lockstep and ahead; everybody got the same of both."""
+    """Run the same requests in lockstep and ahead, check that all responses are equal, and return both worlds."""
     worlds = []
     for build in (lockstep_world, world_ahead):
         world = build(make_world, **options)
@@ -89,12 +93,12 @@ def run_both(make_world, make_requests, **options):
 
 
 def plain(new_request, world, count=8, new_tokens=9):
-    """Requests that ask for tokens alone; every other one streams."""
+    """Requests without log-probabilities and logits. Every other request streams."""
     return [new_request(i, [i + 1] * (i + 2), new_tokens, streaming=i % 2 == 1) for i in range(count)]
 
 
 def mixed(new_request, seed, world, count=12):
-    """Requests of all kinds. Some of their prompts begin alike, and some end with an end id."""
+    """Requests of all kinds. Some prompts share a prefix, and some requests end with an end id."""
     draw, requests = random.Random(seed), []
     trunk = [draw.randrange(VOCAB) for _ in range(20)]
     for i in range(count):
@@ -143,7 +147,7 @@ def test_every_response_is_that_of_lockstep(make_world, new_request, way, seed):
 
 
 def test_the_worlds_above_pause_reuse_and_leave_windows(make_world, new_request):
-    """What they are there for happens in them."""
+    """The worlds of WAYS recompute tokens, reuse blocks and evict blocks."""
     recomputed = reused = evicted = 0
     for way in WAYS:
         _, ahead = run_both(make_world, partial(mixed, new_request, 0), **WAYS[way])
@@ -161,12 +165,16 @@ def test_responses_come_in_the_order_of_lockstep(make_world, new_request, policy
 
 @pytest.mark.parametrize("policy", [MAX, GUARANTEED])
 def test_lengths_alone_cost_no_token_twice(make_world, new_request, policy):
+    """No token is discarded if all requests end at their lengths."""
     _, ahead = run_both(make_world, partial(plain, new_request), policy=policy)
     assert last_record(ahead)["Discarded Tokens"] == ahead.loop.window.num_discarded_tokens == 0
 
 
 def test_the_next_step_is_launched_before_the_last_one_is_read(make_world, new_request):
-    """Get, schedule, launch n + 1, read n, respond, poll, finals of the stopped, statistics."""
+    """An iteration launches step n + 1 before it reads step n.
+
+    The order is: get, schedule, launch n + 1, read n, send, poll, finals of stopped requests, statistics.
+    """
     world = world_ahead(make_world)
     events, start = world.client.events, world.backend.start
 
@@ -185,7 +193,7 @@ def test_the_next_step_is_launched_before_the_last_one_is_read(make_world, new_r
         "get", "read 2", "send 1", "poll", "stats", "get"]
 
 
-# Beams and functions of users
+# Beams and logits post-processors
 
 def with_beams(new_request, world):
     return [*plain(new_request, world, 4),
@@ -206,7 +214,7 @@ def test_beams_take_their_turn_in_lockstep_beside_requests_that_run_ahead(make_w
 
 
 class Recorder:
-    """Chooses (number of tokens so far) % VOCAB, and notes what it saw."""
+    """Logits post-processor that chooses token (number of tokens so far) % VOCAB and records its calls."""
 
     def __init__(self):
         self.seen = {}
@@ -236,7 +244,7 @@ def test_a_function_of_the_user_sees_every_token_before_the_one_it_helps_to_choo
         assert ahead[i] == [text[:n] for n in range(3, 9)], "once for each token"
 
 
-# The window is no reason to wait
+# Steps in flight delay no response
 
 def steps_until(world, holds, limit=50):
     for number in range(1, limit):
@@ -248,13 +256,14 @@ def steps_until(world, holds, limit=50):
 
 @pytest.mark.parametrize("options", [{"request_output_len": 1}, {"request_output_len": 4, "beam_width": 2}], ids=str)
 def test_what_no_step_can_follow_is_read_in_the_iteration_that_launched_it(make_world, options):
+    """A step that no other step can follow is read in the iteration that launched it."""
     world = world_ahead(make_world, max_beam_width=2)
     world.client.pending = [InferenceRequest(1, {"input_ids": [1, 2], **options})]
     assert steps_until(world, lambda: world.client.finals(1)) == options["request_output_len"]
 
 
 def test_a_first_token_waits_for_no_more_than_a_launch(make_world, new_request):
-    """It is the next turn of the loop that sends it, after the launch of what follows, and then one comes each turn."""
+    """The first token is sent one iteration after its step, after the next launch. Then each iteration sends one."""
     world = world_ahead(make_world)
     world.client.pending = [new_request(1, [1, 2], 6, streaming=True)]
     assert steps_until(world, lambda: world.client.streamed(1)) == 2
@@ -266,7 +275,7 @@ def test_a_first_token_waits_for_no_more_than_a_launch(make_world, new_request):
 
 @pytest.mark.parametrize("policy", [MAX, GUARANTEED])
 def test_who_waits_for_the_blocks_of_a_last_token_starts_when_it_was_read(make_world, new_request, policy):
-    """The running request fills the pool, so the other one cannot start before the last step of the first was read."""
+    """The running request fills the pool. The other request starts when the last step of the first was read."""
     world = world_ahead(make_world, policy=policy, backend={"num_blocks": 3})
     world.client.pending = [new_request(1, [1] * 8, 4), new_request(2, [2] * 8, 4)]
     assert steps_until(world, lambda: world.client.finals(1)) == 5
@@ -275,10 +284,10 @@ def test_who_waits_for_the_blocks_of_a_last_token_starts_when_it_was_read(make_w
         assert world.client.final(i).tokens() == [i] * 8 + world.expected([i] * 8, 4)
 
 
-# Who ends while a step is in flight
+# Requests that end while a step is in flight
 
 def freed_at_their_finals(world):
-    """Ids of requests whose blocks and slots were free when their final response came."""
+    """Return a set that collects the ids of requests whose blocks were free when their final response was sent."""
     freed, by_id = set(), {}
     admit = world.loop._resources.admit
 
@@ -298,6 +307,7 @@ def freed_at_their_finals(world):
 @pytest.mark.parametrize("at", range(12))
 @pytest.mark.parametrize("way", ["plain", "chunks", "reuse", "a tight pool", "a window"])
 def test_a_stop_at_any_point_costs_a_row_and_leaves_no_trace(make_world, new_request, way, at, streaming):
+    """A stop discards at most one token, and other requests get the id, slot and blocks at once."""
     prompts = {i: [i] * (9 + 8 * (i == 1)) for i in range(4)}
     world = world_ahead(make_world, **WAYS[way])
     freed = freed_at_their_finals(world)
@@ -313,7 +323,7 @@ def test_a_stop_at_any_point_costs_a_row_and_leaves_no_trace(make_world, new_req
     assert final.finish_reason == (FinishReason.LENGTH if len(tokens) == 8 else FinishReason.CANCELLED)
     assert not streaming or len(world.client.responses[1]) - told <= 2, "what was read, and the end"
 
-    # Its id, its slot and its blocks go to others, at once.
+    # Its id, its slot and its blocks go to other requests at once.
     before = len(world.client.responses[1])
     world.client.pending += [new_request(1, [7] * 9, 6, streaming=True)]
     world.client.pending += [new_request(i, [i] * 15, 6) for i in range(10, 16)]
@@ -405,10 +415,10 @@ def test_a_manager_that_runs_ahead_shuts_down_as_any_other(make_manager, new_cli
         assert not drain or len(told) == 300
 
 
-# Steps that fail when the next one is in flight already
+# Steps that fail while the next one is in flight
 
 def failing(where, at, raised):
-    """Options of a backend whose step of this iteration raises once; that is noted in `raised`."""
+    """Options of a backend whose step of iteration `at` raises once and appends `at` to `raised`."""
     def hook(batch):
         if batch.iteration == at and not raised:
             raised.append(at)
@@ -418,8 +428,11 @@ def failing(where, at, raised):
 
 
 def as_many_as_planted(num_failed_steps, planted, where):
-    """A step that ran leaves what the next one needs, also where it raises in the end. One that did not run leaves
-    nothing, and the one that was launched after it may fail on that."""
+    """Whether the number of failed steps fits the number of planted faults.
+
+    A step that raises in finish has written what the next step needs, so only the planted steps fail. A step that
+    raises before it runs has written nothing, so the step that was launched after it may fail too.
+    """
     return num_failed_steps == planted if where == "on_finish" else num_failed_steps >= planted
 
 
@@ -441,7 +454,7 @@ def test_a_step_that_raises_once_costs_nobody_anything_at_any_point(make_world, 
     assert as_many_as_planted(ahead.loop._runner.num_failed_steps, len(raised), where)
     for i in set(range(12)) - failed:
         assert received(ahead, i) == received(lockstep, i)
-    if failed:      # it was alone in the step, and what it was told before is right
+    if failed:      # it was alone in its step, and the tokens sent before are right
         (i,) = failed
         told = ahead.client.streamed(i)
         assert ahead.client.final(i).code == "MODEL_ERROR"
@@ -499,7 +512,7 @@ def test_a_launch_that_raises_while_a_step_is_in_flight_costs_nobody_anything(ma
 
 
 def starts_with(backend, batch, token):
-    """Slots of the batch whose sequence starts with this token."""
+    """Slots of the batch whose sequences start with this token."""
     lengths = [(work.slot, work.start + len(work.token_ids)) for work in batch.context]
     lengths += zip(batch.generation.slots.tolist(), (batch.generation.kv_lengths + 1).tolist())
     return [slot for slot, length in lengths if backend.history(slot, length)[0] == token]
@@ -521,7 +534,7 @@ def test_c21_one_who_fails_alone_is_lost_and_the_others_get_what_they_get_in_loc
         world.client.pending = plain(new_request, world, 5)
         world.run()
         assert world.client.final(2).code == ("MODEL_ERROR" if fault == "raises" else "NON_FINITE_LOGITS")
-        world.client.pending = [new_request(i, [9, i] * 10, 6) for i in range(20, 30)]    # all blocks are used again
+        world.client.pending = [new_request(i, [9, i] * 10, 6) for i in range(20, 30)]    # they use all blocks again
         world.run()
         for i in (0, 1, 3, 4):
             prompt = [i + 1] * (i + 2)
@@ -536,7 +549,7 @@ def test_c21_one_who_fails_alone_is_lost_and_the_others_get_what_they_get_in_loc
 @pytest.mark.parametrize("fault", ["raises", "not finite", "always raises"])
 @pytest.mark.parametrize("end", ["end id", "stop"])
 def test_a_fault_in_a_row_that_is_discarded_is_nobodys(make_world, new_request, end, fault, where):
-    """The request has its final already. Its blocks, which the fault may have spoilt, go to others."""
+    """The request has its final response already, and its blocks, which the fault may have spoilt, go to others."""
     struck = []
 
     def hook(batch):
@@ -605,7 +618,7 @@ def test_a_broken_plan_drops_what_is_in_flight(make_world, new_request):
     assert all(world.client.final(i).tokens() == [i, *world.expected([i], 9)] for i in range(3, 6))
 
 
-# Where it is asked for, and where it is not
+# Options that enable run-ahead or rule it out
 
 class OfOnesOwn(SimpleScheduler):
     def __init__(self, limits, kv_cache_manager):
@@ -684,7 +697,7 @@ def test_what_the_trace_says_of_chunks_and_generation_is_what_was_launched(make_
 
 
 def test_logits_and_log_probs_are_those_of_their_tokens(make_world, new_request):
-    """Each comes with the step that it is of, not with the one that was launched last."""
+    """Logits and log-probabilities come from the step that is read, although a later step was launched."""
     world = world_ahead(make_world, enable_chunked_context=True, max_num_tokens=8)
     world.client.pending = [new_request(1, list(range(10, 23)), 7, **ALL_LOGITS)]
     world.run()
@@ -698,7 +711,7 @@ def test_logits_and_log_probs_are_those_of_their_tokens(make_world, new_request)
 
 
 class PausesTheYoungest(CapacityScheduler):
-    """Reads no tokens; pauses the last request every now and then, whether a step works on it or not."""
+    """Reads no tokens. Pauses the last request in every fourth plan, whether or not it is in flight."""
 
     plans_by_lengths = True
 
@@ -714,7 +727,7 @@ class PausesTheYoungest(CapacityScheduler):
 
 @pytest.mark.parametrize("new_tokens", [3, 4, 5, 6, 7, 20])
 def test_a_plan_that_pauses_who_is_in_flight_is_asked_for_again(make_world, new_request, new_tokens):
-    """A capacity scheduler is not told who is in flight."""
+    """A capacity scheduler cannot see which requests are in flight. Such a plan is made again when the step is read."""
     paused = 0
     for build in (lockstep_world, world_ahead):
         world = build(make_world, parts={"scheduler": PausesTheYoungest()})
@@ -723,13 +736,13 @@ def test_a_plan_that_pauses_who_is_in_flight_is_asked_for_again(make_world, new_
         assert world.client.final(1).tokens() == [1, 2, 3] + world.expected([1, 2, 3], 9)
         assert world.client.final(2).tokens() == [1, 2, 3] + world.expected([1, 2, 3], new_tokens)
         paused += sum(json.loads(record)["Paused Requests"] for record in world.client.stats)
-    assert paused or new_tokens == 3    # then it ends before its turn comes
+    assert paused or new_tokens == 3    # a request of 3 tokens ends before the fourth plan
 
 
 @pytest.mark.parametrize(("num_blocks", "ahead"), [(2, False), (3, True)])
 def test_a_request_that_a_pool_holds_in_lockstep_is_not_refused_for_running_ahead(
         make_world, new_request, caplog, num_blocks, ahead):
-    """A window of 16 tokens is held in 2 blocks of 16, and in 3 where the token before it may be needed again."""
+    """A window of 16 tokens needs 2 blocks of 16 in lockstep, and 3 if the token before it may be needed again."""
     world = world_ahead(make_world, backend={"tokens_per_block": 16, "num_blocks": num_blocks, "window": 16,
                                              "max_seq_len": 128},
                         policy=GUARANTEED, kv_cache_config=KvCacheConfig(tokens_per_block=16, max_attention_window=16))

@@ -1,7 +1,7 @@
 """TrtGptModelType.V1: a batch runs in lockstep until its last member ends, and no request joins it.
 
-In the pictures rows are iterations, columns requests: C5 computed five context tokens, G generated, - is done and keeps
-an empty place, ! was sent its final in this iteration.
+In the pictures, rows are iterations and columns are requests. C5: computed five context tokens. G: generated. -: is
+done and keeps an empty row. !: its final response was sent in this iteration.
 """
 
 import json
@@ -25,7 +25,7 @@ END = 7
 
 
 class Recorded(ScriptedBackend):
-    """Keeps the batches it was given."""
+    """Backend that records its batches."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -38,7 +38,7 @@ class Recorded(ScriptedBackend):
 
 @pytest.fixture
 def static_world(make_world):
-    """make_world of V1, with `trace` and `records`."""
+    """make_world with V1, and the attributes `trace` and `records` of the world."""
     def make(*, backend=None, model_type=V1, **options):
         trace = Trace()
         backend = backend if isinstance(backend, ScriptedBackend) else Recorded(**(backend or {}))
@@ -52,7 +52,7 @@ def static_world(make_world):
 
 @pytest.fixture
 def submit(new_request):
-    """submit(world, [(prompt tokens, new tokens), ...], **options) -> prompts; each begins with its request's id."""
+    """submit(world, [(prompt length, new tokens), ...], **options) -> prompts, each beginning with its request's id."""
     def hand_over(world, shapes, **options):
         prompts = [[i, *range(100, 99 + length)] for i, (length, _) in enumerate(shapes)]
         world.client.pending += [new_request(i, prompts[i], new, **options) for i, (_, new) in enumerate(shapes)]
@@ -80,7 +80,7 @@ def assert_right(world, prompts, counts):
 
 
 def fails_for(first_token, failure):
-    """on_step of a backend: the prompt that begins with this token makes the step raise, or has its row planted."""
+    """Backend whose step raises `failure`, or reports it for the row, if a sequence begins with this token."""
     def hook(batch):
         lengths = [(work.slot, work.start + len(work.token_ids)) for work in batch.context]
         lengths += list(zip(batch.generation.slots.tolist(), (batch.generation.kv_lengths + 1).tolist()))
@@ -196,17 +196,19 @@ def test_c3_c4_an_id_is_taken_until_the_batch_is_done_and_free_from_then_on(stat
 
 
 def test_get_is_asked_for_the_room_that_members_leave_done_or_not(static_world, submit):
+    """A member of a running batch takes room in the argument of get, even when it is done."""
     world = static_world(max_batch_size=4)
     submit(world, [(5, 2), (3, 4), (1, 1)])
     world.run()
     assert world.client.asked == [4, 1, 1, 1, 4]
 
 
-# ---------------------------------------------------------------------- whom a batch is formed of
+# ---------------------------------------------------------------------- members of a batch
 
 
 def test_those_who_differ_in_what_must_be_shared_wait_for_their_own_batch_and_the_first_in_line_forms_the_next(
         static_world, new_request):
+    """Requests with different end ids or pad ids run in different batches. The first in line forms the next batch."""
     world = static_world()
     options = [{}, {"end_id": 3}, {}, {"pad_id": 0}, {"end_id": 3}, {"end_id": -1}, {"pad_id": 0}]
     world.client.pending = [new_request(i, [i], 2, **given) for i, given in enumerate(options)]
@@ -252,8 +254,8 @@ def test_a_request_of_another_kind_is_not_overtaken_for_ever(static_world, new_r
 
 
 def test_a_neighbours_prompt_never_costs_anybody_tokens(static_world, submit):
-    # Together the longest prompt and the longest output fit 20, so the second request, which could not have its 16
-    # beside the first one's prompt of 6, has them in the next batch.
+    # The longest prompt and the longest output of a batch must fit in 20 tokens together. The output of 16 does not
+    # fit with the prompt of 6, so the second request runs in the next batch.
     world = static_world(max_seq_len=20)
     prompts = submit(world, [(6, 3), (2, 16), (8, 12), (3, 1)])
     world.run()
@@ -263,7 +265,7 @@ def test_a_neighbours_prompt_never_costs_anybody_tokens(static_world, submit):
 
 
 def test_a_batch_takes_what_fits_the_pool_to_its_last_token_and_nobody_overtakes(static_world, submit):
-    # Blocks of 4: the requests need 3, 4 and 1 to their last tokens, and there are 5.
+    # The pool has 5 blocks of 4 tokens. The requests need 3, 4 and 1 blocks up to their last tokens.
     world = static_world(backend={"num_blocks": 5, "tokens_per_block": 4})
     submit(world, [(4, 5), (8, 6), (1, 1)])
     world.step()
@@ -519,7 +521,10 @@ def test_tensors_that_v1_does_not_take_are_refused_by_name(static_world, new_req
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_streams_give_the_tokens_of_in_flight_batching(static_world, new_request, seed):
-    """Stops, failures and end ids among them; every request gets one final, whatever became of its batch."""
+    """Every request gets one final response with the tokens of in-flight batching.
+
+    A stopped request gets the beginning of them. Some requests end with their end id.
+    """
     draw = random.Random(seed)
     requests = [(i, [draw.randrange(1000) for _ in range(draw.randrange(1, 20))], draw.randrange(1, 16),
                  {"end_id": draw.choice([END, 8])}) for i in range(60)]

@@ -1,4 +1,4 @@
-"""Parts of the worker that only a race or another process reaches, one by one."""
+"""Code of the worker that otherwise only runs in a race of threads or in a forked child."""
 
 import threading
 
@@ -10,7 +10,7 @@ from batch_manager.worker import WorkerControl, run_worker
 
 
 class Wake:
-    """A wake-up that closes the worker, as the constructor that failed does at that moment."""
+    """A wake-up that stops the worker at its third wait, as a constructor that failed does."""
 
     def __init__(self, control: WorkerControl) -> None:
         self.control, self.waits = control, 0

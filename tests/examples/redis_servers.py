@@ -26,7 +26,7 @@ NEEDED = "redis-server 7 or later"
 
 
 def what_is_missing() -> str:
-    """Why a server cannot be started here, or an empty text."""
+    """The reason why no Redis server can be started here, or an empty text."""
     path = shutil.which("redis-server")
     if path is None:
         return f"{NEEDED} is not installed; apt-get install redis-server"
@@ -35,7 +35,7 @@ def what_is_missing() -> str:
 
 
 class Server:
-    """A Redis that keeps what it acknowledged: it may be killed and started again."""
+    """A Redis server that can be killed and started again without losing acknowledged writes."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as free:
@@ -63,7 +63,7 @@ class Server:
 
 
 class WorkerProcess:
-    """One worker; its log is a file."""
+    """A worker process, with its log in a file."""
 
     def __init__(self, server: Server, name: str, *options: str) -> None:
         self.name, self.log_path = name, server.folder / f"{name}-{time.monotonic_ns()}.log"
@@ -84,12 +84,12 @@ class WorkerProcess:
         return self.log_path.read_text()
 
     def pending(self) -> list[str]:
-        """The entries that it has."""
+        """The names of the entries that the worker holds."""
         return [entry["message_id"].decode() for entry in
                 self.client.xpending_range(STREAM, GROUP, "-", "+", 1000, consumername=self.name)]
 
     def is_in_the_middle(self, least_tokens: int = 5) -> bool:
-        """Whether it has entries, with tokens streamed of each."""
+        """Whether the worker holds two or more entries and has streamed tokens of each of them."""
         names = self.pending()
         return len(names) >= 2 and all(len(streamed(self.client, name)[0]) >= least_tokens for name in names)
 
@@ -121,7 +121,7 @@ def drawn(draw: random.Random, shortest: int = 60, longest: int = 120) -> dict:
 
 
 def add(client: redis.Redis, requests: list[dict]) -> list[str]:
-    """The names of the entries."""
+    """Add requests to the stream and return the names of their entries."""
     return [client.xadd(STREAM, {"request": json.dumps(tensors)}).decode() for tensors in requests]
 
 
@@ -136,7 +136,7 @@ def wait_for_answers(client: redis.Redis, names: list[str], seconds: float = 120
 
 
 def streamed(client: redis.Redis, name: str) -> tuple[list[int], dict | None]:
-    """(tokens, answer) that a client reads from the tokens of one entry. Checks how the pieces are numbered."""
+    """(tokens, answer) that a client reads from the token stream of an entry. Asserts that the pieces are numbered."""
     tokens, answer = [], None
     for piece, fields in client.xrange(f"{STREAM}:tokens:{name}"):
         assert answer is None, f"{name}: a piece behind the answer"
@@ -150,7 +150,10 @@ def streamed(client: redis.Redis, name: str) -> tuple[list[int], dict | None]:
 
 def wrong(client: redis.Redis, names: list[str], expected: list[tuple[list[int], str]],
           before: dict[str, list[int]]) -> list[str]:
-    """What is wrong with the answers to these entries. before: what was streamed when something was killed."""
+    """Describe what is wrong with the answers to these entries.
+
+    before   tokens of each entry that were streamed before a worker or Redis was disturbed
+    """
     found, times = dict(answers(client)), Counter(name for name, _ in answers(client))
     faults = [f"{name} has {times[name]} answers" for name in names if times[name] != 1]
     for name, (tokens, reason) in zip(names, expected, strict=True):

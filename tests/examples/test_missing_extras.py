@@ -1,4 +1,4 @@
-"""An example whose extra is not installed names the missing one, in one line."""
+"""An example whose extra is not installed names the extra in one line."""
 
 import os
 import subprocess

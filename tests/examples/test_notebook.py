@@ -1,4 +1,4 @@
-"""The notebook, and IPython driven by keys, once. More often: python tests/campaigns/notebook_sessions.py."""
+"""One run of the notebook and of IPython driven by keys. python tests/campaigns/notebook_sessions.py runs more."""
 
 import importlib.util
 from pathlib import Path

@@ -31,7 +31,7 @@ LONG = 1500
 
 
 class Server:
-    """A server in a process of its own, and what it logged."""
+    """A server process and its log."""
 
     def __init__(self, folder, log, *options):
         command = [sys.executable, str(SERVER), "--model", str(folder), "--port", "0", "--num-threads", "1", *options]
@@ -246,7 +246,7 @@ def test_metrics_count_what_was_served(server):
     def scraped():
         answer = httpx.get(f"{server.url}/metrics")
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
-        assert set(re.findall('model_name="(.*?)"', answer.text)) == {"austen"}      # as clients call it
+        assert set(re.findall('model_name="(.*?)"', answer.text)) == {"austen"}      # the name that clients use
         return {line.rpartition("{")[0] or line: float(line.rpartition(" ")[2]) for line in answer.text.splitlines()
                 if line.startswith("vllm:") and "finished_reason" not in line and "_bucket" not in line}
 
@@ -270,7 +270,7 @@ def test_a_server_can_be_watched(server):
     watching = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                 env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     try:
-        fields = [fields_of(watching.stdout.readline())]         # it has compared two answers
+        fields = [fields_of(watching.stdout.readline())]         # this line compares two answers of the server
         for _ in range(3):
             assert httpx.post(f"{server.url}/v1/completions", timeout=60, json={
                 "model": "austen", "prompt": "Emma", "max_tokens": 20, "ignore_eos": True}).status_code == 200
@@ -353,7 +353,7 @@ def test_ctrl_c_tells_streams_that_run_and_ends_without_a_stack(folder, tmp_path
                     if number == 20:
                         server.process.send_signal(signal.SIGINT)
             assert told.value.code == "shutdown"
-        assert server.process.wait(4) == 0, server.log.read_text()       # without uvicorn's 5 s for connections
+        assert server.process.wait(4) == 0, server.log.read_text()       # uvicorn's 5 s wait for connections is skipped
         assert "Traceback" not in server.log.read_text() and "Chapter" not in server.log.read_text()
     finally:
         server.end()

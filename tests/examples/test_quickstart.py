@@ -1,3 +1,5 @@
+"""examples/quickstart.py: the whole program, the texts of its requests, and its table on a terminal."""
+
 import importlib.util
 import os
 import re
@@ -82,7 +84,7 @@ def test_piped_it_prints_plain_lines_texts_statistics_and_the_schedule():
 def test_an_interrupt_answers_everybody_and_ends_with_130():
     process = subprocess.Popen([sys.executable, "-u", QUICKSTART, "--max-new-tokens", "1500"], stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True, encoding="utf-8",
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))    # where it is ignored
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))    # else ignored
     try:
         for line in process.stdout:
             if re.match(r"\[\d+\] [^(]", line):             # some text has come
@@ -224,7 +226,7 @@ def test_on_a_terminal_the_cursor_comes_back_and_the_screen_is_not_cleared(quick
     try:
         while block := os.read(main_end, 65536):
             shown += block
-    except OSError:                                         # how Linux says that the other end was closed
+    except OSError:                                         # on Linux: the other end was closed
         pass
     finally:
         os.close(main_end)

@@ -1,4 +1,4 @@
-"""The decisions of the Ray example. With replicas, one of them killed: python tests/campaigns/ray_replicas.py."""
+"""The decisions of the Ray example. python tests/campaigns/ray_replicas.py runs replicas and kills one of them."""
 
 import asyncio
 import importlib

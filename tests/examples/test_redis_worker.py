@@ -1,6 +1,6 @@
 """examples/redis_worker.py with a real Redis: a worker's decisions, and kills of workers and of Redis.
 
-More of it, with counts: python tests/campaigns/redis_workers.py.
+python tests/campaigns/redis_workers.py runs more of it and counts the results.
 """
 
 import importlib
@@ -57,11 +57,11 @@ def no_connection_is_left(server):
     server.client.close()
 
 
-# ---------------------------------------------------------------------- one worker, whose engine is this test
+# ---------------------------------------------------------------------- one worker, with the test as its engine
 
 
 class Driven:
-    """A Worker on a stream of its own, without an engine: the test calls the callbacks."""
+    """A Worker on its own stream, without an engine. The test calls its callbacks."""
 
     def __init__(self, server: Server, stream: str, consumer: str = "a", lease: float = 60.0) -> None:
         if str(REPOSITORY) not in sys.path:
@@ -77,7 +77,7 @@ class Driven:
         return self.redis.xadd(self.stream, {field: payload}).decode()
 
     def get(self, room: int) -> list:
-        """The requests of entries that are fetched with so much room."""
+        """Fetch entries with room for `room` requests and return their requests."""
         assert self.worker.get_inference_requests(room) == []
         self.worker.fetch()
         return self.worker.get_inference_requests(room)
@@ -114,7 +114,7 @@ def test_no_more_is_fetched_than_the_engine_has_room_for(server):
     assert driven.num_pending() == 3
     driven.worker.get_inference_requests(2)             # two have ended
     driven.worker.fetch()
-    driven.worker.fetch()                               # what waits in the inbox takes room as well
+    driven.worker.fetch()                               # requests in the inbox take room too
     assert driven.num_pending() == 5
     driven.worker.get_inference_requests(0)
     driven.worker.fetch()
@@ -131,11 +131,11 @@ def test_another_worker_goes_on_after_what_was_streamed_and_the_first_one_is_ref
     second = Driven(server, "fence", "b", lease=0.0)
     resumed = second.get(4)
     assert [(request.input_ids, request.request_output_len) for request in resumed] == [([5, 6, 10, 11], 2)] * 2
-    seeds = [zlib.crc32(name.encode()) for name in names]        # of the entry, whoever generates it
+    seeds = [zlib.crc32(name.encode()) for name in names]        # the same in every worker
     assert [request.random_seed for request in requests] == [request.random_seed for request in resumed] == seeds
     first.respond(requests[0], [99])
     first.respond(requests[1], [98, 97], FinishReason.LENGTH)
-    first.worker.keep()                                 # does not take them back either
+    first.worker.keep()                                 # this does not take the entries back either
     first.worker.write()
     assert first.worker.entries == {} and first.worker.stopped == {requests[0].request_id}
     first.respond(requests[0], [], FinishReason.CANCELLED)
@@ -279,7 +279,7 @@ def test_a_worker_whose_engine_is_not_well_leaves_its_entries(server, health):
 
 @pytest.fixture(scope="module")
 def survivor(server):
-    """A worker that nothing is done to. Its log is looked at in the end."""
+    """A worker that is never disturbed. Its log is checked at the end."""
     worker = WorkerProcess(server, "survivor")
     worker.wait_until_it_serves()
     yield worker
@@ -293,7 +293,7 @@ def check_log(worker: WorkerProcess) -> None:
 
 
 def shared_out(server: Server, victim: WorkerProcess, seed: int, num_entries: int = 12):
-    """(names, expected) of entries that the victim is in the middle of some of."""
+    """Add entries and wait until the victim is in the middle of some. Returns (names, expected answers)."""
     draw = random.Random(seed)
     requests = [drawn(draw) for _ in range(num_entries)]
     expected = undisturbed(requests)

@@ -1,4 +1,4 @@
-"""The Triton example without the server's binary: its files, and the host with a replacement of the server."""
+"""The Triton example without Triton's binary: its files, and the host with a fake of the server's Python API."""
 
 import importlib
 import json
@@ -34,7 +34,7 @@ class Family:
     def __init__(self, name, description, kind):
         self.name = name
 
-    def Metric(self, labels):    # the server's name
+    def Metric(self, labels):    # named as in Triton
         key = (self.name, *(value for name, value in labels.items() if name not in ("model", "version")))
         return SimpleNamespace(set=lambda value: self.gauges.__setitem__(key, value))
 
@@ -60,7 +60,7 @@ PB_UTILS = SimpleNamespace(TRITONSERVER_RESPONSE_COMPLETE_FINAL=1, TritonError=T
 
 
 class Request:
-    """A request, and its response sender."""
+    """A request that is also its own response sender."""
 
     def __init__(self, request_id="", outputs=("output_ids", "finish_reason"), **tensors):
         self._id, self._outputs, self.is_gone, self.responses = request_id, outputs, False, []

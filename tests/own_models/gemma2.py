@@ -1,7 +1,8 @@
 """Gemma 2 as a user would add it: one file that imports only public names of batch_manager.
 
-Norms before and after both halves of a layer, which store what is added to one; attention that slides in every other
-layer, with capped scores and a scale of its own; scaled embeddings; capped logits.
+A layer has norms before and after its attention, and before and after its MLP. A norm stores its factor minus one.
+Attention has a sliding window in every other layer, soft-capped scores and a configured scale. Embeddings are scaled,
+and logits are soft-capped.
 
 Source   "Gemma 2" (arXiv 2408.00118); checkpoints as transformers saves Gemma2ForCausalLM.
 """
@@ -28,7 +29,7 @@ from batch_manager import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma2Spec(ModelSpec):
-    """logits_softcap   of the head; None: none"""
+    """logits_softcap   soft cap of the logits; None for no cap"""
 
     logits_softcap: float | None
 

@@ -26,7 +26,7 @@ COMMON = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_
 MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
 FUSED, SPLIT, V1 = TrtGptModelType.InflightFusedBatching, TrtGptModelType.InflightBatching, TrtGptModelType.V1
 
-# name -> (file, class, transformers' family, configuration). Caps are so low, and the scale so large, that they matter.
+# name -> (file, class, transformers' family, configuration). Caps and scale are chosen so that they change the logits.
 FAMILIES = {
     "gemma2": ("gemma2", "Gemma2", "Gemma2", {
         **COMMON, "num_hidden_layers": 4, "head_dim": 24, "sliding_window": 20, "query_pre_attn_scalar": 7}),
@@ -45,7 +45,7 @@ FAMILIES = {
 
 
 def class_of(file, name):
-    """The class as its file makes it; the folder is no package."""
+    """Load a class from its file, as the folder is not a package."""
     spec = importlib.util.spec_from_file_location(f"own_{file}", HERE / f"{file}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -53,7 +53,7 @@ def class_of(file, name):
 
 
 class Reference:
-    """A checkpoint folder and the model transformers makes of it, with weights that make every part matter."""
+    """A checkpoint folder and its transformers model, with random weights that give every part an effect."""
 
     def __init__(self, family, fields, folder):
         torch.manual_seed(0)
@@ -76,7 +76,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def registered():
-    """The families' classes in the registry, and out of it again."""
+    """Register the families' classes, and restore the registry at the end."""
     before = dict(registry._models)
     for file, name, family, _ in FAMILIES.values():
         register_model(f"{family}ForCausalLM", class_of(file, name))
@@ -103,7 +103,7 @@ def test_a_family_is_one_file_that_takes_public_names_only(file):
     (MAX, FUSED, False, 400), (GUARANTEED, FUSED, True, 400), (MAX, SPLIT, True, 11), (GUARANTEED, V1, False, 400)])
 def test_tokens_and_logits_equal_those_of_transformers(
         make_manager, new_client, new_request, reference, policy, model_type, chunked, blocks):
-    """Prompts around blocks and windows; with 11 blocks requests are paused and resumed."""
+    """Prompt lengths are near the sizes of blocks and windows. With 11 blocks, requests are paused and resumed."""
     draw = np.random.default_rng(3)
     prompts = {i: draw.integers(0, VOCAB, length).tolist()
                for i, length in enumerate([1, 15, 16, 17, 20, 21, 33, 64, 70, 130])}
@@ -119,7 +119,7 @@ def test_tokens_and_logits_equal_those_of_transformers(
         assert final.error == ""
         everything = final.tokens()
         expected = reference.logits(everything)
-        assert np.abs(expected).max() > 1.0                               # the comparison means something
+        assert np.abs(expected).max() > 1.0                               # small logits would prove nothing
         np.testing.assert_allclose(final.tensors["context_logits"][0], expected[:len(prompt)], atol=1e-4, rtol=0)
         np.testing.assert_allclose(final.tensors["generation_logits"][0, 0], expected[len(prompt) - 1:-1], atol=1e-4,
                                    rtol=0)
@@ -238,7 +238,7 @@ print(json.dumps([row.tolist() for rows in logits for row in rows]))
 
 
 def test_the_kernels_give_the_logits_of_transformers(registered, tmp_path):
-    """Caps, windows and scale through the Triton kernels, in triton's interpreter, in a process of its own."""
+    """Caps, windows and scale are right in the Triton kernels, which a new process runs in Triton's interpreter."""
     pytest.importorskip("triton", reason="triton is not installed")
     _, _, family, fields = FAMILIES["gemma2"]
     made = Reference(family, {**fields, "num_hidden_layers": 2, "head_dim": 16, "hidden_size": 32}, tmp_path)

@@ -25,7 +25,7 @@ def admission_with():
 
 @pytest.fixture
 def admit(admission_with):
-    """admit(temperature=2.0) -> Admitted of a request with a prompt of 3; None leaves a tensor out."""
+    """admit(temperature=2.0) -> Admitted of a request with a prompt of 3 tokens. None leaves a tensor out."""
     def build(item=None, *, limits=None, flags=None, **tensors):
         if item is None:
             item = InferenceRequest(7, {"input_ids": [1, 2, 3], "request_output_len": 5} | tensors, **(flags or {}))
@@ -35,7 +35,7 @@ def admit(admission_with):
 
 @pytest.fixture
 def refusal(admit):
-    """refusal(temperature=-1) -> the text of the refusal, which must come."""
+    """refusal(temperature=-1) -> the text of the refusal. Fails if the request is admitted."""
     def text(*args, **kwargs):
         with pytest.raises(RequestError) as caught:
             admit(*args, **kwargs)

@@ -1,3 +1,5 @@
+"""Admission: which tensors and options it accepts, refuses or cuts, and that it copies what it accepts."""
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from batch_manager.sampling_config import PARAMETERS, SamplingConfig
 VOCAB = 100
 NAN, INF = float("nan"), float("inf")
 
-# For each tensor: values other than the neutral one that are valid, and companions they need.
+# For each tensor: valid values other than the neutral one. COMPANIONS are the tensors that must come with it.
 VALID = {
     "input_ids": [[1], [[1, 2]], (1, 2), np.array([1, 2]), np.array([[99, 0]], np.uint8)],
     "input_token_extra_ids": [[0, 0, 7], np.array([[0, 0, 0]]), np.array([1, 2, 2**63 - 1], np.uint64)],
@@ -64,13 +66,13 @@ COMPANIONS = {
     "lora_config": {"lora_weights": np.ones((2, 6), np.float32)},
     "draft_logits": {"draft_input_ids": [4, 5]},
 }
-# Checked, and by definition without effect while there is one beam (pad_id fills the rows of shorter beams).
+# Tensors without an effect: input_lengths always, and pad_id with one beam. It fills the rows of shorter beams.
 IGNORED = {"input_lengths"}
 BEAMS_ONLY = {"pad_id"}
 
 
 def wrong_values(name):
-    """Values that no request may have there."""
+    """Values that admission must refuse for this tensor."""
     spec = TENSORS[name]
     wrong = ["1", b"1", object(), {1: 2}, {1}, 1j, np.array([1j]), np.array(["1"]), np.array([None]),
              np.zeros(1, "M8[s]"), np.zeros(2, [("a", "i4")]), np.zeros((1, 1, 1, 1, 1)), [[[[[1]]]]], [None], range(3)]
@@ -312,7 +314,7 @@ def test_a_builtin_that_does_not_say_what_it_takes_is_believed(admit):
     assert admit(flags={"logits_post_processor": max}).setup.logits_post_processor.function is max
 
 
-# What the original answers to bad requests, row by row.
+# Requests that the original batch manager refuses, row by row.
 
 @pytest.mark.parametrize("name", ["input_ids", "request_output_len"])
 def test_what_every_request_needs_is_asked_for_by_name(name, refusal):
@@ -360,6 +362,7 @@ def test_a_beam_width_above_the_managers_is_refused_with_both_numbers(refusal):
 
 
 def test_more_ways_to_end_than_a_search_can_look_at_are_refused_with_the_numbers(admit, refusal):
+    """Beams and ending tokens that make too many continuations are refused, and the text has the numbers."""
     words, limits = [[1, 2], *([token] for token in range(100))], dict(
         max_beam_width=200, max_num_tokens=200, num_blocks=10_000)
     for tensors in (dict(beam_width=160, stop_words_list=words), dict(stop_words_list=words), dict(beam_width=200)):
@@ -371,6 +374,7 @@ def test_more_ways_to_end_than_a_search_can_look_at_are_refused_with_the_numbers
 
 @pytest.mark.parametrize("name", sorted(NOT_WITH_BEAMS))
 def test_what_is_of_one_text_is_refused_by_name_with_several(name, refusal):
+    """A tensor that needs a beam width of 1 is refused by name with two beams."""
     for value in VALID[name]:
         text = refusal(beam_width=2, **({name: value} | COMPANIONS.get(name, {})))
         assert "beam_width is 2" in text and (name in text or name in COMPANIONS) and "set beam_width to 1" in text
@@ -439,6 +443,7 @@ def test_a_prompt_table_is_refused_where_the_backend_takes_no_embeddings(refusal
 
 
 def test_virtual_tokens_are_part_of_the_vocabulary_of_a_request_with_a_prompt_table(refusal, admit):
+    """Prompt-tuning tokens are valid in input_ids only, and only with a prompt table."""
     table = np.arange(16, dtype=np.float16).reshape(1, 2, 8)
     tensors = {"prompt_embedding_table": table, "prompt_vocab_size": 2}
     assert "outside 0..101" in refusal(input_ids=[102], **tensors)
@@ -611,7 +616,7 @@ def test_what_runs_is_a_copy(admit):
 
 
 def test_the_values_that_are_checked_are_those_of_the_copy(admission_with, monkeypatch):
-    # Another thread changes the array while it is admitted: whatever it does, no unchecked token gets through.
+    # Another thread may change the array during admission. No unchecked token gets through.
     prompt = np.array([1, 2, 3])
     request = InferenceRequest(7, {"input_ids": prompt, "request_output_len": 5})
     admission = admission_with()
@@ -749,11 +754,13 @@ def test_several_end_ids_are_each_taken_once_and_the_first_pads(admit):
 
 
 def test_nine_end_ids_and_ids_that_are_none_beside_others_are_told_so(refusal):
+    """More than 8 end ids are refused, and so is -1 among several."""
     assert "1 to 8 values" in refusal(end_id=[1] * 9)
     assert "end_id is -1; it must be an integer in 0..99" in refusal(end_id=[3, -1])
 
 
 def test_without_static_batches_a_request_says_nothing_of_whom_it_can_share_one_with(admit):
+    """Without static batching a request has no batch key."""
     assert admit(end_id=3).request.batch_key is None
 
 

@@ -1,3 +1,5 @@
+"""InferenceRequest: tensor names, ids, and what its constructor checks."""
+
 import pickle
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A running request counts its tokens the same way one by one and many at a time."""
+"""add_a_token_to_each changes requests as add_token changes each of them."""
 
 import random
 

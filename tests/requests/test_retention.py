@@ -1,4 +1,4 @@
-"""What a retention must be, and how admission takes it over."""
+"""Which retention configurations are valid, and how admission copies them."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ NAN = float("nan")
 
 
 def a_name(value):
-    """Of a parameter; the same in every process."""
+    """The name of a parameter, which is the same in every process."""
     return value if isinstance(value, str) else type(value).__name__
 
 

@@ -1,3 +1,5 @@
+"""SamplingConfig: the range of each parameter, and its value on the device."""
+
 from dataclasses import FrozenInstanceError, fields
 
 import numpy as np

@@ -36,7 +36,7 @@ def drawn_tensors(draw: random.Random) -> dict:
         embedding_bias=lambda: [draw.gauss(0, 1) for _ in range(VOCAB)],
         end_id=lambda: draw.sample(range(VOCAB), draw.randrange(1, 8)),
         input_token_extra_ids=lambda: [draw.randrange(3) for _ in tensors["input_ids"]])
-    if "end_id" in tensors:                # likely ones, so that min_length holds something off
+    if "end_id" in tensors:                # likely end ids, so that min_length has an effect
         bias = tensors["embedding_bias"] = list(tensors.get("embedding_bias", [0.0] * VOCAB))
         for end_id in tensors["end_id"]:
             bias[end_id] += 8.0
@@ -44,14 +44,16 @@ def drawn_tensors(draw: random.Random) -> dict:
         tensors["runtime_top_p"] = draw.uniform(0.3, 1)
         tensors |= maybe(runtime_top_p_decay=lambda: draw.uniform(0.5, 1),
                          runtime_top_p_min=lambda: draw.uniform(0.1, 1))
-    more = random.Random(draw.getrandbits(32))           # drawn last: the rest stays as it was
+    more = random.Random(draw.getrandbits(32))           # drawn last, so that no other value of a seed changes
     tensors |= {"return_top_log_probs": more.randrange(1, 21)} if more.random() < 0.35 else {}
     return tensors | ({"raw_log_probs": True} if more.random() < 0.35 else {})
 
 
 def outcomes(model, requests: list[InferenceRequest], **params) -> dict:
-    """{id: (generated tokens, finish reason, log-probs with the likeliest tokens, error)}, of all requests on one
-    engine."""
+    """Run all requests on one engine.
+
+    Returns {id: (generated tokens, finish reason, log-probs with the likeliest tokens, error)}.
+    """
     waiting, found, last = list(requests), {}, 10**9
     waiting.append(InferenceRequest(last))
 
@@ -74,7 +76,10 @@ def outcomes(model, requests: list[InferenceRequest], **params) -> dict:
 
 
 def cut(requests: list[InferenceRequest], whole: dict, draw: random.Random) -> dict:
-    """{id: (the resumed request, tokens before it)}: of each request that has two tokens or more, cut anywhere."""
+    """Cut each request that has at least two tokens at a random token.
+
+    Returns {id: (resumed request, tokens before the cut)}.
+    """
     resumed = {}
     for request in requests:
         tokens = whole[request.request_id][0]
@@ -85,12 +90,12 @@ def cut(requests: list[InferenceRequest], whole: dict, draw: random.Random) -> d
 
 
 def differences(whole: dict, resumed: dict, after: dict) -> list[int]:
-    """The ids of the requests that did not go on as they would have."""
+    """The ids of resumed requests whose outcome differs from the rest of the whole outcome."""
     return [request_id for request_id, (_, before) in resumed.items() if after[request_id] != (
         whole[request_id][0][len(before):], whole[request_id][1], whole[request_id][2][len(before):], "")]
 
 
 def small_engine() -> dict:
-    """Parameters of an engine that schedules otherwise: chunks, and prompts that are found in the cache."""
+    """Parameters of an engine with another schedule: small batches, chunked context and block reuse."""
     return {"max_batch_size": 3, "enable_chunked_context": True, "max_num_tokens": 32,
             "kv_cache_config": KvCacheConfig(tokens_per_block=16, enable_block_reuse=True, max_tokens=4096)}
