@@ -23,7 +23,10 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """needs: the feature of the engine that it needs, if any"""
+    """A fault of the menu.
+
+    needs   the feature of the engine without which the fault cannot happen, if any
+    """
 
     name: str
     place: Place
