@@ -1,6 +1,6 @@
 """A fault at each named point of the engine: at its first, second, third ... call, once or from that call on.
 
-    python -m tests.sweep.points SCENARIO POINT TIME once|always      repeats one of them
+    python -m tests.sweep.points SCENARIO POINT TIME once|always      repeats one fault
 
 A point is a function that the loop depends on. It fails at its n-th call, for n = 1, 2, 3 ... until a run has fewer
 calls. After each run the history checker checks the calls (I1..I8), and the accounting of the KV cache is audited if
