@@ -1,4 +1,4 @@
-"""Random requests with all sampling options, cut at a random token and resumed in another process.
+"""Random requests with all sampling options, interrupted at a random token and resumed in another process.
 
     python tests/campaigns/resume.py --requests 500 [--seed 0]
 

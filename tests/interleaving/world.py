@@ -189,7 +189,7 @@ class InterleavedWorld:
         return result
 
     def interpreter_exit(self) -> None:
-        """Run the exit handlers of `threading` after the end of the main thread, then freeze daemon threads."""
+        """Run the package's exit handler and join threads, as `threading` does at exit; then freeze daemon threads."""
         try:
             interpreter_exit._abort_all_workers()
         except Abandoned:
