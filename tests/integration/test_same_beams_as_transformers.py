@@ -78,7 +78,7 @@ def run(make_manager, client, new_request, model, asked, **options):
 
 
 def test_every_width_penalty_and_way_to_stop(make_manager, new_client, new_request, random_model):
-    """The beams are right if one manager runs requests of all widths and two length penalties and ways to stop at once.
+    """The beams are right if requests with different widths, length penalties and ways to stop run together.
 
     Each family has other combinations.
     """
