@@ -1,7 +1,7 @@
 """T3: the results of a request are the same alone and in all circumstances, bit by bit, on small random models.
 
     python -m tests.campaigns.deterministic SEED             repeats one seed and prints each difference
-    python -m tests.campaigns.deterministic 2 --normal       without deterministic mode, where this seed differs
+    python -m tests.campaigns.deterministic 2 --normal       runs without the deterministic mode; most seeds differ
 
 The reference of a pair is the request alone, in one chunk, never paused and without cached blocks. Its KV cache has
 blocks of 64 tokens, so that a short request is one contiguous block. The other run of the pair differs in one or all of
@@ -47,7 +47,7 @@ CHANCES = {"austen-4m": 1}                                  # weight of a family
 
 
 def draw_ask(draw: random.Random, vocab: int, block: int, text: list[int], longest: int) -> Ask:
-    """Return an Ask whose prompt is k blocks long, or a token shorter or longer, and begins with blocks of `text`."""
+    """Return an Ask whose prompt begins with blocks of `text`. Its length is k blocks, give or take a token."""
     blocks = draw.randint(1, longest // block)
     length = block * blocks + draw.choice([-1, 0, 1])
     common = min(block * draw.randint(0, blocks), length)
@@ -171,7 +171,7 @@ def along_axes(total: Counter) -> list[tuple[str, str]]:
 
 
 def is_possible(cell: tuple[str, ...]) -> bool:
-    """Whether a cell can occur. Only the last chunk may end inside a block, so a request in one block has no chunks."""
+    """Whether a cell can occur. A request in one block has no chunks: only the last chunk may end inside a block."""
     return not {"contiguous", "chunked"} <= set(cell)
 
 

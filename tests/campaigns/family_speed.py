@@ -64,7 +64,7 @@ CONFIGS = {
 
 
 class Timed(Client):
-    """A manager whose requests are timed token by token. It keeps the times, not the responses."""
+    """The client of a manager whose requests are timed token by token. It keeps the times, not the responses."""
 
     has_stats = False
 

@@ -57,7 +57,7 @@ class Faults:
         raise PlantedError(order.kind)
 
     def failures(self, batch: ScheduledBatch) -> dict[int, RowFailure]:
-        """Return the rows of the step that fail, each once. The caller must make their writes to the KV cache NaN."""
+        """Return the rows of the step that fail, each once. The caller must make their KV cache values not finite."""
         order, slots = self._order(batch), batch.slots()
         spoilt = []
         if order is not None and order.kind == ONE_ROW and order.times:
@@ -94,7 +94,7 @@ class LateBackend:
 
     inner       the backend that runs each step as a whole. It must raise NOT_RUN and NOT_DRAWN itself, after the block
                 tables and the operations of the batch are done, because a launched step does not repeat them
-    poison      (batch, slots) replaces the values that the step wrote for these slots by NaN
+    poison      (batch, slots) makes the values that the step wrote for these slots not finite
     eagerness   probability, at each launch, that the device runs all steps of its queue
     """
 

@@ -170,7 +170,8 @@ class SimulatedDevice(ScriptedBackend):
     def _stamp(self, batch: ScheduledBatch) -> None:
         """Check the stamps of the cached prompts of new sequences, then stamp the blocks that the batch begins.
 
-        The tokens before those that a step writes are known when it is launched."""
+        The tokens before a block that the step begins are known at the launch of the step.
+        """
         size, owners, per_slot = self.info.tokens_per_block, self._owners[batch.iteration], batch.max_beam_width
         for work in batch.context:
             owner, row = owners[work.slot], self._tables.rows[work.slot * per_slot]

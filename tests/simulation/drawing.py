@@ -92,7 +92,7 @@ class Drawing:
              vocab_size: int) -> None:
         """Sample again for the sequences with rules.
 
-        words, lengths, asked   by row of the output: hash, tokens so far, whether log-probabilities are requested
+        words, lengths, asked   for each row: its hash, its tokens so far, whether it returns log-probabilities
         """
         for row, slot in enumerate(output.slots.tolist()):
             rules = self._rules.get(slot)

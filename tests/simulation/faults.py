@@ -1,4 +1,4 @@
-"""The menu of faults around the loop. Each has a name, a place and a count of how often it happened."""
+"""The menu of faults around the loop. Each fault has a name, a place and a count of its occurrences."""
 
 from collections import Counter
 from collections.abc import Collection

@@ -73,7 +73,7 @@ class SimulatedWorld:
 
     def __init__(self, swarm: Swarm, *, trace: list[IterationTrace] | None = None,
                  history: list | None = None) -> None:
-        """trace, history   lists that the run fills"""
+        """Build the world of a swarm. `trace` and `history` are lists that the run fills."""
         self.swarm = swarm
         self._kept_trace, self._kept_history = trace, history
         self.result = Result(swarm.seed)

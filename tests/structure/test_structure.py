@@ -492,7 +492,7 @@ def test_every_exception_is_caught_in_few_places():
 
 
 def test_the_core_neither_loads_code_nor_starts_programs_nor_opens_connections():
-    """C24, C25"""
+    """C24, C25: the core loads no code, starts no program and opens no connection."""
     wrong = []
     for source in CORE:
         for imported in source.imports():
@@ -533,7 +533,7 @@ def test_every_exception_to_that_is_still_needed():
 
 
 def test_no_environment_variable_is_read_but_the_listed_ones():
-    """C24"""
+    """C24: the core reads no environment variable except the listed ones."""
     wrong = [f"{source.where}:{node.lineno} reads the environment" for source in CORE for node in source.walk()
              if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.environb")
              and source.where not in ALLOWED_ENVIRONMENT]

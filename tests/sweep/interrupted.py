@@ -163,8 +163,8 @@ def sweep(name: str, wanted: Callable[[int], bool] = lambda place: True, *, file
           stops_at_first: bool = False) -> tuple[int, int, list[str]]:
     """Try the wanted places of a scenario. Returns (number of places, places tried, violations).
 
-    wanted           whether to try a place, by its number
-    files            ends of the file names whose places are tried; "": all
+    wanted           (number of a place) -> whether to try the place
+    files            ends of the names of the files whose places are tried; "": all files
     stops_at_first   stop after the first violation
     """
     tried, failures, original = 0, [], os.getpid()

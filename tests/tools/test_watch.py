@@ -150,7 +150,7 @@ def test_a_file_is_followed_over_rotation_truncation_and_rubbish(tmp_path, sourc
     for _ in range(300):
         action = draw.choice(["write", "write", "half", "rotate", "truncate", "rubbish"])
         if action in ("rotate", "truncate"):
-            source.poll()                                # afterwards, the text before it can no longer be read
+            source.poll()                                # after the action, the earlier text cannot be read
         if action == "rotate":
             path.rename(f"{path}.1")
             path.touch()
