@@ -1,8 +1,8 @@
-"""What every test can use: a recorded client, a virtual clock, a loop without a thread, a guard against threads."""
+"""Fixtures of all tests: a recording client, a loop without a thread, a manager, and a check for leaked threads."""
 
 import os
 
-# The models of the tests are tiny: a second OpenMP thread costs more than it brings, most of all on busy cores.
+# The models of the tests are so small that a second OpenMP thread makes them slower, most of all on busy cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import contextlib
@@ -21,8 +21,8 @@ from tests.harness.client import Client  # noqa: E402
 from tests.harness.requests import request  # noqa: E402
 from tests.harness.world import build_world  # noqa: E402
 
-# Where several processes run the suite: the files that take longest, to begin with. None of the others takes as long as
-# eight seconds, so that no process is left alone with a long one at the end.
+# Several processes run these files first, beginning with the longest. Each other file takes less than eight seconds, so
+# that no process still runs a long file when the others have finished.
 LONGEST_FILES = (
     "kernels/test_paged_attention_context.py",
     "integration/test_whole_engine_interpreted.py",
@@ -67,13 +67,16 @@ LONGEST_FILES = (
     "kernels/test_argument_sets.py",
 )
 
-# The suite tries the same examples every time. Looking for new ones is what campaigns are for.
+# The suite tries the same examples every time. Campaigns look for new ones.
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure(config):
-    """With `pytest -n` a process gets whole files, in the order of collection: it builds what a file's tests share."""
+    """Give each process of `pytest -n` whole files, in the order of collection.
+
+    The fixtures that the tests of a file share are then built in one process only.
+    """
     gone = [name for name in LONGEST_FILES if not (Path(__file__).parent / name).exists()]
     if gone:
         raise pytest.UsageError(f"tests/conftest.py names files that are gone: {', '.join(gone)}")
@@ -83,14 +86,14 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """The longest files first, where several processes run."""
+    """Put the longest files first if several processes run the tests."""
     if hasattr(config, "workerinput"):
         place = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST_FILES)}
         items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 def pytest_unconfigure(config):
-    gc.unfreeze()                       # libraries look for leaks when the process ends
+    gc.unfreeze()                       # libraries check for leaks when the process ends
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,10 +107,10 @@ def objects_of_modules_are_not_collected():
 
 
 def open_files() -> set[str]:
-    """Files and sockets this process has open; not the devices, pipes and libraries that are opened once for all."""
+    """The open files and sockets of this process, without devices, pipes, and files under /proc and /sys."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):                       # the listing itself is gone by now
+        with contextlib.suppress(OSError):                       # the descriptor of listdir is already closed
             target = os.readlink(f"/proc/self/fd/{number}")
             if target.startswith("socket:") or (target[0] == "/" and not target.startswith(("/dev", "/proc", "/sys"))):
                 found.add(f"{number} {target}")
@@ -116,7 +119,7 @@ def open_files() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_outlives_its_test():
-    """T12: no thread of ours, no thread that would keep the interpreter alive, no file."""
+    """T12: a test leaves no thread of the package, no thread that keeps the interpreter alive, and no open file."""
     threads, files = set(threading.enumerate()), open_files()
     yield
     deadline = time.monotonic() + 5
@@ -130,14 +133,17 @@ def nothing_outlives_its_test():
 
 @pytest.fixture
 def make_world():
-    """make_world(policy=..., model_type=..., backend={...}, max_beam_width=..., terminate_req_id=...,
-    exclude_input=..., parts={...}, **optional params): see tests/harness/world.py"""
+    """The function `build_world` of tests/harness/world.py, which returns a loop without a thread.
+
+    Its arguments are policy, model_type, backend={...}, max_beam_width, terminate_req_id, exclude_input, parts={...},
+    and the fields of TrtGptModelOptionalParams.
+    """
     return build_world
 
 
 @pytest.fixture
 def make_manager():
-    """A GptManager with a thread over a scripted model; shut down at the end of the test."""
+    """A function that returns a GptManager with a thread and a scripted model. The fixture shuts the managers down."""
     managers = []
 
     def make(client: Client, **options):

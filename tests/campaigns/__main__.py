@@ -3,8 +3,8 @@
     python -m tests.campaigns --tier F [--suite T1] [--first-seed N] [--seconds S] [--jobs 2]
 
 Each suite runs from its first seed until it has done what the tier requires, or the time is up. Seeds are consecutive,
-so --first-seed resumes a campaign. The last lines printed belong in tests/CAMPAIGNS.md. Exit status 0: nothing is
-wrong, even if a suite did less than its tier requires; 1: something is wrong.
+so --first-seed resumes a campaign. The last lines of the output belong in tests/CAMPAIGNS.md. The exit status is 1 if
+something is wrong, and 0 otherwise, even if a suite did less than its tier requires.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""T18: each kernel call of tests/kernels, and its bfloat16 variant, compiles for GPUs without having them.
+"""T18: each kernel call of tests/kernels, and its bfloat16 variant, compiles for GPUs that the machine does not have.
 
     python -m tests.campaigns --suite T18
 
 The GPUs are sm_80, sm_90, sm_100 and gfx942. The compilers are the installed Triton and each of OTHER_TRITONS, which is
 installed into its own folder in the system's temporary folder. No kernel may spill, need a stack or take more shared
-memory than a program of the GPU has, except as ALLOWED says. The seed has no effect. `--jobs` GPUs are compiled for at
-a time. Triton's cache keeps the results for the next run.
+memory than a program of the GPU has, except as ALLOWED says. The seed has no effect. `--jobs` is the number of GPUs
+for which kernels are compiled at a time. Triton's cache keeps the results for the next run.
 """
 
 import json
@@ -25,14 +25,14 @@ ROOT = Path(__file__).parents[2]
 KERNEL_TESTS = ROOT / "tests" / "kernels"
 GPUS = ("sm_80", "sm_90", "sm_100", "gfx942")
 OTHER_TRITONS = ("3.6.0",)
-NO_CALLS = ("tests/kernels/test_ahead_of_time.py", "tests/kernels/test_argument_sets.py",       # of kernels
+NO_CALLS = ("tests/kernels/test_ahead_of_time.py", "tests/kernels/test_argument_sets.py",       # they call no kernel
             "tests/kernels/test_activation.py::test_an_unknown_kind_is_refused",
             "tests/kernels/test_fused_linear.py::test_an_unknown_kind_of_activation_is_refused")
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Bytes of stack, and spills, that kernels may have in some dtypes on some GPUs, with the reason."""
+    """The bytes of stack and the spills that kernels may have in some dtypes on some GPUs, with the reason."""
 
     kernels: tuple[str, ...]
     gpus: tuple[str, ...]

@@ -1,6 +1,6 @@
-"""T2: operations of the block manager in random order, against a model. Every other seed has digests of four bits.
+"""T2: operations of the block manager in random order, compared with a model. Every other seed has digests of 4 bits.
 
-    python -m tests.campaigns.blocks SEED        repeats one seed, shrunk to the fewest rules that fail
+    python -m tests.campaigns.blocks SEED        repeats one seed, shrunk to the fewest operations that fail
 """
 
 import itertools

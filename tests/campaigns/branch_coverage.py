@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """An uncovered branch, from one line of a file to another. target_line < 0: to the end of the function"""
+    """An uncovered branch from one line of a file to another. A target_line below 0 is the end of the function."""
 
     file: str
     line: int

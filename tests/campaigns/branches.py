@@ -1,6 +1,6 @@
 """The uncovered branches of the core, each with a reason. Tests cover all others.
 
-`python -m tests.campaigns --suite T14` checks it.
+`python -m tests.campaigns --suite T14` checks the list.
 
 A core module is a folder or a file of the package, with the tests that must cover its branches. To add one, put it into
 CORE and run the suite. For each branch that the suite names, write a test of its behaviour, remove dead code, or list
@@ -29,7 +29,7 @@ CORE: dict[str, tuple[str, ...]] = {
     "batch_manager/scheduling": ("tests/scheduling", "tests/property", *THROUGH_THE_LOOP, "tests/conformance"),
 }
 
-# Tests that compare times, or end a process after a time: under coverage they measure coverage.
+# Tests that compare times, or end a process after a time. Coverage slows them down too much.
 LEFT_OUT: tuple[str, ...] = (
     "tests/contract/test_life_cycle.py::test_c22_an_idle_manager_uses_at_most_2_percent_of_a_core",
     "tests/sweep/test_sweep.py::test_every_way_a_process_can_end",
@@ -40,7 +40,7 @@ LEFT_OUT: tuple[str, ...] = (
 class Untaken:
     """A branch that no test covers.
 
-    file     of the package
+    file     path of the file
     source   the line that branches, without indentation
     target   the line that the branch goes to; "" for the end of the function
     reason   why no test covers it

@@ -1,6 +1,6 @@
 """T6: damaged checkpoints, in several processes: all truncations, then seeds.
 
-With --first-seed, seeds only.
+With --first-seed, it runs seeds only.
 """
 
 import os

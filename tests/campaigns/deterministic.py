@@ -1,11 +1,12 @@
 """T3: the results of a request are the same alone and in all circumstances, bit by bit, on small random models.
 
     python -m tests.campaigns.deterministic SEED             repeats one seed and prints each difference
-    python -m tests.campaigns.deterministic 2 --normal       without deterministic mode: this seed, like most, differs
+    python -m tests.campaigns.deterministic 2 --normal       runs without the deterministic mode; most seeds differ
 
-The reference of a pair is the request alone, in one chunk, never paused and without cached blocks, in a KV cache with
-blocks of 64 tokens: a short request is one contiguous block. The other run of the pair differs in one or all of these.
-A seed chooses a family, a dtype, a block size and requests, and runs the requests in several circumstances.
+The reference of a pair is the request alone, in one chunk, never paused and without cached blocks. Its KV cache has
+blocks of 64 tokens, so that a short request is one contiguous block. The other run of the pair differs in one or all of
+these circumstances. A seed chooses a family, a dtype, a block size and requests, and runs the requests in several
+circumstances.
 """
 
 import itertools
@@ -42,11 +43,11 @@ ASKS, RUNS, MOST_NEW, WIDEST = 12, 10, 7, 3
 KINDS = ("greedy", "sampled", "beams")
 AXES = (("alone", "batched"), ("contiguous", "paged"), ("whole", "chunked"), ("no pause", "paused"), ("miss", "hit"),
         KINDS)
-CHANCES = {"austen-4m": 1}                                  # weight of a family, else 3: the shipped model is large
+CHANCES = {"austen-4m": 1}                                  # weight of a family; 3 if missing. This model is large
 
 
 def draw_ask(draw: random.Random, vocab: int, block: int, text: list[int], longest: int) -> Ask:
-    """Return an Ask whose prompt is k blocks long, or a token shorter or longer, and begins with blocks of `text`."""
+    """Return an Ask whose prompt begins with blocks of `text`. Its length is k blocks, give or take a token."""
     blocks = draw.randint(1, longest // block)
     length = block * blocks + draw.choice([-1, 0, 1])
     common = min(block * draw.randint(0, blocks), length)
@@ -72,7 +73,7 @@ def draw_circumstances(draw: random.Random, asks: dict[int, Ask], block: int, co
         pauses = {request_id: set(range(1, ask.count)) if draw.random() < 0.4 else {draw.randint(1, ask.count - 1)}
                   for request_id, ask in asks.items() if draw.random() < 0.8}
     arrivals = {request_id: draw.choice([0, draw.randint(0, 6)]) for request_id in asks}
-    if reuse:                                               # the first publishes the common text, the others find it
+    if reuse:                                               # request 1 publishes the common prefix for the others
         arrivals = {request_id: 8 + arrivals[request_id] if request_id > 1 else 0 for request_id in asks}
     return Circumstances(
         layout=draw.choice(list(LAYOUTS)), overlap=not solitary and draw.random() < 0.3, chunk=chunk, pauses=pauses,
@@ -170,7 +171,7 @@ def along_axes(total: Counter) -> list[tuple[str, str]]:
 
 
 def is_possible(cell: tuple[str, ...]) -> bool:
-    """Whether a cell can occur. Only the last chunk may end inside a block, so a request in one block has no chunks."""
+    """Whether a cell can occur. A request in one block has no chunks: only the last chunk may end inside a block."""
     return not {"contiguous", "chunked"} <= set(cell)
 
 

@@ -2,9 +2,9 @@
 
     python tests/campaigns/family_speed.py [--dtype bfloat16] [--in-flight 1] [--families opt phi ...]
 
-Each family has a model of the same width and depth with random weights. Its median step time and Llama's are measured
-in turn, several times. The program prints the fastest medians, and the median of the time ratios divided by the ratio
-of the weight bytes that a step reads (all matrices except an embedding that is not the head). Results are recorded in
+Each family has a model of the same width and depth with random weights. The program measures its median step time and
+Llama's in turn, several times. It prints the fastest medians, and the median of the time ratios divided by the ratio of
+the weight bytes that a step reads (all matrices except an embedding that is not the head). Results are recorded in
 tests/CAMPAIGNS.md.
 """
 
@@ -64,7 +64,7 @@ CONFIGS = {
 
 
 class Timed(Client):
-    """A manager whose requests are timed token by token. It keeps the times, not the responses."""
+    """The client of a manager whose requests are timed token by token. It keeps the times, not the responses."""
 
     has_stats = False
 

@@ -1,4 +1,4 @@
-"""T4: a fault at each call of each point, an exception at each place, and many repeats of each way to end a process."""
+"""T4: a fault at each call of each fault point, an exception at each place, many repeats of each end of a process."""
 
 import subprocess
 import sys
@@ -11,11 +11,11 @@ from tests.sweep.scenarios import SCENARIOS
 from .portions import each_done
 from .registry import Options, Summary
 
-# tier -> (times of a point, one in so many places is tried, rows of places of a scenario, repeats of a process)
+# tier -> (calls at which a point fails, N where one in N places is tried, rows of exceptions, repeats of a process)
 ENOUGH = {"Q": (3, 211, 10, 1), "F": (points.MOST_TIMES, 1, 100, 200), "C": (points.MOST_TIMES, 1, 10_000, 2_000)}
 PLACES_IN_PARTS = 4
 REPEATS_A_PORTION = 50
-COSTLY = {"a_hundred_thousand_requests_in_one_get": 10}    # takes two seconds of CPU: a tenth of the repeats
+COSTLY = {"a_hundred_thousand_requests_in_one_get": 10}    # a tenth of the repeats, each of which takes 2 s of CPU
 
 Task = tuple[str, tuple]
 

@@ -5,8 +5,8 @@
 
 The engine gets 20 chats, with its defaults and in float32, and generates 48 tokens for each. The reference is a
 transformers Llama. The gguf library decodes its tensors, and this file reorders the rows of queries and keys without
-product code. Each token must have the reference's largest logit for the tokens before it. A token less than 1e-4 below
-the largest is a tie and is counted separately. Results are recorded in tests/CAMPAIGNS.md.
+product code. Each token must have the reference's largest logit for the tokens before it. A token whose logit is less
+than 1e-4 below the largest is a tie and is counted separately. Results are recorded in tests/CAMPAIGNS.md.
 """
 
 import argparse

@@ -4,9 +4,9 @@
     python tests/campaigns/gguf_tokenizer.py --sentencepiece --texts 20000      # needs sentencepiece
 
 The first command compares ids and decoded texts with transformers' reading of a byte-level BPE file. Transformers omits
-the step that makes each digit a word, which the pre-tokenizer name `smollm` implies. So texts without numerals are
-compared without that step, and all texts with it. The second command trains SentencePiece BPE models, with and without
-the leading space, writes them as GGUF files, and compares with SentencePiece.
+the step that makes each digit a word, which the pre-tokenizer name `smollm` implies. Texts without numerals are
+therefore compared without this step, and all texts with it. The second command trains SentencePiece BPE models, with
+and without the leading space, writes them as GGUF files, and compares with SentencePiece.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""The OpenAI server under gunicorn with two workers: kill of one, then HUP, then TERM, each with running streams.
+"""The OpenAI server under gunicorn with two workers: kill of a worker, then HUP, then TERM, each during streams.
 
     python tests/campaigns/gunicorn_workers.py [--streams 16] [--tokens 1200]
 
-Kill -9 of a worker breaks the streams of that worker only; HUP and TERM break none. Needs gunicorn, uvicorn, starlette
-and httpx. Prints a line per step. The exit status is 1 if one of these does not hold.
+Kill -9 of a worker breaks the streams of that worker only; HUP and TERM break no stream. The program needs gunicorn,
+uvicorn, starlette and httpx. It prints a line per step. The exit status is 1 if a rule is broken.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def main() -> None:
         print(f"kill -9 of a worker with {lost[0]} of {given.streams} streams: {whole} whole, "
               f"two workers again after {until_well(url, process, 2):.1f} s")
         is_right &= lost[0] > 0 and whole == given.streams - lost[0]
-        time.sleep(8)     # until both workers have loaded; one of them has answered
+        time.sleep(8)     # both workers load in this time; only one is known to have answered
         for name in ("HUP", "TERM"):
             ends = asyncio.run(while_streaming(url, given.streams, given.tokens,
                                                lambda name=name: process.send_signal(getattr(signal, f"SIG{name}"))))

@@ -1,6 +1,6 @@
 """T10: all schedules of the scenarios with two preemptions, random schedules, and real threads; see tests/interleaving.
 
-With each line of the manager as a yield point there are many more schedules, so those have one preemption.
+If each line of the manager is a yield point, there are many more schedules. Those have one preemption.
 """
 
 import subprocess
@@ -22,7 +22,12 @@ REPORTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Enough:
-    """preemptions: at locks, events, threads and callbacks. random: number of random schedules"""
+    """The amount of work of a tier.
+
+    preemptions            at locks, events, threads and callbacks
+    preemptions_at_lines   if each line of the manager is a yield point too
+    random                 number of random schedules
+    """
 
     preemptions: int
     preemptions_at_lines: int
@@ -37,7 +42,12 @@ ENOUGH = {"Q": Enough(1, 0, 2_000, 0, 5.0), "F": Enough(2, 1, 20_000, 5_000, 180
 
 @dataclass(slots=True)
 class Counts:
-    """schedules: those run; failed: reports; is_complete: False if the time limit ended it"""
+    """The result of some schedules.
+
+    schedules     number of schedules that ran
+    failed        reports
+    is_complete   False if the time limit ended the work
+    """
 
     schedules: int = 0
     decisions: int = 0
@@ -46,7 +56,7 @@ class Counts:
 
 
 def portion(name: str, preemptions: int | None, first_seed: int, deadline: float | None) -> Counts:
-    """Run all schedules of a scenario, or with `preemptions` None, random ones from a seed on."""
+    """Run all schedules of a scenario, or random schedules from a seed on if `preemptions` is None."""
     counts = Counts()
     runs = (systematic(name, preemptions) if preemptions is not None
             else at_random(name, first_seed, RANDOM_A_PORTION))
@@ -65,8 +75,8 @@ def run(options: Options) -> Summary:
     enough = ENOUGH[options.tier]
     deadline = None if options.seconds is None else time.time() + options.seconds
     systematic_counts, random_counts = Counts(), Counts()
-    # Scenarios with two managers are the largest. They run first, so that the processes end together, or last under a
-    # time limit.
+    # Scenarios with two managers are the largest. Without a time limit, they run first, so that the processes end
+    # together. Under a time limit, they run last.
     names = sorted(SCENARIOS, key=lambda name: ("managers" in name) == (options.seconds is None), reverse=True)
     calls, lines = [name for name in names if "/" not in name], [name for name in names if "/" in name]
     seeds = range(options.first_seed, options.first_seed + -(-enough.random // len(SCENARIOS)), RANDOM_A_PORTION)

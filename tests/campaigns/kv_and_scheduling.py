@@ -2,7 +2,7 @@
 
     python tests/campaigns/kv_and_scheduling.py --first-seed 0 --seconds 600
 
-tests/property/ has the runs and their checks. A seed that fails is shrunk and printed. Results are recorded in
+The runs and their checks are in tests/property/. A seed that fails is shrunk and printed. Results are recorded in
 tests/CAMPAIGNS.md.
 """
 

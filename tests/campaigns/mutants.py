@@ -2,9 +2,9 @@
 
     python -m tests.campaigns --suite T14-mutants [--first-seed 7]
 
-Needs the package `cosmic-ray`, which makes the mutants. The seed chooses places in the core's files and the change at
-each. Each mutant is tested alone, in a copy of the tree, with the tests that CORE in tests/campaigns/branches.py has
-for its file. tests/campaigns/survivors.py lists equivalent mutants, which no test can detect.
+The package `cosmic-ray` makes the mutants. The seed chooses places in the core's files and the change at each place.
+Each mutant is tested alone, in a copy of the tree, with the tests that CORE in tests/campaigns/branches.py has for its
+file. tests/campaigns/survivors.py lists equivalent mutants, which no test can detect.
 """
 
 import difflib
@@ -65,7 +65,7 @@ def mutants() -> Iterator[list[Mutant]]:
 
 
 def mutated(mutant: Mutant) -> str:
-    """Return the mutated text of its file."""
+    """Return the text of the mutant's file after the change."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
     return mutate_code((ROOT / mutant.file).read_text(), get_operator(mutant.operator)(), mutant.occurrence)

@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
 NEEDED = ("IPython", "pexpect", "nbconvert", "ipykernel", "tokenizers")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TERM": "dumb", "OMP_NUM_THREADS": "1"}
-INTERRUPTED = "Traceback (most recent call last)"      # of a cell; Ctrl-C at the prompt prints no traceback
+INTERRUPTED = "Traceback (most recent call last)"      # printed for a cell; Ctrl-C at the prompt prints no traceback
 MORE_MEMORY_MIB = 90           # the allocator returns memory in steps of about 60 MiB
 SECONDS_TO_OBEY = 2.0
 
@@ -49,7 +49,7 @@ class Session:
         self.run("llm = made(); n = llm.generate('Emma', max_tokens=4); llm.close(); del llm, n; n = gc.collect()")
 
     def _wait(self) -> str:
-        """Print a mark and return the output before it. Prompts cannot serve: Ctrl-C may print two."""
+        """Print a mark and return the output before it. A prompt is no reliable mark, because Ctrl-C may print two."""
         self._marks += 1
         self._ipython.sendline(f"print('<' + 'mark {self._marks}>')")
         self._ipython.expect(f"<mark {self._marks}>", timeout=60)

@@ -2,9 +2,9 @@
 
     python tests/campaigns/openai_server_cpu.py [--streams 256] [--tokens 200] [--step-ms 5] [--runs 3]
 
-Each run is a new process. The client is another process with plain sockets. Prints microseconds of CPU per token of
-both, the least of the runs, and the difference, which is the cost of text, JSON, server-sent events, uvicorn and
-sockets.
+Each run is a new process. The client is another process with plain sockets. The program prints the microseconds of CPU
+time per token of the server and of the tasks, each the least of the runs, and their difference. The difference is the
+cost of text, JSON, server-sent events, uvicorn and sockets.
 """
 
 import argparse

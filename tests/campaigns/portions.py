@@ -12,10 +12,10 @@ from .registry import Options
 
 def each_done(work: Callable, portions: Iterator[tuple], options: Options,
               is_enough: Callable[[], bool] = lambda: False) -> Iterator[tuple[tuple, Any]]:
-    """Yield each portion with the result of `work(*portion)`, in order, until it is enough or the time is up.
+    """Yield each portion with the result of `work(*portion)`, in order, until `is_enough()` or the time is up.
 
-    portions    two per process are taken in advance; those left in it at the end were not started
-    is_enough   called before a portion is taken; knows the yielded results only
+    portions    two portions per process are taken in advance; the portions left in the iterator were not started
+    is_enough   called before a portion is taken; it sees the yielded results only
     """
     deadline = None if options.seconds is None else time.monotonic() + options.seconds
     running: deque[tuple[tuple, Future]] = deque()

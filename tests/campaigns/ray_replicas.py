@@ -98,7 +98,7 @@ def seconds_until(condition, most: float) -> float | None:
 
 
 def kill_one(port: int, undisturbed: list, tokens: int) -> tuple[list[str], str]:
-    """Kill one replica during streams. Returns (violations, line of what it did)."""
+    """Kill one replica during streams. Returns (violations, line of output)."""
     wrong, before = [], replicas()
     streams = started(port, len(undisturbed), tokens)
     if seconds_until(lambda: all(len(s.tokens) > tokens // 10 for s in streams), 60) is None:

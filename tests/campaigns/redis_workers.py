@@ -11,9 +11,9 @@ while entries keep coming:
     kill of Redis     kill -9 of Redis, which starts again
     freeze of Redis   SIGSTOP of Redis for up to 7 s, longer than a worker waits for a reply, so that commands are late
 
-Some entries are cancelled, some are bad. Each entry must have one answer: that of an undisturbed run, or its beginning
-if it was cancelled. Streamed tokens must agree with the answer. Prints a line with counts. The exit status is 1 if
-something was wrong.
+Some entries are cancelled, and some are bad. Each entry must have one answer: the answer of an undisturbed run, or its
+beginning if the entry was cancelled. Streamed tokens must agree with the answer. The program prints a line with counts.
+The exit status is 1 if something was wrong.
 """
 
 import argparse

@@ -9,9 +9,9 @@ from importlib import import_module
 class Options:
     """The options of the command line.
 
-    tier         Q, F or C: how much is enough
+    tier         Q, F or C: the amount of work
     first_seed   the first seed of this run
-    seconds      time limit of a suite; None: it runs until it is enough
+    seconds      time limit of a suite; None: the suite runs until the work of the tier is done
     jobs         number of processes
     """
 
@@ -37,7 +37,7 @@ class Summary:
     ran_on: list[str] = field(default_factory=list)
 
 
-# name -> module, imported when it runs, so that a suite does not need the imports of others
+# name -> module. A module is imported when it runs, so that a suite does not need the imports of other suites.
 SUITES: dict[str, str] = {
     "T1": "tests.campaigns.simulation",
     "T2": "tests.campaigns.blocks",

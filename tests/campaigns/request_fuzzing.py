@@ -25,7 +25,7 @@ REPORTS = 5
 
 @dataclass(slots=True)
 class Counts:
-    """Sums over blocks. failed: (block, report)."""
+    """Sums over blocks. `failed` has (block, report) of each block with a fault."""
 
     blocks: int = 0
     requests: int = 0
@@ -50,7 +50,7 @@ def run_blocks(first_block: int, count: int) -> Counts:
     """Run some blocks in this process."""
     counts = Counts()
     gc.collect()
-    gc.freeze()                         # collections then check new objects only, and are short
+    gc.freeze()                         # garbage collection then visits new objects only
     with quiet_log():
         for block in range(first_block, first_block + count):
             outcome = run_block(block)
@@ -73,7 +73,7 @@ def portion(first_block: int, count: int) -> Counts:
 
 
 def fuzz(options: Options) -> Counts:
-    """Run blocks from the first on, until it is enough or the time is up."""
+    """Run blocks from the first on, until the work of the tier is done or the time is up."""
     deadline = None if options.seconds is None else time.monotonic() + options.seconds
     counts, next_block = Counts(), options.first_seed
     running: deque[tuple[int, Future[Counts]]] = deque()

@@ -1,8 +1,8 @@
-"""Random requests with all sampling options, cut at a random token and resumed in another process.
+"""Random requests with all sampling options, interrupted at a random token and resumed in another process.
 
     python tests/campaigns/resume.py --requests 500 [--seed 0]
 
-Prints the number of compared requests and the ids of those whose output differs. The exit status is 1 if any differs.
+Prints the number of compared requests and the ids of requests whose output differs. The exit status is 1 if any does.
 """
 
 import argparse

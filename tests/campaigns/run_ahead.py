@@ -2,12 +2,13 @@
 
     python -m tests.campaigns.run_ahead SEED             repeats one seed and prints each difference with its scenario
 
-A pair is the responses to one request in both engines: all tensors, in order. A seed chooses a scenario: an engine with
-the scripted model or with a small checkpoint of random weights (then with `deterministic`), and requests with any
-features. The scenario runs once in lockstep and twice ahead on a device that is late: once without faults, and once
-with steps that fail after the next one was launched. Some requests are stopped. If a stop or its own fault cuts a
-request short, its output is the beginning of its output in lockstep; this does not count as a pair. A run in which no
-step was launched ahead counts no pairs.
+A pair is the responses to one request in both engines: all tensors, in order. A seed chooses a scenario: an engine and
+requests with any features. The engine has the scripted model, or `deterministic` and a small checkpoint of random
+weights. The scenario runs once in lockstep and twice with run-ahead on a device that is late: once without faults, and
+once with steps that fail after the next step was launched. Some requests are stopped.
+
+If a stop or a fault of its own cuts a request short, its output is the beginning of its output in lockstep. Such a
+request does not count as a pair. A run in which no step was launched ahead counts no pairs.
 """
 
 import itertools
@@ -61,7 +62,7 @@ def draw_runs(scenario: RunAheadScenario) -> list[Ahead]:
 
 
 def run_seed(seed: int, parent: Path, family: str | None = None) -> tuple[Counter, list[str]]:
-    """Return (counts, differences). family: None: the seed chooses it"""
+    """Return (counts, differences). If `family` is None, the seed chooses the family."""
     scenario, counts, found = draw_scenario(seed, family), Counter(scenarios=1), []
 
     def note(what: str) -> None:
@@ -104,7 +105,7 @@ def compare(scenario: RunAheadScenario, ahead: Ahead, lockstep: Run, run: Run, f
     for request_id, ask in scenario.asks.items():
         expected, got = lockstep.responses[request_id], run.responses[request_id]
         if len(expected) == len(got) and all(map(Response.same, expected, got)):
-            if not expected[-1].error:                            # else it was refused
+            if not expected[-1].error:                            # the request was not refused
                 counts.update(pairs=1, **{kind: 1}, tokens=sum(map(num_tokens, got)))
                 counts.update(("of", feature) for feature in (*scenario.features(), *ask.features))
                 reason = FinishReason(int(got[-1].tensors["finish_reason"][0, 0]))
@@ -156,7 +157,7 @@ def how(expected: list[Response], got: list[Response]) -> str:
 
 
 def is_beginning(got: list[Response], expected: list[Response], vocab: int) -> bool:
-    """Whether tokens, log-probs and logits are the beginning of the expected ones, bit by bit. For one beam"""
+    """Whether tokens, log-probs and logits of a request with one beam are the beginning of the expected ones."""
     return all(joined(expected, name, width).startswith(joined(got, name, width)) for name, width in (
         ("output_ids", 1), ("output_log_probs", 1), ("generation_logits", vocab)))
 

@@ -1,9 +1,9 @@
 """T16: the cost of the production checks in an iteration of eight requests.
 
-Each check is removed in turn, in one process. Portions of iterations with and without it alternate; its cost is the
-difference of the two medians. The loop runs a scripted model, because the time of a real model would hide the costs. A
-real model is measured separately for the share: the generation step of a small Llama in bf16 with random weights. All
-times are CPU times of one thread, so that other processes do not count.
+Each check is removed in turn, in one process. Portions of iterations with and without the check alternate. Its cost is
+the difference of the two medians. The loop runs a scripted model, because the time of a real model would hide the
+costs. The share of a cost refers to a real model, which is measured separately: a generation step of a small Llama in
+bf16 with random weights. All times are CPU times of one thread, which do not include other processes.
 
     check_totals        free + live == total                  step output    its rows, types and finish codes
     check_plan          the rules of a plan                   token ids      each below the vocabulary size
@@ -105,8 +105,12 @@ def new_loop(iterations: int) -> GenerationLoop:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds per iteration: the difference of the medians, and that of the first deciles, which a busy machine
-    disturbs least. whole: the first decile with the check"""
+    """The cost of a check in microseconds per iteration.
+
+    by_median   difference of the medians
+    by_decile   difference of the first deciles, which other load on the machine disturbs least
+    whole       first decile with the check
+    """
 
     by_median: float
     by_decile: float
@@ -151,7 +155,8 @@ def cost(check: str, pairs: int) -> Cost:
 def ledger_cost(pairs: int) -> Cost:
     """Return the cost of one request that comes and goes.
 
-    With eight requests of 128 output tokens each, that is one in sixteen iterations."""
+    With eight requests of 128 output tokens each, one request comes and goes every sixteen iterations.
+    """
     intake = new_loop(1).intake
     admitted = intake._admission.admit(InferenceRequest(10**6, {"input_ids": [1] * 16, "request_output_len": 4}))
 
@@ -190,8 +195,10 @@ def watchdog_us(iteration_us: float) -> float:
 
 
 def finite_costs(pairs: int) -> dict[str, Cost]:
-    """Return the costs of checking the maxima of a step's logits, which the sampling kernel does on a GPU; and the
-    flags."""
+    """Return the costs of two checks: of the maxima of a step's logits, and of the flags.
+
+    On a GPU, the sampling kernel checks the maxima.
+    """
     import torch
 
     maxima, others, flags = torch.ones(BATCH), np.ones(BATCH, bool), np.ones(BATCH, bool)

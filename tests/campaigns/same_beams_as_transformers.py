@@ -2,13 +2,13 @@
 
     python tests/campaigns/same_beams_as_transformers.py --first-seed 0 --seconds 400
 
-As same_tokens_as_transformers.py, with beam searches of random width, length penalty and early stopping beside requests
-with one beam. Three verdicts are counted:
+The program works like same_tokens_as_transformers.py. Beam searches of random width, length penalty and early stopping
+run beside requests with one beam. It counts three verdicts:
 
     ties    sequences differ and scores agree within 1e-5 at each index: two summation orders broke a tie differently
     apart   sequences are equal and scores differ by 1e-4 to 1e-3: random models may be that sensitive to rounding; the
-            errors of both against float64 are printed
-    wrong   anything else
+            program prints the errors of both scores against float64
+    wrong   any other difference
 
 Results are recorded in tests/CAMPAIGNS.md.
 """
@@ -121,7 +121,7 @@ def most_blocks(prompt_len: int, count: int, beam_width: int, tokens_per_block: 
 
 
 def likely_token(model: torch.nn.Module, prompt: list[int], draw: random.Random) -> int:
-    """Return a token of a short greedy continuation, as an end id that occurs."""
+    """Return a token of a short greedy continuation. As an end id, it is likely to occur."""
     with torch.inference_mode():
         text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8, pad_token_id=0)
     return draw.choice(text[0, len(prompt):].tolist())

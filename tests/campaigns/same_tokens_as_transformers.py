@@ -137,7 +137,7 @@ def config_of_a_later_family(draw: random.Random, common: dict, wide: int, bias:
             "n_inner": draw.choice([None, 100]), "initializer_range": common["initializer_range"],
             "tie_word_embeddings": common["tie_word_embeddings"], "bos_token_id": None, "eos_token_id": None},
     }
-    if common["hidden_size"] // common["num_attention_heads"] == 8:      # a quarter of 8 is too few
+    if common["hidden_size"] // common["num_attention_heads"] == 8:      # too few for families that rotate a quarter
         return transformers.Olmo2Config(**make["Olmo2"]())
     family = draw.choice(list(make))
     return getattr(transformers, f"{family}Config")(**make[family]())
@@ -184,7 +184,8 @@ def run_seed(seed: int) -> Counter:
     counts["pauses"] = sum(json.loads(record).get("Paused Requests", 0) for record in client.stats)
     for i, prompt in prompts.items():
         counts["requests"] += 1
-        got = client.streamed(i) if streaming[i] else client.final(i).tokens()[len(prompt):]    # V1 streams at once
+        # Static batches (V1) stream all tokens in one response.
+        got = client.streamed(i) if streaming[i] else client.final(i).tokens()[len(prompt):]
         gap = largest_gap(model, prompt, got) if len(got) == lengths[i] else float("inf")
         counts["tokens"] += len(got)
         if gap > 0:

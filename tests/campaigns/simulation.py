@@ -57,7 +57,7 @@ def portion(first_seed: int, count: int) -> Counts:
 
 
 def simulate_many(options: Options) -> Counts:
-    """Run seeds from the first on, until it is enough or the time is up."""
+    """Run seeds from the first on, until the work of the tier is done or the time is up."""
     iterations, seeds, _, _ = ENOUGH[options.tier]
     counts = Counts()
     portions = ((seed, SEEDS_A_PORTION) for seed in itertools.count(options.first_seed, SEEDS_A_PORTION))
@@ -83,7 +83,8 @@ def run(options: Options) -> Summary:
 def short(counts: Counts, tier: str) -> list[str]:
     """Return a line for each fault and marker that occurred less often than the tier requires.
 
-    Those that need a feature that the engine does not have are named as such."""
+    The line of a fault or marker names the feature that it needs if the engine does not have it.
+    """
     iterations, seeds, hits, visits = ENOUGH[tier]
     lines = []
     if counts.iterations < iterations or counts.seeds < seeds:

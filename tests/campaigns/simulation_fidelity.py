@@ -2,9 +2,9 @@
 
     python -m tests.campaigns.simulation_fidelity --model FOLDER --vocab SIZE
 
-Serves five workloads with a model on this machine, fits a cost model to the trace of the first, and predicts all of
-them; the others have other lengths, rates and settings. Nothing else should run at the same time: a disturbance counts
-as an error. Prints the relative error of the simulated figures.
+The program serves five workloads with a model on this machine, fits a cost model to the trace of the first, and
+predicts all five. The other workloads have other lengths, rates and settings. Nothing else should run at the same time,
+because a disturbance counts as an error. The program prints the relative errors of the simulated figures.
 
     --rate-factor X   factor of the request rates; the default rates suit a model with steps of 20 ms
     --out FOLDER      keep workloads, traces, results and the cost model; `keep` copies them for the suite

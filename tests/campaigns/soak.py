@@ -1,6 +1,6 @@
 """T7: a million requests through long-lived engines. The process is checked at every idle point.
 
-Each job is a process with all engines, and is judged separately: its memory over its own requests.
+Each job is a process with all engines. Its memory is judged separately, over its own requests.
 """
 
 import json

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Survivor:
     """A change that no test notices.
 
-    file     of the package
+    file     path of the file
     source   the lines that are changed, without indentation
     mutant   the lines after the change
     reason   why the change does not affect documented behaviour

@@ -3,9 +3,8 @@
     python tests/campaigns/text_streams.py --first-seed 0 --texts 10000
     python tests/campaigns/text_streams.py --time
 
-The tokenizers take turns. Prints counts of events and each seed that failed. Results are recorded in
-tests/CAMPAIGNS.md. With --time it prints microseconds per token instead, for tokens that are pushed one by one, after
-few tokens and after many.
+The tokenizers take turns. The program prints counts of events and each seed that failed. Results are recorded in
+tests/CAMPAIGNS.md. With --time, it prints the microseconds per token that is pushed, after few tokens and after many.
 """
 
 import argparse

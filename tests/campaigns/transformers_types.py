@@ -2,17 +2,21 @@
 
     python tests/campaigns/transformers_types.py [--types llama,opt] [--seconds 60] [--write]
 
-Each type runs in its own process, which has a time limit. The type's configuration is shrunk by the names of its
-numbers: windows and chunks to 8 or less, so that prompts of 50 tokens cross them. Layers are added until the model has
-each kind of layer of the full-sized configuration. Transformers saves the model, `load_model` loads it, and it runs
-three packed prompts in chunks and 12 generation steps. Its logits are compared with those of the model's own eager
-attention in float32. The largest difference must be at most 1e-5 of the largest logit. In models that round more, the
-largest distance from float64 must be at most three times that of the model's own float32. The same is repeated with
-each switch of the configuration inverted, with a window if there is none, with other kinds of layers and with scaled
-rotary frequencies. Each variant must be equal or must be refused when it is loaded.
+Each type runs in its own process, which has a time limit. The names of the numbers in the type's configuration decide
+how far they are shrunk. Windows and chunks shrink to 8 or less, so that prompts of 50 tokens cross them. Layers are
+added until the model has each kind of layer of the full-sized configuration.
+
+Transformers saves the model, `load_model` loads it, and it runs three packed prompts in chunks and 12 generation steps.
+Its logits are compared with those of the model's own eager attention in float32. The largest difference must be at most
+1e-5 of the largest logit. In models that round more, the largest distance from float64 must be at most three times that
+of the model's own float32.
+
+The comparison is repeated with each switch of the configuration inverted, with a window if the type has none, with
+other kinds of layers and with scaled rotary frequencies. Each variant must be equal or must be refused when it is
+loaded.
 
 --write   writes the result to batch_manager/models/transformers/proven_types.py and transformers_types.json beside this
-          file. Results of other types stay if they have the same versions. Without it, a table is printed
+          file. Results of other types stay if they have the same versions. Without this option, a table is printed
 """
 
 import argparse
@@ -90,11 +94,11 @@ class CannotShrinkError(Exception):
 
 
 class RoundsMoreError(Exception):
-    """The model's own float32 is about as far from float64 as the engine's. The message has the figures."""
+    """The model's own float32 is about as far from float64 as that of the engine. The message has the figures."""
 
 
 def shrunk(config_class, num_layers: int) -> dict:
-    """Return small values for the numeric fields of a configuration."""
+    """Return small values for the numeric fields of a configuration class."""
     full = config_class()
     values = {}
     inverse = {own: common for common, own in config_class.attribute_map.items()}
@@ -195,7 +199,7 @@ def compared(model_class, config) -> tuple[float, float]:
     expected = expected_logits(model, sequences, STEPS)
     difference, largest = (logits - expected).abs().max().item(), expected.abs().max().item()
     if TOLERANCE * largest < difference < 100 * TOLERANCE * largest:
-        model.config._experts_implementation = "eager"               # other experts have no float64
+        model.config._experts_implementation = "eager"               # other implementations have no float64
         exact = expected_logits(model.double(), sequences, STEPS)
         own, ours = ((one - exact).abs().max().item() for one in (expected, logits))
         if ours <= ROUNDING * own:
@@ -204,7 +208,7 @@ def compared(model_class, config) -> tuple[float, float]:
 
 
 def variants_of(config_class) -> dict[str, dict]:
-    """Return the variants beside the defaults: name -> options."""
+    """Return the variants of the default configuration: name -> options."""
     full = config_class()
     names = {field.name for field in dataclasses.fields(config_class)}
     found = {}

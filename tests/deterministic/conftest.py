@@ -1,4 +1,4 @@
-"""The differential harness as a fixture, and laboratories that live as long as the session."""
+"""Fixtures: the differential harness, and laboratories that live as long as the session."""
 
 import importlib.util
 import sys
@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session")
 def differential():
-    """The module differential.py; the folder is no package and not on sys.path."""
+    """The module differential.py. Its folder is not a package and is not on sys.path."""
     spec = importlib.util.spec_from_file_location("deterministic_differential", HERE / "differential.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -20,7 +20,7 @@ def differential():
 
 @pytest.fixture(scope="session")
 def laboratory(differential, tmp_path_factory):
-    """laboratory(family, **options of Laboratory); made once each."""
+    """laboratory(family, **options of Laboratory) returns a laboratory, built once for each set of arguments."""
     parent, made = tmp_path_factory.mktemp("checkpoints"), {}
 
     def get(family, **options):

@@ -1,7 +1,8 @@
-"""A request's tokens, log-probabilities and logits, bit by bit, alone and in company: for the tests and the campaign.
+"""Compares a request's tokens, log-probabilities and logits, bit by bit, between a run alone and a run in company.
 
-A *pair* is one request's outcome alone (whole context, no pause, nobody beside it, nothing cached) and its outcome in
-another run, where everything but the request is different.
+The tests and the campaign use it. A *pair* is the outcome of one request alone and its outcome in another run. A
+request that runs alone computes its whole context in one step, is never paused and reuses no cached block. In the other
+run, everything except the request may be different.
 """
 
 import json
@@ -35,8 +36,8 @@ VOCAB = 211
 SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
 LAYOUTS = {"fused": layouts.fused, "split": layouts.split, "padded": layouts.padded}
 
-# Widths that are no multiple of a vector, a long inner sum (where a single row's product differs from several rows'),
-# groups of one, two, three and four heads.
+# The configurations have widths that are no multiple of a vector, groups of one, two, three and four heads, and a long
+# inner sum, for which the product of a single row differs from that of several rows.
 CONFIGS = {
     "gpt2": {"architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB, "n_embd": 60, "n_layer": 2, "n_head": 4,
              "n_inner": 1604, "n_positions": 512},
@@ -72,7 +73,7 @@ FAMILIES = [*CONFIGS, "austen-4m"]
 
 
 class _RecordedWeights(DummyWeights):
-    """Random weights that make every part matter, kept by name."""
+    """Random weights that make every part of a model matter. It keeps them by name."""
 
     def __init__(self) -> None:
         super().__init__(0, torch.device("cpu"), torch.float32)
@@ -91,7 +92,7 @@ class _RecordedWeights(DummyWeights):
 
 
 def make_checkpoint(family: str, parent: Path) -> Path:
-    """A folder with a small model of the family and random weights; the shipped model's own folder."""
+    """A folder with a small model of the family and random weights, or the folder of the shipped model."""
     if family == "austen-4m":
         return SHIPPED
     folder = parent / family
@@ -110,7 +111,7 @@ def make_checkpoint(family: str, parent: Path) -> Path:
 
 @dataclass(frozen=True)
 class Ask:
-    """What a request asks for, without an id."""
+    """The content of a request, without an id."""
 
     prompt: tuple[int, ...]
     count: int
@@ -139,14 +140,14 @@ class Outcome:
 
 @dataclass
 class Circumstances:
-    """Everything about a run that must not matter.
+    """The properties of a run that must not change any output.
 
-    chunk      tokens of a chunk that is not the last; None: whole contexts; 0: at random
-    pauses     request id -> numbers of generated tokens at which it is paused
-    arrivals   request id -> iteration in which it is handed over; 0 where missing
-    laziness   share of the times that a request that could run does not
-    solitary   one request at a time: nobody is beside it in its steps
-    reuse      a prompt begins behind what the cache has of it
+    chunk      tokens of each chunk except the last; None: whole contexts; 0: a random number of blocks
+    pauses     request id -> numbers of generated tokens after which it is paused
+    arrivals   request id -> iteration in which it is handed over; 0 if it is missing
+    laziness   probability that the scheduler leaves out a request that could run
+    solitary   each step runs a single request
+    reuse      a prompt starts after its cached blocks
     """
 
     layout: str = "fused"
@@ -162,9 +163,9 @@ class Circumstances:
 
 
 class ScriptedScheduler(RequestScheduler):
-    """Runs, chunks and pauses as the circumstances say. The pool holds everybody.
+    """Runs, chunks and pauses requests as the circumstances say. The pool has blocks for all requests.
 
-    reused   request id -> the most tokens it found in the cache
+    reused   request id -> the most tokens that it reused from the cache
     """
 
     def __init__(self, circumstances: Circumstances, limits, kv_cache_manager) -> None:
@@ -211,10 +212,10 @@ class ScriptedScheduler(RequestScheduler):
 
 
 class Laboratory:
-    """Backends of one checkpoint, and outcomes alone, kept.
+    """Keeps the backends of one checkpoint, and the outcomes of requests that ran alone.
 
-    reference   where requests are alone; None: here
-    reused      request id -> the most tokens it found in the cache, in the last run
+    reference   the laboratory in which requests run alone; None: this one
+    reused      request id -> the most tokens that it reused from the cache in the last run
     """
 
     def __init__(self, folder: Path, *, dtype: str = "float32", deterministic: bool = True, num_threads: int = 1,
@@ -231,7 +232,7 @@ class Laboratory:
         self.reused: dict[int, int] = {}
 
     def backend(self, layout: str):
-        """The backend of this layout, for a new engine, which counts its operations from the first one on."""
+        """The backend of this layout, with its count of operations set to 0 for a new engine."""
         if layout not in self._backends:
             self._backends[layout] = build_native_backend(
                 self.folder, self.params, layout=LAYOUTS[layout], num_slots=32, max_beam_width=self.max_beam_width)
@@ -246,7 +247,7 @@ class Laboratory:
         return self._alone[ask]
 
     def run(self, asks: dict[int, Ask], circumstances: Circumstances) -> dict[int, Outcome]:
-        """All of them through one engine, under these circumstances."""
+        """Run all requests in one engine under these circumstances, and return the outcome of each request id."""
         schedulers = []
 
         def scheduler(limits, kv_cache_manager):
@@ -267,7 +268,7 @@ class Laboratory:
         return outcomes
 
     def differences(self, asks: dict[int, Ask], circumstances: Circumstances) -> dict[int, list[str]]:
-        """Request id -> what is not, bit by bit, as it is alone; empty where nothing differs."""
+        """Request id -> names of the outputs that differ from those of the request alone; {} if none differs."""
         outcomes = self.run(asks, circumstances)
         found = {request_id: self.alone(ask).differences(outcomes[request_id]) for request_id, ask in asks.items()}
         return {request_id: names for request_id, names in found.items() if names}
@@ -278,7 +279,10 @@ class Laboratory:
 
 
 class DifferentialClient(ArrivingClient):
-    """outcomes: request id -> what its only response says."""
+    """A client of requests that do not stream.
+
+    outcomes   request id -> the outcome in its only response
+    """
 
     def __init__(self, arrivals: list[tuple[int, InferenceRequest]]) -> None:
         super().__init__(arrivals)
@@ -291,7 +295,7 @@ class DifferentialClient(ArrivingClient):
 
 def drive(params: TrtGptModelOptionalParams, backend, arrivals: list[tuple[int, InferenceRequest]], *, scheduler=None,
           static: bool = False, max_beam_width: int = 1) -> DifferentialClient:
-    """Run a loop without a thread, over a backend that outlives it, to the end of all requests. Returns its client."""
+    """Run a loop without a thread until all requests have ended, and return its client. The backend stays open."""
     client = DifferentialClient(arrivals)
     loop = make_loop(
         client, params=params, backend=backend, clock=SystemClock(), parts={"scheduler": scheduler},
@@ -305,7 +309,7 @@ def drive(params: TrtGptModelOptionalParams, backend, arrivals: list[tuple[int, 
 
 
 def outcome_of(tensors: dict[str, np.ndarray]) -> Outcome:
-    """From the tensors of a final response without the prompt."""
+    """The outcome in the tensors of a final response whose output excludes the prompt."""
     length = int(tensors["sequence_length"][0, 0])
     return Outcome(tuple(tensors["output_ids"][0, 0][:length].tolist()), tensors["output_log_probs"].tobytes(),
                    tensors["generation_logits"].tobytes(), tensors["context_logits"].tobytes(),
@@ -315,14 +319,14 @@ def outcome_of(tensors: dict[str, np.ndarray]) -> Outcome:
 
 @dataclass(frozen=True)
 class Reused:
-    """Outcomes in the order of the asks, and how many blocks were found in the cache."""
+    """The outcomes in the order of the asks, and the number of blocks that were reused from the cache."""
 
     outcomes: list[Outcome]
     blocks: int
 
 
 def run_with_reuse(laboratory: Laboratory, params: TrtGptModelOptionalParams, asks: list[Ask]) -> Reused:
-    """One after the other through one engine, so that each finds what the ones before it left."""
+    """Run the requests one after the other in one engine, so that each can reuse the blocks of those before it."""
     arrivals = [(100 * number, ask.request(number)) for number, ask in enumerate(asks)]
     client = drive(params, laboratory.backend("fused"), arrivals)
     return Reused([client.outcomes[number] for number in range(len(asks))],
@@ -337,9 +341,11 @@ SAMPLINGS = ({}, {"runtime_top_p": 0.9, "temperature": 0.8}, {"runtime_top_k": 4
 
 
 def draw_ask(draw: random.Random, vocab: int, block: int, longest: int = 100) -> Ask:
-    """Greedy or sampled, with or without what changes logits; every other prompt around a whole number of blocks.
+    """Generate the content of a request: greedy or sampled, with or without penalties and other changes of logits.
 
-    longest   tokens of a prompt, about
+    Every other prompt is a whole number of blocks long, give or take one token.
+
+    longest   about the most tokens of a prompt
     """
     blocks = max(1, longest // block)
     length = draw.choice([draw.randint(1, longest), block * draw.randint(1, blocks) + draw.choice([-1, 0, 1])])

@@ -1,4 +1,4 @@
-"""Drawing: a row's token and log-probability are the same bits beside any others, on several threads too."""
+"""Sampling: a row's token and log-probability have the same bits beside any other rows, also on several threads."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from batch_manager.decoding.slots import SamplingRows
 from batch_manager.handover import SlotSetup
 from batch_manager.sampling_config import SamplingConfig
 
-VOCAB, ROWS = 40_000, 32             # so many that torch shares one row's sum among threads, and several rows' not
+VOCAB, ROWS = 40_000, 32             # large enough that torch splits the sum of one row, but not of 32, among threads
 SETUPS = [SlotSetup(SamplingConfig(temperature=0.7, top_p=0.9, random_seed=1), return_log_probs=True),
           SlotSetup(SamplingConfig(temperature=1.3, top_p=1.0, random_seed=2), return_log_probs=True),
           SlotSetup(SamplingConfig(top_k=50, random_seed=3), return_log_probs=True),

@@ -1,4 +1,4 @@
-"""deterministic=True: a request's tokens, log-probabilities and logits are the same bits whatever happens around it."""
+"""deterministic=True: a request's tokens, log-probabilities and logits have the same bits in all circumstances."""
 
 import json
 import random
@@ -33,7 +33,7 @@ def test_company_chunks_pauses_layouts_and_overlap_do_not_show(differential, lab
 
 
 def test_the_normal_mode_does_show_them(differential, laboratory):
-    # Else the tests of this file could not fail.
+    # The other tests of this file can fail only if these differences exist.
     for family in ("gpt2", "llama", "qwen2"):
         lab = laboratory(family, deterministic=False)
         found = [lab.differences(asks, circumstances)

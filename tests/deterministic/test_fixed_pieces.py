@@ -1,4 +1,4 @@
-"""Cutting operations into pieces of fixed shape, and finding out which shapes agree."""
+"""Operations on pieces of fixed shape give the same bits, and `agreeing_sizes` finds the shapes that do."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_an_element_has_the_same_bits_wherever_it_stands(function, dtype):
 
 
 def test_torchs_own_functions_have_tails_that_round_otherwise():
-    # Else there would be nothing to guard against.
+    # The fixed pieces are needed only because of this difference.
     x = torch.randn(999, generator=torch.Generator().manual_seed(0))
     alone = torch.cat([functional.silu(x[place : place + 1]) for place in range(len(x))])
     assert not torch.equal(functional.silu(x), alone)

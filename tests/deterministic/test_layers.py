@@ -1,4 +1,4 @@
-"""Layers with a deterministic context: a row's bits beside any others, for shapes of all kinds."""
+"""With a deterministic context, a layer gives a row the same bits beside any other rows, for shapes of all kinds."""
 
 import random
 
@@ -20,12 +20,12 @@ ROUNDS = 40
 
 
 def parts(dtype, deterministic=True):
-    """Weights and a context to make a layer of."""
+    """The weights and the context for a layer."""
     return DummyWeights(3, CPU, dtype), LayerContext(device=CPU, dtype=dtype, deterministic=deterministic)
 
 
 def same_in_any_company(layer, size, dtype, seed, most=70):
-    """Draws companies for rows and compares with each row alone; counts the comparisons."""
+    """Check that each row has the same bits in random batches of rows as alone."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     pool = (torch.randn(100, size, generator=generator) * 2).to(dtype)
     alone = torch.cat([layer(pool[row : row + 1]) for row in range(len(pool))])

@@ -1,4 +1,4 @@
-"""NaN planted in a block: whoever reads the block fails, everybody else's bits are what they were."""
+"""With NaN planted in a block, the requests that read the block fail, and all others keep their bits."""
 
 import numpy as np
 import pytest

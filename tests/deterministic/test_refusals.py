@@ -1,4 +1,4 @@
-"""What cannot keep the promise is refused by name, before anything runs."""
+"""Parts and machines that cannot be deterministic are refused by name, before anything runs."""
 
 import pytest
 

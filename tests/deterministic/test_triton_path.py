@@ -1,6 +1,6 @@
-"""The same promise through the Triton kernels, in triton's interpreter, in a process of its own.
+"""The Triton kernels are deterministic too: they run in Triton's interpreter, in a separate process.
 
-Interpreted products are added up in one order for every element, as a matrix unit does: numpy's would not be.
+Interpreted products are added up in one order for every element, as a matrix unit does. The products of numpy are not.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What became of the items of a block: each is compared with what the oracle says must become of it."""
+"""Compares the responses to every item of a block with the verdict of the oracle."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
@@ -12,7 +12,10 @@ from .oracle import Verdict
 
 @dataclass(slots=True)
 class Outcome:
-    """What one block came to. wrong: (number of the request or None, what is wrong)."""
+    """The result of one block.
+
+    wrong   (number of the request or None, description of the fault)
+    """
 
     requests: int = 0
     run: int = 0
@@ -31,10 +34,12 @@ Answer = tuple[dict[str, Any], bool, str]        # tensors, whether it is final,
 
 def check_items(engine: Engine, built: list[tuple[Draw, Verdict]], sent: Mapping[int, list[Answer]],
                 companions: Collection[int], expected: Callable[..., list[int]], outcome: Outcome) -> None:
-    """All items were handed over in one iteration, in this order, while the companions were running.
+    """Compare the answers to all items of a block with the verdicts, and record the result in `outcome`.
 
-    sent       what was sent under each id
-    expected   what the backend generates, see ScriptedBackend.expected
+    The items were handed over in one iteration, in the order of `built`, while the companions were running.
+
+    sent       the answers that were sent under each id
+    expected   returns the tokens that the backend generates, see ScriptedBackend.expected
     """
     places = engine.max_num_sequences if engine.max_num_sequences > 0 else 1 << 30
     alive, room = set(companions), places - len(companions)
@@ -71,8 +76,11 @@ def _code_of(error: str) -> str:
 
 def _check_answers(engine: Engine, items: list[tuple[Draw, Verdict, set[str]]], answers: list[Answer],
                    expected: Callable[..., list[int]], outcome: Outcome) -> None:
-    """All answers under one id. A double is answered while the first is still running, so answers are told apart by
-    what they are: refusals in the order of the items, and at most one request that ran."""
+    """Compare all answers under one id with the verdicts on its items.
+
+    A duplicate is answered while the first request with its id still runs. The answers are therefore told apart by
+    their content: refusals come in the order of the items, and at most one request ran.
+    """
     refusals = [answer for answer in answers if answer[2] and not _ended_later(answer[2])]
     rest = [answer for answer in answers if not (answer[2] and not _ended_later(answer[2]))]
     for drawn, verdict, codes in items:
@@ -110,7 +118,7 @@ def _ended_later(error: str) -> bool:
 
 def _problem_of_run(engine: Engine, verdict: Verdict, answers: list[Answer], expected: Callable[..., list[int]],
                     outcome: Outcome) -> str:
-    """What is wrong with what a request was told that was run."""
+    """Describe what is wrong with the answers to a request that ran; "" if they are right."""
     if [final for _, final, _ in answers] != [False] * (len(answers) - 1) + [True]:
         return f"finals: {[final for _, final, _ in answers]}"
     tensors, _, error = answers[-1]

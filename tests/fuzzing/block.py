@@ -1,8 +1,13 @@
-"""A block of requests handed over to one engine in one iteration, beside companions that must not notice.
+"""Hands over a block of requests to one engine in one iteration, beside companions that must not be affected.
 
-What is checked: every item is refused or run as the oracle says, with exactly one final; what is run gives the tokens
-of what was handed over, whatever another thread makes of it later; nothing raises, nothing takes long, nothing takes
-more memory than twice what a request may have; the companions get, bit by bit, what they get alone.
+These rules are checked:
+
+- Every item is refused or run as the oracle says, with exactly one final response.
+- A request that runs gives the tokens of what was handed over, even if another thread changes the request later.
+- Nothing raises.
+- No item takes long to read.
+- No item takes more than twice the memory that a request may have.
+- The companions get the responses that they get alone, bit by bit.
 """
 
 import threading
@@ -27,9 +32,9 @@ from .engines import Engine, engine_of
 from .items import NOBODY, Draw
 from .oracle import Verdict, judge
 
-BLOCK = 400                         # requests of a block
-SECONDS_FOR_ONE = 0.1               # of processor time, to read one item
-BYTES_FOR_SMALL_THINGS = 1 << 16    # beside twice what a request may have
+BLOCK = 400                         # requests in a block
+SECONDS_FOR_ONE = 0.1               # processor time to read one item
+BYTES_FOR_SMALL_THINGS = 1 << 16    # allowed in addition to twice `max_request_bytes`
 MOST_ITERATIONS = 20_000
 MOST_VIRTUAL_IDS = 1 << 20
 COMPANIONS = {
@@ -42,7 +47,10 @@ COMPANIONS = {
 
 
 class TakesEmbeddings(ScriptedBackend):
-    """Runs virtual ids like others: that they are within the request's own table is admission's business."""
+    """A ScriptedBackend that runs prompt-tuning tokens like other tokens.
+
+    Admission checks that their ids are within the request's table.
+    """
 
     def _check(self, batch: Any, step: Any) -> None:
         info = self.info
@@ -54,7 +62,7 @@ class TakesEmbeddings(ScriptedBackend):
 
 
 class BlockClient(Client):
-    """Hands over whatever `handed_over` is, and keeps what the oracle judges of each response.
+    """Hands over the items of `handed_over` once, and keeps the parts of each response that are compared.
 
     sent   request id -> its answers
     """
@@ -77,7 +85,7 @@ class BlockClient(Client):
 
 
 def world_of(engine: Engine) -> World:
-    """An engine without a thread, and everything that it sent."""
+    """An engine without a thread, with a client that keeps everything that it sends."""
     backend = TakesEmbeddings(vocab_size=engine.vocab_size, max_seq_len=engine.max_seq_len,
                               num_blocks=engine.num_blocks, tokens_per_block=engine.tokens_per_block, num_slots=64,
                               window=engine.window)
@@ -97,7 +105,7 @@ def companions(engine: Engine) -> list[InferenceRequest]:
 
 
 def heard(responses: list) -> dict[str, Any]:
-    """All that a request was told, its pieces put together."""
+    """All output of a request, with its pieces concatenated."""
     pieces: dict[str, Any] = {"errors": [error for _, _, error in responses if error]}
     for name in ("output_ids", "output_log_probs"):
         pieces[name] = np.concatenate([tensors[name] for tensors, _, _ in responses if tensors], -1).tobytes() \
@@ -108,7 +116,7 @@ def heard(responses: list) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def alone(engine: Engine) -> dict[int, dict[str, Any]]:
-    """What each companion is told when there is nobody else."""
+    """The output of each companion when it runs alone."""
     told = {}
     for position, companion in enumerate(companions(engine)):
         world = world_of(engine)
@@ -119,7 +127,7 @@ def alone(engine: Engine) -> dict[int, dict[str, Any]]:
 
 
 def run_block(block: int, only: int | None = None) -> Outcome:
-    """All requests of a block, or one of them, beside the companions of its engine."""
+    """Run all requests of a block, or only the request `only`, beside the companions of its engine."""
     engine = engine_of(block)
     numbers = range(block * BLOCK, (block + 1) * BLOCK) if only is None else [only]
     world, outcome = world_of(engine), Outcome()
@@ -144,7 +152,7 @@ def run_block(block: int, only: int | None = None) -> Outcome:
     outcome.nobody, nobody = world.loop.intake.unaddressable, sum(drawn.kind is NOBODY for drawn, _ in built)
     if outcome.nobody != nobody:
         outcome.wrong.append((None, f"{outcome.nobody} items without an id were counted, there were {nobody}"))
-    if only is None:                     # a collection of garbage may have come between; three in a row do not
+    if only is None:                     # garbage collection may slow down one reading, but not three in a row
         outcome.wrong += [(number, "takes too long to read") for number in outcome.slow
                           if all(run_block(block, number).slow for _ in range(3))]
     for request_id, expected in alone(engine).items():
@@ -165,7 +173,7 @@ def _was_built(drawn: Draw, verdict: Verdict, outcome: Outcome) -> bool:
 
 
 def _watched(built: list[tuple[Draw, Verdict]], engine: Engine, outcome: Outcome) -> Iterator[Any]:
-    """The items, with an eye on what reading each of them took."""
+    """Yield the items, and measure the time and memory that the engine takes to read each of them."""
     if engine.measures_memory:
         tracemalloc.start()
     try:

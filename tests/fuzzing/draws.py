@@ -1,4 +1,4 @@
-"""Draws a request, or something that is none, from a number: the same number is the same request."""
+"""Generates a request, or an item that is not a request, from a number. The same number gives the same item."""
 
 from random import Random
 from typing import Any
@@ -9,7 +9,7 @@ from .engines import Engine
 from .items import FIRST_ID, Draw, add_options, be_someone_else, break_item, build
 from .values import FLOATS, INTEGERS, LARGE, PYTHON, Value, of_list, of_scalar, of_table, strange
 
-# Ordinary values of the scalars; ids of the vocabulary are drawn where they are needed.
+# Ordinary values of the scalars. Token ids are generated where they are needed.
 COMMON: dict[str, tuple] = {
     "temperature": (0, 0.0, -0.0, 0.5, 1, 2.5), "runtime_top_k": (0, 1, 5, 96), "runtime_top_p": (0, 0.5, 1.0, -0.0),
     "runtime_top_p_decay": (0.5, 1), "runtime_top_p_min": (1e-6, 1), "runtime_min_p": (0, 0.25, 1.0),
@@ -27,7 +27,7 @@ NAMES = sorted([*COMMON, "input_ids", "end_id", "pad_id", "runtime_top_p_reset_i
 
 
 def draw(number: int, engine: Engine) -> Draw:
-    """The request of this number, for this engine."""
+    """Generate the item of this number for this engine."""
     random = Random(number)
     drawn = Draw(number, request_id=FIRST_ID + number)
     chance = random.random()
@@ -70,7 +70,7 @@ def _tensors(random: Random, drawn: Draw, engine: Engine) -> None:
 
 
 def _extra_ids(random: Random, tensors: dict) -> None:
-    """For one request in ten: one for each token of the prompt, mostly."""
+    """Give one request in ten extra ids, mostly one for each token of the prompt."""
     if random.random() < 0.1:
         prompt = tensors["input_ids"].plain if "input_ids" in tensors else []
         length = len(prompt) if isinstance(prompt, list) and random.random() < 0.8 else random.randrange(4)
@@ -81,7 +81,7 @@ def _extra_ids(random: Random, tensors: dict) -> None:
 
 
 def _log_probs(random: Random, tensors: dict) -> None:
-    """The likeliest tokens, or the model's own distribution, for one request in ten."""
+    """Let one request in ten return log-probabilities of the likeliest tokens or of the model's own distribution."""
     if random.random() < 0.07:
         tensors["return_top_log_probs"] = of_scalar(random, random.choice((0, 1, 5, 20, 20, -1, 21)))
     if random.random() < 0.03:
@@ -89,7 +89,7 @@ def _log_probs(random: Random, tensors: dict) -> None:
 
 
 def _put(random: Random, tensors: dict, name: str, engine: Engine) -> None:
-    """An ordinary value."""
+    """Give the tensor `name` an ordinary value."""
     vocab = engine.vocab_size
     if name in COMMON:
         tensors[name] = of_scalar(random, random.choice(COMMON[name]))
@@ -117,7 +117,7 @@ def _put(random: Random, tensors: dict, name: str, engine: Engine) -> None:
 
 
 def _spoil(random: Random, tensors: dict, name: str, engine: Engine) -> None:
-    """A value that is likely to be wrong. Whether it is, the oracle says."""
+    """Give the tensor `name` a value that is likely to be wrong. The oracle decides whether it is."""
     way = random.randrange(8)
     number = random.choice(INTEGERS) if random.random() < 0.6 else random.choice((*FLOATS, True, False))
     if random.random() < 0.2:
@@ -151,7 +151,7 @@ def _ragged(random: Random, number: Any) -> Value:
 
 
 def _one_changed(random: Random, value: Value, number: Any) -> Value:
-    """The same with one number changed, as plain lists."""
+    """A copy of `value` as plain lists, with one of its numbers replaced by `number`."""
     def copied(part: Any) -> Any:
         return [copied(inner) for inner in part] if isinstance(part, list | tuple) else part
 
@@ -179,13 +179,13 @@ def _word_list(random: Random, vocab: int) -> Value:
     if not tokens and random.random() < 0.5:
         packed = [[0], [random.choice((0, -1))]]
     value = of_table(random, packed)
-    if value.kind is PYTHON and len(value.plain) == 2:             # two rows that are lists would be two words
+    if value.kind is PYTHON and len(value.plain) == 2:             # two plain lists would be read as two words
         return Value([list(map(list, packed))], PYTHON, [packed])
     return value
 
 
 def _large(random: Random, drawn: Draw, engine: Engine) -> None:
-    """Tensors of about the most bytes that a request may have."""
+    """Give the request tensors whose size is near `max_request_bytes`."""
     tensors, most = drawn.tensors, engine.max_request_bytes
     tensors["input_ids"], tensors["request_output_len"] = of_list(random, [1, 2]), of_scalar(random, 2)
     name = random.choice(["prompt_embedding_table", "prompt_embedding_table", "lora_weights", "lora_config"])
@@ -199,7 +199,7 @@ def _large(random: Random, drawn: Draw, engine: Engine) -> None:
         given = [row if random.random() < 0.9 else list(map(np.dtype(letter).type, row))] * rows
     else:
         given = np.broadcast_to(np.array(fill, letter), (rows, len(row)))
-    # So large that its numbers are not told one by one: (rows, columns, what they all are, bytes as an array)
+    # Too large for a list of its numbers. `plain` is (rows, columns, value of each number, is a list, dtype letter).
     tensors[name] = Value(given, LARGE, (rows, len(row), fill, is_list, letter))
     if name == "prompt_embedding_table":
         tensors["prompt_vocab_size"] = of_scalar(random, rows)

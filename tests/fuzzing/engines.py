@@ -1,4 +1,4 @@
-"""The engines that fuzzed requests are handed to: what an oracle must know of them, in plain numbers."""
+"""The engines that run fuzzed requests, described by the numbers that the oracle needs."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,7 @@ from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelType
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An engine over the scripted backend. Names as in the product's options; None: no bound."""
+    """An engine with the scripted backend. Fields have the names of the product's options; None means no limit."""
 
     name: str
     vocab_size: int = 96
@@ -69,5 +69,5 @@ CYCLE = [*ENGINES, *ENGINES, STATIC, *ENGINES, *ENGINES, STATIC, *ENGINES, ROOMY
 
 
 def engine_of(block: int) -> Engine:
-    """Block after block, every engine has its turn."""
+    """The engine of a block. Consecutive blocks go through all engines."""
     return CYCLE[block % len(CYCLE)]

@@ -1,4 +1,4 @@
-"""What is handed over: requests as they are built of drawn tensors, with options; broken ones; things that are none."""
+"""Builds the items that are handed over: requests with random tensors and options, broken requests, other objects."""
 
 from dataclasses import dataclass, field
 from random import Random
@@ -37,15 +37,16 @@ GOOD_SALTS = 9
 
 @dataclass(slots=True)
 class Draw:
-    """One item.
+    """One item and its description.
 
-    kind           REQUEST: described below; BROKEN: a request that raises or lies when it is read; STRANGER: no
-                   request, but with an id to be answered; NOBODY: without one
-    item           what is handed over; None: it could not even be built
-    tensors        by wire name, what is in it
-    options        is_streaming, priority, deadline_s: Value; cache_salt, logits_post_processor: as they are
-    build_error    what building it raised
-    is_rewritten   another thread changes all of it once it was handed over
+    kind           REQUEST: a request with the fields below; BROKEN: a request that raises or lies when it is read;
+                   STRANGER: an object that is not a request, but has an id; NOBODY: an object without a usable id
+    item           the object that is handed over; None if it could not be built
+    tensors        wire name -> value
+    options        name -> value; a Value for is_streaming, priority and deadline_s, the plain object for cache_salt
+                   and logits_post_processor
+    build_error    the exception that the constructor raised
+    is_rewritten   whether another thread changes all of it after it was handed over
     """
 
     number: int
@@ -59,7 +60,7 @@ class Draw:
     changes_its_id: bool = False
 
     def rewrite(self) -> None:
-        """What another thread may do once the request was handed over."""
+        """Change the request as another thread may change it after it was handed over."""
         for value in self.tensors.values():
             if value.kind is not STRANGE and not (value.kind is LARGE and isinstance(value.given, list)):
                 scribble(value.given)
@@ -132,7 +133,7 @@ def _raising(error: type[BaseException]) -> property:
 
 
 def break_item(random: Random, drawn: Draw) -> None:
-    """A request of a class of its own, one attribute of which raises or lies."""
+    """Replace the item by a request of a subclass with one attribute that raises or lies."""
     drawn.kind = BROKEN
     way = random.randrange(4)
     if way == 0:
@@ -152,7 +153,7 @@ def break_item(random: Random, drawn: Draw) -> None:
 
 
 class Stranger:
-    """Not an InferenceRequest, but it has an id."""
+    """An object that is not an InferenceRequest, but has a request id."""
 
     def __init__(self, request_id: Any) -> None:
         self.request_id = request_id

@@ -1,7 +1,7 @@
-"""Whether a request is one that must be run, and what it must be told: from the documents alone.
+"""Decides from the documents alone whether a request must be run, and which response it must get.
 
-Nothing of the product's reading, checking or admitting is imported here. The rules are those of the table of request
-tensors and of the promises in the README; ranges are TensorRT-LLM's.
+The oracle imports none of the product's code that reads, checks or admits requests. Its rules are those of the table of
+request tensors and of the promises in the README. The ranges are TensorRT-LLM's.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from .values import BOOL, FLOAT, INT, LARGE, PYTHON, STRANGE, Value
 INT32, UINT64, FLOAT32 = 2**31 - 1, 2**64 - 1, 3.4028234663852886e38
 FLAGS = ("return_log_probs", "return_context_logits", "return_generation_logits", "streaming",
          "return_perf_metrics", "raw_log_probs")
-SCALARS: dict[str, tuple[type, float, float]] = {       # lowest and highest; of floats that are above 0: the least one
+SCALARS: dict[str, tuple[type, float, float]] = {       # type, lowest and highest value; 5e-324 stands for "above 0"
     "request_output_len": (int, 1, INT32), "pad_id": (int, -1, None),
     "runtime_top_p_reset_ids": (int, -1, None), "beam_width": (int, 1, INT32), "runtime_top_k": (int, 0, 1024),
     "early_stopping": (int, -INT32 - 1, INT32), "no_repeat_ngram_size": (int, 0, INT32),
@@ -36,12 +36,13 @@ WRONG = object()
 
 @dataclass(slots=True)
 class Verdict:
-    """What must become of a request.
+    """How the engine must treat a request.
 
-    codes     what its refusal may begin with; empty: it is run
-    faults    names of what is wrong with it
-    is_clear  False: so near a limit that either is right
-    The rest is of requests that are run.
+    codes     error codes that its refusal may have; empty if the request must run
+    faults    names of the tensors and options that are wrong
+    is_clear  False if the request is so near a limit that both running and refusing it are right
+
+    The fields from `prompt` on concern requests that run.
     """
 
     request_id: int | None = None
@@ -60,7 +61,7 @@ class Verdict:
 
 
 def judge(draw: Draw, engine: Engine, now: float = 0.0) -> Verdict:
-    """The verdict on one item, alone with the engine; doubles and full queues are the judge's of the whole block."""
+    """The verdict on one item that is alone in the engine. `check_items` judges duplicates and full queues."""
     verdict = Verdict()
     if draw.kind is NOBODY:
         return verdict
@@ -82,7 +83,7 @@ def judge(draw: Draw, engine: Engine, now: float = 0.0) -> Verdict:
 
 
 class _Reading:
-    """One request while it is judged. Looks at everything, and says all that is wrong."""
+    """Judges one request. It checks every tensor and option, and reports all faults."""
 
     def __init__(self, draw: Draw, engine: Engine, verdict: Verdict, now: float) -> None:
         self.engine, self.verdict, self.tensors, self.options, self.now = (
@@ -118,7 +119,7 @@ class _Reading:
     # one value
 
     def single(self, value: Value) -> Any:
-        """(kind, number), or WRONG."""
+        """(kind, number) of a scalar, or WRONG."""
         if value.kind in (STRANGE, LARGE):
             return WRONG
         plain = value.plain
@@ -148,7 +149,7 @@ class _Reading:
         return found[1]
 
     def row(self, name: str, kind: type) -> list | None:
-        """The numbers of a ROW."""
+        """The numbers of a tensor of `ROWS`; None if it is wrong."""
         value = self.tensors[name]
         plain = value.plain
         if isinstance(plain, list) and len(plain) == 1 and isinstance(plain[0], list):
@@ -165,7 +166,7 @@ class _Reading:
         return value.kind in allowed and not (numbers and isinstance(numbers[0], list))
 
     def rows(self, name: str, kind: type) -> tuple[int, int, list] | None:
-        """(rows, columns, numbers) of a TABLE."""
+        """(rows, columns, numbers) of a tensor of `TABLES`; None if it is wrong."""
         value = self.tensors[name]
         if value.kind is LARGE:
             return self.large(name, value, kind)
@@ -192,7 +193,7 @@ class _Reading:
                                          8 if kind is int else 4)
         return rows, columns, [number]
 
-    # what belongs together
+    # groups of tensors and options
 
     def other_options(self) -> None:
         options, verdict = self.options, self.verdict
@@ -228,7 +229,7 @@ class _Reading:
                 self.wrong("input_token_extra_ids", "input_ids")
         if "draft_input_ids" in self.tensors:
             ids = self.row("draft_input_ids", int)
-            if ids != []:                                          # drafts are not built
+            if ids != []:                                          # draft tokens are not supported
                 self.wrong("draft_input_ids")
 
     def sampling(self) -> None:
@@ -255,7 +256,7 @@ class _Reading:
         verdict.seed = None if is_greedy or seed is None else seed % 2**64
 
     def end_ids(self) -> None:
-        """One integer, which may be -1, or a row of 1 to 8 tokens."""
+        """Check `end_id`: one integer, which may be -1, or a row of 1 to 8 tokens."""
         value, found = self.tensors["end_id"], self.single(self.tensors["end_id"])
         if found is not WRONG:
             number = self.number("end_id", value, int, -1, self.engine.vocab_size - 1)
@@ -286,13 +287,17 @@ class _Reading:
         if table is not None and (not engine.hidden_size or table[0] != scalars.get("prompt_vocab_size")
                                   or table[1] != engine.hidden_size):
             self.wrong("prompt_embedding_table", "prompt_vocab_size")
-        if {"lora_weights", "lora_config"} & tensors.keys():       # known and not built, whatever is in them
+        if {"lora_weights", "lora_config"} & tensors.keys():       # known names, but LoRA is not supported
             self.wrong("lora_weights", "lora_config")
         if "draft_logits" in tensors:
             self.wrong("draft_logits", "draft_input_ids")
 
     def are_words(self, value: Value) -> bool:
-        """Of a list of lists: the words. Of an array [2, m] or [1, 2, m], or lists like it: packed."""
+        """Whether the value is a valid list of words.
+
+        A list of lists has one word in each list. An array of shape [2, m] or [1, 2, m], or nested lists of shape
+        [1, 2, m], is packed: tokens in the first row, ends of the words in the second.
+        """
         plain, vocab = value.plain, self.engine.vocab_size
         if value.kind in (STRANGE, LARGE) or not isinstance(plain, list):
             return False
@@ -316,7 +321,7 @@ class _Reading:
                 and all(-(2**63) <= token < 2**63 for token in tokens))
 
     def sizes(self) -> None:
-        """Whether the engine can ever run it."""
+        """Check that the engine can ever run a request of this size."""
         engine, verdict = self.engine, self.verdict
         length = len(verdict.prompt)
         verdict.count = min(self.scalars["request_output_len"], engine.max_seq_len - length)
@@ -337,7 +342,7 @@ def _kind(value: Value, number: Any) -> str:
 
 
 def _counts(value: float) -> bool:
-    """Whether it is not 0 as a float32, which rounds half of its smallest number down."""
+    """Whether the value as a float32 differs from 0. Half of the smallest float32 number is rounded down to 0."""
     return abs(value) > 2.0**-150
 
 

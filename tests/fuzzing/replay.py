@@ -1,4 +1,4 @@
-"""One request of the fuzzer again, alone and then with its whole block: python -m tests.fuzzing.replay NUMBER"""
+"""Repeats one request of the fuzzer, alone and then with its whole block: python -m tests.fuzzing.replay NUMBER"""
 
 import argparse
 import sys
@@ -17,12 +17,12 @@ LONGEST = 160
 
 
 def command(number: int) -> str:
-    """What replays a request."""
+    """The command that repeats a request."""
     return f"python -m tests.fuzzing.replay {number}"
 
 
 def describe(number: int) -> str:
-    """The request and what the oracle says of it."""
+    """Describe a request, with the verdict of the oracle."""
     engine = engine_of(number // BLOCK)
     drawn = draw(number, engine)
     lines = [f"request {number}: a {drawn.kind} with the id {_shown(drawn.request_id)}, for the engine '{engine.name}'"]
@@ -34,7 +34,7 @@ def describe(number: int) -> str:
 
 
 def report(block: int, wrong: list[tuple[int | None, str]]) -> str:
-    """What is wrong with a block, and the commands that show it again."""
+    """Describe what is wrong with a block, with the commands that repeat it."""
     lines = [f"block {block} (engine '{engine_of(block).name}'):"]
     for number, text in wrong[:5]:
         if number is None:
@@ -57,7 +57,7 @@ def _of(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Never raises, whatever the value does."""
+    """The repr of a value, or a description of it if its repr raises."""
     try:
         return repr(value)[:LONGEST]
     except BaseException as error:  # noqa: B036

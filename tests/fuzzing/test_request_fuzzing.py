@@ -1,4 +1,4 @@
-"""T5, quick: fuzzed requests to all engines; what a failure looks like; the oracle itself on requests by hand."""
+"""T5, quick: fuzzed requests to all engines, the report of a failure, and the oracle on requests written by hand."""
 
 import numpy as np
 import pytest

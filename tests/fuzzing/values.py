@@ -1,7 +1,7 @@
-"""Values for tensors of requests: ordinary ones in every container, and things that no tensor should be.
+"""Values for request tensors: ordinary values in every container, and objects that are not valid tensors.
 
-A value is what is handed over and, beside it, what an oracle needs to know of it: the kind of its elements and the same
-numbers as nested Python lists. The oracle never looks at what is handed over.
+A `Value` has the object that is handed over and the facts that the oracle needs: the kind of its elements and its
+numbers as nested Python lists. The oracle never looks at the object that is handed over.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,12 @@ FLOATS = (float("nan"), float("inf"), float("-inf"), -0.0, 0.0, 1.0, -1.0, 0.5, 
 
 @dataclass(slots=True)
 class Value:
-    """given   what is handed over
-    kind    of its elements. PYTHON: plain ones, see their types; STRANGE: it is no tensor; LARGE: see draws.py
-    plain   the numbers, as a number or nested lists; None where it is STRANGE
+    """A value for a tensor, with the facts that the oracle needs.
+
+    given   the object that is handed over
+    kind    the kind of its elements. PYTHON: plain Python numbers, whose types count; STRANGE: not a valid tensor;
+            LARGE: see draws.py
+    plain   its numbers, as a number or nested lists; None for STRANGE
     """
 
     given: Any
@@ -81,7 +84,7 @@ def of_array(random: Random, array: np.ndarray) -> Value:
 
 
 def fits(number: Any) -> bool:
-    """Whether an array of numbers can hold it."""
+    """Whether an array of numbers can hold the number."""
     return type(number) is not int or -(2**63) <= number < 2**64
 
 
@@ -106,7 +109,7 @@ def _laid_out(random: Random, array: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(array[::-1])[::-1]
     elif way == 3 and array.ndim:
         return np.repeat(array, 2, axis=array.ndim - 1)[..., ::2]
-    elif way == 4 and array.ndim:                                  # it would make a row of a single number
+    elif way == 4 and array.ndim:                                  # asfortranarray makes a row of a scalar
         return np.asfortranarray(array)
     elif way == 5 and array.size and (array == array.flat[0]).all():
         return np.broadcast_to(array.flat[0], array.shape)
@@ -141,7 +144,7 @@ ERRORS = (ValueError, SystemExit, KeyboardInterrupt, GeneratorExit, MemoryError,
 
 def _hostile(base: type, error: type[BaseException]) -> type:
     members = dict.fromkeys(MEMBERS, _raises(error))
-    # Where pytest would look as well, to report a failing test.
+    # pytest calls these methods too, when it reports a failing test.
     members |= dict.fromkeys(("__repr__", "__str__", "__format__"), _raises(ValueError))
     return type("Hostile", (base,), members)
 
@@ -151,25 +154,25 @@ HOSTILE = {base: [_hostile(base, error) for error in ERRORS]
 
 
 class LyingList(list):
-    """Says that it has one element."""
+    """A list whose `len` is always 1."""
 
     def __len__(self) -> int:
         return 1
 
 
 class LyingArray(np.ndarray):
-    """Says that it is a small one."""
+    """An array that claims to be small."""
 
     shape, ndim, size, nbytes = (1,), 1, 1, 4
 
 
 class OfHostileType(metaclass=type("HostileType", (type,), {"__name__": property(_raises(SystemExit)),
                                                             "__hash__": _raises(SystemExit)})):
-    """An object whose type cannot even be named."""
+    """An object whose type has a `__name__` and a hash that raise."""
 
 
 class LyingClass:
-    """An object that answers anything but what it is."""
+    """An object whose `__class__` is a lie, or raises."""
 
     def __init__(self, claims: type | None) -> None:
         self.claims = claims
@@ -222,7 +225,7 @@ def strange(random: Random) -> Value:
 
 
 def scribble(given: Any) -> None:
-    """Change what can be changed of a value that was handed over."""
+    """Overwrite the value that was handed over, as far as it can be changed."""
     if isinstance(given, list):
         if given and isinstance(given[0], list):
             for inner in given:

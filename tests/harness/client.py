@@ -44,19 +44,19 @@ def nothing(*_: Any) -> None:
 class Client:
     """The callbacks of one engine.
 
-    pending      items for get to return, at most as many as the engine requests
+    pending      items that get returns, at most as many as the engine requests
     stops        ids that poll returns
     responses    request id -> its responses, in order
     stats        the records that return_stats received
-    asked        the argument of each call of get
+    asked        the arguments of the calls of get
     events       the calls in order: "get", "send 3", "poll", "stats"
     threads      idents of the threads that called
     complaints   broken rules of callbacks (I26, I27)
-    over         why no callback may begin any more; "" while callbacks may begin
+    over         the reason why no callback may begin any more; "" while callbacks may begin
     has_poll, has_stats   whether the engine gets these two callbacks
 
-    on_get, on_send, on_poll, on_stats   called at the end of each callback; on_send gets the request id and the
-    response
+    on_get, on_send, on_poll, on_stats   called at the end of their callback; on_send gets the request id and the
+                                         response
     """
 
     has_poll = has_stats = True
@@ -107,7 +107,7 @@ class Client:
             self.record_received(record)
             self.on_stats()
 
-    # what they do
+    # the contents of the callbacks
 
     def items(self, max_num_requests: int) -> Any:
         """Return the items for get."""
@@ -133,7 +133,7 @@ class Client:
     # the rules of all callbacks
 
     def callback(self, name: str, event: str | None = None) -> "_Callback":
-        """Return a context in which a callback runs. event: the name of the call in `events`, if not `name`"""
+        """Return a context in which a callback runs. `event` is the entry in `events`; the default is `name`."""
         return _Callback(self, name, event or name)
 
     def begins(self, name: str) -> None:
@@ -174,9 +174,9 @@ class Client:
 
 
 class ArrivingClient(Client):
-    """Returns each request in its iteration. The code that steps the loop increments `iteration`.
+    """A client that hands over each request in its iteration. The code that steps the loop increments `iteration`.
 
-    arrivals   [(iteration, request)]; requests of the same iteration keep this order
+    arrivals   [(iteration, request)]; requests of the same iteration keep their order
     """
 
     def __init__(self, arrivals: list[tuple[int, Any]]) -> None:
@@ -192,7 +192,7 @@ class ArrivingClient(Client):
 
 
 class StaggeredClient(Client):
-    """Hands its items over a few at a time, with empty answers in between. Each number is drawn from `numbers`."""
+    """Hands over at most as many items in each call of get as a random element of `numbers`, which may be 0."""
 
     def __init__(self, items: list, draw: Random, numbers: list[int]) -> None:
         super().__init__()

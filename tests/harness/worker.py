@@ -8,7 +8,7 @@ from .clock import VirtualClock
 
 
 class VirtualWake:
-    """Its sleep advances the clock and returns at once."""
+    """A wake event whose sleep advances the clock and returns at once."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
@@ -28,7 +28,7 @@ def virtual_control(clock: VirtualClock) -> WorkerControl:
 
 
 def exit_of_the_interpreter(control: WorkerControl) -> None:
-    """Do what `threading` does at exit, for this worker only."""
+    """Run the package's exit handler, which `threading` calls at the interpreter's exit, for this worker only."""
     others, interpreter_exit._controls = interpreter_exit._controls, {control: None}
     try:
         interpreter_exit._abort_all_workers()

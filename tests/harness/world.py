@@ -52,11 +52,11 @@ def make_loop(client: Client, *, model_path: Any = None, backend: Any = None, cl
               as_arrays: bool = False, **options: Any) -> GenerationLoop:
     """Return a loop without a thread.
 
-    backend     a backend, or options of a scripted one; ignored if there is a model_path
+    backend     a backend, or the options of a scripted one; ignored if `model_path` is set
     clock       None: a VirtualClock
-    parts       fields of `Parts`, other than these two
+    parts       fields of `Parts` other than the backend and the clock
     params      None: built from `options`
-    as_arrays   responses have arrays, so that torch need not be imported
+    as_arrays   responses contain numpy arrays, so that torch is not imported
     options     policy, model_type, max_beam_width, terminate_req_id, exclude_input; others: fields of
                 TrtGptModelOptionalParams
     """
@@ -95,7 +95,7 @@ class World:
     backend: Any
 
     def step(self, times: int = 1, *, accept_new: bool = True) -> bool:
-        """Run iterations, and audit the pool after each. Returns whether the last one had anything to do."""
+        """Run iterations, and audit the pool after each. Returns whether the last iteration had work to do."""
         busy = False
         for _ in range(times):
             busy = self.loop.step(accept_new=accept_new)
@@ -118,7 +118,7 @@ class World:
 
 
 def build_world(*, client: Client | None = None, clock: VirtualClock | None = None, **options: Any) -> World:
-    """Return a world. options: those of `make_loop`"""
+    """Return a world. `options` are those of `make_loop`."""
     client = Client() if client is None else client
     clock = VirtualClock() if clock is None else clock
     loop = make_loop(client, clock=clock, **options)
@@ -127,7 +127,7 @@ def build_world(*, client: Client | None = None, clock: VirtualClock | None = No
 
 @contextmanager
 def quiet_log() -> Iterator[None]:
-    """Turn the package's log off. Tests that inject thousands of faults use it."""
+    """Turn the package's log off, for tests that inject thousands of faults."""
     log = logging.getLogger("batch_manager")
     level = log.level
     log.setLevel(logging.CRITICAL + 1)

@@ -82,7 +82,7 @@ def _config(family: str):
     if family == "gpt2":
         return transformers.GPT2Config(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=512,
                                        initializer_range=0.15, bos_token_id=None, eos_token_id=None)
-    # These have no native class.
+    # The families below have no native class.
     if family == "mixtral-window":
         return transformers.MixtralConfig(**COMMON, num_local_experts=8, sliding_window=48)
     if family == "exaone4":
@@ -120,9 +120,9 @@ class Reference:
     def greedy(self, prompt: list[int], count: int, guess: list[int] | None = None) -> list[int]:
         """Return the `count` tokens of greedy generation of one request alone.
 
-        guess   is confirmed by one forward pass over the whole sequence: it is right if every token is the argmax of
-                the tokens before it. Without a guess, or with a wrong one, the model generates one token at a time with
-                its own cache, which takes many times as long.
+        guess   expected tokens, which one forward pass over the whole sequence can confirm: they are right if every
+                token is the argmax after the tokens before it. Without a guess, or with a wrong guess, the model
+                generates one token at a time with its own cache, which takes many times as long
         """
         key = (tuple(prompt), count)
         if key not in self._known:
@@ -152,7 +152,7 @@ class Reference:
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory):
-    """references(family) -> Reference. Each is made once per process and caches its tokens."""
+    """references(family) -> Reference. Each Reference is made once per process and caches its tokens."""
     return functools.cache(lambda family: Reference(family, tmp_path_factory.mktemp(family)))
 
 

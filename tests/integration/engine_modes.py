@@ -2,9 +2,9 @@
 
     TRITON_INTERPRET=1 python -m tests.integration.engine_modes FOLDER [MODE ...]      one line of JSON for each mode
 
-The checkpoints of the models are made in FOLDER, unless they exist. With TRITON_INTERPRET=1 the engine runs all of its
-Triton kernels, interpreted on the CPU; without it, the engine runs in torch. test_whole_engine_interpreted.py runs
-this.
+The checkpoints of the models are made in FOLDER, unless they exist. With TRITON_INTERPRET=1, the engine runs all of its
+Triton kernels, interpreted on the CPU. Without it, the engine runs in torch. test_whole_engine_interpreted.py runs this
+program.
 """
 
 import contextlib
@@ -54,8 +54,7 @@ WARMED_UP = ("plain", "beams")      # the warm-up of the other modes launches th
 
 
 def make_requests(mode):
-    """Yield the requests of a mode in order of arrival. `run` hands over two first, then one in every second
-    iteration."""
+    """Yield the requests of a mode in order of arrival."""
     draw = random.Random(1)
     asked = PLAIN if mode == "plain_rows" else [*REQUESTS, *(BEAMS if mode == "beams" else [])]
     if mode == "reuse":                                # prompts that share full blocks
@@ -77,7 +76,7 @@ def checkpoint(folder, num_layers=1):
 
 
 class Arrivals(Client):
-    """Two requests come at first, then one in every second iteration."""
+    """A client that hands over two requests at first, then one request in every second iteration."""
 
     has_poll = False
 
@@ -91,7 +90,7 @@ class Arrivals(Client):
 
 
 def answer(responses):
-    """What one request got in all of its responses."""
+    """The tokens and log-probs of all responses to one request."""
     tokens, log_probs = [], []
     for response in responses:
         if response.error:
@@ -108,8 +107,7 @@ def answer(responses):
 
 
 def run(folder, mode):
-    """Run the requests of a mode. Return the mode, the dispatch, the answers by request and the maxima of some
-    statistics."""
+    """Run the requests of a mode. Return the mode, the dispatch, the answers by request and maxima of statistics."""
     options = dict(MODES[mode])
     pool, kv_names = options.pop("pool"), ("enable_block_reuse", "max_attention_window", "sink_token_length")
     kv = KvCacheConfig(tokens_per_block=16, max_tokens=16 * pool,

@@ -1,4 +1,4 @@
-"""Prompt-tuning tokens and logits post-processors with block reuse."""
+"""With block reuse, requests with prompt-tuning tokens or logits post-processors get the right tokens."""
 
 import json
 
@@ -19,7 +19,7 @@ def table_of(seed):
 
 
 def greedy(model, prompt, table, count):
-    """Return the prompt with transformers' greedy output; its prompt-tuning tokens are rows of the table."""
+    """Return the prompt and transformers' greedy output. The prompt-tuning tokens are rows of the table."""
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(count):

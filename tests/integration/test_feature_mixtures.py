@@ -1,4 +1,4 @@
-"""C13: 130 requests with random mixtures of features run together. Each gets what it gets alone."""
+"""C13: 130 requests with random mixtures of features run together. Each gets the results that it gets alone."""
 
 import json
 
@@ -20,7 +20,7 @@ MIXED = [
 
 
 def random_tensors(random) -> dict:
-    """Return a request with random features, each off most of the time. Small ids make words and n-grams occur."""
+    """Return a request with random features, each of which is mostly off. With small ids, words and n-grams occur."""
     def words():
         return [random.integers(0, 9, random.integers(1, 4)).tolist() for _ in range(random.integers(1, 5))]
 
@@ -88,7 +88,7 @@ def serve(make_manager, new_client, llama_reference):
 
 @pytest.fixture(scope="module")
 def alone():
-    """The results of the requests when each runs alone. The first test that needs them fills this in."""
+    """The results of the requests when each runs alone. The first test that needs the results fills the dict."""
     return {}
 
 

@@ -15,7 +15,7 @@ processors = pytest.importorskip("transformers.generation.logits_process")
 
 AUSTEN = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
 COUNT = 30
-SEVERAL = "several"                         # of end ids
+SEVERAL = "several"                         # stands for a list of end ids
 TAKEN = {                                   # values from the output without the feature, so that the feature changes it
     "end_id": lambda drawn: drawn[8],
     SEVERAL: lambda drawn: [drawn[23], drawn[8], drawn[16]],

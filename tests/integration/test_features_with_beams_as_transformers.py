@@ -1,6 +1,6 @@
 """Penalties, bans, word lists and biases with beams give the beams and scores of transformers, through the callbacks.
 
-Greedy and sampled requests with the same features run in the same engine, and get what they get alone.
+Greedy and sampled requests with the same features run in the same engine, and get the tokens that they get alone.
 """
 
 import itertools
@@ -78,15 +78,17 @@ class StopWords(transformers.StoppingCriteria):
 
 
 class Beams:
-    """Beam search by a transformers model in float32 on the CPU. A call returns [(tokens, reason, score)], best
-    first."""
+    """Beam search by a transformers model in float32 on the CPU.
+
+    A call returns [(tokens, reason, score)], best first.
+    """
 
     def __init__(self, model, folder) -> None:
         self.model, self.folder, self.vocab_size = model, folder, model.config.vocab_size
         self._known = {}
 
     def __call__(self, i, prompt, tensors):
-        """i: key of the cached result"""
+        """Return the beams of a request. `i` is the key of the cached result."""
         if i not in self._known:
             self._known[i] = self._find(prompt, tensors)
         return self._known[i]
@@ -233,7 +235,10 @@ def test_the_shipped_model_too(make_manager, new_client, new_request, austen):
 @pytest.mark.parametrize("where", ["start", "finish"])
 def test_a_step_that_raised_is_run_again_in_parts(
         make_manager, new_client, new_request, llama, llama_questions, monkeypatch, where):
-    """Also if it raises after its work is done: the beams depend only on the state before the step."""
+    """Beams are right after a step that raised, even if it raised after its work was done.
+
+    The beams depend only on the state before the step.
+    """
     original, again = getattr(NativeBackend if where == "start" else NativeStep, where), itertools.cycle([True, False])
 
     def then_raise(self, *batch):

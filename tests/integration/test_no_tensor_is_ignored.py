@@ -57,7 +57,7 @@ CRAFTED = {
 }
 NO_EFFECT = {"input_lengths": "obsolete: accepted and not looked at",
              "input_token_extra_ids": "keeps prompts apart in the cache, which changes no output: see test_reuse.py"}
-# These need another tensor. If that one is refused, the error may name it instead.
+# Tensor -> a tensor that it needs. If the needed tensor is refused, the error may name the needed one.
 COMPANION = {"prompt_vocab_size": "prompt_embedding_table", "prompt_embedding_table": "prompt_vocab_size",
              "lora_config": "lora_weights", "lora_weights": "lora_config", "draft_logits": "draft_input_ids",
              **dict.fromkeys(["len_penalty", "early_stopping", "beam_search_diversity_rate", "pad_id"], "beam_width")}

@@ -1,4 +1,4 @@
-"""Custom stages (Parts.stages): their changes to the logits show in tokens, log-probs and beams."""
+"""The changes that custom stages (Parts.stages) make to the logits show in tokens, log-probs and beams."""
 
 import re
 
@@ -42,7 +42,7 @@ class OnlyMultiples(LogitsStage):
 
 
 class AsProcessor(transformers.LogitsProcessor):
-    """OnlyMultiples for transformers."""
+    """The same rule as OnlyMultiples, for transformers."""
 
     def __init__(self, divisor):
         self.divisor = divisor
@@ -100,7 +100,7 @@ def test_beams_compete_with_what_stages_leave_of_them(make_manager, new_client, 
 def test_deterministic_samples_are_the_same_bits_alone_and_among_others(make_manager, new_client, new_request,
                                                                         llama_reference):
     class Sharpen(LogitsStage):
-        """One operation on all rows, whose bits may depend on their number."""
+        """A stage with one operation on all rows. Its bits may depend on the number of rows."""
 
         reads = ("temperature",)
 

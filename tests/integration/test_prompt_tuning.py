@@ -27,7 +27,7 @@ def table_of(rows: int, seed: int) -> np.ndarray:
 
 
 def logits_of(model, token_ids: list[int], table: np.ndarray | None) -> np.ndarray:
-    """Return transformers' logits of a sequence; its prompt-tuning tokens are rows of the table."""
+    """Return transformers' logits of a sequence. Its prompt-tuning tokens are rows of the table."""
     ids = torch.tensor(token_ids)
     with torch.inference_mode():
         embeddings = model.get_input_embeddings()(ids.clamp(max=VOCAB - 1))
@@ -37,7 +37,7 @@ def logits_of(model, token_ids: list[int], table: np.ndarray | None) -> np.ndarr
 
 
 def mixture() -> dict[int, tuple[list[int], np.ndarray | None]]:
-    """Return prompts with and without a table. The same id has another embedding in each table."""
+    """Return prompts with and without a table. An id has a different embedding in each table."""
     draw, requests = random.Random(1), {}
     for i, (virtual, length) in enumerate([(5, 12), (0, 9), (1, 1), (20, 7), (3, 25), (0, 17)]):
         tokens = [draw.randrange(VOCAB) for _ in range(length)]
@@ -105,7 +105,7 @@ def test_a_table_of_another_width_is_refused_with_the_models(make_manager, new_c
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_table_of_the_models_own_embeddings_changes_nothing(make_manager, new_client, llama_reference, dtype):
-    """The logits are the same bits, also with a float32 table and a bfloat16 model."""
+    """A table of the model's own embeddings gives logits with the same bits, also for a bfloat16 model."""
     prompt, client = [7, 100, 3, 7, 55, 200], new_client()
     with torch.inference_mode():
         table = llama_reference.model.get_input_embeddings()(torch.tensor(prompt)).numpy()[None]
@@ -121,7 +121,7 @@ def test_a_table_of_the_models_own_embeddings_changes_nothing(make_manager, new_
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_mixture_of_everything_gives_each_request_what_it_gets_alone(make_manager, new_client, llama_reference, way):
-    """Tables, post-processors, penalties, bans, biases and sampling."""
+    """Requests with tables, post-processors, penalties, bans, biases and sampling get the results of a run alone."""
     def favour_even(request_id, logits, token_ids):
         logits[..., len(token_ids[0]) % 2 :: 2] -= 0.5
         return logits

@@ -1,4 +1,4 @@
-"""Section 4 on a real model: the logits and log-probs are those of transformers, however the requests run."""
+"""On a real model, the returned logits and log-probs are those of transformers, however the requests run."""
 
 import json
 import random
@@ -120,7 +120,10 @@ def test_what_one_request_gets_back_does_not_depend_on_who_else_asks(make_manage
 @pytest.mark.parametrize("way", ["fused", "static", "paused, overlapped, in chunks"])
 def test_logits_are_the_models_own_and_log_probs_are_of_what_was_drawn_from(make_manager, new_client, llama_reference,
                                                                             way):
-    """A post-processor halves the logits of some requests and bans a third of the tokens; other requests have none."""
+    """Returned logits are the model's, and log-probs are those of the distribution that tokens are sampled from.
+
+    A post-processor halves the logits of some requests and bans a third of the tokens. Other requests have none.
+    """
     vocab = llama_reference.vocab_size
 
     def change(request_id, logits, token_ids):

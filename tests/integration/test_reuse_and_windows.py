@@ -20,8 +20,10 @@ SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
 
 
 def family_of_prompts(vocab_size, seed=0):
-    """Return prompts that begin alike: equal ones, prefixes of others, and ones that differ from the middle of a block
-    on."""
+    """Return prompts with common prefixes.
+
+    Some are equal, some are prefixes of others, and some differ from the middle of a block on.
+    """
     draw = random.Random(seed)
     trunk = [draw.randrange(vocab_size) for _ in range(90)]
 
@@ -34,8 +36,10 @@ def family_of_prompts(vocab_size, seed=0):
 
 
 def serve(make_manager, new_request, folder, prompts, count, *, options=None, **engine):
-    """Run all prompts in one engine, a few arriving at a time. Return their final responses by id, and the
-    statistics."""
+    """Run all prompts in one engine, where a few arrive at a time.
+
+    Returns the final responses by id, and the statistics.
+    """
     items = [new_request(i, prompt, count(i), return_log_probs=True, **(options or {}))
              for i, prompt in prompts.items()]
 
@@ -158,7 +162,7 @@ class Streaming:
     def greedy(self, prompt, count, guess):
         """Return the `count` tokens of greedy generation.
 
-        A right guess takes one forward pass: each of its tokens is the argmax of the tokens before it.
+        One forward pass confirms a right guess, in which each token is the argmax after the tokens before it.
         """
         tokens = self._known.setdefault(tuple(prompt), list(prompt))
         if len(guess) == count > len(tokens) - len(prompt) and self._next_tokens(prompt + guess[:-1], count) == guess:
@@ -205,7 +209,7 @@ def test_windows_and_sinks_are_streaming_llm(make_manager, new_request, referenc
 
 def test_a_window_lets_a_long_text_run_in_a_pool_that_does_not_hold_it(make_manager, new_request,
                                                                        llama_reference):
-    """Blocks return to the pool as they leave the window."""
+    """A long output runs in a small pool, because blocks return to the pool when they leave the window."""
     config = KvCacheConfig(tokens_per_block=SIZE, max_attention_window=32, sink_token_length=4, max_tokens=7 * SIZE)
     finals, records = serve(make_manager, new_request, llama_reference.folder, {1: [5, 6, 7]},
                             lambda i: 120, kv_cache_config=config, policy=GUARANTEED)

@@ -78,7 +78,10 @@ def run(make_manager, client, new_request, model, asked, **options):
 
 
 def test_every_width_penalty_and_way_to_stop(make_manager, new_client, new_request, random_model):
-    """One manager runs all requests at the same time. Each family has other combinations."""
+    """The beams are right if requests with different widths, length penalties and ways to stop run together.
+
+    Each family has other combinations.
+    """
     draw = random.Random(random_model.folder.name.rstrip("0123456789"))        # the family
     client, asked, i = new_client(), {}, 0
     for width in (2, 3, 4, 8):
@@ -127,7 +130,10 @@ def llama(llama_reference):
 
 @pytest.mark.parametrize("where", ["start", "finish"])
 def test_a_step_that_raised_is_run_again_in_parts(make_manager, new_client, new_request, llama, monkeypatch, where):
-    """Also if it raises after its work is done: the results depend only on the state before the step."""
+    """Beams are right after a step that raised, even if it raised after its work was done.
+
+    The results depend only on the state before the step.
+    """
     original, again = getattr(NativeBackend if where == "start" else NativeStep, where), itertools.cycle([True, False])
 
     def then_raise(self, *batch):
@@ -233,7 +239,10 @@ def test_a_logits_post_processor_sees_every_beam(make_manager, new_client, new_r
 
 
 def test_thirty_two_beams_with_thirty_stop_words(make_manager, new_client, new_request, austen):
-    """A step considers (1 + 30 words + end id) * 32 continuations. The stop words are end ids for transformers."""
+    """32 beams with 30 stop words are right. The stop words are end ids for transformers.
+
+    A step considers (1 + 30 words + end id) * 32 continuations.
+    """
     draw, client, width, asked, expected = random.Random(4), new_client(), 32, [], {}
     for i in range(3):
         prompt = [draw.randrange(20, 4000) for _ in range(6)]

@@ -63,7 +63,7 @@ def test_beams_are_those_of_transformers(make_manager, new_client, new_request, 
               kv_cache_config=KvCacheConfig(tokens_per_block=8, max_tokens=2048))
 
 
-@pytest.mark.parametrize("family", ["granite", "gemma2"])       # they scale embeddings in the forward, and before it
+@pytest.mark.parametrize("family", ["granite", "gemma2"])       # granite scales embeddings in `forward`, gemma2 before
 def test_virtual_tokens_are_what_transformers_takes_as_embeddings(make_manager, new_client, references, family):
     reference, requests, client = references(family), mixture(), new_client()
     client.pending = [asking(i, prompt, table) for i, (prompt, table) in requests.items()]

@@ -1,4 +1,4 @@
-"""`return_top_log_probs` and `raw_log_probs` on a real model, against the logits of transformers in float64."""
+"""On a real model, `return_top_log_probs` and `raw_log_probs` agree with the logits of transformers in float64."""
 
 import json
 import random
@@ -64,7 +64,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(make_manager, new_client
                       "return_log_probs": i % 3 != 0})
     client.pending = [new_request(i, prompt, COUNT, streaming=i % 2 == 1, random_seed=i, **asked[i])
                       for i, prompt in enumerate(prompts)]
-    client.pending.append(new_request(99, [1, 2, 3], COUNT, return_log_probs=True))      # a row that asks for none
+    client.pending.append(new_request(99, [1, 2, 3], COUNT, return_log_probs=True))      # a row without top log-probs
     manager = make_manager(client, model_path=llama_reference.folder, num_threads=1, **WAYS[way])
     client.wait_for_finals(99, *range(len(prompts)))
     assert manager.shutdown()
@@ -110,7 +110,7 @@ def test_an_end_id_is_left_out_and_fewer_tokens_than_asked_for_leave_infinities(
 
 
 def test_of_equal_logits_the_lowest_ids_come_first(make_manager, new_client, new_request, llama_reference):
-    """As in greedy sampling: the first of the likeliest tokens is the one that is sampled."""
+    """Of tokens with equal logits, the lowest ids come first, and greedy sampling takes the first of them."""
     client, vocab = new_client(), llama_reference.vocab_size
     bias = np.zeros(vocab, np.float32)
     bias[[150, 20, 77]] = 3e38                            # so large that the logits themselves are rounded away

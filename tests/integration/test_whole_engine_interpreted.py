@@ -1,7 +1,7 @@
 """The whole engine on interpreted Triton kernels gives the tokens and log-probs of the engine in torch, in every mode.
 
 CI thus runs the GPU code of decoding, attention and models. It finds a kernel that is called wrongly, a column that is
-not read as it is packed, and a padded row that is sampled. The kernels run in a separate process.
+packed in one way and read in another, and a padded row that is sampled. The kernels run in a separate process.
 """
 
 import json
@@ -17,7 +17,7 @@ from . import engine_modes
 
 REPOSITORY = Path(__file__).parents[2]
 LOG_PROB_TOLERANCE = 1e-4
-# The statistic that shows that a mode took effect.
+# Mode -> the statistic that shows that the mode took effect.
 SHOWS = {"overlap": "MicroBatch ID", "reuse": "Reused KV cache blocks", "run_ahead": "Iterations In Flight"}
 
 

@@ -1,4 +1,4 @@
-"""Replaces `threading` in the modules under test: the same names, with yield points.
+"""Replaces `threading` in the modules under test by classes with the same names and with yield points.
 
 Outside a run, and in threads that are not tasks, no call waits.
 """
@@ -13,10 +13,10 @@ from .scheduler import Scheduler, Task
 
 
 class Threading:
-    """The part of `threading` that the manager uses, over one scheduler.
+    """The part of `threading` that the manager uses, on one scheduler.
 
-    threads                     started threads, in order
-    before_start, after_start   called with each thread that is started; `start` raises their exceptions
+    threads                     the started threads, in order
+    before_start, after_start   functions called with each thread that is started; `start` raises their exceptions
     """
 
     TIMEOUT_MAX = 4e9
@@ -126,7 +126,7 @@ class Thread:
 
     @property
     def has_finished(self) -> bool:
-        """Whether the thread has ended. Not a yield point: the rules read it."""
+        """Whether the thread has ended. The rules read it, so it is not a yield point."""
         return self.task is not None and self.task.has_finished
 
     def freeze(self) -> None:

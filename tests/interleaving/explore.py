@@ -1,7 +1,8 @@
-"""Runs schedules of a scenario: all with few preemptions (as CHESS does), or random ones.
+"""Runs schedules of a scenario: all schedules with few preemptions (as CHESS does), or random ones.
 
-A switch away from a task that can run costs a preemption. So do a moved clock and an interrupt. A switch from a task
-that waits or has ended costs none. Schedules form a tree: the children of a run differ from it in one later decision.
+A switch away from a task that can run costs a preemption, and so do an advance of the clock and an interrupt. A switch
+from a task that waits or has ended costs none. Schedules form a tree: the children of a run differ from it in one later
+decision.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +19,11 @@ Schedule = dict[int, str]
 
 @dataclass(slots=True)
 class Run:
-    """A finished run. schedule: repeats it. log: every yield point, if requested"""
+    """A finished run.
+
+    schedule   the schedule that repeats the run
+    log        every yield point, if requested
+    """
 
     scenario: str
     schedule: Schedule

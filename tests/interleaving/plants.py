@@ -1,4 +1,4 @@
-"""Planted concurrency bugs, each with the scenario that finds it. The bugs that this project has had are marked.
+"""Planted concurrency bugs, each with the scenario that finds it. Bugs that the product once had are marked.
 
 A plant is a function that takes pytest's `monkeypatch` and breaks the manager's modules or their `threading`.
 """
@@ -21,7 +21,7 @@ from .scheduler import Abandoned
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """A bug and the scenario that finds it. preemptions: the number that a schedule needs to find it"""
+    """A bug and the scenario that finds it. `preemptions` is the number that a schedule needs to find it."""
 
     break_it: Callable[[pytest.MonkeyPatch], None]
     scenario: str
@@ -112,7 +112,7 @@ def nobody_is_told_that_the_interpreter_ends(patch) -> None:
     patch.setattr(interpreter_exit, "_abort_all_workers", lambda: None)
 
 
-# Bugs that this project has had.
+# Bugs that the product once had.
 
 
 class _WeakList(weakref.WeakKeyDictionary):

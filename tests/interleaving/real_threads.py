@@ -1,7 +1,7 @@
 """Runs the scenarios on real threads, which the interpreter switches as often as it can.
 
-The scheduler and its replacements for `threading` are themselves replaced by classes that pass all calls through. The
-rules are the same, except those that need the virtual clock.
+Classes that pass all calls through take the place of the scheduler and of its replacements for `threading`. The rules
+are the same, except those that need the virtual clock.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from .world import InterleavedWorld, run_once
 
 SWITCH_INTERVAL_S = 1e-6
 SECONDS_UNTIL_DEADLOCKED = 5.0
-CPU_SECONDS_OF_A_DEADLOCK = 0.02     # at most, in that time; a process that only runs rarely uses more
+CPU_SECONDS_OF_A_DEADLOCK = 0.02     # the most that a deadlocked process uses in SECONDS_UNTIL_DEADLOCKED
 SECONDS_UNTIL_GIVEN_UP = 60.0
 
 
@@ -130,7 +130,7 @@ def timeless() -> list[str]:
 
 
 def run_for(seconds: float, names: list[str] | None = None) -> tuple[int, list[str]]:
-    """Run scenarios in turn, for a time or until one fails. Returns (number of runs, violations)."""
+    """Run scenarios in turn, until the time is up or one fails. Returns (number of runs, violations)."""
     names = names or timeless()
     deadline, runs, wrong = time.monotonic() + seconds, 0, []
     with switched_often():

@@ -1,6 +1,6 @@
 """Small scenarios, each with one set of threads to interleave.
 
-A scenario is the body of the user's main thread. A manager that still runs after it is a violation.
+A scenario is the body of the user's main thread. A manager that still runs after the body is a violation.
 """
 
 import weakref
@@ -22,8 +22,8 @@ LINES_OF_THE_LOOP = frozenset({generation_loop.__file__})
 class Scenario:
     """A body with its yield points.
 
-    watched_files   each of their lines is a yield point, besides locks, events, threads and callbacks
-    is_timeless     on real threads it waits for no timeout
+    watched_files   files whose every line is a yield point, besides locks, events, threads and callbacks
+    is_timeless     whether the scenario waits for no timeout on real threads
     """
 
     body: Callable[[InterleavedWorld], None]
@@ -99,7 +99,7 @@ def a_callback_asks_for_the_end(world: InterleavedWorld) -> None:
     client = world.client("a")
     client.on_send = lambda request_id, _: world.shutdown(drain=request_id == 1, from_callback=True)
     gate = world.event()
-    client.on_get = gate.wait    # until the manager to shut down exists
+    client.on_get = gate.wait    # the manager that is shut down exists when the gate opens
     world.make("a", (1, 1), (2, 2))
     gate.set()
     world.wait_until_terminate()

@@ -7,9 +7,9 @@ same choices repeat a run.
 Two choices are not tasks. `clock` lets the earliest deadline of a waiting task pass. `interrupt` runs a function inside
 the running task, as the garbage collector or a signal does.
 
-By default a task runs until it must wait. Then the oldest task that can run does; if there is none, the clock moves.
-A *schedule* holds the choices that differ: {number of the decision: choice}. Only yield points with more than one
-option have a number.
+By default, a task runs until it must wait. The oldest task that can run is next. If no task can run, the clock moves.
+A *schedule* holds the choices that differ from the default: {number of the decision: choice}. Only yield points with
+more than one option have a number.
 """
 
 import _thread
@@ -33,7 +33,11 @@ class Abandoned(BaseException):
 
 @dataclass(slots=True)
 class Decision:
-    """A choice. options: the default first. is_preempting: any option but the default costs a preemption"""
+    """A choice.
+
+    options         the possible choices, the default first
+    is_preempting   whether every option except the default costs a preemption
+    """
 
     options: list[str]
     chosen: str
@@ -42,7 +46,10 @@ class Decision:
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """A thread of the test. ready: None while it can run; otherwise the condition that it awaits, until `deadline`"""
+    """A thread of the test.
+
+    ready      the condition that it waits for, until `deadline`; None while it can run
+    """
 
     name: str
     gate: "_thread.LockType" = field(default_factory=_thread.allocate_lock)

@@ -24,13 +24,13 @@ MODEL = {"vocab_size": VOCAB_SIZE, "key": 0, "window": None, "sink": 0}
 
 
 class InterleavedClient(Client):
-    """The callbacks of one manager. Each begins and ends with a yield point, and feeds a history checker.
+    """The callbacks of one manager. Each callback begins and ends with a yield point, and feeds a history checker.
 
     pending      [(request id, tokens to generate)] that get has not returned yet
     ended        request id -> the errors of its finals so far
     control      the WorkerControl of the manager
     gives_all    get ignores max_num_requests and returns all pending requests
-    num_polled   number of requests handed over before the last poll; all of them are accepted or refused by then
+    num_polled   number of requests handed over before the last poll; the engine has accepted or refused all of them
     """
 
     has_stats = False
@@ -55,7 +55,7 @@ class InterleavedClient(Client):
     def items(self, max_num_requests: int) -> list[InferenceRequest]:
         if self.control is not None and self.control.draining:
             self._gets_after_the_end += 1
-            if self._gets_after_the_end > 1:    # one call may have been about to begin
+            if self._gets_after_the_end > 1:    # the first call may have begun when the end was asked for
                 self.wrong("get was called again although the end was asked for")
         count = len(self.pending)    # read once: real threads may append meanwhile
         if not self.gives_all:
@@ -127,7 +127,7 @@ class InterleavedWorld:
     # ------------------------------------------------------------------ for scenarios
 
     def make(self, name: str = "a", *pending: tuple[int, int], **options: Any) -> InterleavedClient:
-        """Make a manager whose idle worker wakes only every 30 s unless a call wakes it."""
+        """Make a manager whose idle worker wakes only every 30 s, unless a call wakes it earlier."""
         client = self.clients.get(name) or self.client(name)
         client.pending += pending
         params = {"max_batch_size": 2, "hang_warning_s": 0.0, "idle_poll_interval_s": 30.0, **options}
@@ -189,7 +189,7 @@ class InterleavedWorld:
         return result
 
     def interpreter_exit(self) -> None:
-        """Do what `threading` does after the main thread has ended, then freeze daemon threads."""
+        """Run the package's exit handler and join threads, as `threading` does at exit; then freeze daemon threads."""
         try:
             interpreter_exit._abort_all_workers()
         except Abandoned:

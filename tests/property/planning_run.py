@@ -1,7 +1,7 @@
 """A small loop around the real schedulers, the real KV cache manager and the real plan check, with a shadow device.
 
-After each step, the accounting is audited. The content that a sequence reads must match its history, a block that is
-written must be in no other table, and every live request must advance.
+After each step, the accounting is audited. The content that a sequence reads must match its history. A block that is
+written must be in no other table. Every live request must advance.
 """
 
 from collections import Counter, deque
@@ -40,7 +40,7 @@ class Flight:
 
     contexts   (request, first position, tokens) of each chunk
     failing    requests whose rows yield garbage
-    drafted    request -> (draft tokens, how many of them are accepted)
+    drafted    request -> (number of draft tokens, number of accepted ones)
     """
 
     contexts: list[tuple[LlmRequest, int, int]]
@@ -54,7 +54,7 @@ class Flight:
 
 
 class PlanningRun:
-    """One run. counts: events of the run"""
+    """One run. `counts` has the events of the run."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.options = options = scenario.options
@@ -204,7 +204,7 @@ class PlanningRun:
         return request, start, size
 
     def draft(self, generation: list[LlmRequest]) -> dict[LlmRequest, tuple[int, int]]:
-        """Return request -> (draft tokens, how many of them will be accepted)."""
+        """Return request -> (number of draft tokens, number of those that will be accepted)."""
         drafted = {}
         for request in generation:
             left = request.prompt_len + request.max_new_tokens - 2 - self.kv.kv_length(request)
@@ -217,8 +217,8 @@ class PlanningRun:
     def run_ahead(self, generation: list[LlmRequest]) -> None:
         """Claim blocks for steps that never run, and take the claims back. All blocks that a sequence reads must stay.
 
-        Requests with drafts are left out, because their next position is only known when the last step was read. With a
-        depth above 1 nothing is claimed, because the plan of the first step does not count on these claims.
+        Requests with drafts are left out, because their next position is known only after the last step was read. With
+        a depth above 1, nothing is claimed, because the plan of the first step does not allow for these claims.
         """
         if self.options.depth > 1:
             return
@@ -228,7 +228,7 @@ class PlanningRun:
                      and self.kv.kv_length(request) < request.prompt_len + request.max_new_tokens - 1
                      and self.chance(request, "ahead") >> number & 1]
             if self.options.policy == "MAX_UTILIZATION" and self.kv.blocks_to_claim([], ahead) > self.kv.free_blocks:
-                break                                           # this policy plans one step, the others plan to the end
+                break                                           # this policy plans for one step only
             self.prepare(self.kv.claim([], ahead))
             claimed.update(ahead)
         self.look()
@@ -358,7 +358,7 @@ class PlanningRun:
                 self.end(request, good=True)
 
     def end(self, request: LlmRequest, good: bool) -> None:
-        """End a request. good: its computed tokens are right and may be published"""
+        """End a request. If `good`, its computed tokens are right and may be published."""
         computed = request.num_tokens if request.context_read == request.prompt_len else request.context_read
         request.finish()
         self.kv.release(request, computed if good else 0)
@@ -430,10 +430,10 @@ def most_drafts(scenario: Scenario) -> int:
 
 
 def blocks_of_largest(plan: RequestPlan, options: Options, most_drafts: int) -> int:
-    """Return the blocks with which the request can run alone, also after a pause. They are counted token by token.
+    """Return the number of blocks with which the request can run alone, also after a pause, counted token by token.
 
-    A look-ahead and drafts do not count on blocks that leave the window in between. For drafts with a window and no
-    pauses, the product's own number is used; test_reservations.py compares it with sequences that are grown.
+    With a look-ahead or drafts, blocks that leave the window are not subtracted. For drafts with a window and no
+    pauses, the function uses the product's own number, which test_reservations.py compares with growing sequences.
     """
     prompt_len, end = len(plan.prompt), len(plan.prompt) + plan.max_new_tokens
     starts = [prompt_len]

@@ -11,7 +11,7 @@ class RequestPlan:
     """One request, with its arrival and its end.
 
     arrival      iteration in which it arrives
-    fails_at     number of its step that yields garbage; None: none
+    fails_at     number of its step that yields garbage; None if none does
     stops_at     iteration in which it is stopped, if it is still active
     ends_at      generated tokens after which it ends
     retention    ((start, end, priority, milliseconds) ..., decode priority, decode milliseconds)
@@ -34,7 +34,7 @@ class RequestPlan:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the engine. spare_*: what exceeds the least with which the largest request can run"""
+    """Options of the engine. The spare_* fields are added to the least with which the largest request can run."""
 
     policy: str = "MAX_UTILIZATION"
     tokens_per_block: int = 4
@@ -67,7 +67,7 @@ class Scenario:
 def random_scenario(seed: int) -> Scenario:
     """Return a scenario with a small pool and few distinct tokens, so that requests compete for blocks.
 
-    In every other scenario all prompts have a common beginning and one domain, so that many blocks are shared.
+    In half of the scenarios, all prompts have a common prefix and one domain, so that many blocks are shared.
     """
     draw = random.Random(seed)
     options = _random_options(draw)

@@ -1,8 +1,8 @@
-"""A device that executes only what it gets, and knows the right content of every block.
+"""A device that runs only the batches that it gets, and knows the right content of every block.
 
-The KV-cache content of a position depends on all tokens before it, so it is a number for the whole history up to that
-position. A step reads the content of visible positions through its updated block table and writes its own. Nothing here
-calls the KV cache manager.
+The KV-cache content of a position depends on all tokens before it. It is therefore a number for the whole history up to
+that position. A step reads the content of visible positions through its updated block table, and writes the content of
+its own positions. This module does not call the KV cache manager.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ class Wrong(AssertionError):
 
 
 class Histories:
-    """Numbers of histories: one for each (number of the tokens before, token, extra id)."""
+    """Numbers of histories: a number for each (number of the history before the token, token, extra id)."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple, int] = {}

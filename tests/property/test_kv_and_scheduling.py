@@ -1,6 +1,6 @@
-"""All features of scheduling and KV cache together, in 250 random scenarios. planning_run.py has the checks.
+"""All features of scheduling and the KV cache together keep the rules of planning_run.py in 250 random scenarios.
 
-tests/campaigns/kv_and_scheduling.py runs more of them, 5,226 in its longest run.
+tests/campaigns/kv_and_scheduling.py runs more scenarios: 5,226 in its longest run.
 """
 
 import pytest

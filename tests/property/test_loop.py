@@ -1,7 +1,7 @@
-"""Random streams of requests through the whole loop, with all KV cache options and faults, get the oracle's output.
+"""Random streams of requests in the whole loop, with all KV cache options and faults, get the oracle's output.
 
-One seed is one engine and one stream: `Stream(seed, build_world).run()`. 70 seeds run here;
-tests/campaigns/random_streams.py ran 1,715 in its longest run.
+One seed is one engine and one stream: `Stream(seed, build_world).run()`. 70 seeds run here.
+tests/campaigns/random_streams.py ran 1,715 seeds in its longest run.
 """
 
 import random
@@ -23,7 +23,7 @@ NATURAL = {FinishReason.END_ID, FinishReason.LENGTH}
 
 
 class Fickle(RequestScheduler):
-    """A valid scheduler that leaves out random requests of another scheduler's plan and pauses random ones."""
+    """A valid scheduler that leaves out random requests of another scheduler's plan and pauses random requests."""
 
     def __init__(self, limits, kv_cache_manager, draw):
         self.scheduler = make_scheduler(limits, kv_cache_manager)
@@ -70,7 +70,7 @@ class Stream:
     # random choices
 
     def _requests(self) -> dict[int, dict]:
-        """Return requests whose prompts often have common beginnings."""
+        """Return requests whose prompts often have common prefixes."""
         draw = self.draw
         trunks = [[draw.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
         requests = {}
@@ -100,7 +100,7 @@ class Stream:
         reuse = draw.random() < 0.8
         host_blocks = draw.choice([0, 0, 1, 3, 20]) if reuse and not has_sink and not self.is_static else 0
         is_late = draw.random() < 0.6
-        # A fault in `finish` spoils blocks at that time. A device cannot do that when the next step has already run.
+        # A fault in `finish` spoils blocks when the step is read. A device cannot do that if the next step already ran.
         hooks = ["on_step"] if ahead and not is_late else ["on_step", "on_finish"]
         backend = ScriptedBackend(
             is_asynchronous=is_late, vocab_size=VOCAB, max_seq_len=MAX_SEQ_LEN,

@@ -1,8 +1,8 @@
-"""Past bugs of this project or of similar ones, reintroduced by patches.
+"""Past bugs of this product or of similar ones, reintroduced by patches.
 
 A bug is a function that gets pytest's `monkeypatch` and breaks the product as it was broken. The test runs seeds of the
-simulator until one finds a violation. `world` narrows the swarm to configurations that the bug affects; the same seeds
-are clean without the bug.
+simulator until one finds a violation. `world` narrows the swarm to configurations that the bug affects. Without the
+bug, the same seeds find no violation.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,11 @@ ALIKE = {**BUSY, "shares_prefix": 0.9, "salted": 0.5}
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """failure: the number of a known failure, or where it was found. needs: the feature that it needs, if any"""
+    """A bug and the worlds that find it.
+
+    failure   the number of a known failure, or the place where the bug was found
+    needs     the feature of the engine that the bug needs, if any
+    """
 
     name: str
     failure: str
@@ -228,7 +232,7 @@ def a_withdrawn_request_still_counts(patch) -> None:
 
 
 def sends_by(patch, call) -> None:
-    """Send each response, finals included, with `call(callbacks, *response)`."""
+    """Send each response, including final ones, with `call(callbacks, *response)`."""
     def send_last(self, listed, key, request_id, tensors, error_message, code):
         if code is not None:
             self.unanswered.errors[code] = self.unanswered.errors.get(code, 0) + 1
@@ -402,7 +406,7 @@ def the_salt_is_no_part_of_the_domain(patch) -> None:
     patch.setattr(prefix_cache, "_domain", lambda request: domain(request)._replace(cache_salt=None))
 
 
-# Found by the simulator in this project.
+# Bugs of this product that the simulator found.
 
 
 def refusals_are_lost_with_the_engine(patch) -> None:
@@ -458,7 +462,7 @@ def a_device_keeps_one_token_of_a_slot(patch) -> None:
 
 
 def a_slot_is_what_its_new_owner_asked_for(patch) -> None:
-    """Rows are checked against the owner of the slot at the reading, not at the launch."""
+    """Rows are checked against the owner of the slot when the step is read, instead of the owner at its launch."""
     checked = StepOutputCheck.checked
 
     def late(self, batch, output, asked):

@@ -1,7 +1,7 @@
-"""Bugs of checkpoint loaders, reintroduced: bugs that the fuzzer found here, and bugs of other loaders.
+"""Bugs of checkpoint loaders, reintroduced: bugs of this product that the fuzzer found, and bugs of other loaders.
 
-Each is a function that gets pytest's `monkeypatch` and breaks the product. The test runs seeds of the checkpoint fuzzer
-until one finds a violation.
+Each bug is a function that gets pytest's `monkeypatch` and breaks the product. The test runs seeds of the checkpoint
+fuzzer until one finds a violation.
 """
 
 import json
@@ -58,7 +58,7 @@ def the_library_alone_looks_at_the_header(patch) -> None:
 
 
 def the_places_of_tensors_are_not_compared(patch) -> None:
-    """Two tensors may overlap; the library's message then names neither."""
+    """Two tensors may overlap, and the library's message names neither of them."""
     patch.setattr(safetensors_header, "_check_ranges", lambda path, tensors, data_bytes: None)
 
 
@@ -68,7 +68,7 @@ def a_link_may_lead_anywhere(patch) -> None:
 
 
 def a_pipe_is_opened(patch) -> None:
-    """The open would block for ever, so this raises instead."""
+    """The loader opens a pipe. The open would block for ever, so the patch raises an exception."""
     real = CheckpointFolder.file
 
     def file(self, name, named_by=""):

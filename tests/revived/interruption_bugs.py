@@ -1,6 +1,6 @@
 """Bugs that an asynchronous exception reveals, in the guard or in the files that move items.
 
-This module does not import torch: at every place of the sweep the process forks.
+This module does not import torch, because the process forks at every place of the sweep.
 """
 
 from itertools import islice

@@ -1,7 +1,4 @@
-"""Bugs in reading new requests, reintroduced as in bugs.py. Fuzzed requests must find them.
-
-`blocks` are the blocks of the fuzzer that have requests which trigger the bug.
-"""
+"""Bugs in the code that reads new requests, reintroduced as in bugs.py. Fuzzed requests must find them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,7 +20,11 @@ WITH_LARGE_TENSORS = (52, 105)
 
 @dataclass(frozen=True, slots=True)
 class RequestBug:
-    """failure: the number of a known failure, or where it was found"""
+    """A bug and the blocks of requests that find it.
+
+    failure   the number of a known failure, or the place where the bug was found
+    blocks    the blocks of the fuzzer that have requests that trigger the bug
+    """
 
     name: str
     failure: str

@@ -1,4 +1,4 @@
-"""T9: each reintroduced bug is caught."""
+"""T9: the random tests catch each reintroduced bug."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""One engine of a scenario, in lockstep or running ahead, without a thread: the responses, and counts of events."""
+"""Runs a scenario in one engine without a thread, in lockstep or with run-ahead. Returns responses and event counts."""
 
 import json
 from collections import Counter
@@ -46,7 +46,7 @@ class Response:
 class Run:
     """The result of a scenario in one engine.
 
-    responses   by request id, in order
+    responses   request id -> its responses, in order
     counts      steps, ahead, failed steps, pauses, void, discarded, generated
     """
 
@@ -56,7 +56,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """How the engine that runs ahead differs from the one in lockstep.
+    """How the engine that runs ahead differs from the engine in lockstep.
 
     stops       request id -> iteration from which it is asked to stop
     own_queue   whether the scripted backend itself is late
@@ -70,7 +70,7 @@ class Ahead:
 
 
 def make_backend(scenario: RunAheadScenario, parent: Path, **options):
-    """Return a new backend for the scenario. options: of a scripted backend"""
+    """Return a new backend for the scenario. `options` are those of a scripted backend."""
     if scenario.is_scripted:
         return ScriptedBackend(
             vocab_size=scenario.vocab, max_seq_len=scenario.max_seq_len, num_blocks=scenario.num_blocks,
@@ -103,7 +103,7 @@ def make_late_backend(scenario: RunAheadScenario, parent: Path, ahead: Ahead, fa
         strike(batch)
         return faults.failures(batch)
 
-    # A step must spoil blocks when it runs: when it is read, later steps may have run and cleared its blocks.
+    # A step must spoil blocks when it runs. When it is read, later steps may have run and cleared its blocks.
     hooks = {"on_step": faults.failures, "on_finish": strike} if ahead.own_queue else {"on_finish": strike_or_spoil}
     inner = make_backend(scenario, parent, is_asynchronous=ahead.own_queue, **hooks)
     fail_inside(inner, "_lay_out", inner, "_decode", faults)
@@ -111,8 +111,9 @@ def make_late_backend(scenario: RunAheadScenario, parent: Path, ahead: Ahead, fa
 
 
 def fail_inside(backend, lays_out: str, drawer: object, draws: str, faults: Faults) -> None:
-    """Make steps fail before they write to the KV cache, and after the model has run but before its output is used. The
-    block tables and the operations of the batch are done by then.
+    """Make steps fail at two points: before they write to the KV cache, and between the model's run and the sampling.
+
+    The block tables and the operations of the batch are done before both points.
 
     lays_out   name of the backend's method that is called first, with the batch
     draws      name of the method of `drawer` that is called after the model has run
@@ -187,7 +188,7 @@ class RunAheadClient(ArrivingClient):
 
 def drive(scenario: RunAheadScenario, backend, *, run_ahead: bool, stops: Mapping[int, int],
           faults: Faults | None = None) -> Run:
-    """Return the results of a run. Raises AssertionError, or what the loop raises."""
+    """Return the results of a run. Raises AssertionError, or the exception of the loop."""
     run = Run({request_id: [] for request_id in scenario.asks})
     client = RunAheadClient(scenario, run, stops)
     loop = make_loop(client, backend=backend, clock=SystemClock(), policy=scenario.policy,
@@ -212,8 +213,10 @@ def drive(scenario: RunAheadScenario, backend, *, run_ahead: bool, stops: Mappin
 
 
 def watch(loop, counts: Counter, faults: Faults | None) -> None:
-    """Count launches, launches with another step in flight, and rows that become void. Tell `faults` which rows belong
-    to requests that have ended."""
+    """Count launches, launches with another step in flight, and rows that become void.
+
+    `faults` gets the slots of the step that is read whose requests have ended.
+    """
     window = loop.window
     launch, take_back, read = window.launch, window._unclaim_later_steps, window.read
 

@@ -1,4 +1,4 @@
-"""A backend that is late, so that steps run, and fail, after the next one was launched."""
+"""A late backend: its steps run, and fail, after the next step was launched."""
 
 import dataclasses
 from collections import Counter, deque
@@ -35,8 +35,8 @@ class Faults:
 
     rate     probability that a step fails
     counts   how often each kind of fault has occurred
-    alone    number of raises by steps of one sequence, and of failed rows: each may end a request, and nothing else may
-    ended    (iteration, the slots of its step whose requests have ended) of the step that is being read
+    alone    number of failed rows and of exceptions in steps of one sequence; only these faults may end a request
+    ended    (iteration, slots whose requests have ended) of the step that is being read
     """
 
     def __init__(self, seed: int, rate: float) -> None:
@@ -47,7 +47,7 @@ class Faults:
         self.ended: tuple[int, list[int]] = -1, []
 
     def strike(self, batch: ScheduledBatch, kinds: tuple[str, ...]) -> None:
-        """Raise PlantedError if the step must fail here. kinds: the faults that occur here"""
+        """Raise PlantedError if the step must fail at this point. `kinds` are the faults that occur at this point."""
         order = self._order(batch)
         if order is None or order.kind not in kinds or not order.times:
             return
@@ -57,7 +57,7 @@ class Faults:
         raise PlantedError(order.kind)
 
     def failures(self, batch: ScheduledBatch) -> dict[int, RowFailure]:
-        """Return the rows of the step that fail, each once. What they write to the KV cache must become not finite."""
+        """Return the rows of the step that fail, each once. The caller must make their KV cache values not finite."""
         order, slots = self._order(batch), batch.slots()
         spoilt = []
         if order is not None and order.kind == ONE_ROW and order.times:
@@ -74,8 +74,10 @@ class Faults:
         return {slot: RowFailure(ErrorCode.NON_FINITE_LOGITS, "planted") for slot in spoilt}
 
     def _order(self, batch: ScheduledBatch) -> Order | None:
-        """Return the fault of the step, if any. Faults that would end a request, of one row or one sequence, are
-        rare."""
+        """Return the fault of the step, if any.
+
+        Faults of a single row, or of a step of one sequence, may end a request. They are rare.
+        """
         if not self._rate:
             return None
         if batch.iteration not in self._orders:
@@ -90,10 +92,10 @@ class Faults:
 class LateBackend:
     """A backend whose steps run, in the order of their launches, when one of them is read, or a little before.
 
-    inner       runs each step whole in its turn. It must raise NOT_RUN and NOT_DRAWN itself, after the block tables
-                and the operations of the batch are done: a step that was launched repeats neither
-    poison      (batch, slots) makes what the step wrote for these slots not finite
-    eagerness   probability, at each launch, that the device runs all of its queue
+    inner       the backend that runs each step as a whole. It must raise NOT_RUN and NOT_DRAWN itself, after the block
+                tables and the operations of the batch are done, because a launched step does not repeat them
+    poison      (batch, slots) makes the values that the step wrote for these slots not finite
+    eagerness   probability, at each launch, that the device runs all steps of its queue
     """
 
     def __init__(self, inner, faults: Faults, poison: Callable[[ScheduledBatch, list[int]], None], eagerness: float,
@@ -115,7 +117,7 @@ class LateBackend:
         return step
 
     def run_up_to(self, step: "LateStep") -> None:
-        """Run the steps launched before this one, then this one."""
+        """Run the steps that were launched before this step, then this step."""
         while step in self._queue:
             first = self._queue.popleft()
             try:

@@ -1,4 +1,4 @@
-"""What a seed draws: an engine and its requests."""
+"""Generates an engine and its requests from a seed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from batch_manager import (
 )
 from tests.deterministic.differential import FAMILIES, VOCAB
 
-SMALL = 9                               # a bias makes the ids below it likely, and words consist of them
+SMALL = 9                               # ids below 9 are likely because of a bias; words consist of these ids
 SCRIPTED = "scripted"
 WIDEST = 3
 
@@ -48,7 +48,7 @@ class Ask:
 class RunAheadScenario:
     """An engine and its requests.
 
-    family   that of a checkpoint, or SCRIPTED
+    family   the family of its checkpoint, or SCRIPTED
     """
 
     seed: int
@@ -75,7 +75,7 @@ class RunAheadScenario:
         return self.family == SCRIPTED
 
     def params(self, run_ahead: bool) -> TrtGptModelOptionalParams:
-        """Return the parameters of the engine, without those of the KV cache that the backend decides."""
+        """Return the parameters of the engine, without the parameters of the KV cache that the backend decides."""
         return TrtGptModelOptionalParams(
             run_ahead=run_ahead, max_batch_size=self.max_batch_size, max_num_sequences=self.max_num_sequences,
             max_num_tokens=self.max_num_tokens, enable_chunked_context=self.chunking is not None,
@@ -94,7 +94,7 @@ class RunAheadScenario:
         return [self.family, *(name for name, holds in said.items() if holds)]
 
 
-# Users' functions. They add to the logit of a token that depends on all earlier tokens, including the newest.
+# Functions of the user. They raise the logit of a token that depends on all earlier tokens, including the newest.
 
 def shift_one(request_id: int, logits, token_ids: list[list[int]]):
     for beam, tokens in enumerate(token_ids):
@@ -108,7 +108,7 @@ def shift_batched(request_ids: list[int], logits, token_ids: list[list[list[int]
 
 
 def draw_scenario(seed: int, family: str | None = None) -> RunAheadScenario:
-    """Return the scenario of a seed. Every other one has the scripted model. family: None: drawn from the seed"""
+    """Return the scenario of a seed. Odd seeds have the scripted model, unless `family` is given."""
     draw = Random(f"run ahead {seed}")
     if family is None:
         family = SCRIPTED if seed % 2 else draw.choice([one for one in FAMILIES for _ in range(
@@ -125,7 +125,7 @@ def draw_scenario(seed: int, family: str | None = None) -> RunAheadScenario:
     reuse = not sinks and draw.random() < 0.45
     prompt, output = draw.choice([6, 6, 16, 30]), draw.choice([6, 12, 24, 30])
     chunking = draw.choice([None, None, *ContextChunkingPolicy])
-    if reuse and chunking is not None:                            # many chunks of prompts that begin alike
+    if reuse and chunking is not None:                            # many chunks of prompts with a common prefix
         prompt, output = draw.choice([30, 50]), min(output, 12)
         block = min(block, 8)
     beginning = [draw.randrange(vocab) for _ in range(prompt)]
@@ -149,14 +149,14 @@ def draw_scenario(seed: int, family: str | None = None) -> RunAheadScenario:
 
 
 def num_blocks(ask: Ask, tokens_per_block: int, *, is_reused_or_slides: bool) -> int:
-    """Return about how many blocks the request may need when it is alone."""
+    """Return an estimate of the number of blocks that the request needs alone."""
     tokens = len(ask.tensors["input_ids"]) + ask.tensors["request_output_len"]
     return ask.beam_width * (-(-tokens // tokens_per_block) + 2 * is_reused_or_slides)
 
 
 def draw_ask(draw: Random, vocab: int, beginning: list[int], longest_prompt: int, longest_output: int, family: str,
              beams: float, processors: float, shortest_output: int) -> Ask:
-    """Draw a request with random features.
+    """Generate a request with random features.
 
     beginning           tokens that its prompt may begin with
     beams, processors   probability of several beams, and of a logits post-processor
@@ -216,7 +216,7 @@ def draw_wishes(draw: Random, tensors: dict[str, Any], vocab: int) -> None:
     if draw.random() < 0.2:
         tensors |= {"runtime_top_p": draw.uniform(0.5, 1.0), "runtime_top_p_decay": 0.9, "runtime_top_p_min": 0.2,
                     "runtime_top_p_reset_ids": draw.randrange(SMALL), "random_seed": draw.getrandbits(63)}
-    if draw.random() < 0.45:                                      # an end id may come at any token
+    if draw.random() < 0.45:                                      # the output may end at any token
         noise = np.random.default_rng(draw.getrandbits(32)).normal(size=vocab)
         tensors["embedding_bias"] = (draw.choice([5.0, 20.0]) * (np.arange(vocab) < SMALL) + noise).astype(np.float32)
         if draw.random() < 0.8:

@@ -1,4 +1,4 @@
-"""T17, quick: a few hundred pairs of a run in lockstep and one that runs ahead; planted bugs are caught."""
+"""T17, quick: a few hundred requests get the same responses in lockstep and with run-ahead; planted bugs are caught."""
 
 import dataclasses
 import logging
@@ -121,7 +121,7 @@ def what_a_discarded_row_wrote_is_not_cleared(patch) -> None:
     patch.setattr(Resources, "_clear_unread", lambda self, request: None)
 
 
-# Scripted scenarios, most of them a third of a second long. The first seed catches the bug, or is just before one.
+# Scripted scenarios, most of which take a third of a second. The first seed, or a seed soon after it, catches the bug.
 @pytest.mark.parametrize(("plant", "first_seed"), [
     (one_column_per_slot, 1), (rows_of_ended_requests_are_read, 1), (void_rows_are_read, 1),
     (requests_in_lockstep_run_ahead, 1), (contexts_are_published_unread, 67),

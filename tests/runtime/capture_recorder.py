@@ -1,8 +1,8 @@
 """Records what a function launches on a CPU: torch operations and interpreted Triton kernels.
 
-A graph can replace a step only if two steps of one shape launch the same: the same operations in the same order, with
-the same grids, numbers, sizes and addresses. `Recorder.entries` describes the launches for a comparison. `refusals` are
-operations that a capture would refuse. `replay` does what the replay of a graph does: it runs the recorded operations
+A graph can replace a step only if two steps of one shape launch the same operations in the same order, with the same
+grids, numbers, sizes and addresses. `Recorder.entries` describes the launches for a comparison. `refusals` are
+operations that a capture would refuse. `replay` works like the replay of a graph: it runs the recorded operations
 again, with the recorded arguments, in the same memory.
 """
 
@@ -12,14 +12,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-# These read the device, or make a tensor from host memory.
+# Operations that read the device, or make a tensor from host memory.
 REFUSED = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten._unique", "aten.is_nonzero",
            "aten.equal", "aten.lift_fresh", "aten._pin_memory")
 READING_METHODS = ("tolist", "numpy", "item", "cpu")
 
 
 def storage_of(tensor):
-    """Identify the memory of a tensor: by its address, or by the object if the tensor is packed."""
+    """Return a key of a tensor's memory: its address, or the object if the tensor is packed."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else f"packed {id(tensor)}"
 
 
@@ -41,7 +41,7 @@ class Recorder(TorchDispatchMode):
         self._calls, self._made, self._held = [], {}, []
 
     def __enter__(self):
-        # Not isinstance: it reads __class__, which changes some objects.
+        # isinstance would read __class__, which changes some objects.
         self._kept = {storage_of(value) for value in gc.get_objects()
                       if issubclass(type(value), torch.Tensor)}
         self._restore = _patch(self)
@@ -72,13 +72,13 @@ class Recorder(TorchDispatchMode):
         return result
 
     def launch(self, run, executor, args, kwargs):
-        """Record a Triton kernel. The arguments are those of the interpreter."""
+        """Record and launch a Triton kernel. The arguments are those of the interpreter."""
         with _disable_current_modes():
             self.launches.append(executor.fn.__name__)
             self.entries.append((executor.fn.__name__, executor.grid, self._described((args, kwargs))))
             self._held.append((args, kwargs))
             self._calls.append((lambda: run(executor, *args, **kwargs), []))
-            self.is_launching = True                    # the interpreter reads tensors here; a GPU would not
+            self.is_launching = True                    # the interpreter reads tensors, unlike a GPU
             try:
                 return run(executor, *args, **kwargs)
             finally:
@@ -137,9 +137,9 @@ def _patch(recorder):
 
 
 class ReplayedGraph:
-    """Replaces device.CapturedGraph: a graph on a CPU.
+    """Replaces device.CapturedGraph by a graph on a CPU.
 
-    captured, replayed   the shape of the step, for each capture and replay
+    captured, replayed   the shapes of the steps that were captured and replayed
     """
 
     captured, replayed = [], []

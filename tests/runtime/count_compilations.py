@@ -1,11 +1,11 @@
-"""Counts the variants of Triton kernels that the native backend compiles in its warm-up and while it serves, and those
-of fused products.
+"""Counts the variants of Triton kernels that the native backend compiles in its warm-up and while it serves.
 
-    python count_compilations.py [--every-pair] FOLDER [FOLDER ...]     a config.json in each; prints an object for each
+    python count_compilations.py [--every-pair] FOLDER [FOLDER ...]     each FOLDER has a config.json
 
-No kernel is compiled or launched: a stand-in for Triton's driver pretends that there is a GPU, and compiling is
-replaced by counting. The outputs of kernels stay 0, and their flags "finite" are true. The process must run without
-TRITON_INTERPRET, and nothing else in it may use triton. test_no_compilation_while_serving.py runs this program.
+The program prints a JSON object for each folder. It also counts the variants of fused products. No kernel is compiled
+or launched: a replacement of Triton's driver pretends that the machine has a GPU, and compilations are only counted.
+The outputs of kernels stay 0, and their flags "finite" are true. The process must run without TRITON_INTERPRET, and
+nothing else in it may use triton. test_no_compilation_while_serving.py runs this program.
 """
 
 import importlib.util
@@ -37,7 +37,7 @@ VOCAB, MAX_BEAM_WIDTH, NUM_SLOTS, CONTEXT = 50, 6, 40, 20
 TABLES = torch.zeros((MAX_BATCH + 1, MAX_PAGES), dtype=torch.int32)
 
 SAMPLED = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.1}
-# Options of sequences, each of them with and without sampling.
+# Options of sequences. Each is used with and without sampling.
 WANTED = (
     {}, {"return_log_probs": True}, {"end_id": 3}, {"stop_words": ((5,), (6, 7))}, {"bad_words": ((8,), (9, 10))},
     {"embedding_bias": np.zeros(VOCAB, np.float32)}, {"return_generation_logits": True},
@@ -83,11 +83,13 @@ def packed_step(query_lengths, kv_lengths, num_contexts):
 
 
 def steps(every_pair):
-    """Yield generation steps of all batch sizes and lengths, with one long sequence among short ones, and contexts
-    alone and with generation.
+    """Yield steps of many shapes.
 
-    every_pair   whether every batch size gets every length. Otherwise small batches and those around multiples of 16
-                 get all lengths; the others get every eighth length, starting at a different one for each size
+    These are generation steps of all batch sizes and lengths, generation steps with one long sequence among short ones,
+    and contexts alone and with generation.
+
+    every_pair   whether every batch size gets every length. Otherwise, small batches and batches around multiples of 16
+                 get all lengths; the other batches get every eighth length, from a different first one for each size
     """
     whole = TOKENS_PER_BLOCK * MAX_PAGES
     for batch in range(1, MAX_BATCH + 1):
@@ -102,7 +104,7 @@ def steps(every_pair):
 
 
 def serve(backend):
-    """Run steps of all kinds through the backend. Return their number."""
+    """Run steps of all kinds in the backend. Return their number."""
     num_steps = 0
 
     def step(**work):
@@ -142,7 +144,7 @@ def serve(backend):
 
 
 def serve_attention(attention, spec, every_pair):
-    """Run steps of all shapes through attention alone. Return their number."""
+    """Run steps of all shapes in attention alone. Return their number."""
     heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
     packed = torch.zeros(2 * MAX_BATCH, sum(heads), spec.head_size, dtype=attention.layer_pools[0].dtype)
     tables = torch.zeros(TOKENS_PER_BLOCK * MAX_PAGES, spec.head_size // 2)
@@ -172,14 +174,14 @@ def serve_bound(attention, step, query, key, value, rotary):
 
 
 class PassedOn:
-    """Replaces attention, which is served above."""
+    """Replaces attention, which `serve_attention` runs."""
 
     def run(self, layer, query, key, value, rotary):
         return query.flatten(1)
 
 
 def count_fused(folder):
-    """Return the variants that fused products compile in the steps of their comparison, and in all later steps."""
+    """Return the variants of fused products that are compiled in the steps of their comparison, and in later steps."""
     decide, dispatch.use_triton = dispatch.use_triton, lambda device: True
     loaded = load_model(folder, device=torch.device("cpu"), dtype="bfloat16", load_format="dummy")
     recording, gives_logits = record_step(loaded, loaded.spec)
@@ -196,8 +198,7 @@ def count_fused(folder):
 
 
 def scratch():
-    """Return, for some shapes, the bytes that `sample_token` allocates besides its results, and those of a memory
-    plan."""
+    """Return, for some shapes, the bytes that `sample_token` allocates besides its results, and the planned bytes."""
     from batch_manager.triton_kernels.sample_scratch import scratch_bytes
     from batch_manager.triton_kernels.sample_token import sample_token
 

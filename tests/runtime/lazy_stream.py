@@ -1,7 +1,7 @@
-"""A stream of a GPU, on a CPU, that is as late as it may be: the copies of device.py wait in a queue.
+"""A stream of a GPU, on a CPU, that is as late as allowed: the copies of device.py wait in a queue.
 
-A stream runs its actions in order, and as late as it likes. So an order is given by how far the stream has come at each
-moment when the host writes memory that the stream reads. `every_order` tries all orders.
+A stream runs its actions in order, at any time. An interleaving with the host is determined by the number of actions
+that are done each time the host writes memory that the stream reads. `every_order` tries all interleavings.
 """
 
 import contextlib
@@ -13,7 +13,10 @@ from batch_manager.runtime import device as device_module
 
 
 class LazyStream:
-    """waits   how often the host had to wait for an unfinished action"""
+    """A queue of actions.
+
+    waits   how often the host had to wait for an unfinished action
+    """
 
     def __init__(self):
         self.queue, self.done, self.given, self.waits = deque(), 0, 0, 0
@@ -65,7 +68,7 @@ def lazily(monkeypatch):
 
 
 def every_order(run):
-    """Call run(choose) until choose(n), which returns one of 0..n, has made every choice. Return how often."""
+    """Call run(choose) until choose(n), which returns one of 0..n, has made every choice. Return the number of runs."""
     path, count = [], 0
     while True:
         taken = _run_along(run, path)

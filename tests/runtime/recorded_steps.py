@@ -28,14 +28,14 @@ from tests.runtime.capture_recorder import Recorder, ReplayedGraph
 
 SLOTS, BLOCK, BLOCKS = 6, 16, 48
 MIXED = StepShape(8, True, True, 64, MOST_CONTEXTS)
-SHORT, LONG = (1, 40), (90, 127)                  # lengths of sequences with one part, and with several
+SHORT, LONG = (1, 40), (90, 127)                  # lengths that attention computes in one part, and in several
 SAMPLED = SlotSetup(SamplingConfig(temperature=0.9, top_k=20, top_p=0.9, random_seed=3))
 
 
 def random_batch(draw, num_rows, is_split, contexts=()):
     """Return a batch whose rows are in random slots, with random block tables.
 
-    contexts   (number of tokens, whether they are the last of the prompt) of each context
+    contexts   (number of tokens, whether the chunk is the last of the prompt) of each context
     """
     slots, work = draw.permutation(SLOTS).astype(np.int32), []
     lengths = draw.integers(*SHORT, num_rows).astype(np.int32)
@@ -78,7 +78,7 @@ def record(backend, steps, batch):
 
 
 def output(backend, steps, batch, shape):
-    """Return what the host reads from the memory that a step writes: tokens, log-probs or None, failures."""
+    """Return (tokens, log-probs or None, failures), which the host reads from the memory that a step writes."""
     results = {"results": steps.inputs.tensors(shape).read_back.clone().numpy()}
     found = PlainStep(batch, shape, backend._decoder.state.active, SimpleNamespace(wait=lambda: results)).finish()
     return found.tokens.tolist(), None if found.log_probs is None else found.log_probs.tolist(), found.failures
@@ -91,8 +91,11 @@ def set_up(backend, samples):
 
 
 def recordings(backend, steps):
-    """Yield for each shape: whether two batches, the second with more padding, launch the same; what a capture refuses;
-    whether a replay of the first batch's launches on the second one's inputs gives the second one's results."""
+    """Yield a finding for each shape, from two batches, the second of which has more padding.
+
+    The finding says whether both launch the same operations, which operations a capture refuses, and whether a replay
+    of the first batch's launches on the inputs of the second gives the results of the second.
+    """
     draw = np.random.default_rng(5)
     for samples in (False, True):
         set_up(backend, samples)
@@ -118,7 +121,7 @@ def recording(backend, steps, expected_shape, first, second):
 
 
 def counted(folder):
-    """Yield the launches of a step, of models with one and two layers and 16-bit logits."""
+    """Yield the launches of a step for models with one and two layers and 16-bit logits."""
     made = [make_steps(engine_modes.checkpoint(folder, num_layers), "float16") for num_layers in (1, 2)]
     for samples in (False, True):
         found = []
@@ -130,7 +133,7 @@ def counted(folder):
 
 
 def planted(backend, steps):
-    """Yield findings of the recorder for wrong steps: two take a value from the host, one waits for the device."""
+    """Yield the recorder's findings for wrong steps: two take a value from the host, and one waits for the device."""
     def rows_of_the_host(steps, given, shape):
         given.generation.table_rows.copy_(torch.from_numpy(steps.inputs.arrays(shape)["table_rows"].copy()))
 
@@ -152,8 +155,10 @@ def planted(backend, steps):
 
 
 def launches(folder):
-    """Yield the launches of one Llama layer, and those around all layers, in a step of four rows: by the layers
-    themselves ("separate"), and fused. Also yield how much the logits of the two differ."""
+    """Yield the launches of one Llama layer, and the launches outside of the layers, in a step of four rows.
+
+    Each is counted without fusion ("separate") and fused. The difference between the logits of the two is yielded too.
+    """
     found = []
     for num_layers in (1, 2):
         CONFIGS["llama"] |= engine_modes.SMALL | {"num_hidden_layers": num_layers}
@@ -186,7 +191,7 @@ def replays(folder):
 
 
 if __name__ == "__main__":
-    # The preparations of an engine before its first step take most of the time, and other tests cover them.
+    # The warm-up and the comparison of fused products take most of the time, and other tests cover them.
     native_backend.NativeBackend.warm_up = lambda *_: None
     step_fusion.COMPARED_TOKENS = ()
     made = make_steps(engine_modes.checkpoint(sys.argv[1]))

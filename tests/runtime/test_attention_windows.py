@@ -52,7 +52,7 @@ KNOWN = {}      # (model, prompt, window, sink) -> the prompt and the tokens fou
 
 
 def reference(model, prompt, count, window=None, sink=0):
-    """Return greedy tokens by transformers, without a KV cache. window: None: the model's own mask"""
+    """Return greedy tokens by transformers, without a KV cache. If `window` is None, the model's own mask applies."""
     tokens = KNOWN.setdefault((model, tuple(prompt), window, sink), list(prompt))
     with torch.inference_mode():
         while len(tokens) < len(prompt) + count:
@@ -69,7 +69,7 @@ def reference(model, prompt, count, window=None, sink=0):
 class Host:
     """Maps blocks as sequences grow. Takes back blocks that leave the window, and fills them with NaN.
 
-    stale   whether entries of returned blocks keep the block id; otherwise they are reset to -1
+    stale   whether the table entries of returned blocks keep the block id; otherwise they are reset to -1
     """
 
     def __init__(self, backend, window, sink, stale):
@@ -79,7 +79,7 @@ class Host:
         self.most_held, self.num_operations = 0, backend._num_operations
 
     def run(self, contexts=(), generate=()):
-        """contexts: (slot, chunk, start, is last)."""
+        """Run a step. `contexts` has (slot, chunk, start, is last) of each context, `generate` the generating slots."""
         changes, self.gone, clears = self.gone, [], []
         works = []
         for slot, chunk, start, is_last in contexts:
@@ -116,7 +116,7 @@ class Host:
                 block = self.held[slot].pop(index)
                 with torch.inference_mode():
                     self.backend._pool[block] = torch.nan
-                self.free.insert(0, block)                         # first, so that it is soon reused
+                self.free.insert(0, block)                         # at the front, so that it is soon reused
                 self.left[slot] += 1
                 if not self.stale:
                     self.gone.append((slot, index, -1))

@@ -1,4 +1,4 @@
-"""Logits post-processors and embeddings of sequences, on the backend alone, on either device."""
+"""The native backend applies logits post-processors and embeddings of sequences, on a CPU and on a GPU."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def backend(checkpoint, request):
 
 
 def step(contexts=(), rows=()):
-    """contexts: (slot, tokens, start, last, setup, embeddings); rows: (slot, kv length)."""
+    """A step of contexts (slot, tokens, start, last, setup, embeddings) and generation rows (slot, kv length)."""
     works = tuple(ContextWork(slot, np.array(tokens, np.int32), start, last, setup, embeddings)
                   for slot, tokens, start, last, setup, embeddings in contexts)
     new = [(work.slot, index, work.slot * PER_SEQUENCE + index) for work in works if work.setup is not None

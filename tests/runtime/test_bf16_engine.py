@@ -1,7 +1,7 @@
-"""An engine in bfloat16, as users run it, against the same model in float32 on the CPU: a real model on real text.
+"""An engine in bfloat16 agrees with the same model in float32 on the CPU, for a real model and real text.
 
 On a GPU, this is the only test in which a whole engine uses the matrix instructions of its kernels. On a CPU, the same
-function tests the CPU's own bfloat16, so that the test is known to work.
+function tests the CPU's bfloat16, which shows that the test works.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ PROMPTS = ["It is a truth universally acknowledged, that a single man in possess
            "Emma smiled, and", "The evening was", "She had been", "Mr. Darcy drew his chair a little towards her"]
 NEW_TOKENS = 24
 ALLOWED_ERROR = 0.03            # relative norm of a request's logits; each layer rounds to 8 bits
-LEAST_AGREEMENT = 0.95          # of the most likely tokens, while both engines have the same input tokens
+LEAST_AGREEMENT = 0.95          # least share of equal argmax tokens, while both engines have the same input tokens
 
 
 def serve(make_manager, new_client, **options):
@@ -57,7 +57,7 @@ def test_bfloat16_is_float32_up_to_its_rounding(make_manager, new_client, device
         assert error(context, their_context) < ALLOWED_ERROR
         same += int((context.argmax(-1) == their_context.argmax(-1)).sum())
         compared += len(context)
-        # Up to the first token that differs, both engines have the same input.
+        # Both engines have the same input up to the first token that differs.
         shared = next((n for n, pair in enumerate(zip(tokens, their_tokens)) if pair[0] != pair[1]), NEW_TOKENS - 1) + 1
         assert error(generation[:shared], their_generation[:shared]) < ALLOWED_ERROR
         same += int((generation[:shared].argmax(-1) == their_generation[:shared].argmax(-1)).sum())

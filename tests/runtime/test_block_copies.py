@@ -1,4 +1,4 @@
-"""Copies between blocks, and to and from host memory, on the native backend."""
+"""The native backend copies blocks to other blocks, to host memory and back."""
 
 import numpy as np
 import pytest
@@ -86,7 +86,7 @@ def test_what_goes_to_the_host_comes_back_although_its_block_was_overwritten(che
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_sequence_goes_on_where_its_blocks_were_copied_to(checkpoint, device):
-    """Its blocks move, partly through host memory, with a generation step in between, and it gets the same tokens."""
+    """A sequence gets the same tokens after its blocks moved, partly through host memory, with a step in between."""
     backend, prompt = build(checkpoint, device), np.arange(20, dtype=np.int32)
 
     def start(slot, length, blocks, tokens=None, operations=()):

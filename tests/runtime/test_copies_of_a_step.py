@@ -1,7 +1,8 @@
-"""The copies of a step to the device, observed without a device.
+"""A step copies only its upload buffers to the device. The tests observe the copies without a device.
 
-Tensors on torch's "meta" device, which have a shape and no memory, stand for those on a GPU. A copy from the host to a
-GPU would make the host wait for the previous step. It shows as an operation from a CPU tensor to a meta tensor.
+Tensors on torch's "meta" device, which have a shape and no memory, replace tensors on a GPU. Any other copy from the
+host to a GPU would make the host wait for the previous step. It shows as an operation from a CPU tensor to a meta
+tensor.
 """
 
 from dataclasses import replace
@@ -57,7 +58,7 @@ class CountedUploads:
 
 
 class Model:
-    """One layer with 2 query heads and a KV head, as attention sees it."""
+    """A model of one layer with 2 query heads and a KV head."""
 
     def __init__(self, attention):
         self.attention = attention
@@ -135,14 +136,14 @@ def test_a_step_sends_its_arrays_in_one_copy_and_one_more_where_sequences_enter(
     for step, lengths in enumerate(([37, 5], [38, 6])):
         generation = GenerationWork(np.array([0, 1], np.int32), np.array(lengths, np.int32))
         assert engine.run(ScheduledBatch(1 + step, generation=generation)) == (1, [])
-    generation = GenerationWork(np.array([0], np.int32), np.array([150], np.int32))     # long enough for several parts
+    generation = GenerationWork(np.array([0], np.int32), np.array([150], np.int32))     # attention splits this length
     assert engine.run(ScheduledBatch(3, context=(context(2, 3),), generation=generation,
                                      block_table_updates=tables)) == (2, [])
     assert engine.attention._generation.work[None][1] is not None
 
 
 def generation(*rows):
-    """rows: (slot, tokens in the KV cache)"""
+    """The generation work of rows (slot, tokens in the KV cache)."""
     return GenerationWork(*np.array(rows, np.int32).reshape(-1, 2).T)
 
 
@@ -153,7 +154,7 @@ def tables_of(slots, num_blocks):
 
 def test_a_plain_step_sends_one_buffer_whose_size_its_shape_gives(monkeypatch):
     engine = Engine(monkeypatch)
-    # As many changes as fit into the step's own buffer; later some more, which take another copy.
+    # As many changes as fit into the step's own buffer. More changes, which take another copy, come later.
     fits = tables_of(2, (2 + SPARE_CHANGES) // 2)
     (size,), others = engine.run_plainly(ScheduledBatch(
         0, generation=generation((0, 37), (1, 5)), block_table_updates=fits))

@@ -22,7 +22,7 @@ def test_every_generation_step_gets_the_smallest_shape_that_holds_it_or_none(mos
     rows = graph_rows(most_rows)
     assert list(rows) == sorted(set(rows)) and rows[: len(SMALL_ROWS)] == SMALL_ROWS[: len(rows)]
     assert (rows[-1] >= most_rows) == (most_rows <= MOST_ROWS)
-    assert len(rows) == 1 or rows[-2] < most_rows                 # every shape is needed
+    assert len(rows) == 1 or rows[-2] < most_rows                 # no shape is superfluous
     found = padded(num_rows, rows)
     if found is None:
         assert num_rows > rows[-1]
@@ -48,7 +48,7 @@ def test_every_step_with_contexts_gets_the_smallest_shape_that_holds_it_or_none(
         size for size in sizes if size[0] >= num_rows and size[1] >= num_tokens]
     assert found == min(holding, key=sum, default=None)
     fits = num_rows <= min(most_rows, MIXED_ROWS[-1]) and num_tokens <= min(most_tokens, MIXED_TOKENS[-1])
-    if found is None and fits:                      # it would take too long to compute
+    if found is None and fits:                      # the padded step would take too long to compute
         rows, tokens = padded(num_rows, MIXED_ROWS), padded(num_tokens, MIXED_TOKENS)
         assert 2 * num_weights * (rows + tokens) > MOST_OPERATIONS
     if found is not None:

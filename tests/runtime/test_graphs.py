@@ -15,7 +15,7 @@ SHAPES.append(StepShape(4, True, True, 64, 32))
 
 
 class Graph:
-    """Calls the captured function again."""
+    """A graph whose replay calls the captured function again."""
 
     def __init__(self, device, memory_of=None):
         self.memory_of = memory_of
@@ -32,7 +32,7 @@ class Graph:
 
 @pytest.fixture
 def made(monkeypatch):
-    """Return made(fails_at) -> (whether graphs were captured, the graphs). `events` lists what happens."""
+    """Return made(fails_at) -> (whether graphs were captured, the graphs). `events` lists preparations and runs."""
     def make(fails_at=None):
         events.clear()
         monkeypatch.setattr(Graph, "fails_at", fails_at, raising=False)

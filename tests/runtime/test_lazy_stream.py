@@ -1,4 +1,4 @@
-"""Uploads and results of steps on a late stream: in every order, each arrives as it was when it was sent."""
+"""Uploads and results of steps on a late stream arrive unchanged, in every interleaving of host and stream."""
 
 import numpy as np
 import pytest
@@ -9,13 +9,15 @@ from batch_manager.runtime.device import Readback, Uploads
 
 from .lazy_stream import every_order, lazily
 
-ELSEWHERE = torch.device("meta")               # by its name no CPU; the tensors are on the CPU all the same
+ELSEWHERE = torch.device("meta")               # the name of another device; the tensors are on the CPU
 STEPS, SIZE = 5, 6
 
 
 def steps_ahead(monkeypatch, choose):
-    """Run an engine that reads a step when the next one is launched, in fixed memory. Return (results, waits for an
-    upload)."""
+    """Run steps in fixed memory, and read each step after the next one is launched.
+
+    Returns (results, number of waits for an upload).
+    """
     results, waits_of_uploads = [], 0
     with lazily(monkeypatch) as stream:
         uploads, there, block = Uploads(ELSEWHERE), torch.zeros(SIZE, dtype=torch.uint8), torch.zeros(SIZE)

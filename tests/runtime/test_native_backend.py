@@ -67,7 +67,7 @@ def reference(checkpoint, prompt, count):
 
 
 def blocks_of(slot):
-    """Return the blocks of a slot. Those of different slots are interleaved, and not in order."""
+    """Return the blocks of a slot. The blocks of different slots are interleaved and out of order."""
     return [(slot + 5 * ((3 * i + slot) % PER_SEQUENCE)) for i in range(PER_SEQUENCE)]
 
 
@@ -77,7 +77,7 @@ def updates(slots):
 
 
 def step(contexts=(), rows=()):
-    """contexts: (slot, tokens, start, last, setup); rows: (slot, kv length)."""
+    """A step of contexts (slot, tokens, start, last, setup) and generation rows (slot, kv length)."""
     works = tuple(ContextWork(slot, np.array(tokens, np.int32), start, last, setup)
                   for slot, tokens, start, last, setup in contexts)
     generation = GenerationWork(np.array([slot for slot, _ in rows], np.int32),
@@ -199,7 +199,7 @@ def plant(backend, where, value):
 
 
 class FaultyModel:
-    """Raises in `forward` or `logits`, after the keys and values were written."""
+    """A model that raises in `forward` or `logits`, after the keys and values were written."""
 
     def __init__(self, model):
         self.model, self.calls, self.fail_at = model, 0, None
@@ -390,7 +390,7 @@ def test_what_kernels_sample_in_is_set_aside(checkpoint, monkeypatch):
 
 
 def test_the_warm_up_samples_from_logits_of_each_dtype_that_serving_has(checkpoint, monkeypatch):
-    """A kernel has a variant for each dtype."""
+    """The warm-up samples from logits of each dtype, because a kernel has a variant for each dtype."""
     seen = set()
 
     class ReadsAnyDtype(GptDecoder):
@@ -402,7 +402,7 @@ def test_the_warm_up_samples_from_logits_of_each_dtype_that_serving_has(checkpoi
 
     monkeypatch.setattr(native_backend, "GptDecoder", ReadsAnyDtype)
     build(checkpoint, dtype="bfloat16")
-    # Greedy steps need no kernel that the others do not need.
+    # All kernels of greedy steps are used by sampled steps too.
     assert seen == {(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)}
 
 
@@ -598,7 +598,7 @@ def _check_on_a_gpu(checkpoint, layout, setups):
 
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_the_rows_of_draft_tokens_are_those_of_the_same_tokens_one_by_one(checkpoint, drafts):
-    """The input side of drafts: how they are packed, computed and read. Nothing accepts them yet."""
+    """Draft tokens are packed, computed and read like single tokens. The backend does not accept drafts yet."""
     backend = build(checkpoint)
     prompts = prompts_of(7, 5)
     expected = [reference(checkpoint, prompt, drafts + 2)[0] for prompt in prompts]

@@ -1,4 +1,4 @@
-"""The warm-up meets every variant of a kernel: a request that waits for a compiler waits for seconds."""
+"""The warm-up compiles every variant of a kernel. A request that waits for the compiler would wait for seconds."""
 
 import json
 import os
@@ -41,18 +41,21 @@ def findings(tmp_path_factory):
 
 
 def test_the_warm_up_compiles_every_variant_of_a_kernel_that_serving_meets(findings):
-    """Attention runs 11,000 steps for each model: every batch size and every length, but not every pair. The 35,000
-    steps of all pairs are run by hand."""
+    """After the warm-up, no variant of a kernel is compiled.
+
+    Attention runs 11,000 steps for each model, with every batch size and every length, but not every pair. The 35,000
+    steps of all pairs are run by hand.
+    """
     *of_models, _ = findings
     assert len(of_models) == len(CONFIGS)
     for found in of_models:
         assert found["steps"] > 350 and found["attention_steps"] > 256 * 16 + 46 * 112
         assert found["serving"] == {}
-        # Generation reads the block tables of its step, or, in a plain step, those of all sequences.
+        # Generation reads the block tables of its step or, in a plain step, the block tables of all sequences.
         attention = {"_rope_kv_append_kernel": 1, "_context_kernel": 1, "_decode_kernel": 2, "_merge_kernel": 1}
         assert attention.items() <= found["warm_up"].items()
         assert found["warm_up"].keys() >= OTHERS
-        # The products after a norm: queries, keys and values; gate and up; the head. More rows add no variant.
+        # There are three products after a norm: queries, keys and values; gate and up; the head. More rows add none.
         assert found["fused"] == [{"_fused_linear_kernel": 3}, {}]
 
 

@@ -49,7 +49,7 @@ def test_two_contexts_and_two_generation_rows_by_hand():
 
 
 def test_draft_tokens_by_hand():
-    """Slot 5 ends its prompt with two drafts, slot 7 has two drafts, and slot 0 has none."""
+    """A step is packed correctly if slot 5 ends its prompt with two drafts, slot 7 has two drafts, and slot 0 none."""
     tables = BlockTables(8, 4)
     batch = ScheduledBatch(
         iteration=0,
@@ -76,7 +76,10 @@ def test_draft_tokens_by_hand():
 
 
 def test_beams_by_hand():
-    """Each slot has three rows in the tables. Slot 2 has a context; slots 1 and 0 have two beams each."""
+    """A step with beams is packed correctly.
+
+    Each slot has three rows in the tables. Slot 2 has a context; slots 1 and 0 have two beams each.
+    """
     tables = BlockTables(1, 1)
     batch = ScheduledBatch(
         iteration=0, max_beam_width=3, context=(context(2, [21, 22], 0, True, SlotSetup()),),

@@ -1,4 +1,4 @@
-"""What the host reads from the memory that a plain step writes. What steps compute: test_recorded_steps.py."""
+"""The host reads the right output from the memory of a plain step. test_recorded_steps.py tests the computation."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ def finished(batch, shape, results, sums=(), asking=()):
 
 
 def results_of(num_sampled):
-    """Return tokens 100.., finish 1 in every third row, all finite, log-probs 0.5, 1.5, .."""
+    """Return results with tokens 100, 101, .., finish 1 in every third row, all finite, log-probs 0.5, 1.5, .."""
     rows = np.arange(num_sampled, dtype=np.int32)
     return np.stack([100 + rows, rows % 3 == 0, np.ones(num_sampled, np.int32),
                      (rows + np.float32(0.5)).astype(np.float32).view(np.int32)])

@@ -1,4 +1,4 @@
-"""Which operations share a launch: in recordings made by hand, and in models of each family."""
+"""The right operations share a launch, in recordings made by hand and in models of each family."""
 
 import copy
 import dataclasses
@@ -32,7 +32,7 @@ from batch_manager.weights.json_file import Fields
 from tests.deterministic import differential
 from tests.deterministic.differential import DECODER, _RecordedWeights
 
-CONFIGS = copy.deepcopy(differential.CONFIGS)          # other tests change the sizes there
+CONFIGS = copy.deepcopy(differential.CONFIGS)          # other tests change the sizes in the original
 CPU = torch.device("cpu")
 LIMITS = DeviceLimits(shared_bytes=227 * 1024, multiprocessors=132, operands_in_shared=True)
 OWN_MODELS = Path(__file__).parents[1] / "own_models"
@@ -63,8 +63,7 @@ def recorded(operate, width=12):
 
 
 def kinds(steps):
-    """Return the kind of each launch. P is a product; n, a and + are a norm, an activation and a sum that it is fused
-    with."""
+    """Return the kind of each launch. P is a product; n, a and + are a norm, an activation and a sum fused with it."""
     def kind(step):
         if isinstance(step, FusedProduct):
             adds = "+" if step.product.adds else ""
@@ -115,7 +114,7 @@ def some_columns(x):
 
 
 def added_to_some_columns(x):
-    """A launch adds to all columns, so this product is not fused, and neither is its norm."""
+    """A product that is added to some columns. A launch adds to all columns, so it is not fused, nor is its norm."""
     wide = x.multiplied(matrix(24, 12), 24)
     left, right = wide.split_with_sizes([12, 12], 1)
     return x.normed(ones(12), None, 1e-5).multiplied(matrix(12, 12, bias=True), 12, adds_to=right) + left
@@ -222,7 +221,7 @@ def test_models_in_fewer_launches_give_their_own_logits(family, monkeypatch):
 
 
 class WithSinkLogits:
-    """Runs attention as the layers of a model with sink logits do."""
+    """Runs attention like the layers of a model with sink logits."""
 
     def __init__(self, attention):
         self.attention = attention
@@ -298,7 +297,10 @@ def test_registers_are_given_back_behind_their_last_use(monkeypatch):
     (lambda rows: rows.tanh(), logging.INFO),
     (lambda rows: rows if not isinstance(rows, torch.Tensor) else 3 * rows, logging.WARNING)])
 def test_an_engine_whose_model_cannot_be_recorded_runs_its_layers(change, level, monkeypatch, caplog):
-    """It also leaves nothing in the pool. The attention in torch stands for Triton's, which alone has plain steps."""
+    """An engine whose model cannot be recorded runs its layers, and the recording leaves nothing in the pool.
+
+    The attention in torch replaces Triton's attention, because only Triton's has plain steps.
+    """
     loaded = load("llama", monkeypatch)
     backend = build_native_backend(
         Path(__file__).parents[2] / "examples" / "models" / "austen-4m",

@@ -36,9 +36,10 @@ class Sequence:
 
 
 class Schedule:
-    """Runs sequences on a backend in a random order: chunks, batches, pauses, failed steps that run again in parts.
+    """Runs sequences on a backend in a random order, with chunks, batches, pauses, and failed steps run in parts.
 
-    With a window, blocks are taken back as they leave it, are filled with NaN, and soon go to another sequence.
+    With a window, the schedule takes back blocks that leave it, fills them with NaN, and soon gives them to another
+    sequence.
     """
 
     def __init__(self, backend, sequences, seed, window=None, sink=0):
@@ -117,7 +118,7 @@ class Schedule:
         first = len(sequence.blocks)
         for _ in range(missing):
             sequence.blocks.append(self.free_blocks.pop(self.random.integers(len(self.free_blocks))))
-        # Without a setup, the device has the earlier entries; with one, it has none.
+        # The device has the earlier entries, unless the sequence starts with a setup.
         begin = 0 if sequence.computed == 0 else first
         return [(sequence.slot, index, sequence.blocks[index]) for index in range(begin, len(sequence.blocks))]
 
@@ -139,7 +140,7 @@ class Schedule:
         return parts
 
     def run_ahead(self, batch, slots):
-        """Run the generation step after a batch, as far as there are blocks for it, and do not read its result."""
+        """Run the generation step after a batch, for sequences that have blocks for it, and do not read its result."""
         lengths = {work.slot: work.start + len(work.token_ids) for work in batch.context}
         lengths |= dict(zip(batch.generation.slots.tolist(), (batch.generation.kv_lengths + 1).tolist()))
         rows = [(slot, lengths[slot]) for slot in slots.tolist()
@@ -185,7 +186,7 @@ def sequences_of(count, seed):
 
 
 def with_features(sequences):
-    """Give the sequences all other options by which logits depend on the history."""
+    """Give the sequences all other options with which logits depend on the history."""
     features = [dict(repetition_penalty=1.5, no_repeat_ngram_size=2), dict(top_p=0.9, top_p_decay=0.8, top_p_min=0.3),
                 dict(presence_penalty=0.7, frequency_penalty=0.3, bad_words=((3,), (5, 7))), dict(min_p=0.1, top_p=1.0),
                 dict(end_id=4, min_length=9, embedding_bias=np.linspace(3, 0, VOCAB, dtype=np.float32)), {}]

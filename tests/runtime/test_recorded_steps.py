@@ -1,4 +1,4 @@
-"""Plain generation steps can be replayed: their shape decides what they launch, and a replay gives the step's results.
+"""Plain generation steps can be replayed: their shape determines their launches, and a replay gives their results.
 
 The steps run on interpreted kernels, in their own process; see recorded_steps.py.
 """

@@ -86,7 +86,7 @@ def test_a_wrong_block_table_changes_the_text():
     backend = ScriptedBackend(tokens_per_block=4)
     prompt = [1, 2, 3, 4, 5]
     run(backend, [context(0, prompt)], tables={0: [0, 1]})
-    run(backend, [context(1, [9, 9, 9, 9, 9])], tables={1: [0, 2]})           # block 0 is given away too early
+    run(backend, [context(1, [9, 9, 9, 9, 9])], tables={1: [0, 2]})           # slot 0 still needs block 0
     output = run(backend, rows=[(0, 5)])
     assert output.tokens.tolist() != backend.expected(prompt, 2)[1:]
 

@@ -60,7 +60,7 @@ def test_what_is_written_arrives_at_addresses_that_the_shape_gives(shapes, seed)
         for name, array in inputs.arrays(shape).items():
             array[...] = written[name] = draw.integers(-2**31, 2**31, array.shape)
         inputs.send(shape)
-        for array in inputs.arrays(shape).values():       # later writes do not change what was sent
+        for array in inputs.arrays(shape).values():       # later writes must not change the sent arrays
             array[...] = 0
         given, rows = inputs.tensors(shape), shape.rows
         there = arrays_of(given)
@@ -78,7 +78,7 @@ def test_what_is_written_arrives_at_addresses_that_the_shape_gives(shapes, seed)
             assert given.context_sums.data_ptr() == given.results.data_ptr() + given.results.nbytes
         assert given.generation.work[None][0].shape == (3 * rows + 7 if shape.is_split else rows, 4)
         addresses = [tensor.data_ptr() for tensor in (*there.values(), given.results) if tensor.data_ptr()]
-        if shape.contexts:                                # arrays_of concatenates these
+        if shape.contexts:                                # arrays_of concatenates these tensors, so use the originals
             addresses = [given.generation.table_rows.data_ptr(), given.contexts.table_rows.data_ptr(),
                          given.contexts.positions.data_ptr(), given.input_tokens.data_ptr()]
         assert known.setdefault(shape, addresses) == addresses

@@ -21,7 +21,7 @@ def on_a_new_thread(action):
 
 @pytest.fixture(params=[1, 4], ids=lambda count: f"the host has {count}")
 def before(request):
-    """Yield the thread count of the host. Afterwards it is unchanged, also for threads that the host starts later."""
+    """Yield the thread count of the host, and check that the test left it unchanged, also for new threads."""
     kept = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -74,7 +74,10 @@ def test_c18_engines_on_two_threads_do_not_take_each_others_number_for_the_hosts
 
 
 def test_c18_no_thread_of_the_hosts_ever_sees_another_number(before):
-    """Python switches threads between any two operations, so torch's setter would leave the process another number."""
+    """Other threads never see the thread count of a step.
+
+    Python may switch threads between any two operations, so torch's setter would change the number for the process.
+    """
     done, seen = threading.Event(), set()
 
     def host():

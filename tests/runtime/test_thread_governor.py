@@ -8,7 +8,7 @@ from batch_manager.runtime.thread_governor import PAIRS_OF_A_TRIAL, ThreadGovern
 
 
 class Machine:
-    """Cores, some of them busy with other programs. A step is 20 ms of work for one thread."""
+    """A machine some of whose cores are busy with other programs. A step is 20 ms of work for one thread."""
 
     def __init__(self, cores, *, busy=0):
         self.cores, self.busy, self.now_s, self.log = cores, busy, 0.0, []
@@ -52,7 +52,7 @@ def test_a_neighbour_is_given_its_core_and_the_core_is_taken_again(caplog):
 
 
 def test_what_is_hopeless_is_tried_once_and_less_and_less_often():
-    """Fewer threads are tried because time is lost, but they take twice as long."""
+    """Because time is lost, fewer threads are tried. They take twice as long, so the next trials are ever later."""
     now_s, tried_at = [0.0], []
     governor = ThreadGovernor(2, lambda: now_s[0])
     while now_s[0] < 100:

@@ -1,4 +1,4 @@
-"""Checks that the beams of a final response are those of the oracle: the finished ones, or the live ones so far."""
+"""Checks that the beams of a final response are the oracle's finished beams, or its live beams at that time."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""The server around the engine: its callbacks and hooks, which check their arguments and misbehave on order.
+"""The server around the engine: its callbacks and hooks, which check their arguments and fail on order.
 
-Every call is recorded for the history checker. Callbacks report violations through `check`: the guard, which is under
-test, would contain an exception.
+Every call is recorded for the history checker. Callbacks report violations through `check`, because the guard, which is
+under test, would contain an exception.
 """
 
 from collections import Counter, deque
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .world import SimulatedWorld
 
 FLOOD, LARGE_FLOOD = 1_200, 100_000  # the longest queue holds 1,024 requests
-MOST_ALIVE = 80                       # more requests find nothing new and take long
+MOST_ALIVE = 80                       # more live requests take long and find no more bugs
 CANCELLED = int(FinishReason.CANCELLED)
 
 
@@ -41,7 +41,10 @@ class PlantedInterrupt(KeyboardInterrupt):
 
 
 class Taken(list):
-    """A list that reports when an item is read. If it has one item with an array as prompt, it then overwrites it."""
+    """A list that reports when an item is read.
+
+    If its only item is a request whose prompt is an array, it overwrites the array after the item was read.
+    """
 
     def __init__(self, items: list[tuple[Any, Handed | None]], taken: Callable[[Any, Handed | None], None]) -> None:
         super().__init__(items)
@@ -56,10 +59,10 @@ class Taken(list):
 
 
 class SimulatedClient(Client):
-    """The callbacks of one simulated server. Items are drawn at random, so `pending` is not used.
+    """The callbacks of one simulated server. Items are generated at random; `pending` is not used.
 
     again      ids that the next get returns
-    failures   callback -> failed calls; the engine must count the same
+    failures   callback -> number of failed calls; the engine must count the same number
     """
 
     def __init__(self, world: "SimulatedWorld", rng: Random) -> None:
@@ -154,7 +157,7 @@ class SimulatedClient(Client):
             world.check(self.not_told == 0, "I31: at_end was called before after_responses")
             world.check(health["state"] == "STOPPED" and health["final_responses"] == self.num_finals,
                         f"I31: at_end was told {health}")
-            if "hook.exits" in [self.faults.draw(Place.HOOK) for _ in range(20)]:      # it is called once in a run
+            if "hook.exits" in [self.faults.draw(Place.HOOK) for _ in range(20)]:      # at_end is called once in a run
                 self._fail("at_end", "hook.exits", SystemExit)
 
     def record_received(self, record: str) -> None:
@@ -323,7 +326,7 @@ class SimulatedClient(Client):
         self.world.check(not has_tokens or bool(metrics.first_token_time_ns), "I33: tokens without a first one")
 
     def _check_top(self, handed: Handed, tokens: list[int], log_probs, ids, values) -> None:
-        """Check the top tokens: the sampled id and the ids that follow it, each with a log-probability one lower."""
+        """Check the top tokens: the sampled id and the ids after it, with log-probabilities that fall by 1 each."""
         self.world.mark("likeliest tokens asked for")
         ranks, vocab = np.arange(handed.top_log_probs), self.world.swarm.vocab_size
         known = ranks < vocab
@@ -398,7 +401,7 @@ class SimulatedClient(Client):
         if kind == "finisher" and self.ended_this_turn:
             self.faults.hit(fault)
             return self._stop(self.ended_this_turn)
-        if kind == "reused" and self.recently_ended:               # it is sent again and stopped at once
+        if kind == "reused" and self.recently_ended:               # the id is sent again and stopped at once
             self.again.append(self.recently_ended[-1])
             self.means_to_stop_the_reused = True
         return self._stop([])
@@ -434,7 +437,7 @@ class SimulatedClient(Client):
     # between iterations
 
     def new_turn(self) -> None:
-        """Reset what belongs to one turn."""
+        """Reset the state of one turn."""
         if self.ended_this_turn:
             self.ended_this_turn = []
         if self.reused_this_turn:

@@ -1,8 +1,9 @@
 """The simulator's scripted model: it fails on order, and clearing a block overwrites its content.
 
 The scripted backend reads tokens back through the block tables. In a real model, the content of a block also depends on
-all earlier tokens, and no request may read a block that was computed with another salt. So with block reuse, the step
-that writes the first token of a block stamps the block with both. A cached prompt must have the request's stamps (I16).
+all earlier tokens, and no request may read a block that was computed with another salt. With block reuse, the step that
+writes the first token of a block stamps the block with its salt and a checksum of the earlier tokens. The blocks of a
+cached prompt must have the stamps that the request expects (I16).
 """
 
 from array import array
@@ -30,7 +31,7 @@ class Order:
     """The faults of one batch and of its parts when it is bisected.
 
     raises      (slots of a part) -> the error that the part raises, or None
-    in_finish   it raises when the step is read, not when it runs
+    in_finish   the error is raised when the step is read, not when it runs
     poisons     slot -> (block, first token) pairs: from that token on, the block has non-finite values once a batch
                 with that slot has run
     """
@@ -84,7 +85,7 @@ class SimulatedDevice(ScriptedBackend):
     def start(self, batch: ScheduledBatch) -> "SimulatedStep":
         if self.is_lost:
             raise DeviceLostError("the device is lost")
-        if batch.iteration > self._newest:                          # else a part of a failed batch
+        if batch.iteration > self._newest:                          # otherwise, the batch is a part of a failed batch
             self._newest = batch.iteration
             self._owners[batch.iteration] = {slot: self._owner_of(slot) for slot in batch.slots()}
             self._before_step(batch)
@@ -118,7 +119,7 @@ class SimulatedDevice(ScriptedBackend):
         return layout
 
     def _sums(self, batch: ScheduledBatch, step) -> np.ndarray:
-        slots = batch.slots()                                       # not all of them if the batch is bisected
+        slots = batch.slots()                                       # only a part of the slots if the batch is bisected
         for slot, blocks in self.order_of(batch).poisons.items():   # after its own tokens are written
             for block_id, first_token in blocks if slot in slots else ():
                 self._poisoned[block_id, first_token:] = self._any_poisoned = True
@@ -169,7 +170,8 @@ class SimulatedDevice(ScriptedBackend):
     def _stamp(self, batch: ScheduledBatch) -> None:
         """Check the stamps of the cached prompts of new sequences, then stamp the blocks that the batch begins.
 
-        The tokens before those that a step writes are known when it is launched."""
+        The tokens before a block that the step begins are known at the launch of the step.
+        """
         size, owners, per_slot = self.info.tokens_per_block, self._owners[batch.iteration], batch.max_beam_width
         for work in batch.context:
             owner, row = owners[work.slot], self._tables.rows[work.slot * per_slot]

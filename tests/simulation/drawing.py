@@ -1,8 +1,8 @@
 """How the simulated device samples for sequences with stop words, bad words, penalties or similar rules.
 
-A real device keeps the tokens of such sequences beside the KV cache: those of the `SlotSetup`, which comes again after
-a pause, and those sampled since. So does this device; a wrong setup therefore changes the output. oracle.py has the
-expected output.
+Like a real device, it keeps the tokens of such sequences beside the KV cache: the tokens of the `SlotSetup`, which
+comes again after a pause, and the tokens that were sampled since. A wrong setup therefore changes the output. oracle.py
+computes the expected output.
 """
 
 from collections import Counter
@@ -66,7 +66,7 @@ class SlotRules:
 
 
 class Drawing:
-    """The sequences with rules, by slot. seen: markers."""
+    """The rules of the sequences, by slot. `seen` counts markers."""
 
     def __init__(self, check: Callable[[bool, str], None], seen: Counter[str]) -> None:
         self._check, self._seen = check, seen
@@ -92,7 +92,7 @@ class Drawing:
              vocab_size: int) -> None:
         """Sample again for the sequences with rules.
 
-        words, lengths, asked   by row of the output: hash, tokens so far, whether log-probabilities are requested
+        words, lengths, asked   for each row: its hash, its tokens so far, whether it returns log-probabilities
         """
         for row, slot in enumerate(output.slots.tolist()):
             rules = self._rules.get(slot)

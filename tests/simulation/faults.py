@@ -1,4 +1,4 @@
-"""The menu of faults around the loop. Each has a name, a place and a count of how often it happened."""
+"""The menu of faults around the loop. Each fault has a name, a place and a count of its occurrences."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -23,7 +23,10 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """needs: the feature of the engine that it needs, if any"""
+    """A fault of the menu.
+
+    needs   the feature of the engine without which the fault cannot happen, if any
+    """
 
     name: str
     place: Place

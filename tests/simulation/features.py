@@ -1,4 +1,4 @@
-"""The features of the engine, found by building one with each: a new feature needs no change here."""
+"""Finds the features that the engine has, by building an engine with each of them."""
 
 from functools import cache
 

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 class FirstInLine:
     """Follows the first active request that has not ended.
 
-    It is in every plan that is made while nothing is in flight. While other requests are in flight, it may have to wait
-    for their blocks. So one plan may leave it out, but not two in a row. Each step that includes it advances it or ends
-    it.
+    Every plan that is made while nothing is in flight includes this request. While other requests are in flight, it may
+    have to wait for their blocks: one plan may leave it out, but not two in a row. Each step that includes it advances
+    or ends it.
 
-    One exception: with chunking, generation comes first. If it leaves fewer tokens of a step than a block has, every
-    context waits, even the first one, and even one that became first by its priority.
+    There is one exception. With chunking, generation comes first. If generation leaves fewer tokens of a step than a
+    block has, every context waits, including a context that is first in line.
     """
 
     def __init__(self, world: "SimulatedWorld") -> None:
@@ -38,7 +38,7 @@ class FirstInLine:
         left_out, self._left_out = self._left_out, None
         if first is None or first.request_id in inflight:
             return
-        if self._world.loop.window.holds_any(plan.paused_requests):    # it waits for the step in flight
+        if self._world.loop.window.holds_any(plan.paused_requests):    # the pause waits for the step in flight
             return
         yield from self._judge([run for run in self._runs if run[1] in plan.paused_requests])    # overtaken meanwhile
         if first in plan.context_requests or first in plan.generation_requests:

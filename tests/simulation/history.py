@@ -1,5 +1,6 @@
-"""Checks a history: the items that get returned, the responses, the polls and their times. It knows no blocks and no
-schedulers.
+"""Checks a history: the items that get returned, the responses, the polls and their times.
+
+The checker sees no blocks and no schedulers. Its rules are:
 
     I1  each item gets one final response                   I5  the streamed parts, in order, are the output
     I2  no response follows a final one                     I6  invalid items are refused, once, and no others
@@ -33,9 +34,9 @@ BEFORE_LOOKING = {"DUPLICATE_REQUEST_ID", "SHUTDOWN", "ENGINE_FAILED"}    # give
 
 @dataclass(slots=True)
 class Handed:
-    """An item that the engine has read. request_id None: an unaddressable item.
+    """An item that the engine has read. The request_id of an unaddressable item is None.
 
-    must       "": must not be refused as faulty; a code: must be refused with it; None: either is right
+    must       "": must not be refused as faulty; a code: must be refused with that code; None: both are right
     streams    responses before the final one are allowed
     excludes   the responses do not contain the prompt
     seed       of sampling; None: greedy
@@ -78,10 +79,12 @@ class Handed:
 
 @dataclass(slots=True)
 class Sent:
-    """A response. tokens: of its row, None without tensors; log_probs: None if not requested
+    """A response.
 
-    beams    with several beams: [tokens, reason, cumulative log-probability, log-probability of each token] of each,
-             the last two None if not requested; `tokens` and `reason` are then those of the first beam
+    tokens      the tokens of its row; None without tensors
+    log_probs   None if not requested
+    beams       with several beams: [tokens, reason, cumulative log-probability, log-probability of each token] of each
+                beam, where the last two are None if not requested; `tokens` and `reason` are those of the first beam
     """
 
     time: float
@@ -134,7 +137,10 @@ class Open:
 
 
 class HistoryChecker:
-    """anomalies: those found so far; each begins with the rule it breaks"""
+    """Checks a history call by call.
+
+    anomalies   the anomalies so far; each begins with the rule that is broken
+    """
 
     def __init__(self, oracle: Oracle, max_seq_len: int, is_static: bool = False) -> None:
         self._oracle, self._max_seq_len, self._is_static = oracle, max_seq_len, is_static
@@ -270,7 +276,7 @@ class HistoryChecker:
 
 
 def scripted_oracle(model: dict) -> Oracle:
-    """Return the oracle of a scripted model. model: has vocab_size, key, window and sink"""
+    """Return the oracle of a scripted model. `model` has vocab_size, key, window and sink."""
     return Oracle(**{name: model[name] for name in ("vocab_size", "key", "window", "sink")})
 
 

@@ -28,7 +28,7 @@ def faults(world: "SimulatedWorld") -> Iterator[str]:
 
 
 def books(kv: KvCacheManager) -> Iterator[str]:
-    """I9 to I13, over every block."""
+    """Check I9 to I13 for every block."""
     pool, sequences, size = kv.pool, kv.sequences, kv.tokens_per_block
     owners = pool._owners
     named = [0] * kv.num_blocks
@@ -121,7 +121,7 @@ def index(world: "SimulatedWorld") -> Iterator[str]:
 
 
 def plan_faults(world: "SimulatedWorld", active: list, inflight: frozenset, plan) -> Iterator[str]:
-    """I20 to I25 and C10, on a plan as the scheduler returns it."""
+    """Check I20 to I25 and C10 on a plan that the scheduler returns."""
     running = [*plan.context_requests, *plan.generation_requests]
     ready = [request for request in active if not request.is_finished and request.request_id not in inflight]
     for request in [*running, *plan.paused_requests]:
@@ -139,7 +139,7 @@ def plan_faults(world: "SimulatedWorld", active: list, inflight: frozenset, plan
 
 
 def batch_faults(world: "SimulatedWorld", batch) -> Iterator[str]:
-    """I20, on a batch as the device gets it."""
+    """Check I20 on a batch that the device gets."""
     swarm = world.swarm
     if batch.num_sequences > swarm.max_batch_size:
         yield f"I20: {batch.num_sequences} sequences, at most {swarm.max_batch_size}"

@@ -1,7 +1,6 @@
-"""Markers: situations that the simulations must reach. Without a request that is paused twice, pausing twice is
-untested.
+"""Markers: situations that the simulations must reach, such as a request that is paused twice.
 
-Each marker counts how often it was reached.
+Each marker counts how often its situation was reached.
 """
 
 from collections import Counter
@@ -14,7 +13,10 @@ if TYPE_CHECKING:
 
 
 class Markers:
-    """counts   marker -> times it was reached"""
+    """Counts the markers that a run reaches.
+
+    counts   marker -> number of times it was reached
+    """
 
     def __init__(self, world: "SimulatedWorld") -> None:
         self._world = world
@@ -71,7 +73,10 @@ class Markers:
             self.reach("beams sample or return log-probs")
 
     def sent(self, sent, request) -> None:
-        """request   the active request of a final response; None if it never ran or the response is not final"""
+        """Count the markers of a response.
+
+        request   the active request of a final response; None if it never ran or the response is not final
+        """
         reach = self.reach
         if not sent.final:
             self._streamed.add(sent.request_id)
@@ -146,7 +151,11 @@ class Markers:
             self.reach("stop word begins before a pause")
 
     def stopped(self, named: list, alive: list) -> None:
-        """Called before the finals of a poll. named: the returned ids; alive: those of live requests"""
+        """Count the markers of a poll, before its final responses.
+
+        named   the ids that poll returned
+        alive   the ids among them that belong to live requests
+        """
         world, reach = self._world, self.reach
         loop = world.loop
         if len(named) > len(alive):
@@ -173,7 +182,7 @@ class Markers:
     # plans and steps
 
     def plan(self, active: list, inflight: frozenset, plan) -> None:
-        """Called before a plan is executed."""
+        """Count the markers of a plan, before it is executed."""
         reach, swarm, kv = self.reach, self._world.swarm, self._world.loop.kv
         contexts, generation, paused = plan.context_requests, plan.generation_requests, plan.paused_requests
         if contexts and generation:
@@ -266,7 +275,7 @@ class Markers:
                 reach("paused with one token to go")
 
     def failed(self, failures: list) -> None:
-        """failures   requests that failed in one step"""
+        """Count the markers of the requests that failed in one step."""
         reach, world = self.reach, self._world
         if not failures:
             return

@@ -4,8 +4,8 @@ It is a second implementation of the scripted backend's model (testing/scripted_
 simulated device adds (drawing.py):
 
     candidate j   of a history: the token (first + j) % vocab_size. Without beams, the first candidate that is not
-                  forbidden is sampled. With a penalty, it is the first of four such candidates that is not in the
-                  sequence, if there is one. If all are forbidden, it is candidate 0
+                  forbidden is sampled. With a penalty, the first of four such candidates that is not in the sequence is
+                  sampled, if there is one. If all candidates are forbidden, candidate 0 is sampled
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,10 +21,11 @@ FIRST_FOUR = 4
 
 @dataclass(slots=True)
 class Text:
-    """An output. reason: END_ID, STOP_WORDS, LENGTH, or 0 if it can go on
+    """An output.
 
+    reason   END_ID, STOP_WORDS, LENGTH, or 0 if the output can go on
     total    hash of the visible tokens of the sequence
-    sum      of the log-probabilities, including that of an end id
+    sum      sum of the log-probabilities, including that of an end id
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -43,7 +44,7 @@ def mix(word: int) -> int:
 
 
 class Oracle:
-    """One model. Requests are `history.Handed`."""
+    """The expected outputs of one model. Its requests are `history.Handed` objects."""
 
     def __init__(self, *, vocab_size: int, key: int, window: int | None = None, sink: int = 0) -> None:
         self._vocab_size, self._key, self._window, self._sink = vocab_size, key, window, sink
@@ -67,7 +68,7 @@ class Oracle:
             yield ((word >> 16) + j) % self._vocab_size, -((mix(word + j * A) if j else word) & 0xFFFF) / 4096
 
     def text(self, item, limit: int, count: int) -> Text:
-        """Generate up to `count` tokens. limit: the largest output length"""
+        """Generate up to `count` tokens. `limit` is the largest output length."""
         history, text = list(item.prompt), Text(total=self._of_prompt(item.prompt))
         draw = 0 if item.seed is None else mix(item.seed ^ A)
         is_free = not (item.bad_words or item.no_repeat_ngram_size or item.min_length or item.penalizes)
@@ -98,7 +99,7 @@ class Oracle:
     # beams
 
     def beams(self, item, limit: int) -> list[Text]:
-        """Return the finished hypotheses of a search, best first; fewer than its width if it has no more."""
+        """Return the finished hypotheses of a search, best first. There may be fewer than the beam width."""
         *_, (_, finished) = self._search(item, limit)
         return finished
 
@@ -157,7 +158,7 @@ def ends_with(history: list[int], word: Sequence[int]) -> bool:
 
 
 def forbidden(item, history: list[int], token: int) -> bool:
-    """Whether a token may not follow."""
+    """Whether the rules of a request forbid `token` after `history`."""
     if token in item.end_ids and len(history) - len(item.prompt) < item.min_length:
         return True
     grown, size = [*history, token], item.no_repeat_ngram_size

@@ -1,4 +1,4 @@
-"""The items that the server returns from get, fair and faulty, with their expected results."""
+"""The items that the server returns from get, valid and faulty, with their expected results."""
 
 from collections.abc import Callable
 from random import Random
@@ -18,7 +18,7 @@ class Nameless:
 
 
 class Requests:
-    """Draws requests at random."""
+    """Generates random items."""
 
     def __init__(self, swarm: Swarm, rng: Random, mark: Callable[[str], None]) -> None:
         self.swarm, self.rng, self._mark = swarm, rng, mark
@@ -146,10 +146,10 @@ class Requests:
         return words
 
     def _refusal(self, prompt: int, output: int, width: int) -> str | None:
-        """Return the code with which a valid request must be refused because it can never run; '' for none.
+        """Return the code with which a valid request must be refused because it can never run.
 
-        None: either is right. With a window, or with beams that keep own blocks of a reused prompt, the engine may
-        need a few blocks more.
+        "" means that the request must be accepted, None that both are right. With a window, or with beams that keep
+        their own blocks of a reused prompt, the engine may need a few blocks more.
         """
         swarm = self.swarm
         total = min(prompt + output, swarm.max_seq_len)

@@ -1,4 +1,4 @@
-"""Wrong outputs of a backend: each function makes one from a right output."""
+"""Wrong outputs of a backend. Each function makes a wrong output from a right one."""
 
 from dataclasses import replace
 

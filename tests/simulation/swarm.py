@@ -19,11 +19,11 @@ TEN_YEARS_S = 3e8
 class Traffic:
     """The requests of the server. The floats are probabilities.
 
-    arrival        that a call of get returns requests
-    burst          the largest number of requests that it returns
+    arrival          probability that a call of get returns requests
+    burst            the largest number of requests that a call returns
     prompt, output   longest prompt and output, in tokens
-    beams          that a request has several beams
-    words          that it has stop words, or rules that forbid tokens
+    beams            probability that a request has several beams
+    words            probability that a request has stop words, or rules that forbid tokens
     """
 
     arrival: float
@@ -49,7 +49,7 @@ class Traffic:
 class Swarm:
     """A configuration of the engine and of the world around it.
 
-    iterations   of the loop before the shutdown is requested
+    iterations   iterations of the loop before the shutdown is requested
     faults       faults of the menu that may happen
     fault_rate   probability of a fault at each point where one can happen
     endings      (iteration, name) of the endings of the run
@@ -94,7 +94,7 @@ class Swarm:
 
     @property
     def depth(self) -> int:
-        """Steps in flight."""
+        """The largest number of steps in flight."""
         return 2 if self.overlap or self.run_ahead else 1
 
 
@@ -203,7 +203,10 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
 
 def _beams_and_words(rng: Random, num_blocks: int, faults: Collection[str],
                      traffic: Traffic) -> tuple[int, int, Traffic]:
-    """Add beams to one swarm in three, mostly with a pool that holds several of them, and words."""
+    """Return beam width, blocks and traffic, with beams in one swarm in three, and words.
+
+    A swarm with beams mostly gets a pool that holds several beams.
+    """
     max_beam_width = rng.choice([1, 1, 1, 1, 1, 1, 2, 3, 4])
     beams = rng.choice([0.2, 0.5, 1.0]) if max_beam_width > 1 else 0.0
     if beams and "allocator.smallest_pool" not in faults and rng.random() < 0.7:

@@ -37,7 +37,7 @@ assert THIRD not in tokens(2)
 
 
 def good() -> list:
-    """Return a history with one of each kind: whole, streamed, end id, refused, duplicate, stopped, timed out."""
+    """Return a history with requests of each kind: whole, streamed, end id, refused, duplicate, stopped, timed out."""
     log_probs = [log_prob for _, log_prob in drawn(4)]
     return [
         Other(1.0),
@@ -89,7 +89,7 @@ def insert_after(history: list, event, new) -> None:
 
 
 def change(**fields):
-    """Return a function that changes the fields of one response: (history, request, which of its responses)."""
+    """Return a function (history, request_id, nth) that changes fields of the nth response of a request."""
     def spoil(history: list, request_id: int, nth: int) -> None:
         event = find(history, Sent, request_id, nth)
         for name, value in fields.items():

@@ -1,4 +1,4 @@
-"""T1, quick: over a hundred seeds of the simulator. The same seed gives the same run; a failure has a full report."""
+"""T1, quick: over a hundred seeds of the simulator. A seed always gives the same run; a failure has a full report."""
 
 import os
 import re
@@ -25,7 +25,10 @@ RARE = 6        # markers and faults that a quick run may miss
 
 
 def test_nothing_is_wrong_in_a_hundred_worlds_that_have_been_almost_everywhere():
-    """It runs 24,000 iterations of about 130 seeds and misses two faults or markers. The campaign runs millions."""
+    """No rule is broken in 24,000 iterations of about 130 seeds, which miss two faults or markers.
+
+    The campaign runs millions of iterations.
+    """
     counts = simulate_many(Options("Q", FIRST_SEED, jobs=1))
     iterations, seeds, _, _ = ENOUGH["Q"]
     assert not counts.failed, "\n".join(text for _, text in counts.failed[:3])
@@ -45,7 +48,7 @@ def test_the_menu_has_what_it_says():
 
 @pytest.mark.parametrize("seed", [1, 14, 29])
 def test_a_seed_is_one_run_state_by_state(seed):
-    """I30"""
+    """I30: the same seed gives the same state after every turn."""
     first, second = simulate(seed), simulate(seed)
     assert first.digests == second.digests and len(first.digests) > 40
     assert (first.hits, first.markers) == (second.hits, second.markers)

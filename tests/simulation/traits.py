@@ -1,4 +1,4 @@
-"""The traits of a swarm, so that a campaign can report how often it ran each kind."""
+"""The traits of a swarm. A campaign reports how often it ran each kind."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from .swarm import Swarm
 
 
 def traits(swarm: Swarm) -> Iterator[tuple[str, str]]:
-    """Yield (property, kind)."""
+    """Yield (property, kind) for each property of a swarm."""
     traffic = swarm.traffic
     yield "model type", swarm.model_type.name
     yield "policy", "STATIC_BATCH" if swarm.is_static else swarm.policy.name
@@ -33,7 +33,7 @@ def traits(swarm: Swarm) -> Iterator[tuple[str, str]]:
 
 
 def within(number: int, *ends: int) -> str:
-    """Return the range between two of the ends that has the number. The upper end belongs to the range."""
+    """Return the range between two consecutive ends that contains the number. Its upper end belongs to the range."""
     last = ends[0]
     if number <= last:
         return str(last)

@@ -69,11 +69,11 @@ class Result:
 
 
 class SimulatedWorld:
-    """One run. `history` checks the calls, `invariants` checks the state, `markers` counts the situations reached."""
+    """One run. `history` checks the calls, `invariants` checks the state, `markers` counts situations."""
 
     def __init__(self, swarm: Swarm, *, trace: list[IterationTrace] | None = None,
                  history: list | None = None) -> None:
-        """trace, history   lists that the run fills"""
+        """Build the world of a swarm. `trace` and `history` are lists that the run fills."""
         self.swarm = swarm
         self._kept_trace, self._kept_history = trace, history
         self.result = Result(swarm.seed)
@@ -106,10 +106,10 @@ class SimulatedWorld:
         self._endings = list(swarm.endings)
         self._in_a_callback: Callable[[], None] | None = None
         self._engine_may_fail = False
-        self._blamed: dict[int, set[ErrorCode]] = {}             # id -> codes it may end with
-        self._doomed: dict[int, int | None] = {}                 # id that must end with one -> step to be read first
+        self._blamed: dict[int, set[ErrorCode]] = {}             # id -> codes that the request may end with
+        self._doomed: dict[int, int | None] = {}                 # id that must end with a code -> step to be read first
         self._steps_read: set[int] = set()
-        self._requests: dict[int, LlmRequest] = {}             # active ones by id
+        self._requests: dict[int, LlmRequest] = {}             # id -> active request
         self._planned: set[int] = set()                        # ids that were active at the last plan
         self._failed_now: list[LlmRequest] = []
         self._slots_freed: set[int] = set()
@@ -155,7 +155,7 @@ class SimulatedWorld:
         return result
 
     def step(self, *, accept_new: bool) -> bool:
-        """Run one turn of the worker: move the world, run the loop's step, check everything."""
+        """Run one turn of the worker: advance the world, run the loop's step, check everything."""
         self.step_number += 1
         self.get_is_over = not accept_new
         self.check(accept_new == (not self.control.draining), "I26: get goes on although a shutdown was asked for")
@@ -256,7 +256,7 @@ class SimulatedWorld:
         self.control_end_is_near()
 
     def control_end_is_near(self) -> None:
-        """Schedule a drain: a failed engine answers for 20 more turns."""
+        """Schedule a drain after 20 turns, in which the failed engine answers requests."""
         self._endings.append((self.step_number + 20, "drain"))
         self._endings.sort()
 
@@ -280,7 +280,7 @@ class SimulatedWorld:
         client.judge_what_was_kept()
         client.over = "the run has ended"
 
-    # looking
+    # checks
 
     def check(self, holds: bool, rule: str) -> None:
         """Note a violation unless `holds`, and end the run."""
@@ -404,7 +404,7 @@ class SimulatedWorld:
             self.faults.hit("allocator.smallest_pool")
 
     def note_sent(self, sent: Sent) -> None:
-        """Check a response. Called before the history gets it."""
+        """Check a response, before the history gets it."""
         if sent.tokens is not None:
             self.result.tokens += len(sent.tokens)
         request = self._requests.get(sent.request_id)
@@ -459,7 +459,7 @@ class SimulatedWorld:
         self.markers.stopped(named, alive)
 
     def blame(self, request: LlmRequest, code: ErrorCode, iteration: int | None = None, *, must: bool = True) -> None:
-        """Note that a fault must, or may, fail this request. iteration: the step that must be read first, if any"""
+        """Note that a fault must, or may, fail this request. `iteration`: the step that must be read first, if any."""
         if must:
             self._doomed.setdefault(request.request_id, iteration)
         self._blamed.setdefault(request.request_id, set()).add(code)
@@ -563,7 +563,7 @@ class SimulatedWorld:
         return self.loop._runner.num_failed_steps
 
     def _steal(self, kv, needed: int) -> list[int]:
-        """Take blocks for the time of a claim, so that it fails. Returns them; empty without a fault."""
+        """Take blocks for the time of a claim, so that it fails. Returns the blocks, or [] without a fault."""
         if not needed:
             return []
         name = self.faults.draw(Place.ALLOCATOR)
@@ -580,7 +580,7 @@ class SimulatedWorld:
 
 
 class WatchedLoop:
-    """Stands in for the loop in the worker."""
+    """Replaces the loop in the worker."""
 
     def __init__(self, world: SimulatedWorld) -> None:
         self._world, self._loop = world, world.loop

@@ -2,9 +2,9 @@
 
     python -m tests.soak --seed 1 --items 20000 --items-a-round 250 [--out FILE] [--tier Q]
 
-It writes one JSON object per idle point to FILE, then prints a verdict. Exit status 1: something is wrong or grows. The
-C library keeps freed memory in caches per thread and in many arenas. These fill slowly, up to a bound, and would look
-like growth. So the process restarts itself with the caches off and one arena.
+The program writes one JSON object per idle point to FILE, then prints a verdict. The exit status is 1 if something is
+wrong or grows. The C library keeps freed memory in caches per thread and in many arenas. These fill slowly, up to a
+bound, and would look like growth. The process therefore restarts itself with the caches off and with one arena.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = options.out or Path(folder) / "samples"
         with path.open("w") as out:
-            def tell(sample: Sample) -> None:           # in a file, because a list would grow
+            def tell(sample: Sample) -> None:           # writes to a file, because a list would grow
                 out.write(json.dumps(sample) + "\n")
                 out.flush()
 

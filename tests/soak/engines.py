@@ -22,7 +22,7 @@ STEP_S = 0.02
 VOCAB = 23
 MAX_SEQ_LEN = 64
 TOKENS_PER_BLOCK = 4
-STEP_FAULTS = 0.001         # probability that a step raises, and that one of its rows fails
+STEP_FAULTS = 0.001         # probability that a step raises; also the probability that one of its rows fails
 
 # Idle workers sleep this long, so that they do not disturb the busy one. `notify` wakes them.
 IDLE_POLL_INTERVAL_S = 1.0
@@ -32,8 +32,8 @@ IDLE_POLL_INTERVAL_S = 1.0
 class Engine:
     """One configuration.
 
-    salts      some requests have a cache_salt, a tenth of all a unique one
-    verifies   the model reads back each sequence in each step and checks how it is called, which takes time
+    salts      some requests have a cache_salt; a tenth of all requests have a unique one
+    verifies   the model reads back each sequence in each step and checks its calls, which takes time
     """
 
     name: str
@@ -81,7 +81,7 @@ ENGINES = (
 class HurriedClock(SystemClock):
     """Real time plus STEP_S for each step, so that deadlines pass as with a real model.
 
-    The worker is a thread that waits in real time, so a `VirtualClock`, which stands still, does not fit.
+    A `VirtualClock` stands still, but the worker is a thread that waits in real time.
     """
 
     ahead = 0.0

@@ -1,4 +1,4 @@
-"""Measures what a process holds: memory, objects, threads, files."""
+"""Measures the memory, objects, threads and files of a process."""
 
 import ctypes
 import gc
@@ -24,7 +24,7 @@ class _MallInfo2(ctypes.Structure):
 try:
     _libc = ctypes.CDLL("libc.so.6")
     _libc.mallinfo2.restype = _MallInfo2
-except (OSError, AttributeError):       # not glibc, or an old one
+except (OSError, AttributeError):       # another C library, or an old glibc
     _libc = None
 
 
@@ -34,13 +34,17 @@ SMALL_ARRAY, KEPT_OF_EACH_SIZE = 1024, 7      # bytes, pieces: numpy/_core/src/m
 def fill_the_cache_of_numpy() -> None:
     """Fill numpy's cache of freed small arrays, which keeps some pieces of each size.
 
-    Rare sizes would fill late, and that would look like growth for hundreds of thousands of requests."""
+    Pieces of rare sizes would come late and look like growth for hundreds of thousands of requests.
+    """
     pieces = [np.empty(size, np.uint8) for size in range(1, SMALL_ARRAY) for _ in range(KEPT_OF_EACH_SIZE)]
     pieces.clear()
 
 
 def resident_bytes(line: str = "VmRSS:") -> int:
-    """Return the resident memory of /proc/self/status. line: "RssAnon:" excludes the pages of programs and libraries"""
+    """Return the resident memory of the process in bytes, from a line of /proc/self/status.
+
+    The line "RssAnon:" excludes the pages of programs and libraries.
+    """
     with open("/proc/self/status") as status:
         return next(int(text.split()[1]) for text in status if text.startswith(line)) * 1024
 
@@ -48,7 +52,7 @@ def resident_bytes(line: str = "VmRSS:") -> int:
 def memory() -> dict[str, int]:
     """Return the memory of the process in bytes, and the blocks of Python's allocator.
 
-    rss_untrimmed   resident memory as it is
+    rss_untrimmed   resident memory before a collection and a trim
     rss             resident memory after a collection and a trim of the C library, whose free pages depend on the order
                     of frees
     rss_anonymous   `rss` without the pages of programs and libraries, which are loaded when rare paths run
@@ -84,7 +88,7 @@ def tracked_objects() -> Counter[str]:
 def reachable_objects(root: object, without: Collection[object]) -> tuple[Counter[str], int]:
     """Return (objects by type, entries of all containers) that `root` keeps alive.
 
-    without   objects to skip, with what only they keep alive. Modules, classes and frames are always skipped
+    without   objects to skip, with all objects that only they keep alive. Modules, classes and frames are skipped too
     """
     counts: Counter[str] = Counter()
     entries = 0

@@ -1,7 +1,8 @@
-"""C22: measures the CPU time of an idle manager and the delay until it reads a request. No bounds: a busy machine is
-late.
+"""C22: measures the CPU time of an idle manager and the delay until it reads a request.
 
     python -m tests.soak.idle
+
+It checks no bounds, because delays are long on a busy machine.
 """
 
 import time
@@ -17,7 +18,7 @@ PICKUPS = 200
 
 
 class Desk:
-    """Callbacks that return one request at a time and note how long it waited."""
+    """Callbacks that return one request at a time and note how long the request waited."""
 
     def __init__(self) -> None:
         self.pending: list[tuple[float, InferenceRequest]] = []

@@ -1,7 +1,7 @@
 """The server around an engine in a soak: callbacks that return mixed requests, check each response and rarely fail.
 
-It forgets its records after each round: a growing server would hide a growing engine. So it is not a `Client` of
-tests/harness, which keeps everything.
+It forgets its records after each round, because a growing server would hide a growing engine. It is not a `Client` of
+tests/harness, which keeps all records.
 """
 
 from collections import Counter, defaultdict
@@ -18,7 +18,7 @@ from tests.simulation.history import CANCELLED, Handed, HistoryChecker, Other, P
 
 from .engines import MAX_SEQ_LEN, VOCAB, Engine, HurriedClock, Planted
 
-IDS = 1500                  # few, so that each is used again and again, sometimes while it is live
+IDS = 1500                  # so few that each id is used many times, sometimes while a request has it
 CALLBACK_FAULTS = 0.002
 STOPPED, INVALID = 0.12, 0.05
 LULL = 0.15
@@ -29,7 +29,7 @@ BEAMS, BEAM_OUTPUT = 0.3, 6
 class Server:
     """Callbacks of one manager.
 
-    notify        wakes its worker; set once the manager exists
+    notify        wakes the worker; set once the manager exists
     round_over    set when all items of a round are read and answered
     counts        counts of events since the start
     """
@@ -75,7 +75,7 @@ class Server:
         if len(alive) >= MOST_ALIVE or rng.random() < (LULL if alive else 2 * LULL):
             if not alive:
                 self.counts["lulls"] += 1
-                self.notify()                   # else the worker would sleep, and more items will come
+                self.notify()                   # more items will come; without a call, the worker would sleep
             return ()
         return self._items(rng.choice((1, 1, 2, 3, 8, 20)))
 

@@ -93,7 +93,7 @@ class Soaked:
             yield f"audit: {error}"
 
     def held(self) -> tuple[dict[str, int], int]:
-        """Return what the manager keeps alive: (objects by type, entries of containers)."""
+        """Return (objects by type, entries of containers) that the manager keeps alive."""
         server = self.server
         without = [server, server.clock, server.rng, self.model, logging.root, logging.getLogger("batch_manager")]
         return reachable_objects(self.manager, without)
@@ -131,7 +131,7 @@ def soak(seed: int, items: int, items_a_round: int, tell: Callable[[Sample], Non
 
 
 def _settled(before: dict[str, int]) -> dict[str, int]:
-    """Return the handles after the watchdogs have ended; waits up to 10 s for that."""
+    """Wait up to 10 s until the watchdogs have ended, and return the handles."""
     deadline = time.monotonic() + 10
     while (after := handles()) != before and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -10,7 +10,7 @@ from .soak import Sample
 
 MILLION = 1_000_000
 MIB = 1 << 20
-WARM_UP = 4                     # the first of so many parts is not judged: caches and dictionaries still grow
+WARM_UP = 4                     # the first of 4 parts is not judged, because caches and dictionaries still grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class Bounds:
     rss_per_million       bytes of resident memory per million requests; None: not judged
     malloc_per_million    the same for bytes in use in the C library's allocator, without fragmentation
     items_per_object      a type that grows by one object per this many requests is a leak
-    items_for_memory      least requests for judging memory, which is not steady in shorter runs
-    points                least idle points of an engine for judging its objects; see `growth`
+    items_for_memory      least requests for which memory is judged, because it is not steady in shorter runs
+    points                least idle points of an engine for which its objects are judged; see `growth`
     """
 
     rss_per_million: float | None = MIB
@@ -38,7 +38,12 @@ BOUNDS = {"Q": Bounds(rss_per_million=None, malloc_per_million=32 * MIB, items_p
 
 @dataclass(slots=True)
 class Verdict:
-    """wrong: violations; short: what could not be judged; figures: name -> value with its unit"""
+    """The verdict on a soak.
+
+    wrong     violations
+    short     properties that could not be judged
+    figures   name -> value with its unit
+    """
 
     wrong: list[str] = field(default_factory=list)
     short: list[str] = field(default_factory=list)
@@ -57,16 +62,16 @@ def slope_per_million(items: Sequence[float], values: Sequence[float]) -> tuple[
 
 
 def growth(values: Sequence[float]) -> float:
-    """Return the lowest value of the last third minus the highest of the rest. Above 0 is growth, not chance.
+    """Return the lowest value of the last third minus the highest of the rest. A result above 0 is growth.
 
-    Of 17 random values, the last third lie above all others once in a few thousand times.
+    If 17 values are random, the last third lies above all others once in a few thousand times.
     """
     third = max(len(values) // 3, 1)
     return min(values[-third:]) - max(values[:-third])
 
 
 def judge(samples: Iterable[Sample], bounds: Bounds) -> Verdict:
-    """Judge one process. samples: from `soak`, with the summary last"""
+    """Judge one process. `samples` come from `soak`, with the summary last."""
     *points, summary = samples
     verdict = Verdict()
     for point in points:
@@ -111,7 +116,7 @@ def _judge_memory(warm: Sequence[Sample], bounds: Bounds, verdict: Verdict) -> N
 
 
 def _judge_objects(warm: Sequence[Sample], bounds: Bounds, verdict: Verdict) -> None:
-    """Judge the objects that each manager keeps alive, and those of the process that the collector tracks."""
+    """Judge the objects that each manager keeps alive, and the objects of the process that the collector tracks."""
     num_series = 0
     for engine in {point["engine"]: None for point in warm}:
         own = [point for point in warm if point["engine"] == engine]
@@ -149,9 +154,10 @@ def _judge_handles(points: Sequence[Sample], summary: Sample, verdict: Verdict) 
 
 
 def _measure_time(warm: Sequence[Sample], verdict: Verdict) -> None:
-    """Add the CPU time of a worker per step, with callbacks and model: last tenth against first, per engine.
+    """Add the CPU time of a worker per step, with callbacks and model, and the ratio of the last tenth to the first.
 
-    It is not judged, because other load on the cores changes it more than the engine does."""
+    The ratio is not judged, because other load on the cores changes it more than the engine does.
+    """
     ratios = []
     for engine in {point["engine"]: None for point in warm}:
         times = [point["worker_s"] / max(point["steps"], 1) for point in warm if point["engine"] == engine]

@@ -1,4 +1,4 @@
-"""Reads docs/contract.md, the numbers that tests cite of it, and the links of Markdown files."""
+"""Reads docs/contract.md, the clause numbers that tests cite, and the links of Markdown files."""
 
 import ast
 import re
@@ -10,11 +10,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CONTRACT = REPOSITORY / "docs" / "contract.md"
 TESTS = REPOSITORY / "tests"
 
-# Folders whose strings name invariants. Elsewhere I8 and the like are types of tensors.
+# Folders whose strings name invariants. In other folders, I8 and similar strings are types of tensors.
 JUDGES = ("campaigns", "harness", "interleaving", "revived", "simulation", "soak", "sweep")
 
 RANGE = re.compile(r"\b([CIT])(\d{1,2})(?:\.\.| to )\1(\d{1,2})\b")
-# C5 in a picture of a schedule is followed by a space or by the end of the line.
+# A text picture of a schedule may also contain C5, before a space or the end of the line.
 CLAUSE = re.compile(r"\b(C\d{1,2})(?=[:,;.)]| and\b|\Z)")
 INVARIANT_OR_SUITE = re.compile(r"\b([IT]\d{1,2})\b")
 BEGINNING = re.compile(r"\s*([CIT]\d{1,2}):")
@@ -25,8 +25,8 @@ IN_A_NAME = re.compile(r"_c(\d{1,2})(?=_)")
 class Link:
     """A link of a Markdown file.
 
-    target    path as written, "" within the file
-    anchor    "" for none
+    target    path as written; "" for a link within the file
+    anchor    "" if the link has none
     """
 
     source: Path
@@ -54,7 +54,7 @@ def clauses() -> dict[int, str]:
 
 
 def numbers_of_the_contract() -> dict[str, list[Link]]:
-    """Each clause, invariant and suite, with the links of its entry."""
+    """Number of each clause, invariant and suite -> the links of its entry."""
     found: dict[str, list[Link]] = {}
     number = None
     by_line: dict[int, list[Link]] = {}
@@ -76,7 +76,7 @@ def numbers_of_the_contract() -> dict[str, list[Link]]:
 
 
 def cited_by(path: Path) -> set[str]:
-    """Numbers in docstrings, at the beginning of other strings (`"I9: ..."`), and in names (`test_c7_...`)."""
+    """The numbers in docstrings, at the beginning of other strings (`"I9: ..."`), and in names (`test_c7_...`)."""
     if path.suffix != ".py":
         return cited_in_text(path.read_text(encoding="utf-8"))
     found: set[str] = set()
@@ -107,7 +107,7 @@ def cited_in_text(text: str) -> set[str]:
 
 
 def links(path: Path) -> Iterator[Link]:
-    """Relative links, images included, outside of code."""
+    """The relative links and images of a file, outside of code blocks."""
     text = re.sub(r"^(```.*?^```)", lambda code: re.sub(r"[^\n]", " ", code[0]), path.read_text(encoding="utf-8"),
                   flags=re.M | re.S)
     for match in re.finditer(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)", text):
@@ -117,7 +117,7 @@ def links(path: Path) -> Iterator[Link]:
 
 
 def anchors(path: Path) -> set[str]:
-    """Those that GitHub gives the headings of a file, and those written out."""
+    """The anchors of a file: those that GitHub gives to headings, and those written as HTML."""
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
     found: set[str] = set(re.findall(r'<a (?:id|name)="([^"]+)"', text))
     counts: dict[str, int] = {}
@@ -131,7 +131,7 @@ def anchors(path: Path) -> set[str]:
 
 
 def defined_in(path: Path) -> set[str]:
-    """Names of a Python file: functions, classes, assigned names, and the methods and fields of its classes."""
+    """The names of a Python file: functions, classes, assigned names, and the methods and fields of its classes."""
     found: set[str] = set()
 
     def collect(body: list[ast.stmt], prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""What the documents say is there: the picture, the names, the links, and the numbers that tests cite."""
+"""The documents are right: the picture of the imports, the names, the links, and the numbers that tests cite."""
 
 import importlib.util
 import re
@@ -34,7 +34,7 @@ def program():
     """docs/draw_architecture.py as a module, and the imports that it reads."""
     path = REPOSITORY / "docs" / "draw_architecture.py"
     spec = importlib.util.spec_from_file_location("draw_architecture", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)    # its dataclasses look there
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)    # its dataclasses need the entry
     spec.loader.exec_module(module)
     yield module, module.read_imports()
     del sys.modules[spec.name]
@@ -42,7 +42,7 @@ def program():
 
 @pytest.fixture
 def drawing(program, monkeypatch):
-    """The module, over a copy of the imports, which a test may change."""
+    """The module, with a copy of the imports that a test may change."""
     module, imports = program
     imports = {name: set(imported) for name, imported in imports.items()}
     monkeypatch.setattr(module, "read_imports", lambda: imports)
@@ -111,7 +111,7 @@ def test_the_page_about_the_tests_has_each_folder():
 
 
 def test_the_documents_name_functions_where_they_are():
-    """The check above has something to look at."""
+    """docs/architecture.md names enough functions for the check of links to have cases."""
     named = [link for link in links(REPOSITORY / "docs" / "architecture.md") if re.fullmatch(r"`[\w.]+`", link.text)]
     assert len(named) > 60
 
@@ -163,7 +163,7 @@ def test_files_that_the_contract_names_cite_it(number):
     named = [link.path for link in NUMBERS[number] if link.path.suffix == ".py" and TESTS in link.path.parents]
     assert named, f"docs/contract.md names no test for {number}"
     silent = [path.name for path in named if path.exists() and number not in cited_by(path)]
-    if number.startswith("T"):              # the others are what the suite consists of
+    if number.startswith("T"):              # one file must cite the suite; the others are its parts
         assert len(silent) < len(named), f"none of {silent} cites {number}"
     else:
         assert silent == [], f"{silent} do not cite {number}"

@@ -1,4 +1,4 @@
-"""Words that the code and its documents do not use any more. docs/glossary.md has the words in their place."""
+"""The code and its documents use no retired word. docs/glossary.md lists the words to use."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# Word -> the word in its place.
+# Pattern of a retired word -> what to use instead.
 RETIRED = {
     r"somebody|somebody's|anybody|anybody's": "the request, thread or owner that is meant",
     r"nobody|nobody's": "no request, no thread, none",
@@ -27,13 +27,13 @@ RETIRED = {
     r"HandedOver|companions": "the tensors, requests or items that are meant",
 }
 WORDS = [(re.compile(rf"(?<![\w-])(?:{pattern})(?![\w-])", re.I), instead) for pattern, instead in RETIRED.items()]
-# Where one of them is the right word.
+# Phrase in which a retired word is right -> its meaning there.
 ALLOWED = {
     "left behind": "of things that stay when they should not",
     "takes over and is behind": "of a replica that is late",
     "tensor behind block ids": "of what stands for an id",
 }
-# Product code, and documents. The glossary lists the words; tokenizers and changes have texts of their own.
+# Product code and documents. The glossary is left out, because it lists the words.
 FOLDERS = ("batch_manager", "triton_kernels", "examples", "docs", "README.md", "CONTRIBUTING.md", "SECURITY.md")
 SUFFIXES = (".py", ".md", ".c", ".h", ".js", ".toml", ".lua")
 NOT_READ = ("docs/glossary.md",)
@@ -53,7 +53,7 @@ SEAM = re.compile(r"(?<=[A-Za-z0-9])_+(?=[A-Za-z])|(?<=[a-z0-9])(?=[A-Z])")
 
 
 def retired_words(text):
-    """(line, word, what to use instead), also for the words of which an identifier consists."""
+    """(line, word, what to use instead) of each retired word. The words of an identifier count too."""
     for phrase in ALLOWED:
         text = text.replace(phrase, "")
     return sorted({*_matches(text), *_matches(SEAM.sub(" ", text))})

@@ -1,4 +1,4 @@
-"""The site of the documents is built without a warning, and its links lead somewhere."""
+"""The site of the documents is built without warnings, and the targets of its links exist."""
 
 import html.parser
 import os

@@ -1,4 +1,4 @@
-"""T13: the shape of the package, kept by reading its source: floors, and who may name what."""
+"""T13: the source of the package keeps its rules: which module imports which, and which file may use which name."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ GROUND = ["contained_log", "forked_child", "guard", "errors", "names", "sampling
 HOST = ["requests", "kv", "scheduling", "stats", "responses", "steps", "loop"]
 DEVICE = ["parallel", "weights", "layers", "attention", "models", "decoding", "runtime"]
 
-# folder, or file at the top of the package -> what it may import from the package. Its own folder goes without saying.
+# A folder, or a file at the top of the package -> what it may import from the package, besides its own folder.
 FLOORS: dict[str, list[str]] = {
     "_version": [],
     "names": [],
@@ -74,7 +74,7 @@ FLOORS: dict[str, list[str]] = {
                  "engine_info"],
 }
 
-# What comes from outside, apart from the standard library.
+# A folder or file -> the libraries that it may import, besides the standard library.
 OUTSIDE: dict[str, set[str]] = {
     **dict.fromkeys(["_version", "names", "errors", "contained_log", "forked_child", "guard", "one_shot_event", "clock",
                      "thread_stack", "__init__", "interpreter_exit", "loading_thread", "worker", "gpt_manager",
@@ -92,7 +92,7 @@ OUTSIDE: dict[str, set[str]] = {
                "opentelemetry"},
 }
 
-# Code that a hostile input could reach must not be able to load or start other code. (file, name) -> why it may.
+# Code that handles hostile input must not load or start other code. ALLOWED_LOADERS: (file, name) -> why it may.
 CODE_LOADERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "subprocess", "socket",
                 "socketserver", "ssl", "http", "urllib", "ftplib", "smtplib", "xmlrpc", "asyncio", "importlib", "imp",
                 "runpy", "code", "codeop", "pty", "ctypes", "cffi", "multiprocessing"}
@@ -120,7 +120,7 @@ ALLOWED_LOADERS = {
     ("batch_manager/runtime/thread_count.py", "ctypes"): "functions of the OpenMP and MKL that torch has loaded",
 }
 
-# Files that take every exception and do not raise it again: how often, and why not by a block of the guard.
+# File that catches every exception without raising it again -> (number of places, why no block of the guard does it).
 BROAD_EXCEPTS = {
     "batch_manager/aio/engine_program.py": (1, "what its constructor raises is sent to the host"),
     "batch_manager/aio/messages.py": (1, "a request that cannot be unpickled costs itself only"),
@@ -141,13 +141,14 @@ ALLOWED_ENVIRONMENT = {
     "triton_kernels/cpu/native/build.py": "$CC names the compiler, $XDG_CACHE_HOME where what it compiled is kept",
 }
 
-# Functions of torch whose result has the host's default dtype, or lies on its default device, unless they are told.
+# Functions of torch that use the host's default dtype or default device unless the call names one.
 TENSOR_MAKERS = {"arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full",
                  "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm", "range",
                  "scalar_tensor", "tensor", "tril_indices", "triu_indices", "vander", "zeros"}
 TENSOR_CLASSES = {"Tensor", "FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor"}
 
-# The others state a part themselves. A way out is the third part, where there is one.
+# Errors whose message has two or three parts: a fact, an expectation, and a way out if there is one. Other errors state
+# a part themselves.
 ERRORS_WITH_PARTS = {"ConfigError", "InsufficientMemoryError", "InvalidRequestError", "DuplicateRequestIdError",
                          "RequestTooLargeError", "QueueFullError", "DeviceLostError", "ManagerClosedError"}
 
@@ -160,7 +161,7 @@ FOREIGN_WORDS = {"scheduling": "tensor", "kv": "logit", "runtime": "request"}
 
 @dataclass(frozen=True)
 class Import:
-    """One import: `module` absolute, `name` the name taken from it if any."""
+    """One import. `module` is the absolute name of the module, `name` the name imported from it, if any."""
 
     line: int
     module: str
@@ -170,7 +171,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Source:
-    """One file. `module` is the name it is installed under, `floor` the key of FLOORS it stands on."""
+    """One file. `module` is its installed name, `floor` its key in FLOORS."""
 
     path: Path
     module: str
@@ -204,7 +205,7 @@ class Source:
 def read(root: Path, name: str) -> list[Source]:
     sources = []
     for path in sorted(root.rglob("*.py")):
-        if path.is_relative_to(PACKAGE / "triton_kernels"):    # a link; unpacked from an archive, a copy
+        if path.is_relative_to(PACKAGE / "triton_kernels"):    # a link to KERNELS, or a copy of it
             continue
         parts = [name, *path.relative_to(root).with_suffix("").parts]
         if parts[-1] == "__init__" and len(parts) > 2:
@@ -221,7 +222,7 @@ CORE = [source for source in SOURCES if source.floor != "tools"]
 
 
 def targets(source: Source, imported: Import) -> str | None:
-    """The module of the package that an import reaches, or None for one from outside."""
+    """The module of the package that an import names; None for a module of another package."""
     if imported.module.split(".")[0] != "batch_manager":
         return None
     submodule = f"{imported.module}.{imported.name}"
@@ -301,13 +302,15 @@ def test_nobody_inside_uses_the_front_door():
     assert not wrong, report(wrong)
 
 
-# Where a user imports from, besides batch_manager itself.
+# Modules that users import from, besides batch_manager itself.
 PUBLIC_MODULES = ("batch_manager.aio", "batch_manager.extras.", "batch_manager.tools.", "batch_manager.testing")
 
 
 def imported_by_users() -> Iterator[tuple[str, str, list[str]]]:
-    """(where, module of the package, names) of every import in the examples, and in the Python blocks of the README
-    and of docs/."""
+    """Yield (where, module of the package, names) for every import of the package.
+
+    It reads the examples, and the Python blocks of the README and of docs/.
+    """
     texts = [(f"{page.relative_to(REPOSITORY)} block {number}", text)
              for page in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
              for number, text in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"),
@@ -403,12 +406,12 @@ def test_threads_are_the_business_of_the_manager_and_its_worker_alone():
     may = {f"batch_manager/{name}.py" for name in ("gpt_manager", "worker", "one_shot_event", "loading_thread",
                                                    "interpreter_exit", "clock", "thread_stack")}
     may.update(f"batch_manager/aio/{name}.py" for name in ("engine", "mailbox", "switchboard"))    # event loops
-    # coroutines of a server that has an event loop
+    # these files have coroutines of a server that has an event loop
     may |= {"batch_manager/extras/openai/service.py", "batch_manager/extras/openai/responses.py"}
     may.update(f"batch_manager/aio/{name}.py" for name in ("engine_process", "engine_program", "messages"))
-    may.add("batch_manager/extras/llm.py")              # a lock for threads that read one text; it starts none
-    may.add("batch_manager/runtime/thread_count.py")    # it asks which thread calls, and starts none
-    may.add("triton_kernels/cpu/large_pages.py")        # models are loaded on several threads; it starts none
+    may.add("batch_manager/extras/llm.py")              # has a lock for threads that read one text; starts none
+    may.add("batch_manager/runtime/thread_count.py")    # identifies the calling thread; starts none
+    may.add("triton_kernels/cpu/large_pages.py")        # is called by the threads that load a model; starts none
     threads = {"threading", "_thread", "multiprocessing", "concurrent", "asyncio"}
     wrong = [f"{source.where}:{imported.line} imports {imported.module}" for source in CORE
              for imported in source.imports()
@@ -430,7 +433,7 @@ def test_torch_cuda_is_named_by_the_device_file_alone():
 
 
 def left_to_the_default(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
-    """(line, function, what it is not told) of every tensor whose dtype or device is whatever the host set."""
+    """Yield (line, function, missing argument) for every tensor that gets the host's default dtype or device."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "torch":
             yield from ((node.lineno, alias.name, "torch") for alias in node.names
@@ -476,7 +479,7 @@ def test_no_exception_is_caught_without_being_named():
 
 
 def test_every_exception_is_caught_in_few_places():
-    """Foreign code runs in blocks of the guard, which take all that it raises. Nobody else has to."""
+    """Only the listed files catch every exception. Blocks of the guard catch what foreign code raises."""
     found = Counter()
     for source in CORE:
         for node in source.walk():
@@ -489,7 +492,7 @@ def test_every_exception_is_caught_in_few_places():
 
 
 def test_the_core_neither_loads_code_nor_starts_programs_nor_opens_connections():
-    """C24, C25"""
+    """C24, C25: the core loads no code, starts no program and opens no connection."""
     wrong = []
     for source in CORE:
         for imported in source.imports():
@@ -508,7 +511,10 @@ def test_the_core_neither_loads_code_nor_starts_programs_nor_opens_connections()
 
 
 def test_a_users_callback_is_called_in_a_guarded_block():
-    """What runs inside one, tests/contract/test_guard.py looks at."""
+    """Each of the four callbacks is called inside a `with` block of the guard.
+
+    tests/contract/test_guard.py tests what runs inside the blocks.
+    """
     files = ["batch_manager/loop/callbacks.py", "batch_manager/loop/fetched_items.py"]
     nodes = [node for source in CORE if source.where in files for node in source.walk()]
     mentions = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
@@ -527,7 +533,7 @@ def test_every_exception_to_that_is_still_needed():
 
 
 def test_no_environment_variable_is_read_but_the_listed_ones():
-    """C24"""
+    """C24: the core reads no environment variable except the listed ones."""
     wrong = [f"{source.where}:{node.lineno} reads the environment" for source in CORE for node in source.walk()
              if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.environb")
              and source.where not in ALLOWED_ENVIRONMENT]

@@ -1,4 +1,4 @@
-"""Types: of the files that pyproject.toml names, and of programs that use the package."""
+"""mypy accepts the files that pyproject.toml names, and finds the mistakes in programs that use the package."""
 
 import importlib.util
 import os
@@ -23,7 +23,7 @@ needs_mypy = pytest.mark.skipif(importlib.util.find_spec("mypy") is None,
 
 
 def mypy(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Exit status and output of mypy, run in a folder with a cache of its own."""
+    """Run mypy in a folder, and return its exit status and output."""
     environment = {name: value for name, value in os.environ.items() if name not in ("MYPYPATH", "PYTHONPATH")}
     result = subprocess.run([sys.executable, "-m", "mypy", "--no-color-output", *arguments], cwd=folder,
                             env=environment, capture_output=True, text=True, timeout=300)
@@ -40,8 +40,10 @@ def test_the_files_named_in_pyproject_have_no_type_errors(tmp_path):
 
 @pytest.fixture
 def installation(tmp_path) -> Path:
-    """The interpreter of an environment in which the package is installed, as a type checker sees it: a folder of
-    site-packages with the package's folder in it, and the libraries of this environment."""
+    """The interpreter of an environment in which a type checker finds the package installed.
+
+    Its site-packages has a link to the package's folder, and a path to the libraries of this environment.
+    """
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     (libraries,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     (libraries / "batch_manager").symlink_to(REPOSITORY / "batch_manager", target_is_directory=True)
@@ -72,7 +74,7 @@ def test_the_attributes_for_type_checkers_are_those_of_the_table():
 
 
 def test_an_error_of_the_checker_is_ignored_seldom_and_by_its_code():
-    """The reason stands beside it, or in the line before."""
+    """At most MOST_IGNORES errors are ignored, each by its code and after a comment with the reason."""
     wrong, count = [], 0
     for path in sorted((REPOSITORY / "batch_manager").rglob("*.py")):
         before = ""

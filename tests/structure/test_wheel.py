@@ -1,4 +1,4 @@
-"""What an installation consists of."""
+"""A wheel and a source distribution hold the files that they should, and no others."""
 
 import importlib.metadata
 import importlib.util
@@ -18,7 +18,10 @@ NEEDED_SETUPTOOLS = 77
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel of the checkout, built from a copy, so that no build folder is left behind."""
+    """The names of the files in a wheel of the checkout.
+
+    The wheel is built from a copy, so that the checkout gets no build folder.
+    """
     if importlib.util.find_spec("pip") is None:
         pytest.skip("building a wheel takes pip, and this environment has none")
     folder = tmp_path_factory.mktemp("wheel")
@@ -32,7 +35,7 @@ def wheel(tmp_path_factory):
     (copy / "README.md").touch()
 
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--disable-pip-version-check", "-w", str(folder)]
-    isolated = installed_setuptools() < NEEDED_SETUPTOOLS       # then pip fetches one for the build
+    isolated = installed_setuptools() < NEEDED_SETUPTOOLS       # pip fetches setuptools for an isolated build
     result = subprocess.run([*command, *([] if isolated else ["--no-build-isolation"]), str(copy)],
                             capture_output=True, text=True, timeout=300)
     nothing_fetched = r"(No matching distribution found for|Could not find a version .*) setuptools"
@@ -46,7 +49,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def source_distribution(tmp_path_factory):
-    """What a source distribution of the checkout holds, unpacked."""
+    """The folder of an unpacked source distribution of the checkout."""
     if installed_setuptools() < NEEDED_SETUPTOOLS:
         pytest.skip(f"a source distribution takes setuptools >= {NEEDED_SETUPTOOLS}; it is not installed")
     folder = tmp_path_factory.mktemp("sdist")
@@ -100,7 +103,7 @@ def test_a_wheel_holds_every_source_file_and_the_typing_marker(wheel):
 
 
 def test_a_wheel_has_no_other_files(wheel):
-    """Neither tests nor examples, nor what a run left behind."""
+    """A wheel has no tests, no examples and no files that a run created."""
     known = (".py", "py.typed", ".c", ".h", ".jsonl", ".csv", ".js", ".css", ".html")
     assert [name for name in wheel if ".dist-info/" not in name and not name.endswith(known)] == []
     metadata = {name.partition(".dist-info/")[2] for name in wheel if ".dist-info/" in name}
@@ -108,7 +111,7 @@ def test_a_wheel_has_no_other_files(wheel):
 
 
 def test_a_source_distribution_has_what_is_tracked(source_distribution):
-    """Tests, examples and documents too."""
+    """A source distribution has every tracked file, including tests, examples and documents."""
     tracked = subprocess.run(["git", "-C", str(REPOSITORY), "ls-files", "-z"], capture_output=True, text=True)
     if tracked.returncode:
         pytest.skip("there is no git repository to compare it with")

@@ -1,12 +1,12 @@
 """An exception at each place where CPython can raise an asynchronous exception of another thread.
 
-    python -m tests.sweep.interrupted SCENARIO PLACE [GAP ...]      repeats one of them and prints where it strikes
+    python -m tests.sweep.interrupted SCENARIO PLACE [GAP ...]      repeats one place and prints it
 
-CPython 3.11 to 3.13 check for an exception of PyThreadState_SetAsyncExc in these places only, and never inside a C
+CPython 3.11 to 3.13 check for an exception of PyThreadState_SetAsyncExc at three kinds of places, and never inside a C
 function: where a Python function begins or continues after a yield (RESUME), after a call (CALL, CALL_FUNCTION_EX), and
 where a loop jumps back (JUMP_BACKWARD and its variants). A tracer counts these places while a scenario runs in the code
-of batch_manager. At each place the process forks; the child raises the exception there and runs to its end without the
-tracer. So each place is tried with its real history, for the cost of one run and a fork.
+of batch_manager. At each place the process forks. The child raises the exception there and runs to its end without the
+tracer. Each place is thus tried with its real history, for the cost of one run and a fork.
 
 GAP: another exception strikes this many places after the previous one, while requests are being answered. CPython
 removes a tracer that raises, so a profiler restores it at the next call or return of a function.
@@ -29,13 +29,13 @@ from batch_manager.worker import NESTED_WORKER_LOOPS
 from .scenarios import SCENARIOS, Run
 
 PACKAGE = os.path.dirname(batch_manager.__file__)
-# Not traced: backends, the scripted one among them, do not promise that an interrupted step can run again.
+# Backends, including the scripted one, are not traced: they do not promise that an interrupted step can run again.
 ELSEWHERE = (os.path.join(PACKAGE, "runtime"), os.path.join(PACKAGE, "testing", "scripted_backend.py"))
 # The files of the product that move items from the get callback to their final responses.
 WHERE_ITEMS_MOVE = ("callbacks.py", "fetched_items.py", "guard.py", "unanswered.py")
 MOST_IN_A_ROW = 6
 SAMPLED_EVERY = 211
-PLACES_BEFORE_IT_BEGINS = 1    # the worker is not in its `try` yet, and has called nothing
+PLACES_BEFORE_IT_BEGINS = 1    # places before the worker enters its `try`
 
 
 # Product code that the send callback of a run calls: an exception there belongs to the callback.
@@ -66,7 +66,7 @@ def _is_traced(frame: FrameType) -> bool:
 
 
 class Tracer:
-    """Calls `at_place(number, frame)` at each place; its exception is raised there."""
+    """Calls `at_place(number, frame)` at each place. An exception of `at_place` is raised at that place."""
 
     def __init__(self, at_place: Callable[[int, FrameType], None]) -> None:
         self.number = 0
@@ -94,7 +94,7 @@ class Tracer:
         def in_this_frame(frame: FrameType, event: str, _: object):
             nonlocal before
             if event == "opcode":
-                # not if the call raised, or the jump was not taken
+                # false if the call raised or the jump was not taken
                 reached = calls.get(before) == frame.f_lasti or before in jumps and frame.f_lasti < before
                 before = frame.f_lasti
                 if reached:
@@ -109,7 +109,7 @@ class Tracer:
 
 
 def traced(run: Run, tracer: Tracer) -> int:
-    """Run to the end. Returns the number of places."""
+    """Run a scenario to its end. Returns the number of places."""
     sys.settrace(tracer)
     try:
         run.start()
@@ -163,8 +163,8 @@ def sweep(name: str, wanted: Callable[[int], bool] = lambda place: True, *, file
           stops_at_first: bool = False) -> tuple[int, int, list[str]]:
     """Try the wanted places of a scenario. Returns (number of places, places tried, violations).
 
-    wanted           whether to try a place, by its number
-    files            ends of the file names whose places are tried; "": all
+    wanted           (number of a place) -> whether to try the place
+    files            ends of the names of the files whose places are tried; "": all files
     stops_at_first   stop after the first violation
     """
     tried, failures, original = 0, [], os.getpid()
@@ -178,7 +178,7 @@ def sweep(name: str, wanted: Callable[[int], bool] = lambda place: True, *, file
         tried += 1
         child = os.fork()
         if child == 0:
-            forked_child.current_process_id = original                    # else the child would end itself
+            forked_child.current_process_id = original             # the engine then does not see that it is in a fork
             sys.unraisablehook = lambda _: None                    # raised in a generator that is being closed
             failures.clear()
             tried = -place

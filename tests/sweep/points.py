@@ -1,10 +1,10 @@
 """A fault at each named point of the engine: at its first, second, third ... call, once or from that call on.
 
-    python -m tests.sweep.points SCENARIO POINT TIME once|always      repeats one of them
+    python -m tests.sweep.points SCENARIO POINT TIME once|always      repeats one fault
 
 A point is a function that the loop depends on. It fails at its n-th call, for n = 1, 2, 3 ... until a run has fewer
-calls. After each run the history checker checks the calls (I1..I8), and the accounting of the KV cache is audited if
-the engine did not fail.
+calls. After each run, the history checker checks the calls (I1..I8). If the engine did not fail, the accounting of the
+KV cache is audited.
 """
 
 import sys
@@ -26,10 +26,11 @@ class Planted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """spoils(run, fail): makes the point call `fail` each time it is reached.
+    """A point at which the engine can fail.
 
-    raises        exceptions that `fail` raises, one per run
-    in_callback   the point is a user's callback: its exception must not fail the engine
+    spoils(run, fail)   makes the point call `fail` each time it is reached
+    raises              exceptions that `fail` raises, one per run
+    in_callback         whether the point is a user's callback, whose exception must not fail the engine
     """
 
     name: str
@@ -61,7 +62,7 @@ def _finish(run: Run, fail: Callable[[], None]) -> None:
 
 
 def _late_step(run: Run, fail: Callable[[], None]) -> None:
-    """Make the step fail while it runs: at its launch, or on an asynchronous device, after later launches."""
+    """Make the step fail while it runs: at its launch or, on an asynchronous device, after later launches."""
     run.backend.on_step = lambda batch: fail()
 
 

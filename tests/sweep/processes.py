@@ -1,11 +1,11 @@
-"""The end of a process that has an engine: each request is answered before.
+"""The end of a process that has an engine: each request is answered before the process ends.
 
-    python -m tests.sweep.processes SCENARIO|all [REPEATS] [FIRST] [-v]      -v: shows their stderr
+    python -m tests.sweep.processes SCENARIO|all [REPEATS] [FIRST] [-v]      -v: shows the stderr of the processes
 
-Each repeat is its own process, forked from a process without threads that has imported the engine, and ends like any
-interpreter. It prints the ids that get returned and the ids of finals. A repeat passes if each id got one final
-response, the exit status is the expected one, and the process ended within SECONDS. On a machine with more load than
-cores, LONGEST is the limit.
+Each repeat is a process that is forked from a process without threads that has imported the engine. It ends like any
+interpreter. It prints the ids that get returned and the ids of final responses. A repeat passes if each id got one
+final response, the exit status is the expected one, and the process ended within SECONDS. On a machine with more load
+than cores, the limit is LONGEST.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from batch_manager.testing.scripted_backend import ScriptedBackend
 SECONDS, LONGEST = 5.0, 40.0
 SECONDS_OF = {"a_hundred_thousand_requests_in_one_get": 20.0}    # takes two seconds of CPU
 STEP_S = 0.001
-LONG = 900                                   # tokens: longer than any scenario lasts
+LONG = 900                                   # tokens of an output that no scenario finishes
 
 
 def say(text: str) -> None:
@@ -48,9 +48,9 @@ def request(request_id: int, new_tokens: int = LONG) -> InferenceRequest:
 
 
 class Server:
-    """Callbacks that print the ids of requests and of finals. on_send: called after a final.
+    """Callbacks that print the ids of requests and of final responses. `on_send` is called after each final response.
 
-    Not a `Client` of tests/harness: the process can end at any time, so it prints each event and keeps none.
+    The class is not a `Client` of tests/harness: the process can end at any time, so it prints each event at once.
     """
 
     def __init__(self, pending: list, on_send: Callable[[int], None] = lambda request_id: None) -> None:
@@ -211,12 +211,14 @@ def many_exceptions_injected(seed: int) -> None:
 
 
 def interrupt_the_worker(rng: random.Random, times: int) -> None:
-    """Raise asynchronous exceptions in the worker at random times. No exception can strike inside a callback, because
-    the callbacks are C functions; so the requests and finals are known exactly.
+    """Raise asynchronous exceptions in the worker at random times.
 
-    There is no logging, and exceptions come only between the worker's first iteration and its end. In `logging`, and in
-    the code of `threading` that starts and ends threads, an exception between taking a lock and the following `try`
-    leaves the lock locked for ever. Users of these modules cannot prevent that.
+    The callbacks are C functions, in which no exception can strike. The requests and final responses are therefore
+    known exactly.
+
+    Logging is disabled, and exceptions come only between the worker's first iteration and its end. In `logging`, and in
+    the code of `threading` that starts and ends threads, an exception between the acquisition of a lock and the
+    following `try` leaves the lock locked for ever. Users of these modules cannot prevent this.
     """
     logging.disable()
     for name in list(logging.root.manager.loggerDict):             # the first call takes a lock of logging
@@ -294,7 +296,7 @@ def _wait(child: int, deadline: float) -> int | None:
 
 
 def judge(said: str, status: int | None, expected: int, seconds: float, limit: float = SECONDS) -> str:
-    """Return what is wrong, or an empty string."""
+    """Return a description of what is wrong with the output of a process, or an empty string."""
     words = [line.split() for line in said.splitlines() if line]
     handed = Counter(line[1] for line in words if line[0] == "handed")
     finals = Counter(line[1] for line in words if line[0] == "final")

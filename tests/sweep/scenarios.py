@@ -29,7 +29,10 @@ MOST_TURNS = 400
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request of a scenario. must: the code of its refusal; "": none; None: it has no usable id"""
+    """A request of a scenario.
+
+    must   the code of its refusal; "" if it must be accepted; None if it has no usable id
+    """
 
     request_id: Any
     prompt: int = 3
@@ -41,8 +44,12 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """arrivals: items of each call of get; stops: call of poll -> ids; ends: (call of get, "drain" or "abort" at that
-    call)"""
+    """The requests and stops of a run, and the options of its engine.
+
+    arrivals   the items of each call of get
+    stops      call of poll -> ids
+    ends       (call of get, "drain" or "abort"): the shutdown at that call
+    """
 
     name: str
     arrivals: tuple[tuple[Arrival, ...], ...]
@@ -72,7 +79,8 @@ def _plant_not_finite(batch: ScheduledBatch) -> dict[int, RowFailure]:
 def _late_fault() -> Callable[[ScheduledBatch], None]:
     """Return an on_step that raises once, in a step with several requests.
 
-    On an asynchronous device, the next step has been launched by then."""
+    On an asynchronous device, the next step has been launched before the error appears.
+    """
     errors = [RuntimeError("planted")]
 
     def on_step(batch: ScheduledBatch) -> None:
@@ -109,8 +117,9 @@ SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in [
 
 
 class Run(Client):
-    """One run of a scenario, and its callbacks. Tests inject faults into the loop, the backend, the clock, the control
-    block and, with `spoiled`, the callbacks.
+    """One run of a scenario, and its callbacks.
+
+    Tests inject faults into the loop, the backend, the clock, the control block and, with `spoiled`, the callbacks.
 
     spoiled     callback, or "item" -> function that it calls first
     final_ids   ids with a final response, in order
@@ -163,7 +172,7 @@ class Run(Client):
         self.history.feed(Other(self.clock.now))
         self.num_gets += 1
         turn, how = self.scenario.ends
-        if self.num_gets >= turn and not self.control.draining:    # again, if an exception struck in the first call
+        if self.num_gets >= turn and not self.control.draining:    # repeated if an exception struck in the first call
             self.control.ask_to_drain() if how == "drain" else self.control.ask_to_abort()
         self.spoiled.get("get", _nothing)()
         requests = self.requests.pop(0) if self.requests else []
@@ -197,7 +206,7 @@ class Run(Client):
             response.tokens = arrays["output_ids"][0, 0][:length].tolist()
             response.reason = int(arrays["finish_reason"][0, 0])
         beams = tensors and arrays["sequence_length"].shape[1] > 1
-        if beams:                                                  # this oracle has one beam only: skip the output
+        if beams:                                                  # the output is skipped: this oracle has one beam
             response.tokens, response.error = None, "[SHUTDOWN] stands for several beams"
         self.history.feed(response)
         if final:

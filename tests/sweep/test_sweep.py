@@ -1,4 +1,4 @@
-"""T4 in short: each fault point three times, a sample of the places for an exception, each kind of process end once."""
+"""T4 in short: three faults at each point, exceptions at a sample of the places, and each kind of process end once."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ def test_an_exception_anywhere_costs_nobody_an_answer(name):
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="CPython looks for exceptions elsewhere from here on")
 @pytest.mark.parametrize("name", ["mixed", "generator"])
 def test_no_place_where_items_move_costs_anybody_an_answer(name):
-    """It tries all places of these files; the test above tries a sample of all files."""
+    """Each request gets one final response after an exception at any place of the files that move items."""
     _, tried, wrong = in_a_small_process(sweep_where_items_move, name)
     assert tried > 500
     assert wrong == []

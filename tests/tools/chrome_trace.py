@@ -1,4 +1,4 @@
-"""Checks of a file against Chrome's trace event format, which Perfetto and chrome://tracing read.
+"""Checks a file against Chrome's trace event format, which Perfetto and chrome://tracing read.
 
 The rules are from the document "Trace Event Format" of the Chromium project. They cover the three kinds of events that
 `batch-manager trace perfetto` writes: complete events (X), counters (C) and metadata (M).

@@ -32,7 +32,7 @@ def random_traffic(random, count):
         now += float(random.exponential(random.choice([0.001, 0.05, 0.3])))
         prompt = None
         length = int(random.integers(1, 300))
-        if random.random() < 0.5:            # some prompts begin alike
+        if random.random() < 0.5:            # half of the prompts begin with copies of one of three tokens
             prompt = [int(random.integers(3))] * int(random.integers(1, length + 1))
             prompt += random.integers(3, 1000, length - len(prompt)).tolist()
         records.append(Record(number, number, now, length, int(random.integers(1, 400 - length)), (), prompt))

@@ -1,4 +1,4 @@
-"""The figures of known time stamps, and their output as lines, CSV and a table."""
+"""The figures of known time stamps are right, and so is their output as lines, CSV and a table."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""The options, including those of the original program, and refusals."""
+"""`batch-manager bench` reads its options, including those of the original program, and refuses wrong ones."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The plots: which iterations they show, and where."""
+"""The plots of a benchmark show the right iterations at the right positions."""
 
 import re
 from xml.etree import ElementTree
@@ -50,7 +50,7 @@ def test_iterations_are_those_of_the_records():
     assert sum(one.context for one in found) == TEN["prompt_tokens"]
     assert found[0].begin_s == 0.0 and found[0].since_s is None
     assert all(one.begin_s >= before.end_s and one.end_s >= one.begin_s for before, one in zip(found, found[1:]))
-    # A request generates from its second token on: the first one comes from its context.
+    # A request generates from its second token on. The first token comes from its context.
     assert sum(one.generating for one in found) == TEN["output_tokens"] - len(TEN["requests"])
     assert all(one.since_s >= 0.0009 for one in found if one.generating)
 
@@ -140,7 +140,7 @@ def test_labels_keep_off_points_and_each_other():
             x, y, width = float(text.get("x")), float(text.get("y")), 6.0 * len(text.text)
             boxes.append((x - width / 2, y - 9, x + width / 2, y))
     circles = [(float(one.get("cx")), float(one.get("cy"))) for one in root.iter(f"{SVG}circle")]
-    assert 2 <= len(boxes) < len(points)            # there is no room for all of them
+    assert 2 <= len(boxes) < len(points)            # the plot has no room for all labels
     assert not any(left < x < right and top < y < bottom for left, top, right, bottom in boxes for x, y in circles)
     assert all(one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
                for number, one in enumerate(boxes) for other in boxes[:number])

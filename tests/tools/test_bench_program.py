@@ -1,4 +1,4 @@
-"""The program from its arguments to its files: sweeps, saturation, gates, failures, interruptions."""
+"""The benchmark runs from its arguments to its files: sweeps, saturation, gates, failures, interruptions."""
 
 import csv
 import json
@@ -49,8 +49,10 @@ sys.exit(program.main(sys.argv[1:]))
 
 @pytest.fixture
 def setting(tmp_path, monkeypatch):
-    """Return (function that runs a command line, folder). The engine has a scripted backend and a workload of ten
-    requests."""
+    """Return (function that runs a command line, folder).
+
+    The engine has a scripted backend and a workload of ten requests.
+    """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
     Path("ten.json").write_text(json.dumps(TEN))

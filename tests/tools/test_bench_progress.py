@@ -1,4 +1,4 @@
-"""The progress display of a benchmark."""
+"""The progress display of a benchmark shows the right numbers."""
 
 import io
 import time

@@ -25,7 +25,7 @@ RESULT_KEYS = {
     "wall_s", "output_tokens", "prompt_tokens", "output_tok_s", "total_tok_s", "ttft_ms_p50", "ttft_ms_p99",
     "itl_ms_p50", "itl_ms_p99", "itl_ms_mean", "e2e_ms_p50", "e2e_ms_p99", "peak_rss_mb", "load_s", "steps", "cpu",
     "wrong_length", "python", "first_tokens", "kv_precision", "kv_tokens", "tokens_per_block", "engine", "scheduler",
-    "chunked_context", "cpu_compile", "busy_neighbours", "model_implementation"}     # other programs write these, too
+    "chunked_context", "cpu_compile", "busy_neighbours", "model_implementation"}     # other programs write them too
 CPU_KEYS = {"own_cores", "foreign_nice", "foreign_cores", "steal_cores", "ncpu"}
 
 FOUR_REQUESTS = make_workload(count=4, vocab_size=1000, prompts=Lengths(20, 0.5, 4, 60), outputs=Lengths(6, 0.5, 2, 12))

@@ -13,7 +13,7 @@ def test_the_same_options_make_the_same_workload():
 
 
 def test_the_default_workload_stays_what_it_was():
-    # Results of different versions are compared on this workload.
+    # This workload is the basis for comparisons between versions.
     made = make_workload()
     assert (made["n"], made["prompt_tokens"], made["output_tokens"]) == (64, 11103, 5331)
     assert made["prompt_len"] == {"median": 135.0, "mean": 173.484375, "max": 512}

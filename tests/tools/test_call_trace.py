@@ -1,4 +1,4 @@
-"""The calls of one plain generation step: their number stays small."""
+"""The number of calls in one plain generation step stays small."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Ratios of two programs, pair by pair, and the conclusions from them."""
+"""The comparison of two programs gives the right ratios, pair by pair, and the right conclusions."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The tool that measures the cost of the deterministic mode."""
+"""The tool that measures the cost of the deterministic mode works."""
 
 import json
 import time

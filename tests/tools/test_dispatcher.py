@@ -1,4 +1,4 @@
-"""The program `batch-manager`: its commands, and the modules that each command imports."""
+"""The program `batch-manager` runs its commands, and each command imports only the modules that it needs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The page of `batch-manager draw --html`: its data, its text, and its behaviour in a browser."""
+"""The page of `batch-manager draw --html` has the right data and text, and works in a browser."""
 
 import base64
 import json
@@ -51,8 +51,10 @@ def data_of(page):
 
 
 def rows_of(header, columns):
-    """Return (id, spans, end, has ended) of each row. A span is (kind, reason, first iteration, first position,
-    tokens)."""
+    """Return (id, spans, end, has ended) of each row.
+
+    A span is (kind, reason, first iteration, first position, tokens).
+    """
     starts, kinds = iter(columns["span_start"]), iter(columns["span_kind"])
     chunks = iter(zip(columns["chunk_first"], columns["chunk_tokens"], strict=True))
     rows = []
@@ -287,7 +289,7 @@ load().then((answer) => process.stdout.write(JSON.stringify(answer)));
 
 
 def brute_force(rows, kinds, positions, ends, window):
-    """Compute the result of countTile cell by cell. positions: where iterations begin; ends: where they end."""
+    """Compute the result of countTile cell by cell. `positions` and `ends` are the begins and ends of iterations."""
     kind, share = [], []
     width, group_rows = window["binWidth"], window["rowsPerGroup"]
     for group in range(window["groups"]):

@@ -13,7 +13,7 @@ import pytest
 from tests.first_hour import __main__ as first_hour
 from tests.first_hour.parts import CALL_MINUTES, CALLS, PARTS, REQUIRED_WHEELS, ROOT, Part, gpu_test_files
 
-# The required packages that the image of the lent machine contains.
+# The required packages that the image of the GPU machine contains.
 IN_THE_IMAGE = {"torch", "triton", "numpy", "safetensors"}
 
 

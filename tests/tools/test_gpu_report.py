@@ -1,4 +1,4 @@
-"""The report without a GPU: every line runs, the output has one form, and each failure has a name."""
+"""Without a GPU, every line of the report runs, all output has one form, and each failure has a name."""
 
 import json
 import os
@@ -33,8 +33,10 @@ def context(query, kv_pool, block_table, cu_seqlens, kv_lengths, scale):
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
-    """Return (lines, folder) of a dry run with the attention of a peer, in its own process. It leaves out transformers,
-    which takes seconds to import and has its own test."""
+    """Return (lines, folder) of a dry run with the attention of a peer, in its own process.
+
+    The run leaves out transformers, which takes seconds to import and has its own test.
+    """
     folder = tmp_path_factory.mktemp("report")
     peers = folder / "peers"
     peers.mkdir()
@@ -133,7 +135,7 @@ def test_a_line_that_is_no_line_is_refused():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Return run(*sections, minutes=8, goals=()) -> the records, with DryClock in place of the device's clock."""
+    """Return run(*sections, minutes=8, goals=()) -> the records. DryClock replaces the device's clock."""
     import torch
 
     from batch_manager.tools.gpu_report import sections as listed

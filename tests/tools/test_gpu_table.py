@@ -1,4 +1,4 @@
-"""The performance page shows the newest result, or that nothing was measured."""
+"""The performance page shows the newest result, or says that nothing was measured."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""inspect_model reports what an engine then does, and refuses what an engine refuses."""
+"""inspect_model reports the settings and sizes of an engine, and refuses the models that an engine refuses."""
 
 import json
 import os

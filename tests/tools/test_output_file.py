@@ -30,7 +30,7 @@ def test_all_files_of_a_command_appear_or_none(tmp_path):
     with pytest.raises(OSError, match="/dev/full cannot be written: No space left on device"), OutputFiles() as files:
         files.open(first).write("a" * 100_000)
         files.open(second, "wb").write(b"new")
-        files.open(Path("/dev/full")).write("b")         # fails when it is closed, which is after the other two
+        files.open(Path("/dev/full")).write("b")         # fails when it is closed, after the other two
     assert list(tmp_path.iterdir()) == [second] and second.read_text() == "older"
     with OutputFiles() as files:
         files.open(first).write("1")
@@ -40,7 +40,7 @@ def test_all_files_of_a_command_appear_or_none(tmp_path):
 
 
 def test_no_other_file_is_touched(tmp_path):
-    """A file whose name looks like that of a temporary file is left alone."""
+    """A file whose name looks like a temporary file's name stays unchanged."""
     others = [tmp_path / name for name in ("a.part", ".a.part", "a.tmp")]
     for other in others:
         other.write_text("mine")
@@ -63,7 +63,7 @@ def test_errors_name_the_output(tmp_path):
         file.write("text")
         path.mkdir()                                    # while the file is written
     assert raised.value.filename == str(path) and list(tmp_path.iterdir()) == [path]
-    for size in (1, 100_000):                           # the close fails, or a write
+    for size in (1, 100_000):                           # with 1, the close fails; with 100,000, a write fails
         with pytest.raises(OSError, match="/dev/full cannot be written: No space left on device"):
             write(Path("/dev/full"), "a" * size)
 

@@ -1,4 +1,4 @@
-"""The program for T16 really leaves out each check whose cost it measures. Its figures need a quiet machine."""
+"""The program for T16 leaves out each check whose cost it measures. Its figures need a quiet machine."""
 
 from contextlib import AbstractContextManager
 

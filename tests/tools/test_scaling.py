@@ -1,4 +1,4 @@
-"""The scaling of steps: the measurement, the points in the plots, and the text of the page."""
+"""The scaling of steps is measured correctly, and the plots and the page show the measured values."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def result_file(tmp_path):
 
 
 def read_back(svg):
-    """Return the points of a plot in the units of its axes, from the numbers at the axes alone."""
+    """Return the points of a plot in the units of its axes, computed from the numbers at the axes."""
     root = ElementTree.fromstring(svg)
 
     def axis(name, place):
@@ -195,7 +195,7 @@ def test_every_setting_is_measured_and_can_be_drawn(tmp_path, capsys):
     assert [(row["batch"], row["context"]) for row in result["context"]] == [(2, 8), (2, 70)]
     for row in [*result["batch"], *result["context"]]:
         assert 0 < row["ms"]["min"] <= row["ms"]["p10"] <= row["ms"]["median"] <= row["ms"]["p90"]
-        # The token of the prompt's own step, those of the warm-up, and half of the timed ones.
+        # The token of the prompt's step, the tokens of the warm-up, and half of the timed tokens.
         assert row["mean_context"] == row["context"] + 1 + scaling.WARM_UP_STEPS + 4 / 2
     assert [(row["where"], row["waiting"]) for row in result["waiting"]] == [
         ("active", 0), ("queued", 0), ("active", 7), ("queued", 7)]
@@ -219,7 +219,7 @@ def test_the_times_are_those_of_the_timed_iterations_alone(monkeypatch):
 
 
 def test_nothing_is_timed_before_every_prompt_is_computed():
-    """The prompts take ten iterations here, which is longer than the warm-up."""
+    """No step is timed before all prompts are computed, even if the prompts take longer than the warm-up."""
     options = scaling.parse_options(["--model", str(MODEL), "--out", "unused", *SMALL, "--max-tokens-per-step", "21"])
     engine = scaling.DecodeSteps(options, [(12, 9)])
     row = engine.measure(12, 9, 4)

@@ -1,4 +1,4 @@
-"""Simulated engines: times follow from the cost model, leaps do not change results, and replicas are routed to."""
+"""Simulated engines take their times from the cost model, leaps do not change results, and replicas get requests."""
 
 from dataclasses import replace
 

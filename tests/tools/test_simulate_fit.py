@@ -1,4 +1,4 @@
-"""Cost models: what a fit recovers, how it reports its error, and its file."""
+"""A fit recovers a cost model and reports its error, and its file can be read back."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The program `batch-manager simulate`: fit, simulate, sweep, and refusals."""
+"""The program `batch-manager simulate` fits, simulates, sweeps, and refuses wrong input."""
 
 import json
 import subprocess

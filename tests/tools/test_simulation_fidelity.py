@@ -1,4 +1,4 @@
-"""A simulation that is fitted to one recorded run predicts three other runs, and one with other settings.
+"""A simulation that is fitted to one recorded run predicts four other runs, one of which has other settings.
 
 tests/campaigns/simulation_fidelity.py recorded the runs: a Llama of 135M parameters in bf16 on one thread.
 """
@@ -22,7 +22,7 @@ from batch_manager.tools.simulate.traffic import Traffic
 DATA = Path(__file__).parent / "data" / "simulated_runs"
 RUNS = json.loads((DATA / "runs.json").read_text())
 THROUGHPUT, TAIL = 0.05, 0.10
-# The fitted run has hardly any steps with four prompts and 28 sequences.
+# The fitted run has few steps with four prompts and 28 sequences.
 WIDER = {("offline", "itl_ms_p99"): 0.15}
 
 

@@ -1,4 +1,4 @@
-"""`batch-manager trace`: how a request spent its time, and traces in the formats of other viewers."""
+"""`batch-manager trace` shows how a request spent its time, and writes traces in the formats of other viewers."""
 
 import csv
 import json
@@ -152,7 +152,7 @@ def test_perfetto_takes_every_event(traced, new_request):
     rng, file = random.Random(3), StringIO()
     ran = traced([new_request(i, [i] * rng.randint(1, 30), rng.randint(1, 9)) for i in range(1, 30)],
                  max_batch_size=3, max_num_sequences=5)
-    # The iterations follow each other without a gap, and their phases were rounded up.
+    # The iterations follow each other without a gap, and their phases are rounded up.
     at, iterations = 5.0, []
     for each in ran:
         phases = {phase: rng.randint(1, 400) for phase in each.phases_us}

@@ -1,4 +1,4 @@
-"""Arrivals written as a trace or as a workload and read back, and generated traces."""
+"""Arrivals that are written as a trace or a workload are read back unchanged, and generated traces are valid."""
 
 import json
 from collections import Counter
@@ -18,7 +18,7 @@ from batch_manager.tools.workload import main
 
 @st.composite
 def arrivals_in_order(draw, with_ids=True):
-    """Draw arrivals at whole milliseconds, the first at 0. Either every block has an id, or none."""
+    """Generate arrivals at whole milliseconds, the first at 0. Either every block has an id, or no block has one."""
     now, arrivals = 0, []
     for _ in range(draw(st.integers(1, 6))):
         tokens = draw(st.integers(1, 3 * PREFIX_TOKENS))
@@ -58,7 +58,7 @@ def test_a_workload_of_a_trace_and_a_dataset_of_that_workload_have_its_arrivals(
         assert [one.arrival_s for one in again] == pytest.approx([one.arrival_s for one in arrivals])
         assert [(one.input_tokens, one.output_tokens) for one in again] == [
             (one.input_tokens, one.output_tokens) for one in arrivals]
-        for i, one in enumerate(arrivals):    # prefixes are equal in the tokens where they are in the trace
+        for i, one in enumerate(arrivals):    # prefixes that are equal in the trace are equal in the tokens
             for j, other in enumerate(arrivals[:i]):
                 for block in range(min(one.input_tokens, other.input_tokens) // PREFIX_TOKENS):
                     alike = one.prefix_ids[:block + 1] == other.prefix_ids[:block + 1]
@@ -91,7 +91,7 @@ def test_made_up_conversations_share_their_beginnings():
     for one in arrivals:
         assert len(one.prefix_ids) == -(-one.input_tokens // PREFIX_TOKENS) and one.input_tokens <= 4000
         assert len(set(one.prefix_ids)) == len(one.prefix_ids)
-        for above, block in zip((-1, *one.prefix_ids), one.prefix_ids):    # an id stands for all blocks up to its own
+        for above, block in zip((-1, *one.prefix_ids), one.prefix_ids):    # an id identifies all blocks up to its block
             assert before.setdefault(block, above) == above
     firsts = Counter(one.prefix_ids[0] for one in arrivals)
     assert len(firsts) == 2 and max(firsts.values()) > 300

@@ -1,4 +1,4 @@
-"""`batch-manager watch`: its sources, and its output in pipes and terminals."""
+"""`batch-manager watch` reads its sources and shows the right figures in pipes and terminals."""
 
 import contextlib
 import errno
@@ -150,7 +150,7 @@ def test_a_file_is_followed_over_rotation_truncation_and_rubbish(tmp_path, sourc
     for _ in range(300):
         action = draw.choice(["write", "write", "half", "rotate", "truncate", "rubbish"])
         if action in ("rotate", "truncate"):
-            source.poll()                                # afterwards, the text before it can no longer be read
+            source.poll()                                # after the action, the earlier text cannot be read
         if action == "rotate":
             path.rename(f"{path}.1")
             path.touch()
@@ -199,7 +199,7 @@ def test_an_engine_that_was_started_again_counts_from_nothing(tmp_path, source_o
     path.write_text(record_of(100, 5, **{"Finals Length": 40}) + record_of(1, 5, **{"Finals Length": 2})
                     + record_of(2, 5, **{"Finals Length": 3}))
     readings = source_of(path).poll()
-    assert [reading.counters["finished"] for reading in readings] == [0, 3]      # the second came at the first's time
+    assert [reading.counters["finished"] for reading in readings] == [0, 3]      # two records have the same time
     assert readings[-1].counters["tokens"] == 15
     times = [reading.at_s for reading in readings]
     assert times == sorted(times)
@@ -280,7 +280,7 @@ def test_time_goes_on_where_nothing_is_written(tmp_path, source_of):
 
 
 class Metrics(http.server.BaseHTTPRequestHandler):
-    """Replies with the next of the server's `answers`: a text, or a status."""
+    """A server that replies with the next of its `answers`: a text, or a status."""
 
     def do_GET(self):
         answers = self.server.answers
@@ -386,7 +386,7 @@ def test_ctrl_c_is_quiet_in_a_pipe(tmp_path):
 
 
 class Terminal:
-    """The program in its own terminal, and its output there."""
+    """The program in its own terminal, and its output in it."""
 
     def __init__(self, *arguments, width=90, **environment):
         self.master, slave = pty.openpty()

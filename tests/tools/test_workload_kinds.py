@@ -1,4 +1,4 @@
-"""`batch-manager workload KIND`: the output of each kind, and refusals."""
+"""`batch-manager workload KIND` writes a valid workload of each kind, and refuses wrong options."""
 
 import json
 import subprocess

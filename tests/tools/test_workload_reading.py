@@ -1,4 +1,4 @@
-"""Files of requests: the arrivals and the workload of each format, and the error of each fault in a file."""
+"""Files of requests in each format give the right arrivals and workload, and each fault in a file gives its error."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Mistakes that a type checker finds: each line with `expected` has an error of that code, no other line has one."""
+"""Mistakes that a type checker finds. Each line with `expected` has an error of that code; other lines have none."""
 
 from collections.abc import Collection
 

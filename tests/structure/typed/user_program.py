@@ -1,4 +1,4 @@
-"""A program of a user's under mypy --strict: tests/structure/test_types.py checks it, nothing runs it."""
+"""A user's program that passes mypy --strict. tests/structure/test_types.py checks it; it is never run."""
 
 import asyncio
 import queue
@@ -29,7 +29,7 @@ from batch_manager.testing import ScriptedBackend
 
 
 class ManualClock:
-    """A Clock by its methods alone."""
+    """A class that is a Clock by its methods, without a base class."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -42,7 +42,7 @@ class ManualClock:
 
 
 class OldestFirst:
-    """A scheduler by its method alone."""
+    """A class that is a scheduler by its method, without a base class."""
 
     def schedule_request(self, active_requests: list[LlmRequest],
                          inflight_request_ids: Collection[int]) -> SchedulerOutput:
