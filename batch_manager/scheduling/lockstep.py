@@ -11,9 +11,9 @@ from .simple import SimpleScheduler
 class LockstepScheduler(StaticBatchScheduler):
     """Forms static batches of requests with the same `batch_key`.
 
-    The first waiting request forms the next batch, together with later ones of the same key. The others keep their
-    order. The longest prompt plus the longest output of a batch fit max_seq_len, so that no request is cut because of
-    another one's prompt.
+    The first waiting request forms the next batch, together with later requests of the same key. Other requests keep
+    their order. The longest prompt plus the longest output of a batch fit max_seq_len, so that the prompt of one request
+    does not cut the output of another.
 
     Never pauses.
     """
