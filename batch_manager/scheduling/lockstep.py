@@ -12,7 +12,7 @@ class LockstepScheduler(StaticBatchScheduler):
     """Forms static batches of requests with the same `batch_key`.
 
     The first waiting request forms the next batch, together with later requests of the same key. Other requests keep
-    their order. The longest prompt plus the longest output of a batch fit max_seq_len, so that the prompt of one request
+    their order. The longest prompt plus the longest output of a batch fit max_seq_len, so that the prompt of a request
     does not cut the output of another.
 
     Never pauses.
