@@ -118,8 +118,7 @@ class _Returned:
 
     value         the returned object; empty before the callback returns
     iterator      the iterator of the object; empty before reading begins
-    size_at_end   number of items that were left to read when `stop_growing` was called, those already read included;
-                  empty before
+    size_at_end   number of items of the object when `stop_growing` was called; empty before
     num_read      number of items that were read
     """
 
