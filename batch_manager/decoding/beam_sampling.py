@@ -87,7 +87,7 @@ class BeamRows:
 
 
 class SampledBeams:
-    """The candidates of a step for its beams. `finish` advances the searches once the candidates are on the host.
+    """The candidates of a step for its beams. `finish` advances the searches when the candidates are on the host.
 
     slots     [b] int32: slot of each row
     tensors   tensors to read back: beam_log_probs, beam_parents, beam_tokens [groups, candidates], beam_finite [b] bool

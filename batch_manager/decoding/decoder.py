@@ -1,4 +1,4 @@
-"""The decoder: applies the stages to logits, samples tokens and collects the values that requests have returned."""
+"""The decoder: applies the stages to logits, samples tokens and collects the values that requests asked for."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -98,7 +98,7 @@ class GptDecoder:
         self.state.upload()
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> SampledStep:
-        """Sample from `logits` [r, vocab], of any float dtype. `keep` stores the sampled tokens, this method does not.
+        """Sample from `logits` [r, vocab], of any float dtype. Stores nothing; `keep` stores the sampled tokens.
 
         rows      the sequence of each row of logits; the beams of a sequence are contiguous
         Mutates   logits, by post-processors and stages

@@ -32,7 +32,7 @@ class KvCacheUsage:
     cached_blocks    blocks that no sequence holds, with reusable content
     reused_blocks    blocks that prompts found in the cache, since construction
     evicted_blocks   cached blocks whose content was lost, since construction
-    host_blocks, used_host_blocks   blocks of the pool in host memory: all, and those with content
+    host_blocks, used_host_blocks   all host blocks, and host blocks with content
     """
 
     max_blocks: int

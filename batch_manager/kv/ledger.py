@@ -23,7 +23,7 @@ class KvLedger:
     cached blocks cost one block each, once for all first chunks of the plan. The ledger therefore tracks the future
     owners of blocks. A block of a paused request is free unless another request holds it or the plan already shares it.
 
-    available_blocks   free blocks of the pool, minus spent ones, plus refunded ones
+    available_blocks   free blocks of the pool, minus spent blocks, plus refunded blocks
     """
 
     __slots__ = ("available_blocks", "_pool", "_sequences", "_cache", "_reservations", "_inflight_request_ids",

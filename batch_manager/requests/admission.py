@@ -109,7 +109,7 @@ class Admitted:
     request      the running request
     setup        options of the request for the device
     response     options of the request for responses
-    num_bytes    bytes of its tensors and of the values that the request has returned for each token
+    num_bytes    bytes of its tensors, and of the logits and the likeliest tokens that it asks for
     warnings     changes that were necessary to fit the request, one sentence each
     prompt_table   embeddings of its prompt-tuning tokens; None without prompt-tuning tokens
     arrival_time   seconds of the engine's clock; None if the request does not set it

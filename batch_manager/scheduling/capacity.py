@@ -64,7 +64,7 @@ class StaticBatchScheduler(CapacityScheduler):
 
     Never pauses. Source: TensorRT-LLM's STATIC_BATCH, which serves the V1 batching scheme.
 
-    in_line   as GuaranteedNoEvictScheduler's
+    in_line   as in GuaranteedNoEvictScheduler
     """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,

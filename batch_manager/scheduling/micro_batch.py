@@ -9,7 +9,7 @@ from .interfaces import GENERATING, MicroBatch, MicroBatchScheduler, RequestList
 
 
 class TokenBudgetScheduler(MicroBatchScheduler):
-    """Fills the step in order, up to its limits of sequences and tokens.
+    """Fills the step in order, up to its limits of requests and tokens.
 
     A generating request costs one token per beam plus its drafts. A context costs its whole prompt. The first request
     that does not fit ends the step, so that later requests do not overtake it. With chunking, each context first counts
@@ -98,9 +98,11 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         return min(self.credit_of(request), request.prompt_len)
 
     def _uncut(self, request: LlmRequest, left: int | float) -> tuple[int, int]:
-        """Return the chunk size without chunking (the whole context, or 0), and its cost.
+        """Return the chunk size without chunking, and the cost of the chunk in tokens.
 
-        The cost is the whole prompt, even if a part of it is computed already.
+        The chunk is the whole context, or 0 if the context does not fit. Its cost is the whole prompt with its drafts,
+        minus cached tokens, even if a part of the prompt is computed already. A paused context that is longer than any
+        step gets a chunk of whole blocks, which costs its own length.
         """
         whole, drafts, credit = request.remaining_context, request.draft_len, self._credit(request)
         if (request.num_pauses and self.max_num_tokens is not None
