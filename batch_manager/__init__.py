@@ -2,8 +2,8 @@
 
 The public API consists of the names below, the programs in `batch_manager.tools`, the adapters in
 `batch_manager.extras`, and `batch_manager.testing`, which helps to test custom parts. Other modules may change at any
-time. The names are resolved lazily, so that importing one folder of the package does not import the others (torch in
-particular). No module of the package imports from here.
+time. The names are resolved lazily, so that importing one folder of the package does not import the other folders, or
+torch. No module of the package imports from here.
 """
 
 from importlib import import_module

@@ -63,7 +63,7 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
 
 
 def can_be_called_with(function: Callable[..., Any], count: int) -> bool:
-    """Whether the function accepts `count` positional arguments. True where its signature cannot be read."""
+    """Whether the function accepts `count` positional arguments. True if its signature cannot be read."""
     try:
         inspect.signature(function).bind(*[None] * count)
     except TypeError:
@@ -74,9 +74,9 @@ def can_be_called_with(function: Callable[..., Any], count: int) -> bool:
 
 
 def returns_before_it_runs(callback: Callable[..., Any] | None, *, may_yield: bool) -> bool:
-    """Whether a call only creates a coroutine or a generator, which other code has to run.
+    """Whether a call of the function only creates a coroutine or a generator, which other code has to run.
 
-    may_yield   generator functions are fine: the caller iterates over the result
+    may_yield   accept generator functions, because the caller iterates over the result
     """
     kinds: list[Callable[[Any], bool]] = [inspect.iscoroutinefunction, inspect.isasyncgenfunction]
     if not may_yield:

@@ -1,4 +1,6 @@
-"""Composition root: builds the loop from the constructor's arguments. The only file that imports every concrete class.
+"""The composition root, which builds the loop from the constructor's arguments.
+
+Only this file imports every concrete class.
 """
 
 from dataclasses import replace
@@ -51,9 +53,9 @@ def build_loop(
     parts: Parts,
     heartbeat: Heartbeat | None = None,
 ) -> GenerationLoop:
-    """Load the model, size the pool, wire the loop. Starts no thread.
+    """Load the model, size the pool and build the loop. Starts no thread.
 
-    heartbeat   written on entry to and exit from foreign code
+    heartbeat   written at each entry to and exit from foreign code
 
     Raises ConfigError and its subclasses, after closing the backend.
     """
@@ -116,8 +118,10 @@ def build_loop(
 
 
 def runs_ahead(params: TrtGptModelOptionalParams, info: BackendInfo, parts: Parts, static_batch: bool) -> bool:
-    """Whether to launch a step before the last one is read. Raises ConfigError where the user asks for it and an
-    option or a part rules it out."""
+    """Whether to launch a step before the last step is read.
+
+    Raises ConfigError if the user sets run_ahead, and another option or a part rules it out.
+    """
     reason = way_out = None
     if static_batch:
         reason, way_out = "TrtGptModelType.V1 runs one static batch in lockstep", "use InflightFusedBatching"
@@ -132,9 +136,9 @@ def runs_ahead(params: TrtGptModelOptionalParams, info: BackendInfo, parts: Part
 
 
 def plans_by_lengths(scheduler: object) -> bool:
-    """The attribute `plans_by_lengths` of a custom scheduler; False without one.
+    """The attribute `plans_by_lengths` of a custom scheduler; False if the scheduler has no such attribute.
 
-    Raises ConfigError if it is not a bool.
+    Raises ConfigError if the attribute is not a bool.
     """
     try:
         value = getattr(scheduler, "plans_by_lengths", False)
@@ -188,10 +192,11 @@ def without_block_reuse(kv: KvCacheConfig, reason: str) -> KvCacheConfig:
 def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, backend: ModelBackend, clock: Clock) -> KvCacheManager:
     """Make the accounting of the backend's pool.
 
-    The attention window is the backend's: it may be narrower than the configured one, or exist without one.
+    The accounting uses the backend's attention window, which may be narrower than the configured window, or exist
+    without a configured window.
 
-    Raises ConfigError when the backend's window is wider than the configured one, or when it cannot copy blocks or
-    lacks host blocks that the configuration needs.
+    Raises ConfigError if the backend's window is wider than the configured window, or if the backend cannot copy blocks
+    or lacks host blocks that the configuration needs.
     """
     info, asked = backend.info, kv.max_attention_window
     window = info.attention_window
@@ -250,7 +255,8 @@ def _make_backend(model_path: Any, model_type: TrtGptModelType, max_beam_width: 
 
 
 def numpy_to_tensor(array: np.ndarray) -> "torch.Tensor":
-    """Convert an array of a response. Imports torch at the first call, so that backends without torch can run."""
+    """Convert an array of a response to a tensor. Imports torch at the first call, so that backends can run without it.
+    """
     from torch import from_numpy
 
     return from_numpy(array)

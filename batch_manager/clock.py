@@ -23,8 +23,8 @@ class SystemClock:
 class ReliableClock:
     """Wraps a custom clock, so that its failures cost no response.
 
-    While the clock raises or returns an invalid time, this one continues from the last valid reading at the system's
-    pace. A `timestamp` that is not a string is replaced by the system's.
+    While the custom clock raises or returns an invalid time, `monotonic` continues from the last valid reading at the
+    pace of the system's clock. A `timestamp` that is not a string is replaced by the system's timestamp.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -35,8 +35,8 @@ class ReliableClock:
         self._log = RateLimitedLog(time.monotonic)
 
     def monotonic(self) -> float:
-        # Not in a guarded block: each block reads the time twice. A forked child ends where it leaves the block that
-        # reads this clock.
+        # Not in a guarded block, because each block reads the time twice. A forked child ends when it leaves the block
+        # that reads this clock.
         try:
             now = float(self._clock.monotonic())
             if not abs(now) < LATEST_S:
@@ -73,7 +73,7 @@ class ReliableClock:
 
 
 def reliable(clock: Clock | None) -> Clock:
-    """The engine's clock: the system's for None, else a reliable one."""
+    """The engine's clock: the system's clock for None, else a reliable version of the custom clock."""
     if clock is None:
         return SystemClock()
     return clock if isinstance(clock, SystemClock | ReliableClock) else ReliableClock(clock)

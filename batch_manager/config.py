@@ -1,7 +1,7 @@
 """The user's configuration, and `resolve_limits`, which replaces every default of `None` by a number.
 
-The dataclasses are frozen; their field names are TensorRT-LLM's in snake_case. `None` means "decide for me" and occurs
-only here. No component receives options that it does not use.
+The dataclasses are frozen. Their field names are TensorRT-LLM's names in snake_case. `None` means that the engine
+chooses the value; it occurs in this file only. No component receives options that it does not use.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLEMENTATIONS = ("auto", "native", "transformers")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_POSITION = 2**31 - 1      # steps compute positions as int32
-MAX_THREADS = 1024            # with several thousand, OpenMP ends the process when a thread cannot be started
+MAX_THREADS = 1024            # with several thousand threads, OpenMP ends the process when it cannot start a thread
 LONGEST_WAIT_S = 1_000_000    # eleven days; the longest wait of a thread depends on the platform
 
 
@@ -25,12 +25,13 @@ LONGEST_WAIT_S = 1_000_000    # eleven days; the longest wait of a thread depend
 class KvCacheConfig:
     """Size of the KV cache, and reuse of its blocks.
 
-    max_tokens                 tokens over all requests, rounded up to whole blocks; None: what the fraction allows
-    max_attention_window       tokens that a query attends to; None: all before it
+    max_tokens                 tokens over all requests, rounded up to whole blocks; None: as many as
+                               free_gpu_memory_fraction allows
+    max_attention_window       tokens that a query attends to; None: all tokens up to the query
     sink_token_length          first tokens that stay visible outside the window
     free_gpu_memory_fraction   share of the memory that is free after the weights are loaded, 0 < x <= 1. On a CPU it is
                                a share of the free host memory, and the default pool is at most 2 GiB
-    enable_block_reuse         skip the tokens of a prompt that earlier prompts and outputs left in the cache
+    enable_block_reuse         do not compute the tokens of a prompt that earlier prompts and outputs left in the cache
     enable_partial_reuse       also reuse the first tokens of a block, by a copy while other requests use the block
     tokens_per_block           8, 16, 32, 64, 128 or 256; every context chunk but the last is a multiple of it
     host_cache_size            bytes of host memory, pinned for a GPU, for reusable blocks evicted from the pool
@@ -72,54 +73,56 @@ class TrtGptModelOptionalParams:
     """The engine's optional settings.
 
     enable_trt_overlap          run two micro-batches of disjoint requests: one computes while the other is planned
-    run_ahead                   launch the next step before the tokens of the last one are read, so that the device
-                                does not wait for the host. None: on, where the backend's `start` returns before its
-                                step is done and nothing rules it out. Requests get the same tokens either way. With it,
-                                requests with beams or a logits post-processor run in every second step. Refused with
-                                enable_trt_overlap, with TrtGptModelType.V1, and with a Parts.scheduler without
-                                `plans_by_lengths = True`
+    run_ahead                   launch the next step before the tokens of the last step are read, so that the device
+                                does not wait for the host. None: on, if the backend's `start` returns before its step
+                                is done and no other option or part rules it out. Requests get the same tokens with and
+                                without run_ahead. With it, requests with beams or a logits post-processor run in every
+                                second step. Refused with enable_trt_overlap, with TrtGptModelType.V1, and with a
+                                Parts.scheduler without `plans_by_lengths = True`
     enable_chunked_context      allow a prompt to be computed in chunks over several iterations
     context_chunking_policy     how to divide the token budget when it is too small for all waiting prompts
-    normalize_log_probs         has no effect: log-probabilities are always over the whole vocabulary, after penalties
-                                and temperature, as TensorRT-LLM reports them with False. Its True normalizes over the
-                                tokens that top-k keeps, which would make every log-probability of a greedy request 0
-    max_batch_size              sequences in one step
-    max_num_tokens              tokens in one step, over all its sequences
+    normalize_log_probs         has no effect. Log-probabilities are always over the whole vocabulary, after penalties
+                                and temperature, as TensorRT-LLM reports them with False. In TensorRT-LLM, True
+                                normalizes over the tokens that top-k keeps, which makes every log-probability of a
+                                greedy request 0
+    max_batch_size              requests in one step
+    max_num_tokens              tokens in one step, over all its requests
     max_seq_len                 prompt plus generated tokens of one request; None: the model's max_position_embeddings
     max_num_sequences           requests active at a time; None: max_batch_size; -1: unbounded
     device                      "cuda", "cuda:1", "cpu"; None: "cuda" if there is a GPU, else "cpu"
-    dtype                       "auto": the checkpoint's on a GPU, float32 on a CPU; or a dtype by name
+    dtype                       "auto": the checkpoint's dtype on a GPU, float32 on a CPU; or a dtype by name
     load_format                 "auto": safetensors; "dummy": seeded random weights, config.json is enough
     gather_context_logits, gather_generation_logits   whether requests may ask for logits
-    num_threads                 threads of a CPU backend, at most 1,024; None: torch's current setting. Applies to the
-                                worker's thread, callbacks included, and to no other. Where steps are compiled
-                                (cpu_compile), torch has one thread inside a step, also in stages and post-processors,
-                                and steps use fewer threads while other programs keep the cores busy
+    num_threads                 threads of a CPU backend, at most 1,024; None: torch's current setting. The number
+                                applies only to the worker's thread, callbacks included. If steps are compiled
+                                (cpu_compile), torch has one thread inside a step, also in stages and post-processors.
+                                Compiled steps use fewer threads while other programs keep the cores busy
     cuda_graphs                 replay captured graphs for steps whose requests have no beams, context logits or
-                                embeddings and use no sampling options but temperature, top-k, top-p and min-p. Other
-                                steps, and large ones with prompts, launch each kernel separately. None: no graphs,
-                                until they have run on a GPU. True is refused on a CPU, and with `deterministic`, a
-                                custom attention or TrtGptModelType.V1
-    deterministic               produce bitwise the same tokens, log-probabilities and logits alone or batched, whole or
-                                chunked, paused or not, cached or not, in any layout. Holds for one machine, build of
-                                torch and number of threads. Slower, see tools/deterministic_benchmark.py. Refused with
-                                a custom attention or backend, with a model class that does not promise it, on a GPU
-                                without Triton, and on a CPU whose matrix products depend on the row index. A batched
-                                logits post-processor that mixes rows is not covered
+                                embeddings and use no sampling options except temperature, top-k, top-p and min-p. Other
+                                steps, and large steps with prompts, launch each kernel separately. None: no graphs,
+                                because replayed steps have not been verified on a GPU. True is refused on a CPU, and
+                                with `deterministic`, a custom attention or TrtGptModelType.V1
+    deterministic               produce bitwise the same tokens, log-probabilities and logits for a request alone or
+                                batched, whole or chunked, paused or not, cached or not, in any layout. Holds for one
+                                machine, build of torch and number of threads. Slower, see
+                                tools/deterministic_benchmark.py. Refused with a custom attention or backend, with a
+                                model class that does not promise it, on a GPU without Triton, and on a CPU whose matrix
+                                products depend on the row index. Does not cover a batched logits post-processor that
+                                mixes rows
     flush_stats_when_idle       send one more statistics record after the last request has ended
     log_callback_errors         for development: log the text of a callback's exception, which may quote a prompt.
-                                False: log its type and traceback lines only
-    max_queued_requests         requests waiting inside the manager; one more is refused with QUEUE_FULL
+                                False: log only the type and traceback lines of the exception
+    max_queued_requests         requests waiting inside the manager; further requests are refused with QUEUE_FULL
     max_queued_tokens           prompt tokens waiting inside the manager
     max_request_bytes           bytes of one request's tensors
     max_bytes_in_flight         bytes of all live requests: their tensors and the logits that they ask for
-    max_admissions_per_iteration   requests read in one iteration, so that running ones keep their pace
+    max_admissions_per_iteration   requests read in one iteration; bounds the delay of running requests
     idle_poll_interval_s        seconds between two calls of the get callback when there is nothing to do
     hang_warning_s              seconds without a heartbeat of the worker before a report; 0: never
-    cpu_compile                 on a CPU, run a step as one call of C code, compiled once for this processor and kept in
-                                $XDG_CACHE_HOME or ~/.cache. None: if there is a C compiler ($CC, cc, gcc or clang) and
-                                the model and the options allow it; True: refuse a model or option that does not; False:
-                                use torch
+    cpu_compile                 on a CPU, run a step as one call of C code, which is compiled once for this processor
+                                and kept in $XDG_CACHE_HOME or ~/.cache. None: compile if there is a C compiler ($CC,
+                                cc, gcc or clang) and the model and the options allow it. True: also refuse a model or
+                                option that does not allow it. False: use torch
     model_implementation        "native": a model class of this package, or of register_model; "transformers": the
                                 class of transformers (extra hf), for model types that are proven to run in the engine;
                                 "auto": native if there is one, else transformers
@@ -203,26 +206,26 @@ class TrtGptModelOptionalParams:
 class Parts:
     """Replacements for parts of the engine: objects or factories, never names.
 
-    scheduler   a RequestScheduler, a CapacityScheduler or a MicroBatchScheduler, its class if it takes no arguments, or
-                a factory (limits: Limits, kv_cache_manager) of one. Any object with the methods works. The policy's
-                scheduler supplies a missing half
+    scheduler   a RequestScheduler, a CapacityScheduler or a MicroBatchScheduler; or its class if the class takes no
+                arguments; or a factory (limits: Limits, kv_cache_manager) of a scheduler. Any object with the methods
+                works. The scheduler of the policy supplies a missing capacity or micro-batch scheduler
     attention   a factory (spec, kv_pool) -> attention implementation of the device tower. `spec.attention` describes
-                the attention of each layer, with the windows in force. With sink tokens it also gets `sink=`
+                the attention of each layer, with the effective windows. With sink tokens, the factory also gets `sink=`
     backend     a ModelBackend, or a factory () -> ModelBackend; model_path is then not read
     clock       a Clock; while it raises or returns an invalid time, the system's clock continues from its last reading
     trace       called with an IterationTrace on the worker thread, after each iteration that had an active request or
-                refused one. Its exceptions are logged and dropped, as a callback's
+                refused a request. Exceptions of `trace` are logged and dropped, like those of a callback
     after_responses   () -> None, called on the worker thread once after the last response of an iteration that sent
-                any: new tokens, finals, refusals, finals of stopped requests, SHUTDOWN and ENGINE_FAILED. A host can
-                wake its clients here once, instead of once per token. Its exceptions are logged and dropped
+                responses: new tokens, finals, refusals, finals of stopped requests, SHUTDOWN and ENGINE_FAILED. A host
+                can wake its clients here once, instead of once per token. Exceptions are logged and dropped
     at_end      (health) -> None, called on the worker thread once, after the last response and before `shutdown`
                 returns, however the worker ends. `health` is the result of `GptManager.health`, with the state
-                "STOPPED", or "FAILED" if the process of an AsyncEngine died. Its exceptions are logged and dropped
+                "STOPPED", or "FAILED" if the process of an AsyncEngine died. Exceptions are logged and dropped
     logits_post_processor_batched   called once per step with the logits of all requests whose logits_post_processor is
                 "batched": (request_ids, logits [n, 1, beams, vocab], token_ids) -> None. Changes the logits in place;
                 see decoding/logits_post_processors.py
-    stages      your own changes of logits: a sequence of LogitsStages, or a factory (num_slots, device) of one. They
-                run after the package's biases, penalties and bans; see decoding/stages.py. An exception ends the
+    stages      custom changes of logits: a sequence of LogitsStages, or a factory (num_slots, device) of a sequence.
+                They run after the package's biases, penalties and bans; see decoding/stages.py. An exception ends the
                 requests that fail when they run alone
     """
 
@@ -262,21 +265,21 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The numbers that the host tower works with, all resolved: none is None.
+    """The resolved limits with which the host tower works. No field is None.
 
-    max_batch_size        sequences in one step
+    max_batch_size        requests in one step
     max_num_tokens        tokens in one step
     max_seq_len           prompt plus generated tokens of one request
     max_beam_width        largest beam width of a request
-    max_num_requests      requests the capacity scheduler may take in one iteration
-    num_micro_batches     steps in flight at a time, of disjoint requests
-    runs_ahead            a request may be in two successive steps in flight; num_micro_batches is 1 then
+    max_num_requests      requests that the capacity scheduler may take in one iteration
+    num_micro_batches     steps of disjoint requests that may be in flight at a time
+    runs_ahead            a request may be in two successive steps in flight; num_micro_batches is then 1
     max_draft_tokens      most draft tokens that a generation step verifies for a sequence
     max_num_sequences     requests active at a time; ignored if unbounded_sequences
     unbounded_sequences   as many active requests as the get callback returns
-    vocab_size            of the model
-    hidden_size           of the model: entries of a token's embedding; 0: the backend takes no embeddings
-    num_blocks, tokens_per_block   of the KV cache pool
+    vocab_size            vocabulary size of the model
+    hidden_size           entries of a token's embedding in the model; 0: the backend takes no embeddings
+    num_blocks, tokens_per_block   blocks of the KV cache pool, and tokens per block
     """
 
     max_batch_size: int

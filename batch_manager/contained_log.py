@@ -1,6 +1,6 @@
 """The package's log, which never raises.
 
-A handler or a filter of the host may raise. The exception could cost a final response, or the worker.
+A handler or a filter of the host may raise. Its exception could lose a final response, or end the worker.
 """
 
 import logging
@@ -19,7 +19,7 @@ class ContainedLog(logging.LoggerAdapter[logging.Logger]):
 
     def log(self, level: int, msg: object, *args: Any, stacklevel: int = 1, **options: Any) -> None:
         with suppress(BaseException):    # a handler may even call sys.exit
-            # One more, so that the record names our caller and not this line.
+            # One more level, so that the record names our caller and not this line.
             super().log(level, msg, *args, stacklevel=stacklevel + 1, **options)
 
 
@@ -27,7 +27,7 @@ log = ContainedLog(logging.getLogger("batch_manager"), None)
 
 
 class RateLimitedLog:
-    """Writes at most one record per second and drops the others: for events that may occur in every iteration.
+    """Writes at most one record per second and drops the others, for events that may occur in every iteration.
 
     monotonic   returns seconds of a clock
     """

@@ -1,6 +1,6 @@
-"""Checks the user's parts of the engine, and completes a scheduler, before they run.
+"""Checks the user's parts of the engine before they run, and completes a scheduler.
 
-Parts are recognized by their methods; they need not inherit anything.
+Parts are recognized by their methods and need not inherit from any class.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def custom_backend(part: Any, params: TrtGptModelOptionalParams) -> ModelBackend
 
 
 def _check_backend_methods(backend: Any) -> None:
-    """Raise ConfigError, after closing the backend if possible, if it lacks a method that a step would need."""
+    """Raise ConfigError if the backend lacks a method that the engine needs. Closes the backend first, if possible."""
     missing = [name for name in ("start", "memory_usage", "close")
                if not callable(getattr(backend, name, None))]
     if not missing:
@@ -120,9 +120,9 @@ def _check_stage(stage: Any) -> None:
 
 
 def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager) -> RequestScheduler:
-    """Return the scheduler in `Parts.scheduler`, completed; for None, the policy's.
+    """Return the scheduler in `Parts.scheduler`, completed if necessary. For None, return the policy's scheduler.
 
-    Raises ConfigError if the part is neither a scheduler nor a factory of one.
+    Raises ConfigError if the part is neither a scheduler nor a factory of a scheduler.
     """
     default = make_scheduler(limits, kv_cache_manager)
     if part is None:
@@ -150,9 +150,10 @@ def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager
 
 
 def _with_defaults(part: Any, default: SimpleScheduler) -> RequestScheduler | None:
-    """Complete a scheduler with the default's other half. Returns None for a class or an object without the methods.
+    """Combine a capacity or micro-batch scheduler with the other scheduler of the default.
 
-    An object that inherits nothing is recognized by its methods and by the number of arguments of `schedule_request`.
+    Returns None for a class, or an object without the methods. An object that inherits from no scheduler class is
+    recognized by its methods and by the number of arguments of `schedule_request`.
     """
     if isinstance(part, type):
         return None

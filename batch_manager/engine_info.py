@@ -10,19 +10,19 @@ from .seams import BackendInfo
 class EngineInfo:
     """Facts about an engine. They never change while it lives.
 
-    architecture      of the model, as in config.json; "" if the backend does not state it
+    architecture      architecture of the model, as in config.json; "" if the backend does not state it
     model_implementation   origin of the model class: "native" or "transformers"; "" if the backend does not state it
-    vocab_size        token ids are 0 <= id < vocab_size. A tokenizer may have fewer
+    vocab_size        token ids are 0 <= id < vocab_size. A tokenizer may have fewer ids
     end_ids           the checkpoint's end ids: `eos_token_id` of generation_config.json, else of config.json. The
-                      engine does not apply them: a sequence ends at the tensor `end_id` of its request only
+                      engine does not apply them: a sequence ends only at the ids in the tensor `end_id` of its request
     max_seq_len       prompt plus generated tokens of one request
-    max_batch_size    sequences in one step
+    max_batch_size    requests in one step
     max_num_tokens    tokens in one step
     max_beam_width    most beams of a request
     num_blocks        KV cache blocks
     tokens_per_block  tokens per block
     device, dtype     by name: "cpu", "cuda:0"; "float32", "bfloat16"
-    dispatch          what runs the kernels: "triton", "torch", or the value of a custom backend
+    dispatch          implementation of the kernels: "triton", "torch", or the value of a custom backend
     """
 
     architecture: str

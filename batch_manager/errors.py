@@ -1,22 +1,22 @@
-"""Every error of the project, grouped by what fails.
+"""Every error of the project, grouped by the part that fails.
 
     BatchManagerError
-    ├── ConfigError (ValueError)            nothing started: raised in the constructor's caller
+    ├── ConfigError (ValueError)            the engine did not start: raised in the constructor's caller
     │   ├── ModelLoadError                  the checkpoint cannot be read; names file and field
     │   │   └── UnsupportedModelError       the architecture is not registered; lists the known ones
-    │   └── InsufficientMemoryError         bytes needed, bytes free, the option that helps
+    │   └── InsufficientMemoryError         names the bytes needed, the bytes free and the option that helps
     ├── RequestError                        one request fails; its final response carries the text
     │   ├── InvalidRequestError (ValueError)
     │   ├── DuplicateRequestIdError
-    │   ├── RequestTooLargeError            can never fit, however long it waits
+    │   ├── RequestTooLargeError            the request can never fit the KV cache
     │   └── QueueFullError
     ├── SchedulerContractError              a custom scheduler broke a rule; names class and rule
     ├── DeviceLostError                     the device cannot be used again in this process
-    ├── ManagerClosedError                  used after shutdown, or in a forked child
+    ├── ManagerClosedError                  the manager is used after shutdown, or in a forked child
     └── InternalError                       a bug of this package
-        └── OutOfResourceError              the same, or a custom scheduler's plan needs more than is free
+        └── OutOfResourceError              a bug, or a custom scheduler's plan that needs more than is free
 
-A message has up to three parts: the fact with its value; the expectation; the way out.
+A message has up to three parts: the fact with its value, the expectation, and the way out.
 """
 
 import traceback
@@ -59,7 +59,8 @@ class ConfigError(BatchManagerError, ValueError):
 
 
 class ModelLoadError(ConfigError):
-    """The checkpoint cannot be loaded. Names the file and the field; unprintable characters are escaped."""
+    """The checkpoint cannot be loaded. The message names the file and the field, with unprintable characters escaped.
+    """
 
     def __init__(self, fact: str, expectation: str, fix: str = "") -> None:
         super().__init__(printable(fact), printable(expectation), printable(fix))
@@ -76,7 +77,7 @@ class InsufficientMemoryError(ConfigError):
 
 
 class RequestError(BatchManagerError):
-    """One request is refused or ends early. All others go on."""
+    """One request is refused or ends early. All other requests go on."""
 
     code = ErrorCode.INVALID_REQUEST
 
@@ -107,7 +108,7 @@ class SchedulerContractError(BatchManagerError):
     """A scheduler broke a rule of its contract. The process goes on; every active request is answered."""
 
     def __init__(self, scheduler: object, rule: str) -> None:
-        # A scheduler made of parts names them: one of them is at fault.
+        # For a scheduler made of parts, the message names the parts, because a part is at fault.
         parts = _part_names(scheduler)
         name = type_name(scheduler) + (f"({', '.join(parts)})" if parts else "")
         super().__init__(f"{name} broke the scheduler contract: {rule}",
@@ -126,7 +127,7 @@ class ManagerClosedError(BatchManagerError):
 
 
 class InternalError(BatchManagerError):
-    """An invariant of this package does not hold: a bug, please report it."""
+    """An invariant of this package does not hold. This is a bug; please report it."""
 
     def __init__(self, fact: str, expectation: str = "this breaks an invariant of the package",
                  fix: str = "please report it") -> None:
@@ -145,7 +146,7 @@ class OutOfResourceError(InternalError):
 
 
 def _part_names(scheduler: Any) -> tuple[str, ...]:
-    """The attribute `part_names` of a scheduler, or () if it cannot be read: the contract error matters more."""
+    """The attribute `part_names` of a scheduler, or () if it cannot be read, so that the contract error is raised."""
     try:
         names = scheduler.part_names
     except BaseException:    # a property of a user's class
@@ -181,7 +182,7 @@ def is_a(value: object, types: type[Kind] | tuple[type[Kind], ...]) -> TypeGuard
 
 
 def where_raised(error: BaseException) -> str:
-    """The traceback lines of an exception, for a log. Not its text, which may quote a prompt."""
+    """The traceback lines of an exception, for a log. They leave out its text, which may quote a prompt."""
     return "".join(traceback.format_tb(_TRACEBACK.__get__(error)))
 
 

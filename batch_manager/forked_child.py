@@ -1,8 +1,8 @@
 """Ends a forked child that returns from foreign code into a copy of the worker.
 
-The requests belong to the parent, so the child must send no response and get no request. It ends at the exit of the
-guarded block in which it was forked, as a thread ends with its function. A child that stays in the foreign code
-(subprocess, multiprocessing) never gets there.
+The requests belong to the parent, so the child must send no response and get no request. The child ends at the exit of
+the guarded block in which it was forked. A child that stays in the foreign code (subprocess, multiprocessing) never
+reaches this exit.
 """
 
 import os
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from .errors import is_a
 
-current_process_id = os.getpid()    # kept, to save a system call per callback
+current_process_id = os.getpid()    # kept to save a system call per callback
 
 
 def end_this_process(error: BaseException | None) -> NoReturn:

@@ -49,17 +49,18 @@ class GptManager:
     max_beam_width                  largest beam width of any request, >= 1
     scheduler_policy                which requests may start when KV cache blocks are short
     get_inference_requests_cb       (max_num_requests: int) -> iterable of InferenceRequest; called every iteration,
-                                    also with 0; -1 means unbounded. Not called while more than
-                                    max_admissions_per_iteration items of the last call are unread. Return a list: of a
-                                    generator, or another iterable without a length, one iteration's worth is read and
-                                    the rest is dropped, with a log line
+                                    also with 0; -1 means unbounded. An iteration reads at most
+                                    max_admissions_per_iteration items. The callback is not called while items of its
+                                    last call are unread. Return a list: of a generator, or another iterable without a
+                                    length, only the first iteration reads items, and the rest is dropped with a log
+                                    line
     send_response_cb                (request_id, tensors: list[NamedTensor], final_response: bool, error: str) -> None
     poll_stop_signal_cb             () -> set of request ids to stop
     return_batch_manager_stats_cb   (json: str) -> None, once per iteration that had an active request
     optional_params                 settings with a default
-    terminate_req_id                a request with this id ends the worker once all others are done
-    max_draft_tokens                not supported yet: None or 0
-    exclude_input_in_output         responses that are not streamed hold generated tokens only
+    terminate_req_id                a request with this id ends the worker once all other requests have ended
+    max_draft_tokens                not supported yet; must be None or 0
+    exclude_input_in_output         responses that are not streamed have generated tokens only
     parts                           replacements for parts of the engine
     trt_engine_path                 alias of model_path
 
@@ -67,8 +68,8 @@ class GptManager:
     ManagerClosedError while the interpreter exits. An interrupt of the constructor, such as Ctrl-C, interrupts the
     loading and is raised once the loading has stopped.
 
-    Dropping the last reference to a manager ends it, like `shutdown(drain=False)`. The worker refers to the callbacks:
-    if they are methods of an object that refers to the manager, both live until `shutdown`.
+    Dropping the last reference to a manager ends it, like `shutdown(drain=False)`. The worker refers to the callbacks.
+    If the callbacks are methods of an object that refers to the manager, object and manager live until `shutdown`.
     """
 
     def __init__(
@@ -151,34 +152,34 @@ class GptManager:
     # ------------------------------------------------------------------ while the engine runs
 
     def notify(self) -> None:
-        """Wake an idle worker at once. Call it when there is a request to get or to stop."""
+        """Wake an idle worker at once. Call the method when there is a request to get or to stop."""
         self._check_process()
         self._control.wake.set()
 
     @property
     def info(self) -> EngineInfo:
-        """Vocabulary, lengths, blocks, device and end ids of the engine. Available after shutdown too."""
+        """Vocabulary, lengths, blocks, device and end ids of the engine. Also available after shutdown."""
         return self._info
 
     @property
     def num_active_requests(self) -> int:
-        """Accepted requests without a final response, waiting ones included."""
+        """The number of accepted requests without a final response, including waiting requests."""
         self._check_process()
         return self._loop.intake.num_alive
 
     def health(self) -> dict[str, Any]:
-        """Return the state of the worker. Callable from any thread; does not wait for the worker.
+        """Return the state of the worker, without waiting for the worker. Can be called from any thread.
 
         state                  "RUNNING", "DRAINING", "FAILED" or "STOPPED"
-        activity               what the worker does now: "loop", "idle", or foreign code that may hang: a callback or
-                               hook ("get", "send", "poll", "stats", "trace", "after_responses", "at_end"),
+        activity               the worker's current activity: "loop", "idle", or foreign code that may hang: a callback
+                               or hook ("get", "send", "poll", "stats", "trace", "after_responses", "at_end"),
                                "reading a request", "schedule_request", "model step", "memory_usage", "figures"
         seconds_in_activity    seconds since the activity began
         is_hanging             not idle, and no heartbeat for more than hang_warning_s
         failure                text of the error that failed the engine, or ""
         active_requests, queued_requests, iterations, final_responses   counts
-        errors                 error code -> final responses with it
-        callback_failures      callback or hook -> calls that raised
+        errors                 error code -> number of final responses with this code
+        callback_failures      callback or hook -> number of calls that raised
         """
         self._check_process()
         return health_of(self._loop, self._control)
@@ -191,10 +192,10 @@ class GptManager:
         drain     True: finish the accepted requests; False: answer them with SHUTDOWN
         timeout   seconds to drain; the requests that are left get SHUTDOWN. None: no limit; a negative one counts as 0
 
-        Returns True once no callback will run again. Returns False when a callback or a step does not return within the
-        timeout and 5 more seconds. Inside a callback, of this manager or another, it only requests the shutdown and
-        returns False. Idempotent; callable from any thread. In a forked child, leaving the `with` block does nothing
-        and this and the other methods raise ManagerClosedError.
+        Returns True once no callback will run again. Returns False if a callback or a step does not return within the
+        timeout and 5 more seconds. Inside a callback of this or another manager, the method only requests the shutdown
+        and returns False. Idempotent. Can be called from any thread. In a forked child, leaving the `with` block does
+        nothing, and all methods raise ManagerClosedError.
         """
         self._check_process()
         check_drain(drain)
@@ -209,9 +210,10 @@ class GptManager:
         return True
 
     def wait_until_terminate(self, timeout: float | None = None) -> bool:
-        """Wait up to `timeout` seconds for the worker to end, without requesting it. Returns whether it has ended.
+        """Wait up to `timeout` seconds for the worker to end, without requesting a shutdown. Returns whether the worker
+        has ended.
 
-        Inside a callback, of this manager or another, it returns False at once.
+        Inside a callback of this or another manager, the method returns False at once.
         """
         self._check_process()
         if is_a_worker(threading.current_thread()):
@@ -234,10 +236,10 @@ class GptManager:
             self.shutdown(drain=exception_type is None)
 
     def _join(self, timeout: float | None) -> bool:
-        """Wait for the worker; return whether it has ended.
+        """Wait for the worker and return whether it has ended.
 
-        Thread.join alone does not suffice: up to Python 3.12 a Ctrl-C inside it makes `threading` believe that the
-        thread has ended, and the interpreter no longer waits for it.
+        Thread.join alone does not suffice. Up to Python 3.12, a Ctrl-C inside it marks the thread as ended, and the
+        interpreter no longer waits for the thread.
         """
         control, seconds_left = self._control, float("inf") if timeout is None else timeout
         while not control.stopped.wait(min(max(seconds_left, 0), SECONDS_BETWEEN_LOOKS)) and self._worker.is_alive():

@@ -14,13 +14,13 @@ A guarded block
 -   catches every exception, SystemExit and KeyboardInterrupt included. A block of `containing` counts the exception,
     logs it at most once a second and drops it. A block of `raising` raises ForeignCodeError from it.
 
-A block also catches an exception that another thread raises in this one. Outside of a block such an exception
-propagates.
+A block also catches an exception that another thread raises in the thread of the block. Outside of a block such an
+exception propagates.
 
 The clock that times the blocks guards itself (clock.ReliableClock).
 
-The guard is a context manager and not a function with a callable, because nothing may come between some lines of ours
-and the first instruction of the foreign code: see loop/unanswered.py.
+A guarded block is a context manager. A function that takes a callable would run instructions between our last line and
+the first instruction of the foreign code, which must follow each other directly: see loop/unanswered.py.
 """
 
 import logging
@@ -38,7 +38,7 @@ BETWEEN_BLOCKS = "loop"
 class ForeignCodeError(Exception):
     """Foreign code raised an exception.
 
-    error   the exception, of any class. Its text may quote a prompt, so it appears in no message and no log
+    error   the exception, of any class. Its text may quote a prompt and therefore appears in no message and no log
     """
 
     def __init__(self, name: str, error: BaseException) -> None:
@@ -47,10 +47,10 @@ class ForeignCodeError(Exception):
 
 
 class Heartbeat:
-    """The worker's current activity and its start. Written by the worker, read by any thread without a lock.
+    """The worker's current activity and its start. The worker writes it, and any thread reads it without a lock.
 
     activity   "loop", "idle", or the name of a guarded block
-    since      seconds of the engine's clock
+    since      start of the activity, in seconds of the engine's clock
     """
 
     __slots__ = ("activity", "since")
@@ -64,13 +64,13 @@ class Heartbeat:
 
 
 class Guard:
-    """Makes guarded blocks and holds their shared state. One thread runs them.
+    """Makes guarded blocks and holds their shared state. One thread runs the blocks.
 
     monotonic    the clock that times the blocks, in seconds
     heartbeat    written at the start and the end of a block
     logs_texts   also log the text of an exception, which may quote a prompt
     process_id   the process that made this guard; a forked child ends when it enters or leaves a block
-    failures     name of a `containing` block -> calls that raised or returned an unusable value
+    failures     name of a `containing` block -> number of calls that raised or returned an unusable value
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic, heartbeat: Heartbeat | None = None,
@@ -97,12 +97,12 @@ class Guard:
         return RaisingBlock(self, name, passing)
 
     def note_failure(self, name: str, error: BaseException) -> None:
-        """Count an exception, and log it at most once a second for each name."""
+        """Count an exception under a name, and log at most one exception per second for each name."""
         text = f": {text_of(error)}" if self._logs_texts else ""
         self._note(name, f"raised {type_name(error)}{text}", error)
 
     def note_misuse(self, name: str, value: object, expectation: str) -> None:
-        """Count an unusable return value of a callback, and log it at most once a second for each name."""
+        """Count an unusable return value of a callback, and log at most one per second for each name."""
         self._note(name, f"returned a value of type {type_name(value)}; {expectation}", None)
 
     def _note(self, name: str, what: str, error: BaseException | None) -> None:
@@ -114,7 +114,7 @@ class Guard:
 
 
 class GuardedBlock:
-    """Base of the two kinds of blocks. A block can be entered any number of times, but not inside itself.
+    """Base class of the two kinds of blocks. A block can be entered any number of times, but not inside itself.
 
     seconds   time spent inside; a reader may reset it to zero
     """

@@ -1,10 +1,10 @@
-"""The two values that cross between the towers: `ScheduledBatch` down, `StepOutput` up.
+"""The two values that host and device tower exchange: the host sends `ScheduledBatch`, the device `StepOutput`.
 
-They hold integers, numpy arrays and, by reference, a request's logits post-processor: no request objects, no torch
-tensors. A *slot* is a row of the device's
-per-sequence state. The host picks it when a request becomes active and may reuse it once it is released. The options of
-a request cross once, as `SlotSetup`, with its first context chunk (and again after a pause). From then on the device
-keeps the last token of every slot, so a generation step carries slots and lengths only.
+Both contain integers, numpy arrays and, by reference, a request's logits post-processor. They contain no request
+objects and no torch tensors. A *slot* is a row of the device's per-sequence state. The host chooses the slot when a
+request becomes active, and may reuse it after the request has released it. The options of a request are sent as
+`SlotSetup` with its first context chunk, and again after a pause. From then on the device keeps the last token of every
+slot, and a generation step carries slots and lengths only.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +21,13 @@ from .sampling_config import NEUTRAL, SamplingConfig
 class LogitsPostProcessor:
     """A user's function that changes the logits of one sequence, before all other stages.
 
-    request_id   identifies the sequence to the function
-    function     one of the two forms in decoding/logits_post_processors.py
+    request_id   id that identifies the sequence to the function
+    function     the function, in one of the two forms in decoding/logits_post_processors.py
     token_ids    () -> per beam, the prompt and the tokens generated so far, as new lists
     is_batched   the function takes all sequences of a step that share it
 
-    Crosses by reference. The device holds a weak reference only, so it lives as long as the host keeps it.
+    The host passes the object by reference. The device keeps a weak reference only, and the object lives as long as the
+    host keeps it.
     """
 
     request_id: int
@@ -36,7 +37,7 @@ class LogitsPostProcessor:
 
 
 def num_beam_candidates(width: int, end_ids: Sequence[int], stop_words: Sequence[Sequence[int]]) -> int:
-    """Continuations that a step of beam search considers: enough to leave `width` of them, however many end.
+    """The number of continuations that a step of beam search considers. At least `width` of them do not end a beam.
 
     Each end id, and each last token of a stop word, can end one continuation per beam.
     """
@@ -46,24 +47,25 @@ def num_beam_candidates(width: int, end_ids: Sequence[int], stop_words: Sequence
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotSetup:
-    """The options of a sequence. The device gets them before its first token, and again after a pause.
+    """The options of a sequence. The device gets them before the sequence's first token, and again after a pause.
 
     sampling                how tokens are sampled, and how beams compete
-    request_id              the request of the sequence
-    end_id                  token that ends the sequence and is not part of the output; -1: none
+    request_id              id of the request of the sequence
+    end_id                  token that ends the sequence and is not part of the output; -1: no end id
     more_end_ids            up to 7 more end ids; empty if end_id is -1
-    bad_words, stop_words   words, each a tuple of tokens: the last token of a bad word is not sampled after the others;
-                            a stop word ends the sequence with its last token
+    bad_words, stop_words   words, each a tuple of tokens. The last token of a bad word is not sampled after the other
+                            tokens of the word. A stop word ends the sequence with its last token
     embedding_bias          [vocab] float32, added to the logits; None: no bias
     return_log_probs        fill the rows of `StepOutput.log_probs` for this slot
-    top_log_probs           number of likeliest tokens to return in `StepOutput.top_log_probs`; 0: none. Not with beams
-    raw_log_probs           take both kinds of log-probabilities from the model's unchanged logits at temperature 1. Not
-                            with beams
+    top_log_probs           number of likeliest tokens to return in `StepOutput.top_log_probs`; always 0 with beams
+    raw_log_probs           take both kinds of log-probabilities from the model's unchanged logits at temperature 1;
+                            always False with beams
     return_context_logits   return the logits of context rows in `StepOutput.context_logits`
     return_generation_logits   return the model's logits for each token in `StepOutput.generation_logits`
-    logits_post_processor   changes the logits before all other stages; None: no change
+    logits_post_processor   function that changes the logits before all other stages; None: no change
     prompt_length           tokens of the user's prompt; all later tokens were generated, also after a pause
-    max_new_tokens          tokens after which a search with several beams ends; otherwise the host counts them
+    max_new_tokens          tokens after which a search with several beams ends. For other sequences the host counts
+                            tokens
     history                 [n] int32, all tokens of the sequence so far; None: not set yet, see `continuing`
     """
 
@@ -95,7 +97,7 @@ class SlotSetup:
         return self.sampling.beam_width > 1
 
     def continuing(self, tokens: Sequence[int] | np.ndarray) -> "SlotSetup":
-        """Return the setup with these tokens as history: of a sequence that starts, or continues after a pause."""
+        """Return the setup with these tokens as history, for a sequence that starts or continues after a pause."""
         return replace(self, history=np.asarray(tokens, np.int32))
 
     def __eq__(self, other: object) -> bool:
@@ -115,13 +117,12 @@ class ContextWork:
 
     token_ids       [n] int32, n >= 1: the chunk. An id at or above the vocabulary size is a prompt-tuning token, whose
                     embedding is in `embeddings`
-    start           tokens of this sequence already in the KV cache = position of token_ids[0]. More than 0 in a first
-                    chunk when the cache had the beginning of the prompt
+    start           tokens of this sequence already in the KV cache, equal to the position of token_ids[0]. More than 0
+                    in a first chunk if the beginning of the prompt was cached
     is_last_chunk   the step also yields tokens of the sequence
     setup           set with the first chunk after admission or a pause, else None
     embeddings      [v, hidden size] float32, of the v prompt-tuning tokens of the chunk, in order; None if v is 0
-    num_drafts      how many of the last tokens of a last chunk are draft tokens: the step yields 1 to 1 + num_drafts
-                    tokens
+    num_drafts      number of draft tokens at the end of a last chunk. The step yields 1 to 1 + num_drafts tokens
     """
 
     slot: int
@@ -138,11 +139,11 @@ class GenerationWork:
     """One step of every generating sequence.
 
     slots          [g] int32, in batch order
-    kv_lengths     [g] int32: tokens in the KV cache before the step = position of the first input token
+    kv_lengths     [g] int32: tokens in the KV cache before the step, equal to the position of the first input token
     beam_width     beams of each sequence; equal for all sequences of a step. A sequence with beams has one row per
-                   beam, in adjacent rows of equal length
-    num_drafts     [g] int32: draft tokens of each sequence, which follow its last token in the input: the step yields
-                   1 to 1 + num_drafts tokens. None: no drafts. Not with beams
+                   beam; the rows are adjacent and of equal length
+    num_drafts     [g] int32: draft tokens of each sequence, which follow its last token in the input. The step yields
+                   1 to 1 + num_drafts tokens of the sequence. None: no drafts; always None with beams
     draft_tokens   [sum of num_drafts] int32, in batch order; None if num_drafts is None
     """
 
@@ -156,7 +157,10 @@ class GenerationWork:
         return len(self.slots)
 
     def take(self, indices: np.ndarray) -> "GenerationWork":
-        """Return the work of some sequences only. indices: [k], in the order of the result"""
+        """Return the work of some of the sequences.
+
+        indices   [k] indices of these sequences, in the order of the result
+        """
         if not len(indices):
             return NO_GENERATION
         num_drafts = draft_tokens = None
@@ -173,11 +177,11 @@ NO_GENERATION = GenerationWork(np.empty(0, np.int32), np.empty(0, np.int32))
 class BlockTableUpdates:
     """Entries of the block tables that changed since the last batch: `table[slots[i], indices[i]] = block_ids[i]`.
 
-    slots, indices, block_ids   [u] int32. With beams, `slots` holds rows of the table instead: slot *
+    slots, indices, block_ids   [u] int32. With beams, `slots` has rows of the table: slot *
                                 ScheduledBatch.max_beam_width + beam
 
-    Apply them in order; applying them twice is harmless. Do not read entries past the length of a sequence, or before
-    its attention window: they are stale. They hold -1, or a block that may belong to another sequence.
+    Apply the updates in order. Applying them twice is harmless. Do not read entries past the length of a sequence, or
+    before its attention window: these entries are -1, or a block that may belong to another sequence.
     """
 
     slots: np.ndarray
@@ -185,11 +189,12 @@ class BlockTableUpdates:
     block_ids: np.ndarray
 
     def where(self, kept: np.ndarray) -> "BlockTableUpdates":
-        """Return the selected updates only. kept: [u] bool"""
+        """Return the updates selected by `kept` [u] bool."""
         return BlockTableUpdates(self.slots[kept], self.indices[kept], self.block_ids[kept])
 
     def then(self, later: "BlockTableUpdates") -> "BlockTableUpdates":
-        """Return both, in order. Each table entry occurs once, so the result is never longer than the tables."""
+        """Return these updates followed by `later`. Each table entry occurs once, with its last value, so the result is
+        never longer than the tables."""
         slots, indices, block_ids = (np.concatenate([first, second]) for first, second in (
             (self.slots, later.slots), (self.indices, later.indices), (self.block_ids, later.block_ids)))
         entries = slots.astype(np.int64) << 32 | indices
@@ -205,7 +210,7 @@ NO_UPDATES = BlockTableUpdates(np.empty(0, np.int32), np.empty(0, np.int32), np.
 class BlockCopy:
     """Copy the first tokens of a KV cache block to another block, in every layer.
 
-    num_tokens           least number of tokens to copy; copying more of the block does no harm
+    num_tokens           least number of tokens to copy; copying more tokens of the block does no harm
     from_host, to_host   whether the source, or the destination, is a host block
     """
 
@@ -218,9 +223,9 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class BlockClear:
-    """Fill a KV cache block with zeros from one of its tokens on, so that no later owner reads the old content.
+    """Fill a KV cache block with zeros, so that no later owner reads the old content.
 
-    first_token   index within the block; earlier tokens stay
+    first_token   index within the block from which to fill; the content of earlier tokens stays
     """
 
     block_id: int
@@ -231,7 +236,7 @@ class BlockClear:
 class AdapterLoad:
     """Load an adapter into pages of the device.
 
-    page_ids   in order; their content is overwritten
+    page_ids   the pages in order; the load overwrites their content
     """
 
     task_id: int
@@ -245,18 +250,18 @@ DeviceOperation = BlockCopy | BlockClear | AdapterLoad
 class ScheduledBatch:
     """All work of one step: contexts before generation, in this order.
 
-    block_table_updates   applied before anything else
-    operations            operations of the device before the step, in order. Later batches repeat them under the same
-                          numbers until a step with them is read; the device runs each once
-    first_operation       number of operations[0], counted over the life of the engine; `new_operations` returns those
-                          that a device has not run yet
-    num_padded_rows       rows of a padded layout in generation, one for each member of a static batch, finished ones
-                          included; 0: one for each sequence. Other layouts ignore it
+    block_table_updates   updates that the device applies before everything else
+    operations            operations of the device before the step, in order. Later batches repeat an operation under
+                          the same number until a step that carries it is read. The device runs each operation once
+    first_operation       number of operations[0], counted over the life of the engine; `new_operations` returns the
+                          operations that a device has not run yet
+    num_padded_rows       rows of a padded layout in generation, one for each member of a static batch, finished members
+                          included; 0: one for each sequence. Other layouts ignore the number
     max_beam_width        rows of the block tables per slot; the same in every batch
 
-    When `start` or `finish` raises, the loop bisects the batch to find the sequences at fault. So a failed run must not
-    affect a second run of the batch, or of a part of it. With steps in flight the second run may come after the
-    following step: see seams.ModelBackend.
+    When `start` or `finish` raises, the loop bisects the batch to find the sequences at fault. A failed run must
+    therefore not affect a second run of the batch, or of a part of it. With steps in flight the second run may come
+    after the following step: see seams.ModelBackend.
     """
 
     iteration: int
@@ -284,11 +289,11 @@ class ScheduledBatch:
         return slots
 
     def new_operations(self, num_done: int) -> tuple[DeviceOperation, ...]:
-        """Return the operations left for a device that has run the first `num_done` of the engine's life."""
+        """Return the operations left for a device that has run the first `num_done` operations of the engine's life."""
         return self.operations[max(num_done - self.first_operation, 0):] if self.operations else ()
 
     def take(self, indices: Sequence[int]) -> "ScheduledBatch":
-        """Return a batch of some of the sequences, without padded rows for the others.
+        """Return a batch of some of the sequences, without padded rows for the other sequences.
 
         indices   ascending indices in batch order
         """
@@ -307,7 +312,7 @@ class ScheduledBatch:
 
 @dataclass(frozen=True, slots=True)
 class RowFailure:
-    """Why one row of a step is unusable. The other rows are fine."""
+    """The reason why one row of a step is unusable. The other rows of the step can be used."""
 
     code: ErrorCode
     message: str
@@ -318,9 +323,9 @@ class Hypothesis:
     """One result of a beam search.
 
     tokens          [n] int32, without the end id; a stop word is part of it
-    cum_log_prob    sum of the log-probabilities of its tokens, the end id's included
-    log_probs       [n] float32, of `tokens`
-    rows            [n] int32: the beam that each token continued, which is the row of its logits in the step
+    cum_log_prob    sum of the log-probabilities of its tokens, including the end id
+    log_probs       [n] float32, log-probabilities of `tokens`
+    rows            [n] int32: the beam that each token continued, which is the row of the token's logits in its step
     finish          FinishReason: END_ID, STOP_WORDS or LENGTH
     """
 
@@ -333,10 +338,10 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopLogProbs:
-    """The likeliest tokens at each position of a row, likeliest first; lower ids first among equals.
+    """The likeliest tokens at each position of a row, likeliest first. Of equally likely tokens, lower ids come first.
 
-    ids         [row's tokens, k] int32; 0 where there are fewer than k
-    log_probs   [row's tokens, k] float32; -inf where there are fewer than k
+    ids         [row's tokens, k] int32; 0 where fewer than k tokens are possible
+    log_probs   [row's tokens, k] float32; -inf where fewer than k tokens are possible
     """
 
     ids: np.ndarray
@@ -345,31 +350,31 @@ class TopLogProbs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The output of a step: one row for each context whose last chunk ran, then one for each generating sequence.
+    """The output of a step: one row for each context whose last chunk ran, then one row for each generating sequence.
 
-    A row holds the new tokens of one sequence: one token without drafts and beams; with drafts, the accepted ones and
-    one more; with beams, one token per beam, or none when the search is over.
+    A row has the new tokens of one sequence. Without drafts and beams, there is one token. With drafts, there are the
+    accepted drafts and one more token. With beams, there is one token per beam, or no token if the search has ended.
 
     slots               [r] int32, in batch order
-    tokens              [n] int32: the tokens of all rows, in order. Ignored for the slots in `failures`, as are finish,
-                        parents and log_probs
+    tokens              [n] int32: the tokens of all rows, in order. For the slots in `failures`, tokens, finish,
+                        parents and log_probs are ignored
     finish              [r] uint8, the device's FinishReason for the last token of the row: END_ID (the token is the end
                         id and not part of the output), STOP_WORDS or NOT_FINISHED. The host checks lengths. Ignored
-                        when a search is over
-    row_starts          [r + 1] int32: row i has tokens row_starts[i]..row_starts[i + 1]; None: each row has one
-    log_probs           [n] float32; None if no sequence of the batch asked for them or has beams. After all stages and
-                        the temperature, before top-k and top-p; of the model's unchanged logits for slots with
-                        `raw_log_probs`. With beams, after biases, penalties and bans; -inf for a beam without a
-                        continuation
+                        if a search has ended
+    row_starts          [r + 1] int32: row i has tokens row_starts[i]..row_starts[i + 1]; None: each row has one token
+    log_probs           [n] float32; None if no sequence of the batch asked for them or has beams. They are taken after
+                        all stages and the temperature, and before top-k and top-p, or from the model's unchanged logits
+                        for slots with `raw_log_probs`. With beams, they are taken after biases, penalties and bans;
+                        -inf for a beam without a continuation
     parents             [n] int32: with beams, the beam that each token continues; 0 after a context, which has one
                         beam. None: no sequence has beams
-    hypotheses          slot -> results of a search that is over, best first, at most one per beam
+    hypotheses          slot -> results of a search that has ended, best first, at most one per beam
     context_logits      slot -> [chunk tokens, vocab] float32, the model's unchanged logits, for slots that asked
     generation_logits   slot -> [row's tokens, vocab] float32, the model's unchanged logits for each token, for slots
                         that asked and have a row. With beams [beams, vocab], one row per continued beam
     top_log_probs       slot -> TopLogProbs of the row's tokens, for slots that asked and have a row; from the same
                         distribution as log_probs
-    failures            slot -> why its row is unusable
+    failures            slot -> the reason why its row is unusable
     """
 
     micro_batch_id: int
@@ -387,7 +392,7 @@ class StepOutput:
 
     @staticmethod
     def merge(parts: "list[StepOutput]", micro_batch_id: int) -> "StepOutput":
-        """Join the outputs of the parts of a batch, in order, as if it had run as a whole."""
+        """Join the outputs of the parts of a batch, in order, as if the batch had run as a whole."""
         if not parts:
             none = np.empty(0, np.int32)
             return StepOutput(micro_batch_id, none, none, np.empty(0, np.uint8))
@@ -413,7 +418,7 @@ class StepOutput:
 
 
 def _joined(columns: "list[tuple[np.ndarray | None, int]]", dtype: type) -> np.ndarray | None:
-    """Concatenate the columns, with zeros for each that is None; None if all are."""
+    """Concatenate the columns, with zeros for each column that is None. Returns None if all columns are None."""
     if all(column is None for column, _ in columns):
         return None
     return np.concatenate([np.zeros(length, dtype) if column is None else column for column, length in columns])

@@ -1,8 +1,9 @@
 """The list of this process's workers, and the hook that stops them when the interpreter exits.
 
-`threading` joins the workers, which are not daemons, before `atexit` runs. So the workers are stopped by the hook of
-`threading` that concurrent.futures uses too. The last registered hook runs first. The hook of concurrent.futures joins
-the threads of executors, which may wait for a worker, so that module is imported before our hook is registered.
+`threading` joins the workers, which are not daemons, before `atexit` runs. A hook of `threading`, like the hook of
+concurrent.futures, therefore stops the workers. The last registered hook runs first. The hook of concurrent.futures
+joins the threads of executors, which may wait for a worker. This file imports concurrent.futures before it registers
+our hook, so that our hook runs first.
 """
 
 import concurrent.futures.thread  # noqa: F401
@@ -20,19 +21,19 @@ class Abortable(Protocol):
     def worker(self) -> threading.Thread | None: ...
 
     def ask_to_abort(self) -> None:
-        """Ask the worker to end. Can be called from any thread; never blocks."""
+        """Ask the worker to end. Can be called from any thread. Never blocks."""
 
 
 # A plain dictionary, whose keys are copied in one operation of the interpreter. Copying a WeakSet is a loop in Python,
-# which raises if a worker ends meanwhile; the others would then never be stopped.
+# which raises if a worker ends meanwhile. The other workers would then never be stopped.
 _controls: dict[Abortable, None] = {}
 _is_exiting = False
 
 
 def list_worker(control: Abortable) -> None:
-    """Add a worker to the list of those that are stopped when the interpreter exits.
+    """Add a worker to the list of workers that are stopped when the interpreter exits.
 
-    Raises ManagerClosedError if the interpreter is exiting already. The worker is in the list even then.
+    Raises ManagerClosedError if the interpreter is exiting already. The worker is added to the list even in this case.
     """
     _controls[control] = None
     if _is_exiting:    # read after listing; the hook sets it before it reads the list, so no worker is missed
@@ -41,12 +42,13 @@ def list_worker(control: Abortable) -> None:
 
 
 def forget_worker(control: Abortable) -> None:
-    """Remove a worker from the list, if it is there."""
+    """Remove a worker from the list, if the list has it."""
     _controls.pop(control, None)
 
 
 def is_a_worker(thread: threading.Thread) -> bool:
-    """Whether this thread runs callbacks. Such a thread must not wait for a worker: two could wait for each other."""
+    """Whether this thread runs callbacks. Such a thread must not wait for a worker, because two workers could wait for
+    each other."""
     return any(control.worker is thread for control in list(_controls))
 
 

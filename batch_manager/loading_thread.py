@@ -1,8 +1,8 @@
 """Loads a model on its own thread, which is interrupted with its caller or at interpreter exit.
 
 OpenMP keeps a team of threads for every thread that ever computed. If the caller loaded the model, its team and the
-worker's would have more threads than there are cores, and libgomp then puts a team to sleep at every barrier: a step of
-a 135M model on two cores took 40 ms instead of 20.
+worker's team would together have more threads than there are cores. libgomp would then put a team to sleep at every
+barrier: a step of a 135M model on two cores took 40 ms instead of 20 ms.
 """
 
 import threading
@@ -20,11 +20,13 @@ _here = threading.local()
 
 
 class Loading(Generic[Loaded]):
-    """The loading thread and its result. Not a daemon: a daemon that computes at interpreter exit aborts the process.
+    """The loading thread and its result.
 
-    loaded           [the result of `load`], or empty
+    The thread is not a daemon, because a daemon that computes at interpreter exit aborts the process.
+
+    loaded           list with the result of `load`, or empty
     error            the exception of `load`, or None
-    is_interrupted   the loading is to stop: its result is not needed any more
+    is_interrupted   whether the loading must stop, because its result is not needed any more
     """
 
     worker = None    # for interpreter_exit: no callback runs on this thread
@@ -57,7 +59,7 @@ class Loading(Generic[Loaded]):
             self._thread.join()
 
     def ask_to_abort(self) -> None:
-        """Ask the thread to end. Never blocks; takes effect when the thread next calls `check_interruption`."""
+        """Ask the thread to end. Never blocks. Takes effect when the thread next calls `check_interruption`."""
         self.is_interrupted = True
 
 
@@ -69,9 +71,9 @@ def check_interruption() -> None:
 
 
 def load_in_own_thread(load: Callable[[], Loaded], undo: Callable[[Loaded], Any]) -> Loaded:
-    """Call `load` on a new thread and return or raise its outcome after the thread has ended.
+    """Call `load` on a new thread. After the thread has ended, return the result of `load` or raise its exception.
 
-    undo   called with the result of `load` if this function raises nevertheless
+    undo   called with the result of `load` if `load` succeeds but this function raises
 
     An exception in the waiting caller, such as Ctrl-C, interrupts the loading and propagates after the thread has
     ended. Raises ManagerClosedError while the interpreter exits.

@@ -6,7 +6,7 @@ from enum import Enum, IntEnum
 class TrtGptModelType(IntEnum):
     """Batching scheme.
 
-    V1                      a padded static batch runs in lockstep until its last member is done; then finals are sent
+    V1                      a padded static batch runs in lockstep until its last member ends; then its finals are sent
     InflightBatching        requests join and leave every iteration; context and generation run in two calls
     InflightFusedBatching   requests join and leave every iteration; a step is one packed call
     """
@@ -19,8 +19,8 @@ class TrtGptModelType(IntEnum):
 class SchedulerPolicy(IntEnum):
     """Which requests may start when KV cache blocks are short.
 
-    MAX_UTILIZATION       start requests while the next step fits; pause the youngest when it no longer does
-    GUARANTEED_NO_EVICT   start only requests whose blocks are sufficient to their last token; never pause
+    MAX_UTILIZATION       start requests while the next step fits; pause the last requests in line when blocks run out
+    GUARANTEED_NO_EVICT   start only requests that have enough blocks up to their last token; never pause
     """
 
     MAX_UTILIZATION = 0
@@ -35,7 +35,7 @@ class ContextChunkingPolicy(IntEnum):
 
 
 class LlmRequestState(Enum):
-    """Phase of a request, in chronological order: compare `.value` to test whether a request has reached a phase."""
+    """Phase of a request, in chronological order. Compare `.value` to test whether a request has reached a phase."""
 
     UNKNOWN = 0
     ENCODER_INIT = 1
@@ -46,7 +46,7 @@ class LlmRequestState(Enum):
 
 
 class FinishReason(IntEnum):
-    """Why a sequence ended; the content of the response tensor `finish_reason`."""
+    """The reason why a sequence ended, which is the content of the response tensor `finish_reason`."""
 
     NOT_FINISHED = 0
     END_ID = 1
@@ -57,14 +57,14 @@ class FinishReason(IntEnum):
 
     @property
     def is_natural(self) -> bool:
-        """Whether the sequence completed, as opposed to being stopped or timed out."""
+        """Whether the sequence completed. False for a sequence that was cancelled, timed out or has not ended."""
         return self in (FinishReason.END_ID, FinishReason.STOP_WORDS, FinishReason.LENGTH)
 
 
 class ErrorCode(Enum):
     """The code, in brackets, with which the text of an error response starts."""
 
-    __hash__ = object.__hash__    # one instruction; Enum's own calls a function: see loop/unanswered.py
+    __hash__ = object.__hash__    # one instruction; Enum's own __hash__ calls a function, see loop/unanswered.py
 
     INVALID_REQUEST = "INVALID_REQUEST"
     DUPLICATE_REQUEST_ID = "DUPLICATE_REQUEST_ID"
@@ -82,7 +82,7 @@ class ErrorCode(Enum):
     def of(cls, text: str) -> "tuple[ErrorCode, str]":
         """Split the text of an error response into (code, message).
 
-        Raises ValueError for any other text, such as the empty one of a response without an error.
+        Raises ValueError for any other text, such as the empty text of a response without an error.
         """
         if not isinstance(text, str):
             raise TypeError(f"the text is of type {type(text).__name__}; expected a str; pass the error of a response")

@@ -5,9 +5,9 @@ import threading
 
 
 class OneShotEvent:
-    """threading.Event without `clear`, set by one C call.
+    """An event like threading.Event, without `clear`, that is set by one C call.
 
-    An asynchronous exception in the thread that sets it cannot leave a lock held, as it can inside threading.Event.
+    An asynchronous exception in the thread that sets the event cannot leave a lock held, as it can in threading.Event.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,10 @@ def check_drain(drain: object) -> None:
 
 
 def checked_timeout(timeout: float | None) -> float | None:
-    """Return the timeout as seconds that Thread.join accepts. Raises ValueError for NaN, TypeError for other types."""
+    """Return the timeout in seconds, in the range that Thread.join accepts; None means no limit.
+
+    Raises ValueError for NaN, and TypeError for a value that is not a number.
+    """
     if timeout is None:
         return None
     if isinstance(timeout, str | bytes | bytearray):    # float() would parse it

@@ -1,4 +1,5 @@
-"""The sampling parameters of a request. Each is declared once: tensor, field, neutral value, range, device type."""
+"""The sampling parameters of a request. Each parameter is declared once, with its tensor, field, neutral value, range
+and device type."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -18,9 +19,9 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The allowed values of a scalar: low..high, both included unless `above_low`.
+    """The allowed values of a scalar, low..high. `high` is included, and `low` unless `above_low` is set.
 
-    whole   integers only; otherwise integers and finite floats. A bool is never allowed
+    whole   allow integers only; otherwise integers and finite floats. A bool is never allowed
     """
 
     low: float
@@ -35,7 +36,8 @@ class Range:
         return (self.low < value if self.above_low else self.low <= value) and value <= self.high
 
     def check(self, name: str, value: object) -> None:
-        """Raise InvalidRequestError, naming the tensor, its value and the range, for a value outside the range."""
+        """Raise InvalidRequestError if the value is outside the range. The error names the tensor, its value and the
+        range."""
         if value not in self:
             raise InvalidRequestError(f"{name} is {shown(value)}", f"it must be {self}")
 
@@ -59,9 +61,9 @@ SHARE = Range(0, 1)
 class Parameter:
     """Declaration of one sampling parameter.
 
-    tensor    the request tensor that sets it
-    neutral   its value if no tensor sets it
-    range     its allowed values
+    tensor    the request tensor that sets the parameter
+    neutral   value of the parameter if no tensor sets it
+    range     allowed values of the parameter
     """
 
     tensor: str
@@ -70,7 +72,7 @@ class Parameter:
 
     @property
     def dtype(self) -> type[np.generic]:
-        """The type on the device: float32, int32, or int64 for seeds, which keep their 64 bits as a signed number."""
+        """The type on the device: float32, int32, or int64 for seeds, whose 64 bits are stored as a signed number."""
         if not self.range.whole:
             return np.float32
         return np.int32 if self.range.high <= INT32_MAX else np.int64
@@ -99,29 +101,31 @@ class SamplingConfig:
     beam_width                   number of beams; 1: no beam search. With several beams, the parameters that only choose
                                  a token at random (top_k, top_p, min_p, random_seed) have no effect
     temperature                  above 0: divides the logits; 0: greedy
-    top_k, top_p                 0 and 0.0: greedy. top_k above 0 keeps the k best tokens. top_p between 0 and 1 keeps,
-                                 of these, the smallest set whose probabilities sum to p; 1 keeps all
-    top_p_decay, top_p_min, top_p_reset_ids   after each token top_p becomes max(top_p * decay, min); after the token
-                                 with the reset id it becomes the first top_p again (-1: none). No effect if top_p is 0
-    min_p                        of the tokens kept so far, drops those with less than this share of the largest
-                                 probability
+    top_k, top_p                 0 and 0.0: greedy. top_k above 0 keeps the k likeliest tokens. Of these tokens, top_p
+                                 between 0 and 1 keeps the smallest set whose probabilities sum to p; 1 keeps all
+    top_p_decay, top_p_min, top_p_reset_ids   after each token, top_p becomes max(top_p * decay, min). After the token
+                                 with the reset id (-1: no reset), top_p returns to its first value. No effect if top_p
+                                 is 0
+    min_p                        of the tokens that top_k and top_p keep, drops the tokens with less than this share of
+                                 the largest probability
     len_penalty, early_stopping, beam_search_diversity_rate   how beams compete, see decoding/beam_search.py; no effect
                                  at beam width 1
-    repetition_penalty           divides the positive logit of a token that the sequence contains, multiplies a negative
-                                 one; 1: off
-    presence_penalty, frequency_penalty   subtracted from such a token's logit once, or once per occurrence; 0: off
-    prompt_ignore_length         number of leading prompt tokens that presence and frequency penalty ignore; at or above
-                                 the prompt's length, only generated tokens count
+    repetition_penalty           divides the logit of a token that the sequence contains if it is positive, and
+                                 multiplies it if it is negative; 1: off
+    presence_penalty, frequency_penalty   subtracted from the logit of a token that the sequence contains: once, or once
+                                 per occurrence; 0: off
+    prompt_ignore_length         number of leading prompt tokens that presence and frequency penalty ignore. If it is
+                                 not less than the prompt's length, only generated tokens count
     no_repeat_ngram_size         n-grams of this length do not repeat; 0: off
-    min_length                   tokens generated before the end id may be sampled
+    min_length                   tokens that must be generated before the end id may be sampled
     random_seed                  the sampled token is a function of the logits, the seed and the position. The default
-                                 is fixed, not random
+                                 seed is fixed, not random
 
-    Each field declares its request tensor, neutral value and range. Integers are converted where floats are expected;
-    a negative zero becomes zero.
+    Each field declares its request tensor, neutral value and range. Integers are converted where floats are expected.
+    A negative zero becomes zero.
 
-    Raises InvalidRequestError, naming the tensor, for a value of another type, not finite or out of range. Admission
-    checks values against the model (vocabulary, beam width).
+    Raises InvalidRequestError for a value of another type, not finite or out of range. The error names the tensor.
+    Admission checks values against the model (vocabulary, beam width).
     """
 
     beam_width: int = _parameter("beam_width", 1, Range(1, INT32_MAX, whole=True))
@@ -152,7 +156,7 @@ class SamplingConfig:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Whether the sampled token is always the likeliest token."""
         return self.temperature == 0 or self.top_k == 1 or (self.top_k == 0 and self.top_p == 0)
 
     def sets(self, names: Iterable[str]) -> bool:
@@ -174,7 +178,7 @@ def shown(value: object) -> str:
 
 
 def top_p_after(generated: np.ndarray, first: float, decay: float, floor: float, reset_id: int) -> np.float32:
-    """The top-p of the token that follows `generated` [n], computed by the device's float32 steps.
+    """The top-p of the token that follows `generated` [n], computed in the same float32 steps as on the device.
 
     first, decay, floor, reset_id   top_p, top_p_decay, top_p_min and top_p_reset_ids of a SamplingConfig
     """

@@ -1,4 +1,4 @@
-"""The protocols of replaceable parts. They are structural: implement the methods, inherit nothing."""
+"""The protocols of replaceable parts. They are structural: a part implements the methods and need not inherit."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,23 +9,23 @@ from .handover import ScheduledBatch, StepOutput
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """Facts about a model and its device for the host tower; fixed for the life of the backend.
+    """Facts about a model and its device for the host tower. They are fixed for the life of the backend.
 
-    vocab_size            token ids are 0 <= id < vocab_size, of the model (not of a tokenizer)
+    vocab_size            token ids of the model (not of a tokenizer) are 0 <= id < vocab_size
     max_seq_len           most positions of a sequence: prompt plus generated tokens
     num_blocks            KV cache blocks in the pool
     tokens_per_block      tokens per block
     num_slots             sequences for which the backend can hold state
-    dispatch              which implementation of the kernels runs: "triton", "torch" or "scripted"
+    dispatch              implementation of the kernels: "triton", "torch" or "scripted"
     hidden_size           entries of a token's embedding; 0: no prompt-tuning embeddings
     device, dtype         by name, for logs and statistics
     attention_window      tokens that a token attends to, itself included, besides the first `sink_tokens`. Blocks
-                          before the window are freed. None: all tokens before it
+                          before the window are freed. None: a token attends to all tokens before it
     sink_tokens           first tokens of a sequence that stay visible outside the window
-    host_blocks           blocks of a second pool in host memory, for blocks evicted from the first
-    is_asynchronous       `start` returns before the step is done, so that the next one can be planned meanwhile
+    host_blocks           blocks of a second pool in host memory, for content evicted from the first pool
+    is_asynchronous       `start` returns before the step is done, so that the next step can be planned meanwhile
     copies_blocks         the backend implements `handover.BlockCopy`; block reuse and beams need it
-    architecture          of the model, for people to read
+    architecture          architecture of the model, for people to read
     end_ids               the checkpoint's end ids, for information. A request's end ids come from its tensor `end_id`
     model_implementation  origin of the model class: "native", "transformers", or "" if unknown
 
@@ -79,27 +79,27 @@ class PendingStep(Protocol):
     """A launched step."""
 
     def finish(self) -> StepOutput:
-        """Wait for the step and return its output. Called once."""
+        """Wait for the step and return its output. The loop calls the method once."""
         ...
 
 
 class ModelBackend(Protocol):
-    """Runs the model. After construction, one thread alone uses it."""
+    """Runs the model. After construction, a single thread uses the backend."""
 
     info: BackendInfo
 
     def start(self, batch: ScheduledBatch) -> PendingStep:
-        """Launch one step, and return at once if the device allows it. The step before it may still be running: steps
-        run in launch order and read the state that earlier ones left on the device.
+        """Launch one step, and return at once if the device allows it. The previous step may still be running. Steps
+        run in launch order and read the state that earlier steps left on the device.
 
-        Before the step, apply the block table updates of the batch. Then run its operations in order, except those that
-        ran for an earlier batch (`ScheduledBatch.new_operations`). Table updates take effect once `start` has returned,
-        even if the step fails: they are not repeated. If `start` raises, they are. Operations are repeated until a step
-        that carries them is read.
+        Before the step, apply the block table updates of the batch. Then run its operations in order, except operations
+        that ran for an earlier batch (`ScheduledBatch.new_operations`). Table updates take effect once `start` has
+        returned, and are not repeated even if the step fails. If `start` raises, the next launch repeats them.
+        Operations are repeated until a step that carries them is read.
 
-        May raise any exception: MemoryError and torch's out-of-memory errors are reported as such, and DeviceLostError
-        means that nothing can run any more. The same holds for `finish`. After an exception, running the batch or a
-        part of it again must give the result of a first run, even if the one step launched after it has run in between.
+        `start` and `finish` may raise any exception. The loop reports MemoryError and torch's out-of-memory errors as
+        such. DeviceLostError means that no step can run any more. After an exception, running the batch or a part of it
+        again must give the result of a first run, even if the step launched after it has run in between.
         """
         ...
 
@@ -111,7 +111,7 @@ class ModelBackend(Protocol):
         """Free memory and handles. Idempotent."""
         ...
 
-    # Optional. Its numbers are added to the statistics of each iteration, under the names it returns:
+    # Optional. The loop adds the returned numbers to the statistics of each iteration, under the returned names:
     #     def figures(self) -> Mapping[str, int]
 
 
@@ -119,7 +119,7 @@ class Clock(Protocol):
     """A source of time that can be replaced, for instance by a simulation."""
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary start; never goes back."""
+        """Seconds from an arbitrary start. The value never decreases."""
         ...
 
     def timestamp(self) -> str:

@@ -1,4 +1,4 @@
-"""Starts threads with a large enough stack, whatever stack size the host sets for its own threads."""
+"""Starts threads with a large enough stack, whatever stack size the host has set."""
 
 import threading
 
@@ -8,9 +8,9 @@ _one_at_a_time = threading.Lock()
 
 
 def start_with_enough_stack(thread: threading.Thread) -> None:
-    """Start a thread, with the system's default stack if the host set `threading.stack_size` too low.
+    """Start a thread, with the system's default stack size if the host has set `threading.stack_size` too low.
 
-    The setting is global: a thread that the host starts at the same moment gets the same stack.
+    The setting is global: a thread that the host starts at the same moment gets the same stack size.
     """
     with _one_at_a_time:
         host_bytes = threading.stack_size(SYSTEM_DEFAULT)    # returns the old size and sets the new one

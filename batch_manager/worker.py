@@ -19,13 +19,13 @@ from .loop.generation_loop import GenerationLoop
 from .one_shot_event import OneShotEvent
 
 NESTED_WORKER_LOOPS = 8    # exceptions in a row, a few bytecodes apart, that the worker survives
-ATTEMPTS_TO_END = 20    # without a final response in between: some backends cannot be closed
+ATTEMPTS_TO_END = 20    # attempts without a final response in between; some backends cannot be closed
 
 
 class WakeUp:
-    """An event for one waiter. Makes no lock per wait, so it costs an idle worker half as much as threading.Event.
+    """An event for one waiter. It makes no lock per wait, and costs an idle worker half as much as threading.Event.
 
-    `set` never blocks, so a forked child may call it, whatever state the parent's worker was in.
+    `set` never blocks. A forked child may call it, whatever state the parent's worker was in.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class WakeUp:
 
 
 class WorkerControl:
-    """State shared by the worker and other threads: requests to the worker, and its heartbeat. Uses no locks."""
+    """State shared by the worker and other threads, without locks: commands to the worker, and its heartbeat."""
 
     def __init__(self, clock: Any, hang_warning_s: float) -> None:
         self.clock = clock
@@ -61,15 +61,17 @@ class WorkerControl:
         self._frozen_s, self._frozen_in_beat = 0.0, self.heartbeat.since
 
     def is_hanging(self, seconds: float) -> bool:
-        """Whether `seconds` without a heartbeat exceed the limit. False for an idle worker. Time in which the whole
-        process was suspended does not count."""
+        """Whether `seconds` without a heartbeat exceed hang_warning_s. False for an idle worker.
+
+        Time in which the whole process was suspended does not count.
+        """
         if self.heartbeat.activity == "idle" or not 0 < self.hang_warning_s < seconds:
             return False
         frozen = self._frozen_s if self._frozen_in_beat == self.heartbeat.since else 0.0
         return self.hang_warning_s < seconds - frozen - self._unwatched_s()
 
     def note_watchdog(self) -> None:
-        """Record that the watchdog runs. It calls this at least four times per `hang_warning_s`.
+        """Record that the watchdog runs. The watchdog calls this method at least four times per `hang_warning_s`.
 
         A late call means that the process was suspended, for instance by SIGSTOP or with its virtual machine.
         """
@@ -84,8 +86,10 @@ class WorkerControl:
         return late if late > self.hang_warning_s / 4 else 0.0
 
     def claim_the_loop(self) -> bool:
-        """Return True in the first thread that calls this: the worker, or a constructor that fails. That thread closes
-        the loop."""
+        """Return True in the first thread that calls this method: the worker, or a constructor that fails.
+
+        The thread that gets True closes the loop.
+        """
         thread = threading.get_ident()
         return self._claimed_by.setdefault("thread", thread) == thread
 
@@ -99,9 +103,9 @@ class WorkerControl:
 
 
 def health_of(loop: GenerationLoop, control: WorkerControl, state: str | None = None) -> dict[str, Any]:
-    """The result of `GptManager.health`. Callable from any thread.
+    """The result of `GptManager.health`. Can be called from any thread.
 
-    state   the state to report; None: the current one
+    state   the state to report; None: the current state
     """
     activity, since = control.heartbeat.activity, control.heartbeat.since
     seconds = max(control.clock.monotonic() - since, 0.0)
@@ -134,11 +138,11 @@ def _state_of(loop: GenerationLoop, control: WorkerControl) -> str:
 
 def run_worker(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: float,
                num_loops_inside: int = NESTED_WORKER_LOOPS) -> None:
-    """The worker's main function: run iterations until it is stopped, then answer the requests that are left.
+    """The worker's main function: run iterations until the worker is stopped, then answer the requests that are left.
 
-    After any exception, of a step or raised by another thread in this one, the worker continues here: it fails the
-    engine, which answers all requests, and runs until none is left. The loops are nested because the jump back from
-    `except` to `try` is not covered: a second exception at that point is caught by the enclosing loop.
+    After any exception, of a step or raised by another thread in the worker, the worker continues here. It fails the
+    engine, which answers all requests, and runs until no request is left. The loops are nested because the jump back
+    from `except` to `try` is not covered. The enclosing loop catches a second exception at this point.
     """
     while not control.stopped.is_set:
         try:
@@ -151,7 +155,10 @@ def run_worker(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_
 
 
 def _serve(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: float) -> None:
-    """Run iterations until the worker is stopped, then end it. First handle the exception that ended the last call."""
+    """Run iterations until the worker is stopped, then end the worker.
+
+    First handles the exception that ended the last call of this function.
+    """
     if not control.claim_the_loop():    # the constructor failed, and closes the loop
         control.wake.wait_and_clear(idle_poll_interval_s)
         return
@@ -191,7 +198,7 @@ def close_worker(control: WorkerControl) -> None:
 
 
 def _failure_of(error: BaseException) -> BatchManagerError:
-    """The error of all requests after an exception that nothing inside the loop handles: a lost device, or a bug."""
+    """The error of all requests after an exception that the loop does not handle: a lost device, or a bug."""
     if is_a(error, (DeviceLostError, InternalError)):
         return error
     return InternalError(f"the engine raised {type_name(error)}", "it cannot go on",
@@ -199,7 +206,7 @@ def _failure_of(error: BaseException) -> BatchManagerError:
 
 
 def watch_worker(control: WorkerControl) -> None:
-    """Log once, with the stacks of all threads, when the worker stays in one activity for too long. Kills nothing."""
+    """Log once, with the stacks of all threads, when the worker stays in one activity for too long. Ends no thread."""
     reported_beat = None
     control.note_watchdog()
     while not control.stopped.wait(control.hang_warning_s / 4):

@@ -1,7 +1,7 @@
 """An asyncio interface to the engine: requests are async iterators instead of callbacks.
 
 Owns     AsyncEngine, the mailbox of each request, and waking event loops
-Not      models, schedules or blocks: this package is an ordinary host on the public API of GptManager
+Not      models, schedules or blocks: this package uses the public API of GptManager, as any host does
 Yours    an interface of another kind (threads, another event loop) is a new file here, over the same Switchboard
 """
 

@@ -48,18 +48,19 @@ class AsyncEngine:
                     takes_all: bool = False, process: bool = False) -> Self:
         """Load the model in a thread, off the event loop, and start the worker.
 
-        The arguments are those of GptManager, except for the callbacks that the engine itself implements. Responses
-        contain generated tokens only. The worker's thread calls `return_batch_manager_stats_cb` and the hooks in
-        `parts`.
+        The method takes the arguments of GptManager, except for the callbacks that the engine itself implements.
+        Responses contain generated tokens only. The worker's thread calls `return_batch_manager_stats_cb` and the hooks
+        in `parts`.
 
-        takes_all   pass every request to the engine at once; it queues them by priority and deadline, and refuses a
-                    request with QUEUE_FULL if the queue is full (max_queued_requests). Servers want this. False:
-                    requests wait here, in order and without a limit, until the engine has room
+        takes_all   pass every request to the engine at once. The engine queues requests by priority, applies their
+                    deadlines while they wait, and refuses a request with QUEUE_FULL if the queue is full
+                    (max_queued_requests). Use this in servers. False: requests wait in the AsyncEngine, in order and
+                    without a limit, until the engine has room
         process     run the engine in its own process. Host and engine then have separate interpreter locks, and a crash
                     of the engine fails its streams only. `parts` and logits post-processors are pickled, so they must
                     be classes and functions of importable modules. Hooks and the statistics callback run in this
                     process, on an internal thread
-        Raises      what the constructor of GptManager raises
+        Raises      the errors of the constructor of GptManager
         """
         for name, value in (("process", process), ("takes_all", takes_all)):
             if not isinstance(value, bool):
@@ -87,19 +88,22 @@ class AsyncEngine:
     def stream(self, tensors: Mapping[str, Any], **options: Any) -> "Stream":
         """Submit a request immediately and return the stream of its output.
 
-        tensors, options   arguments of InferenceRequest; the engine chooses the id. `arrival_time`, the start of queue
-                           time and `deadline_s`, is the time of this call, unless `parts` has a clock
+        tensors, options   arguments of InferenceRequest; the engine chooses the id. `arrival_time`, from which the
+                           queue time and `deadline_s` count, is the time of this call, unless `parts` has a clock
         Raises   RequestFailed for an unknown tensor name, and if the engine is closed. The stream raises for invalid
                  values.
         """
         return Stream(self, self._submit(tensors, True, options))
 
     async def generate(self, tensors: Mapping[str, Any], **options: Any) -> Delta:
-        """Submit a request and return its whole output. Takes the arguments of `stream`; raises RequestFailed."""
+        """Submit a request and return its whole output. Takes the arguments of `stream`. Raises RequestFailed."""
         return await anext(Stream(self, self._submit(tensors, False, options)))
 
     async def close(self, drain: bool = True, timeout: float | None = None) -> bool:
-        """End the engine in a thread, off the event loop; see GptManager.shutdown. Open streams end with SHUTDOWN."""
+        """End the engine in a thread, off the event loop; see GptManager.shutdown for the arguments and the result.
+
+        Streams that are still open at the end raise RequestFailed with SHUTDOWN.
+        """
         return await asyncio.to_thread(self._manager.shutdown, drain, timeout)
 
     @property
@@ -109,7 +113,7 @@ class AsyncEngine:
 
     @property
     def num_wake_ups(self) -> int:
-        """How many times an event loop was woken."""
+        """The number of times that an event loop was woken."""
         return self._switchboard.num_wake_ups
 
     def health(self) -> dict[str, Any]:
@@ -157,11 +161,11 @@ class Stream:
     """The output of a request, as an async iterator of Delta for one coroutine.
 
     If the reader is slower than the engine, unread responses are merged into one delta. The request stops when the
-    reading task is cancelled, the stream is garbage-collected, or `cancel` is called. A request that the engine has not
-    taken yet then never runs.
+    reading task is cancelled, the stream is garbage-collected, or `cancel` is called. If the engine has not taken the
+    request by then, the request never runs.
 
     `anext` raises RequestFailed, with the tokens so far, if the request is refused or fails. It raises RuntimeError
-    while another coroutine awaits the stream; that one continues.
+    while another coroutine awaits the stream. The other coroutine continues.
     """
 
     def __init__(self, engine: AsyncEngine, mailbox: Mailbox) -> None:

@@ -41,9 +41,9 @@ log = logging.getLogger("batch_manager")
 class EngineProcess:
     """A GptManager in another process, with the methods of GptManager that AsyncEngine uses.
 
-    One thread receives messages from the engine process and calls the user's hooks and statistics callback; another
-    thread sends. The engine process ends when the EngineProcess is garbage-collected and when this process ends in any
-    way. It ignores SIGINT, SIGTERM and SIGHUP, which are handled by this process.
+    One thread receives messages from the engine process and calls the user's hooks and statistics callback. Another
+    thread sends messages. The engine process ends when the EngineProcess is garbage-collected, and when this process
+    ends in any way. The engine process ignores SIGINT, SIGTERM and SIGHUP, which this process handles.
     """
 
     def __init__(self, switchboard: Switchboard, arguments: dict[str, Any], stats: Callable[[str], None] | None,
@@ -51,7 +51,7 @@ class EngineProcess:
         """Start the process and wait until its engine runs.
 
         arguments   keyword arguments of GptManager, without callbacks
-        Raises      what the constructor of GptManager raises; ConfigError if an argument cannot be pickled
+        Raises      the errors of the constructor of GptManager; ConfigError if an argument cannot be pickled
         """
         self._process_id = os.getpid()
         params, parts = arguments["optional_params"], arguments["parts"]
@@ -88,10 +88,10 @@ class EngineProcess:
         self._link.work.set()
 
     def health(self) -> dict[str, Any]:
-        """Return the latest GptManager.health of the engine process, and in addition:
+        """Return the latest GptManager.health of the engine process, with two additional values:
 
-        engine_process_id    process id
-        seconds_since_heard  time since the last message of the engine process; less than a second while it runs
+        engine_process_id    id of the engine process
+        seconds_since_heard  seconds since the last message of the engine process; less than 1 while the process runs
         """
         self._check_process()
         link = self._link
@@ -131,11 +131,13 @@ class EngineProcess:
 
 
 class Link:
-    """State of the two threads of an EngineProcess. Has no reference to the EngineProcess, so that can be collected.
+    """State of the two threads of an EngineProcess.
+
+    A Link has no reference to the EngineProcess, which can therefore be garbage-collected.
 
     worker        receiving thread; runs the hooks and the statistics callback
     health        latest health message of the engine process
-    received_at   time of its latest message, in monotonic seconds
+    received_at   time of the latest message of the engine process, in monotonic seconds
     work          set when there is something to send
     is_closed     the engine process was asked to end
     ended         set when the engine process has ended, all requests are answered and all hooks have returned
@@ -177,7 +179,7 @@ class Link:
         self.work.set()
 
     def ask_to_abort(self) -> None:
-        """Ask the engine process to abort; it is killed after SECONDS_TO_END. Never blocks."""
+        """Ask the engine process to abort. The process is killed after SECONDS_TO_END. Never blocks."""
         self._kill_at = time.monotonic() + SECONDS_TO_END
         self.ask_to_end(End(drain=False, timeout=None))
 
@@ -199,7 +201,7 @@ class Link:
     # ---------------------------------------------------------------- while the engine starts
 
     def first_answer(self) -> Started | NotStarted:
-        """Wait until the engine runs or has failed. Passes on log records meanwhile."""
+        """Wait until the engine runs or has failed to start, and return its answer. Passes on log records meanwhile."""
         while True:
             try:
                 message = self._next_message()
@@ -237,7 +239,10 @@ class Link:
             self._finish()
 
     def _next_message(self) -> Any:
-        """Return the next message; None after a second. Raises EOFError or OSError if the process has ended."""
+        """Return the next message, or None if there is none for a second.
+
+        Raises EOFError or OSError if the process has ended.
+        """
         poller = select.poll()
         poller.register(self.wire.connection.fileno(), select.POLLIN)
         poller.register(self._process_descriptor, select.POLLIN)
@@ -280,8 +285,10 @@ class Link:
                 self._has_ended_message, self.health = True, health
 
     def _pass_stops_on(self) -> None:
-        """Wake the sender for stops of dropped streams and closed event loops. These do not wake it themselves: a
-        finalizer may run while its thread holds any lock."""
+        """Wake the sender for stops of dropped streams and closed event loops.
+
+        A dropped stream cannot wake the sender itself, because its finalizer may run while its thread holds any lock.
+        """
         if self._switchboard.has_stops:
             self.work.set()
 

@@ -72,8 +72,10 @@ def main(descriptor: int) -> None:
 
 
 class Exchange:
-    """Translates between the manager's callbacks, called by the worker, and the host's messages, received by another
-    thread."""
+    """Translates between the manager's callbacks and the host's messages.
+
+    The worker calls the callbacks, and another thread receives the messages.
+    """
 
     def __init__(self, wire: Wire, takes_all: bool) -> None:
         self._wire, self._takes_all = wire, takes_all
@@ -84,7 +86,7 @@ class Exchange:
         self._outgoing: list[tuple[Any, ...]] = []
 
     def make_manager(self, start: Start) -> GptManager:
-        """Create the manager. Raises what the constructor of GptManager raises."""
+        """Create the manager. Raises the errors of the constructor of GptManager."""
         arguments = dict(start.arguments)
         parts = arguments["parts"]
         if isinstance(parts, Parts):           # otherwise GptManager raises
@@ -146,8 +148,10 @@ class Exchange:
     # ---------------------------------------------------------------- messages, on the receiving thread
 
     def receive_for_ever(self) -> None:
-        """Receive the host's messages, and send a Beat when there is none for SECONDS_BETWEEN_BEATS. Ends this process
-        when the host has ended: the connection is closed, or the parent process has changed."""
+        """Receive the host's messages, and send a Beat when no message comes for SECONDS_BETWEEN_BEATS.
+
+        Ends this process when the host has ended: the connection is closed, or the parent process has changed.
+        """
         host = os.getppid()
         try:
             while os.getppid() == host:

@@ -1,4 +1,4 @@
-"""The unread responses of a request: the worker writes them, a coroutine reads them."""
+"""The unread responses of a request. The worker writes them, and a coroutine reads them."""
 
 import asyncio
 from collections import deque
@@ -46,7 +46,7 @@ class Delta:
     top_log_probs  for each new token, the likeliest tokens and their log-probabilities, likeliest first, for requests
                    with `return_top_log_probs`; without tokens of probability 0
     cum_log_prob   sum of log-probabilities of all tokens so far, for requests with `return_log_probs`
-    finish_reason  why the output ended; NOT_FINISHED in all deltas but the last
+    finish_reason  reason why the output ended; NOT_FINISHED in all deltas but the last
     responses      tensors of the responses with these tokens, for requests with logits or beams: a list of NamedTensor
                    per response, as `send_response_cb` gets them
     metrics        timings, in the last delta of a request with `return_perf_metrics`
@@ -79,7 +79,8 @@ class Wants(NamedTuple):
 
 
 def pieces(tensors: list[NamedTensor], final: bool, wants: Wants) -> "Piece":
-    """Extract what a mailbox keeps of a response: tokens, finish reason, and the tensors if the request needs them."""
+    """Return the parts of a response that a mailbox keeps: tokens, finish reason, and the tensors if the request needs
+    them."""
     ids = tensors[OUTPUT_IDS]
     if isinstance(ids, OneTokenTensor):        # a single streamed token, without an array
         return [ids.token], FinishReason.NOT_FINISHED, tensors if any(wants) else None
@@ -96,14 +97,14 @@ Piece = tuple[list[int], FinishReason, list[NamedTensor] | None]
 class Mailbox:
     """The responses of one request, in order, up to the final one.
 
-    Lock-free: the worker appends and the reader takes, each by a single deque operation. An asynchronous exception or a
-    run of the garbage collector is safe at any point.
+    A mailbox has no lock: the worker appends and the reader takes, each by a single deque operation. An asynchronous
+    exception or a run of the garbage collector is safe at any point.
 
     wants         which parts of a response the request needs besides its tokens
     loop          event loop of the reader; None: no coroutine has waited yet
-    is_listed     already in the list of mailboxes to wake; used by the worker only
-    is_cancelled  the reader is gone
-    has_ended     the final response or an error has been added
+    is_listed     whether the mailbox is in the list of mailboxes to wake; used by the worker only
+    is_cancelled  whether the reader has cancelled the request or is gone
+    has_ended     whether the final response or an error has been added
     """
 
     __slots__ = ("request_id", "loop", "is_listed", "is_cancelled", "has_ended", "wants", "_arrived", "_waiter")
@@ -116,25 +117,25 @@ class Mailbox:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, tensors: list[NamedTensor], final: bool, error: str) -> None:
-        """Add a response. On the worker's thread."""
+        """Add a response. Called on the worker's thread."""
         if error:
             self.end(error)
         else:
             self.add(*pieces(tensors, final, self.wants))
 
     def add(self, tokens: list[int], reason: FinishReason, tensors: list[NamedTensor] | None) -> None:
-        """Add the `pieces` of a response. On the worker's thread."""
+        """Add the `pieces` of a response. Called on the worker's thread."""
         self._arrived.append((tokens, reason, tensors))
         self.has_ended = self.has_ended or reason is not FinishReason.NOT_FINISHED
 
     def end(self, error: str) -> None:
-        """End with the text of an error response. Idempotent."""
+        """End the mailbox with the text of an error response. Idempotent."""
         if not self.has_ended:
             self._arrived.append(error)
             self.has_ended = True
 
     def take(self) -> Delta | str | None:
-        """Return everything new as one delta, the text of an error, or None if nothing is new.
+        """Return all new responses as one delta, or the text of an error, or None if there is no new response.
 
         Called on the event loop.
         """
@@ -177,7 +178,9 @@ class Mailbox:
         return waiter is not None and not waiter.done() and not waiter.get_loop().is_closed()
 
     def arrival(self) -> asyncio.Future[None]:
-        """Return a future for the next response. Call after `take` returned None with `loop` set to the running loop.
+        """Return a future for the next response.
+
+        Call the method after `take` returned None with `loop` set to the running event loop.
         """
         assert self.loop is not None
         self._waiter = waiter = self.loop.create_future()

@@ -1,4 +1,4 @@
-"""Messages between a host and its engine process, each pickled.
+"""Messages between a host and its engine process. Each message is pickled.
 
 Unpickling is safe here: the host starts the engine process and passes it one end of an unnamed socket pair, so only
 these two processes can write to it.
@@ -36,7 +36,7 @@ class Start(NamedTuple):
 
 
 class PackedRequest(NamedTuple):
-    """A request, pickled separately, so that a failure to unpickle it fails this request only."""
+    """A request that is pickled separately, so that a failure to unpickle it fails this request only."""
 
     request_id: int
     pickled: bytes
@@ -138,7 +138,7 @@ class Wire:
 
 
 def packed(request: InferenceRequest) -> PackedRequest:
-    """Pickle a request. Raises InvalidRequestError if that fails."""
+    """Pickle a request. Raises InvalidRequestError if it cannot be pickled."""
     try:
         return PackedRequest(request.request_id, pickle.dumps(request, PICKLE_PROTOCOL))
     except Exception as error:    # user objects (tensors, logits post-processor) can raise anything
@@ -149,11 +149,11 @@ def packed(request: InferenceRequest) -> PackedRequest:
 
 
 def unpacked(request: PackedRequest) -> InferenceRequest:
-    """Unpickle a request. Raises InvalidRequestError if that fails in this process."""
+    """Unpickle a request. Raises InvalidRequestError if it cannot be unpickled in this process."""
     try:
         unpickled: InferenceRequest = pickle.loads(request.pickled)
         return unpickled
-    except BaseException as error:    # likewise; an escaping exception would lose the requests already fetched
+    except BaseException as error:    # user objects; an escaping exception would lose the requests already fetched
         raise InvalidRequestError(
             f"the request cannot be read in the engine process: unpickling it raised {type_name(error)}",
             "expected functions and classes from modules that the engine process can import, not from __main__",

@@ -23,14 +23,15 @@ CLOSED = ManagerClosedError("the engine is closed", "a closed engine accepts no 
 class Switchboard:
     """Connects the mailboxes of an engine with its worker.
 
-    The worker references this object and not the engine, so an unreferenced engine is garbage-collected and ends.
-    Threads communicate through atomic operations of deques and dictionaries. Ids are never reused, so a late stop
+    The worker references this object and not the AsyncEngine, so an unreferenced AsyncEngine is garbage-collected and
+    ends. Threads communicate through atomic operations of deques and dictionaries. Ids are never reused, so a late stop
     cannot stop another request.
 
-    takes_all      True: requests wait in the engine, by priority and deadline, and are refused with QUEUE_FULL beyond
-                   its limits; False: they wait here, in order and without a limit, until the engine has room
+    takes_all      True: requests wait in the engine, which queues them by priority, applies their deadlines, and
+                   refuses requests beyond its limits with QUEUE_FULL. False: requests wait in the switchboard, in order
+                   and without a limit, until the engine has room
     num_wake_ups   number of event loop wake-ups so far
-    closed         why the worker has ended; no more requests are taken. None: it runs
+    closed         error with which the worker has ended, after which no request is taken; None while the worker runs
     """
 
     def __init__(self, takes_all: bool = False) -> None:
@@ -149,12 +150,12 @@ class Switchboard:
         self.end(CLOSED)
 
     def end(self, error: BatchManagerError) -> None:
-        """The engine has ended: end all remaining requests with this error."""
+        """End all remaining requests with this error, because the engine has ended."""
         self.closed = error
         self._end_all(error)
 
     def _end_all(self, error: BatchManagerError) -> None:
-        """End all requests, also those that the worker never took."""
+        """End all requests, including requests that the worker never took."""
         self._submitted.clear()
         for request_id in list(self._mailboxes):
             mailbox = self._mailboxes.pop(request_id, None)
@@ -170,7 +171,7 @@ def _wake(mailboxes: list[Mailbox]) -> None:
 
 
 def _both(ours: Callable[..., None], theirs: Callable[..., None] | None) -> Callable[..., None]:
-    """Return a hook that calls ours first, because the user's may raise."""
+    """Return a hook that calls our hook first, because the user's hook may raise."""
     if theirs is None:
         return ours
 

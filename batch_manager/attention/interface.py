@@ -27,8 +27,8 @@ class PackedStep:
     num_contexts   c
     logits_rows    [r] int64   packed indices of the tokens whose logits are sampled, in batch order: the last token of
                    each sequence that yields a token; with draft tokens, also each draft and the token before them
-    num_verifying  in a step with draft tokens, the number of generation rows. They are the last of the contexts; each
-                   is 0 followed by its drafts, if any. Attention can ignore this field
+    num_verifying  in a step with draft tokens, the number of generating sequences. They are the last of the contexts;
+                   the token ids of each are 0 followed by its drafts, if any. Attention can ignore this field
     """
 
     token_ids: np.ndarray
@@ -108,7 +108,7 @@ class RotaryTable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAttention:
-    """How one layer attends. Every option but `scale` is off by default.
+    """The options of attention in one layer. Every option but `scale` is off by default.
 
     scale     factor on the dot products of queries and keys, applied first; usually head_size ** -0.5
     window    number of tokens that a query sees, itself included; None: no limit
@@ -118,7 +118,7 @@ class LayerAttention:
     alibi_bfloat16_factor   compute the bias in bfloat16, as Falcon does: factor * (f(key position) - f(query position))
                      with f(p) = bfloat16(slope * bfloat16(p)); None: compute it in float32
     has_sink_logits  `run` gets one extra logit per head, which counts in the softmax like a key whose value is zero.
-                     Unrelated to the sink tokens of windows.py
+                     Sink logits are unrelated to the sink tokens of windows.py
     Raises    ConfigError for a value out of range
     """
 
@@ -164,7 +164,7 @@ def _is_positive(value: object) -> bool:
 
 
 class Attention(Protocol):
-    """Paged attention of all layers of a model. Built once per model and pool; used by one thread."""
+    """Paged attention of all layers of a model. It is built once per model and pool, and used by one thread."""
 
     dispatch: str   # "triton" or "torch"
 
@@ -172,7 +172,7 @@ class Attention(Protocol):
         """Prepare one step on the host: select kernels and partition the work.
 
         Returns  the arrays that `run` needs on the device, or None. The caller uploads them with its own arrays in one
-                 asynchronous copy. Do not copy to the device here: that would wait for the previous step
+                 asynchronous copy. Do not copy to the device here: a copy would wait for the previous step
         """
         ...
 
@@ -211,20 +211,20 @@ class BindableAttention(Attention, Protocol):
         ...
 
     def most_parts(self, num_rows: int, max_blocks: int) -> int:
-        """Return the maximum number of rows of that work list for `num_rows` sequences of at most `max_blocks` blocks.
-        """
+        """Return the maximum number of rows W of the work list of `plan_generation`, for `num_rows` sequences of at
+        most `max_blocks` blocks."""
         ...
 
     def plan_contexts(self, query_lengths: np.ndarray, kv_lengths: np.ndarray) -> np.ndarray:
         """Return, on the host, the work list [W, k] int32 of contexts.
 
         query_lengths   new tokens of each context
-        kv_lengths      its tokens in the KV cache, including the new ones
+        kv_lengths      tokens of each context in the KV cache, including the new tokens
         """
         ...
 
     def most_context_work(self, num_tokens: int, num_contexts: int) -> tuple[int, int]:
-        """Return (maximum number of rows of that work list, k). A row of -1 is padding."""
+        """Return (maximum number of rows W, k) of the work list of `plan_contexts`. A row of -1 is padding."""
         ...
 
     def bind(self, generation: GenerationInputs, contexts: ContextInputs | None) -> None:

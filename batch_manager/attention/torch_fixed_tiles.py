@@ -1,4 +1,4 @@
-"""Deterministic paged attention in torch, for `deterministic` on a CPU: the bits of a row do not depend on the step.
+"""Deterministic paged attention in torch, for `deterministic` on a CPU. The bits of a row do not depend on the step.
 
     keys      in tiles of fixed size, counted from position 0 of the sequence, regardless of the chunk
     scores    one matrix product per tile; then the maximum of the row over all tiles, which is independent of the order
@@ -29,7 +29,7 @@ MIN_TILE_KEYS = 64                          # keys per tile; a block with more t
 CONTEXT_ROWS = 64                           # query rows of a context product: positions times heads of a group
 PRODUCT_COUNTS = (1, 4, 16, 64, 256)        # products per call
 
-# Results of `_find_counts` by everything they depend on, cached for the process.
+# Results of `_find_counts`, cached for the process. The keys have all values on which the results depend.
 _found: dict[tuple, tuple[int, dict[int, tuple[int, ...]]]] = {}
 
 
@@ -54,7 +54,7 @@ class _Context:
     """One context sequence.
 
     pages   page numbers in the order (key or value, tile, head, page of the tile)
-    tiles   its query rows
+    tiles   the query rows of the sequence
     """
 
     pages: torch.Tensor
@@ -193,7 +193,7 @@ class FixedTileAttention(TorchPagedAttention):
         tiles = []
         for first in range(start, length, self.tile_positions):
             last = min(first + self.tile_positions, length) - 1
-            # Without a window, every row sees all keys of the tiles before that of the first position: no mask there.
+            # Without a window, tiles before the tile of the first position need no mask: every row sees all their keys.
             stop = int(np.searchsorted(tiles_read, last // self.tile, side="right"))
             begin_mask = 0 if window else first // self.tile
             begin_keys = 0
@@ -242,8 +242,8 @@ class FixedTileAttention(TorchPagedAttention):
     def _tile_pages(self, step, indices, first_position, length, tiles, window):
         """Return page numbers of layer 0 for tiles [n, m], in the order (key or value, tile, sequence, head, page).
 
-        Blocks past the end of the sequence, and invisible blocks, which may have another owner, are replaced by its
-        last block.
+        Blocks past the end of the sequence, and invisible blocks, which may have another owner, are replaced by the
+        last block of the sequence.
         """
         own_last = ((length - 1) // self.block)[:, None, None]
         column = tiles[:, :, None] * self.pages_per_tile + np.arange(self.pages_per_tile)

@@ -30,8 +30,8 @@ class _Tile:
     """Query rows of a context sequence, and the keys that they see.
 
     rows     packed rows
-    sinks    number of sink keys that all rows see and that are not among `keys`
-    keys     from the first key in the window of the first row to the key of the last row
+    sinks    number of sink keys that all rows see and that are not in `keys`
+    keys     keys from the first key in the window of the first row to the key of the last row
     window_mask   [rows, n] for the first n of `keys`: -inf where the key is before the window of the row, else 0; or
              None
     first    positions of the first row and of the first of `keys`
@@ -193,7 +193,7 @@ class TorchPagedAttention:
         scores.add_(alibi_bias(positions, rows[:, None], self._slopes[slopes][:, :, None, None], factor))
 
     def _plan_generation(self, step, window, slopes, factor):
-        """Return the groups of generating sequences, with what they read under one window."""
+        """Return the groups of generating sequences, with the pages and masks that they read under one window."""
         lengths = step.kv_lengths[step.num_contexts :].astype(np.int64)
         seen, num_blocks = None, -(-lengths // self.block)
         if window:
@@ -229,7 +229,7 @@ class TorchPagedAttention:
         """Plan packed rows row .. end - 1. `missing` keys between the sinks and the windows are not gathered."""
         first, stop = row + row_to_position, end + row_to_position                    # positions
         if window and first - window + 1 > self.sink:
-            # The sinks are separate, and each row's window starts one key later than that of the row before.
+            # The sinks are separate. The window of each row starts one key later than the window of the previous row.
             keys = slice(first - window + 1 - missing, stop - missing)
             return _Tile(slice(row, end), self.sink, keys, self._window_mask[: end - row, : end - row],
                          (first, first - window + 1))
@@ -283,7 +283,7 @@ class TorchPagedAttention:
 def _softmax(scores: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Tensor:
     """Return the softmax over the last of three dimensions.
 
-    sink_logits   None, or one extra score per row. It counts in the sum; its weight is dropped
+    sink_logits   None, or one extra score per row, which counts in the sum; its weight is dropped
     """
     if sink_logits is None:
         return scores.softmax(-1)

@@ -1,6 +1,6 @@
 """Paged attention with the Triton kernels.
 
-Contexts: one kernel rotates and appends, another attends. Generation rows: one kernel does both.
+For contexts, one kernel rotates and appends, and another kernel attends. For generation rows, one kernel does both.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from .interface import (
 )
 
 NO_WORK = np.empty((0, WORK_COLUMNS), np.int32)
-# Rows of a tile when deterministic: the minimum of a matrix instruction, because most sequences have one row.
+# Rows of a tile with `deterministic`: the minimum of a matrix instruction, because most sequences have one row.
 UNIFORM_ROWS = 16
 
 
@@ -87,7 +87,7 @@ class TritonPagedAttention:
 
     @property
     def can_bind(self) -> bool:
-        """Whether `bind` is supported. Not when deterministic, where generation rows run as contexts."""
+        """Whether `bind` is supported. False with `deterministic`, where generation rows run as contexts."""
         return not self.deterministic
 
     def plan_generation(self, kv_lengths: np.ndarray) -> dict[int | None, tuple[np.ndarray, np.ndarray]]:

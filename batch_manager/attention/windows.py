@@ -17,9 +17,9 @@ def effective_windows(model_windows: Sequence[int | None], max_attention_window:
                       max_seq_len: int) -> tuple[tuple[int | None, ...], int]:
     """Return (window of each layer, sink) from the windows of the model and the configured window.
 
-    Each layer uses the smaller of the two windows, or None if no sequence can be longer than it. Sinks come with the
-    configured window: they are visible in every layer that has a window, even if the model's own is the smaller. The
-    windows of a model alone have no sinks.
+    Each layer uses the smaller of the two windows, or None if no sequence can be longer than this window. Sinks belong
+    to the configured window. They are visible in every layer that has a window, even if the model's own window is the
+    smaller. Without a configured window there are no sinks.
     """
     windows = []
     for own in model_windows:
@@ -30,10 +30,10 @@ def effective_windows(model_windows: Sequence[int | None], max_attention_window:
 
 def blocks_seen(first_position: np.ndarray, length: np.ndarray, block: int, window: int | None,
                 sink: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Count the blocks whose keys the queries first_position .. length - 1 see. Elementwise over sequences.
+    """Count the blocks whose keys the queries first_position .. length - 1 see, elementwise over sequences.
 
     Returns   (sink blocks, skipped blocks, blocks seen in total). The sequence sees its first `sink blocks` blocks and
-              all blocks after the skipped ones. Skipped blocks may already be freed: do not read them
+              all blocks after the skipped blocks. Skipped blocks may already be freed: do not read them
     """
     first = np.maximum(first_position - window + 1, 0) // block if window else np.zeros_like(first_position)
     sinks = np.minimum(-(-sink // block), first)

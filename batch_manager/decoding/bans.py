@@ -1,8 +1,8 @@
-"""Bans: set the logits of forbidden tokens to -inf.
+"""Bans set the logits of forbidden tokens to -inf.
 
-    end ids               until min_length tokens are generated
-    repeated n-grams      a token that would repeat an n-gram of the sequence
-    bad words             the last token of a word if the sequence ends with the word's other tokens
+    end ids               are forbidden until min_length tokens are generated
+    repeated n-grams      forbid a token that would repeat an n-gram of the sequence
+    bad words             forbid the last token of a word if the sequence ends with the word's other tokens
 """
 
 import numpy as np
@@ -49,7 +49,7 @@ class MinLength(LogitsStage):
 
 
 class NgramBan(LogitsStage):
-    """Bans repeated n-grams: the operation `ban_ngrams`."""
+    """Bans repeated n-grams with the operation `ban_ngrams`."""
 
     reads = ("no_repeat_ngram_size",)
 
@@ -64,7 +64,7 @@ class NgramBan(LogitsStage):
 
 
 class BadWords(LogitsStage):
-    """Bans the last tokens of bad words: the operation `ban_words`."""
+    """Bans the last tokens of bad words with the operation `ban_words`."""
 
     def __init__(self, state: SlotState) -> None:
         self._ban_words = dispatch.kernel("ban_words", state.device)

@@ -16,8 +16,10 @@ Upload = Callable[[Sequence[np.ndarray]], list[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class BeamGroup:
-    """The beams of one sequence in a step. They sample the tokens at `position`, from rows first..first + count - 1 of
-    the logits of all beams."""
+    """The beams of one sequence in a step.
+
+    The beams sample the tokens at `position`, from rows first..first + count - 1 of the logits of all beams.
+    """
 
     slot: int
     position: int
@@ -28,15 +30,16 @@ class BeamGroup:
 
 @dataclass(frozen=True, slots=True)
 class BeamRows:
-    """The rows of a step, split into those of beams and the others, with the arguments of `beam_topk`.
+    """The rows of a step, split into rows of beams and other rows, with the arguments of `beam_topk`.
 
-    singles, beams                   rows of sequences without beams, and of beams, which are contiguous per sequence
-    device_singles, device_beams     [s], [b] int64 on the device: their indices among all rows
-    groups                           one for each sequence with beams, in order
+    singles, beams                   rows of sequences without beams, and rows of beams, which are contiguous per
+                                     sequence
+    device_singles, device_beams     [s], [b] int64 on the device: indices of `singles` and `beams` among all rows
+    groups                           a BeamGroup for each sequence with beams, in order
     sums, rates, starts              [b], [groups] float32 and [groups + 1] int32, on the device, for `beam_topk`
     is_changed                       [b] bool, on the host and on the device: whether stages act on a row
-    outputs                          (group, its outputs [count, n] int32 on the device) for groups with a stage that
-                                     reads them
+    outputs                          (group, outputs of its beams [count, n] int32 on the device) for groups with a
+                                     stage that reads outputs
     """
 
     singles: SamplingRows
@@ -79,15 +82,15 @@ class BeamRows:
         return logits[self.device_singles]
 
     def beam_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the rows of beams: `logits` itself if it has no others, because a copy is large."""
+        """Return the rows of beams: `logits` itself if it has no other rows, because a copy is large."""
         return logits[self.device_beams] if len(self.singles) else logits
 
 
 class SampledBeams:
-    """The candidates of a step for its beams, in `tensors`; `finish` advances the searches once they are on the host.
+    """The candidates of a step for its beams. `finish` advances the searches when the candidates are on the host.
 
-    slots     [b] int32, of the rows
-    tensors   to read back: beam_log_probs, beam_parents, beam_tokens [groups, candidates], beam_finite [b] bool
+    slots     [b] int32: slot of each row
+    tensors   tensors to read back: beam_log_probs, beam_parents, beam_tokens [groups, candidates], beam_finite [b] bool
     """
 
     def __init__(self, rows: BeamRows, searches: BeamSearches, tensors: Sequence[torch.Tensor]) -> None:
@@ -96,7 +99,10 @@ class SampledBeams:
         self.tensors = dict(zip(("beam_log_probs", "beam_parents", "beam_tokens", "beam_finite"), tensors, strict=True))
 
     def exhausted_slots(self, arrays: dict[str, np.ndarray]) -> list[int]:
-        """Return the slots whose beams have no continuation and no finished hypothesis. arrays: see `finish`"""
+        """Return the slots whose beams have no continuation and no finished hypothesis.
+
+        arrays   `tensors` on the host
+        """
         has_continuation = np.isfinite(arrays["beam_log_probs"][:, 0])
         return [group.slot for index, group in enumerate(self._groups)
                 if not has_continuation[index] and not group.search.has_finished]
@@ -105,8 +111,8 @@ class SampledBeams:
         """Advance the searches and return slot -> step of its beams.
 
         arrays   `tensors` on the host
-        failed   slots to skip, whose rows are unusable
-        Mutates  the searches, after everything that can fail
+        failed   slots to skip, because their rows are unusable
+        Mutates  the searches, after all operations that can fail
         """
         columns = arrays["beam_log_probs"], arrays["beam_parents"], arrays["beam_tokens"]
         advanced = [(group, *group.search.advance(*(column[index, :group.search.num_candidates] for column in columns)))
@@ -120,7 +126,7 @@ def to_log_probs(logits: torch.Tensor, temperature: torch.Tensor, rows: BeamRows
                  one_by_one: bool = False) -> torch.Tensor:
     """Turn the rows that stages act on into log-probabilities, in place. Returns [b] bool: whether each row was finite.
 
-    one_by_one   compute each group by itself
+    one_by_one   compute each group separately
     Shapes       logits [b, vocab] float32; temperature [b]
     """
     parts = [np.flatnonzero(rows.is_changed)]
@@ -128,7 +134,7 @@ def to_log_probs(logits: torch.Tensor, temperature: torch.Tensor, rows: BeamRows
         parts = [np.arange(group.first, group.first + group.count) for group in rows.groups if group.search.is_changed]
     finite = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     for part in parts:
-        # A view if it is all rows, because a copy is large.
+        # A view if the part has all rows, because a copy is large.
         of = slice(None) if len(part) == len(logits) else torch.from_numpy(part).to(logits.device)
         log_probs = log_distribution(logits[of], temperature[of])
         logits[of], finite[of] = log_probs, log_probs.amax(1).isfinite()
@@ -141,7 +147,7 @@ def find_candidates(kernel: Callable, logits: torch.Tensor, temperature: torch.T
 
     logits       [b, vocab] float32, log-probabilities in the rows that stages act on
     temperature  [b]
-    one_by_one   compute each group by itself
+    one_by_one   compute each group separately
     """
     count = max(group.search.num_candidates for group in rows.groups)
     if not one_by_one:

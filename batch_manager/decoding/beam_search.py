@@ -2,30 +2,34 @@
 
 In each step the operation `beam_topk` returns the (1 + ends) * width best continuations of a sequence's beams, best
 first. `ends` is the number of end ids and distinct last tokens of stop words, at least 1. At most `ends` continuations
-of each beam end it, so at least `width` continuations can go on. The rest happens here, on the host:
+of each beam end it, which leaves at least `width` continuations that can go on. This module does the rest on the host:
 
-    finished    a continuation by an end id or by the last token of a stop word, if it is among the first `width`; at
-                `max_new_tokens`, each of the first `width`. Its score is cum_log_prob / length ** len_penalty. The
-                ending token counts in both; a stop word is part of the output, an end id is not. The `width` best
-                scores are kept
-    live        the first `width` continuations that did not end
-    end         at max_new_tokens, when no beam is live, or when there are `width` finished hypotheses and
+    finished    A continuation by an end id or by the last token of a stop word is finished if it is among the first
+                `width`. At `max_new_tokens`, each of the first `width` is finished. The score of a finished hypothesis
+                is cum_log_prob / length ** len_penalty, and the ending token counts in both. A stop word is part of
+                the output, an end id is not. The hypotheses with the `width` best scores are kept
+    live        The live beams are the first `width` continuations that did not end
+    end         The search ends at max_new_tokens, when no beam is live, or when there are `width` finished hypotheses
+                and the condition for the value of early_stopping is true:
 
-        early_stopping 1      always
-        early_stopping 0      the best live beam, at its present length, scores no higher than the worst finished one
+        early_stopping 1      always true
+        early_stopping 0      the best live beam, at its present length, scores no higher than the worst finished
+                              hypothesis
         any other value       the same, but with the length that gives the best score: max_new_tokens if len_penalty is
-                              above 0. So the search continues while a live beam could still score higher
+                              above 0, else the present length. The search continues while a live beam could still
+                              score higher
 
-    diversity   the log-probability by which a continuation competes is reduced by diversity_rate for each better
-                continuation of the same beam (Li, Monroe and Jurafsky, 2016); stored and reported values are not
+    diversity   For the competition between continuations, the log-probability of a continuation is reduced by
+                diversity_rate for each better continuation of the same beam (Li, Monroe and Jurafsky, 2016). Stored
+                and reported values are not reduced
 
-This is the beam search of transformers, in float32 too: early_stopping 1, 0 and any other value stand for True, False
-and "never". A stop word acts like a stopping criterion there; one of a single token acts like an end id that stays in
-the output. Biases, penalties and bans act on log-probabilities (see stages.py), as the logits processors of
-transformers do with beams; `log_prob` is the value after them. The results are the finished hypotheses by score; there
-are fewer than `width` if fewer sequences are possible.
+This is the beam search of transformers, also in float32. The values 1, 0 and any other of early_stopping correspond to
+True, False and "never". A stop word acts like a stopping criterion of transformers. A stop word of a single token acts
+like an end id that stays in the output. Biases, penalties and bans act on log-probabilities (see stages.py), as the
+logits processors of transformers do with beams, and `log_prob` is the value after them. The results are the finished
+hypotheses in the order of their scores. There are fewer than `width` results if fewer sequences are possible.
 
-numpy only.
+The module uses numpy only.
 """
 
 from dataclasses import dataclass, field, replace
@@ -52,7 +56,7 @@ EMPTY = np.float32(-np.inf)             # cum_log_prob of an empty beam
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trail:
-    """The tokens that a step added to the live beams, and the parent beams in `before`. All arrays [width]."""
+    """The tokens that a step added to the live beams, and their parent beams in `before`. All arrays are [width]."""
 
     before: "_Trail | None"
     tokens: np.ndarray
@@ -60,7 +64,7 @@ class _Trail:
     log_probs: np.ndarray
 
     def walk_back(self, beam: int) -> tuple[list[int], list[float], list[int]]:
-        """Return tokens, log-probs and rows of the output of `beam`, first token first."""
+        """Return the tokens, log-probs and rows of the output of `beam`, first token first."""
         tokens, log_probs, rows = [], [], []
         trail: _Trail | None = self
         while trail is not None:
@@ -96,16 +100,17 @@ class _Finished:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeamSearch:
-    """The search of one sequence between two steps. Immutable: `advance` returns a new one, so a step can run again.
+    """The search of one sequence between two steps. It is immutable, so that a step can run again: `advance` returns a
+    new search.
 
     num_candidates  number of continuations that `advance` takes
-    cum_log_probs   [beams] float32 of the live beams: one of no tokens before the first step, then `width`; -inf: an
-                    empty beam
+    cum_log_probs   [beams] float32 of the live beams, -inf for an empty beam. Before the first step there is one beam
+                    without tokens, then there are `width` beams
     last_tokens     [width] int32: last tokens of the live beams, the input tokens of the next step
-    outputs         [beams, n] int32: tokens generated by the live beams; None: no stage or stop word reads them
-    stop_words      stop words of the sequence; None: it has none. If it has some, `outputs` is not None
-    is_changed      whether stages act on its log-probabilities
-    needs_history   whether these stages read the tokens, so that the device needs the outputs
+    outputs         [beams, n] int32: tokens generated by the live beams; None if no stage or stop word reads them
+    stop_words      stop words of the sequence; None if it has no stop words. With stop words, `outputs` is not None
+    is_changed      whether stages act on the sequence's log-probabilities
+    needs_history   whether these stages read the tokens, which requires the outputs on the device
     """
 
     sampling: SamplingConfig
@@ -200,8 +205,10 @@ class BeamSearch:
 
 
 class BeamSearches:
-    """The searches of all slots, stored by the position that they sample next, so that a step that is run again starts
-    from the same search."""
+    """The searches of all slots.
+
+    Each search is stored by the position that it samples next. A step that is run again starts from the same search.
+    """
 
     def __init__(self) -> None:
         self._rings: dict[int, PositionRing] = {}
@@ -235,7 +242,7 @@ class BeamSearches:
         return found[1] if found is not None and found[0] == position else self._first[slot]
 
     def keep(self, slot: int, position: int, after: BeamSearch) -> None:
-        """Store `after`, the search once the tokens at this position are sampled."""
+        """Store `after`, the search after the tokens at this position were sampled."""
         self._rings[slot].put(0, position + 1, (position + 1, after))
 
     def input_tokens(self, generation: GenerationWork) -> np.ndarray:

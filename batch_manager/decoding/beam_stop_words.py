@@ -1,4 +1,4 @@
-"""Stop words of sequences with beams. Runs on the host, as beam search does: numpy only."""
+"""Stop words of sequences with beams. The module runs on the host, like beam search, and uses numpy only."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import numpy as np
 class BeamStopWords:
     """The stop words of one sequence with beams.
 
-    words    each a tuple of tokens; the last token must be sampled, the others may be in the prompt
+    words    a sequence of tokens for each word; the last token must be sampled, the others may be in the prompt
     prompt   [n] int32; may be empty if all words have one token
     """
 
@@ -17,7 +17,7 @@ class BeamStopWords:
         self._others: dict[int, dict[int, set[tuple[int, ...]]]] = {}
         for *others, last in words:
             self._others.setdefault(last, {}).setdefault(len(others), set()).add(tuple(others))
-        # A word of one token ends any output; longer words are compared candidate by candidate.
+        # A word of one token ends any output. Longer words are compared for each candidate.
         alone = [last for last, others in self._others.items() if 0 in others]
         self._alone = np.array(alone, np.int32)
         self._last_tokens = np.array(list(self._others.keys() - alone), np.int32)

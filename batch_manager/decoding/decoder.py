@@ -1,4 +1,4 @@
-"""The decoder: applies the stages to logits, samples tokens and collects what requests asked to have returned."""
+"""The decoder: applies the stages to logits, samples tokens and collects the values that requests asked for."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -50,16 +50,16 @@ assert (NOT_FINISHED, END_ID) == (0, 1)                 # so that a bool is a fi
 class GptDecoder:
     """Samples one token per row, and candidates for beams. Skips features that no row of a step has.
 
-    state           per-slot state; `keep` stores the sampled tokens in it, after everything else
+    state           per-slot state; the last operation of `keep` stores the sampled tokens in it
     searches        beam searches by slot; they advance when the host has read the candidates
-    history         tokens of the sequences whose stages or stop words read them; those of beams are written before each
-                    step, from the search that the step starts from
+    history         tokens of the sequences whose stages or stop words read them; the outputs of beams are written
+                    before each step, from the search with which the step starts
     stages          the changes made to logits before sampling
-    own_stages      custom stages, which run between those of `stages.default_stages`, see stages.py
-    deterministic   the bits of a row do not depend on the other rows. On a CPU, where torch splits work by the number
-                    of rows, each row and each sequence's beams are processed by themselves. Triton's kernels and a
-                    plain argmax process rows independently anyway
-    send            uploads arrays in one copy; None: one copy for each array
+    own_stages      custom stages, which run between the stages of `stages.default_stages`, see stages.py
+    deterministic   the bits of a row do not depend on the other rows. On a CPU, torch splits work by the number of
+                    rows, and the decoder therefore processes each row and the beams of each sequence separately.
+                    Triton's kernels and a plain argmax process rows independently in any case
+    send            function that uploads arrays in one copy; None: one copy for each array
     """
 
     def __init__(self, num_slots: int, device: torch.device, own_stages: Sequence[LogitsStage] = (),
@@ -98,18 +98,18 @@ class GptDecoder:
         self.state.upload()
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> SampledStep:
-        """Sample from `logits` [r, vocab], of any float dtype. Stores nothing: see `keep`.
+        """Sample from `logits` [r, vocab], of any float dtype. Stores nothing; `keep` stores the sampled tokens.
 
         rows      the sequence of each row of logits; the beams of a sequence are contiguous
         Mutates   logits, by post-processors and stages
         """
         logits_rows = LogitsRows(rows, self.state, self.history)
-        if logits_rows.features & IN_FLOAT32 or not self._samples_any_dtype:      # else without the large copy
+        if logits_rows.features & IN_FLOAT32 or not self._samples_any_dtype:      # else avoid the large copy
             logits = logits.float()
         slots, asked, returned, raw, post_processed, beams = rows.slots, [], None, None, None, None
-        if logits_rows.features & GENERATION_LOGITS:    # a copy, before anything changes them
+        if logits_rows.features & GENERATION_LOGITS:    # copied before the logits are changed
             asked, returned = generation_logits(logits, logits_rows)
-        if logits_rows.features & RAW_LOG_PROBS:        # likewise
+        if logits_rows.features & RAW_LOG_PROBS:        # computed before the logits are changed
             raw = self._raw_log_probs(logits, logits_rows)
         if logits_rows.features & POST_PROCESSED:
             post_processed = self._post_processors.apply(logits, slots)
@@ -130,16 +130,17 @@ class GptDecoder:
                            sampled.top, beams)
 
     def needs_only_largest(self, rows: SamplingRows) -> bool:
-        """Whether all rows are greedy and have no feature that reads any logit but the largest."""
+        """Whether all rows are greedy and no feature of a row reads logits other than the largest."""
         return not np.bitwise_or.reduce(self.state.features[rows.slots]) & READS_LOGITS
 
     def sample_largest(self, tokens: torch.Tensor, largest: torch.Tensor, rows: SamplingRows) -> SampledStep:
-        """Return what `sample` would return, computed from the largest logits alone.
+        """Return the result of `sample`, computed from the largest logits alone.
 
-        For rows where `needs_only_largest` is true.
+        Requires rows for which `needs_only_largest` is true.
 
-        tokens    [r] int64: token of the largest logit, the lowest id among equals. Set to 0 where not finite
-        largest   [r] float32: that logit; NaN where any logit is NaN
+        tokens    [r] int64: token of the largest logit, the lowest id among equal logits
+        largest   [r] float32: the largest logit; NaN if any logit of the row is NaN
+        Mutates   tokens, which become 0 where `largest` is not finite
         """
         logits_rows = LogitsRows(rows, self.state, self.history)
         finite = largest.isfinite()
@@ -156,7 +157,7 @@ class GptDecoder:
         return self._stop_words.mark(finish, tokens, rows) if rows.features & STOP_WORDS else finish
 
     def keep(self, sampled: SampledStep) -> None:
-        """Store the sampled tokens, for the input, the histories and the stages of later steps."""
+        """Store the sampled tokens for later steps: for their input tokens, histories and stages."""
         rows = sampled.rows
         if rows.features & HISTORY:
             self.history.append(rows, rows.active(HISTORY), sampled.tokens)
@@ -165,7 +166,10 @@ class GptDecoder:
         self.state.last_tokens.put(rows.device_slots, rows.device_positions, sampled.tokens.long())
 
     def plain_counts(self, num_rows: int) -> torch.Tensor:
-        """Allocate `counts` of `sample_plain` for rows that may not all be greedy. The caller sets it to zeros."""
+        """Allocate the argument `counts` of `sample_plain`, for rows that may not all be greedy.
+
+        The caller must set the tensor to zeros.
+        """
         return torch.empty((num_rows, BUCKETS), dtype=torch.int32, device=self.state.device)
 
     def sample_plain(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
@@ -184,7 +188,7 @@ class GptDecoder:
                          ] if self._one_by_one else [slice(None)]:
                 self.stages.apply(logits[part], logits_rows.part(part))
         *found, has_finite = find_candidates(self._beam_kernel, logits, temperature, rows, one_by_one=self._one_by_one)
-        # Rows that stages changed are judged before the stages: a beam may have no continuation left after bans.
+        # For rows that stages changed, take `finite` from before the stages: bans may leave a beam no continuation.
         return *found, has_finite if finite is None else finite.where(rows.device_is_changed, has_finite)
 
     def _raw_log_probs(self, logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
@@ -194,10 +198,13 @@ class GptDecoder:
                           for row in np.flatnonzero(rows.active(RAW_LOG_PROBS)).tolist()])
 
     def _stage_and_sample(self, logits: torch.Tensor, rows: LogitsRows, raw: torch.Tensor | None) -> SampledTokens:
-        """Apply the stages and sample. raw: `raw_log_probs` of these rows; None: no row asked for them"""
+        """Apply the stages and sample.
+
+        raw   `raw_log_probs` of these rows; None: no row asked for them
+        """
         given = None
         if rows.features & STAGES:
-            # Checked before the stages: a row that is not finite after them is their fault only if it was finite here.
+            # Checked before the stages: they caused a row without finite logits only if the row was finite here.
             given = self._given_finite(logits, rows) if self.stages.changes(rows) else None
             self.stages.apply(logits, rows)
         if not rows.features & (SAMPLES | LOG_PROBS):
@@ -241,7 +248,8 @@ class GptDecoder:
         return self._all_greedy
 
     def _sample_one_by_one(self, logits: torch.Tensor, rows: LogitsRows, raw: torch.Tensor | None) -> SampledTokens:
-        """Stage and sample each row as a step of its own. Log-probs are 0 in rows that did not ask for them."""
+        """Apply the stages to each row and sample it as a separate step. Log-probs are 0 in rows that did not ask for
+        them."""
         if raw is None:
             raw_of = [None] * len(rows)
         else:

@@ -1,4 +1,5 @@
-"""The second to eighth end ids of sequences. The first is a column of the slot; few sequences have more."""
+"""The second to eighth end ids of sequences. The first end id is a column of the slot state; few sequences have more.
+"""
 
 import torch
 
@@ -11,10 +12,10 @@ NONE = -1                          # matches no token
 
 
 class MoreEndIds:
-    """End ids of each slot after its first. Slots that have some have the bit MORE_END_IDS in `SlotState.features`.
-    Sequences with beams are left out: beam search checks their end ids.
+    """The end ids of each slot after its first. Slots with several end ids have the bit MORE_END_IDS in
+    `SlotState.features`. Sequences with beams are left out, because beam search checks their end ids.
 
-    _ids   [slots, COLUMNS] int64 on the device, padded with NONE; empty until a sequence needs a row
+    _ids   [slots, COLUMNS] int64 on the device, padded with NONE; empty while no sequence needs a row
     """
 
     def __init__(self, state: SlotState) -> None:
@@ -32,7 +33,7 @@ class MoreEndIds:
         return bool(more)
 
     def end(self, tokens: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
-        """Return [r] bool: whether each of `tokens` [r] is one of these end ids of its sequence."""
+        """Return [r] bool: whether each token of `tokens` [r] is an end id of its sequence after the first end id."""
         self._reserve()
         return (tokens[:, None] == self._ids[rows.device_slots]).any(1)
 

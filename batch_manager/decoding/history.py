@@ -6,19 +6,19 @@ import torch
 from ..handover import SlotSetup
 from .slots import SamplingRows
 
-COLUMNS_AT_ONCE = 64               # widths are multiples, so that kernels are not compiled for other alignments
+COLUMNS_AT_ONCE = 64               # widths are multiples of it, to avoid compiling kernels for other alignments
 
 
 class TokenHistory:
-    """Prompt and output tokens, on the device, of the slots with the feature bit HISTORY. Empty if there are none.
+    """Prompt and output tokens, on the device, of the slots with the feature bit HISTORY. Empty without such slots.
 
     tokens   [rows, capacity] int32: the token of position p is in column p. The row is the slot or, once a sequence
              with beams has a history, slot * largest beam width + beam; `device_rows_of` computes it. Columns from the
              position to sample on, and rows of slots without a history, are undefined.
 
-    A sampled token is written at its position, so a step may run twice. The outputs of beams change with their parents:
-    the decoder writes them whole before each step, from the search that the step starts from. Capacity doubles as
-    needed, for the longest sequence and the largest beam width.
+    A sampled token is written at its position, which makes it safe to run a step twice. The outputs of beams change
+    with their parents. The decoder writes the complete outputs before each step, from the search with which the step
+    starts. Capacity doubles as needed, for the longest sequence and the largest beam width.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,7 +1,7 @@
-"""Log-probabilities of the likeliest tokens, and raw log-probabilities: those of the model's own distribution.
+"""Log-probabilities of the likeliest tokens, and raw log-probabilities, which belong to the model's own distribution.
 
-Both need the distribution in memory, for the rows that asked for them. The log-probability of the sampled token is
-taken from the same distribution, so that the two agree to the bit.
+Both need the whole distribution in memory, for the rows that asked for them. The log-probability of the sampled token
+is taken from the same distribution, and agrees with the report to the bit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,8 @@ class TopRows:
 
     slots     slot of each row
     counts    number of tokens that each row asked for
-    tensors   to read back: top_ids [q, k] int32 and top_log_probs [q, k] float32, where k is the largest of `counts`
+    tensors   tensors to read back: top_ids [q, k] int32 and top_log_probs [q, k] float32, where k is the largest of
+              `counts`
     """
 
     slots: list[int]
@@ -43,7 +44,10 @@ class TopRows:
                        [count for part in parts for count in part.counts], tensors)
 
     def by_slot(self, arrays: Mapping[str, np.ndarray]) -> dict[int, TopLogProbs]:
-        """Return slot -> its likeliest tokens. arrays: `tensors` on the host"""
+        """Return slot -> its likeliest tokens.
+
+        arrays   `tensors` on the host
+        """
         ids, log_probs = arrays["top_ids"], arrays["top_log_probs"]
         return {slot: TopLogProbs(ids[row: row + 1, :count], log_probs[row: row + 1, :count])
                 for row, (slot, count) in enumerate(zip(self.slots, self.counts))}
@@ -61,7 +65,7 @@ def log_distribution(logits: torch.Tensor, temperature: torch.Tensor) -> torch.T
 
 
 def raw_log_probs(logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
-    """Return [q, vocab] float32: log-probabilities of the model's own distributions, for the rows that asked for them.
+    """Return [q, vocab] float32: log-probabilities of the model's own distributions, for the rows that asked for these.
 
     logits   [r, vocab] before post-processors and stages; not changed
     """

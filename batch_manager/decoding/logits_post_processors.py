@@ -1,20 +1,21 @@
-"""Logits post-processors: users' functions that change the logits of a step before all stages.
+"""Logits post-processors are users' functions that change the logits of a step before all stages.
 
-Both forms run on the worker thread while a step is launched, once for each token to sample: after the last chunk of a
-context and in each generation step. If a step fails and is run again, a function is called again for the same token
-with the same sequence, so its result must depend on its arguments only, not on the number of calls. The logits are
-float32 tensors on the engine's device; on a GPU the current stream is the engine's.
+A function has one of two forms. Both run on the worker thread while a step is launched, once for each token to sample:
+after the last chunk of a context and in each generation step. If a step fails and is run again, the function is called
+again for the same token with the same sequence. Its result must therefore depend on its arguments only, and not on the
+number of calls. The logits are float32 tensors on the engine's device. On a GPU the current stream is the engine's.
 
     one request     (request_id: int, logits [1, beams, vocab], token_ids: list[list[int]]) -> logits
-                    changes the tensor and returns it, or returns another of the same shape, dtype and device
+                    The function changes the tensor and returns it, or returns another tensor of the same shape, dtype
+                    and device
     batched         (request_ids: list[int], logits [n, 1, beams, vocab], token_ids: list[list[list[int]]]) -> None
-                    one call for all requests of a step with this function; changes the tensor in place. logits[i] is
-                    the tensor [1, beams, vocab] of request i
+                    One call serves all requests of a step with this function. It changes the tensor in place.
+                    logits[i] is the tensor [1, beams, vocab] of request i
 
-token_ids holds prompt and output, one list per beam; the function may keep the lists. Right after the prompt there is
-one beam, whatever the beam width.
+token_ids has prompt and output, one list per beam. The function may keep the lists. Right after the prompt there is one
+beam, whatever the beam width.
 
-A function that raises, returns something else, or leaves a row with NaN, +inf or no finite logit ends its own request.
+A function that raises, returns another value, or leaves a row with NaN, +inf or no finite logit ends its own request.
 To send a message in the response, raise InvalidRequestError. If a batched function raises for several requests, the
 step is bisected, and the function is called with fewer requests until the failing ones are found.
 
@@ -44,8 +45,8 @@ NO_TOKEN = ("the logits post-processor of this request left a NaN, a +inf, or no
 class PostProcessed:
     """The rows that post-processors changed.
 
-    slots           [k] of these rows
-    model_finite    [k] bool, on the device: whether the logits were finite before the functions ran
+    slots           [k] slot of each of these rows
+    model_finite    [k] bool, on the device: whether the logits of each row were finite before the functions ran
     failures        slot -> error of its function
     """
 
@@ -56,7 +57,7 @@ class PostProcessed:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows first..end - 1 of a step: one for each beam of a sequence."""
+    """Rows first..end - 1 of a step, one row for each beam of a sequence."""
 
     slot: int
     first: int
@@ -72,7 +73,7 @@ class LogitsPostProcessors:
     """The post-processors of the sequences in the slots."""
 
     def __init__(self) -> None:
-        # Weak: the host drops the function with its request, and a free slot must not keep it alive.
+        # Weak references: the host drops the function with its request, and a free slot must not keep it alive.
         self._of_slot: WeakValueDictionary[int, LogitsPostProcessor] = WeakValueDictionary()
         self._in_post_processor = Guard().raising("logits post-processor")
 
@@ -87,7 +88,7 @@ class LogitsPostProcessors:
         return len(self._of_slot)
 
     def apply(self, logits: torch.Tensor, slots: np.ndarray) -> PostProcessed | None:
-        """Change `logits` [r, vocab] float32 in place; row i belongs to slots[i]. None: no row has a function.
+        """Change `logits` [r, vocab] float32 in place, where row i belongs to slots[i]. None: no row has a function.
 
         Raises ForeignCodeError if a batched function raised in a call for several requests.
         """
@@ -136,7 +137,7 @@ class LogitsPostProcessors:
         return None
 
     def _run_batched(self, batch: list[_Rows], logits: torch.Tensor) -> dict[int, RowFailure]:
-        """Return slot -> failure."""
+        """Run the function for a batch of requests. Returns slot -> failure."""
         width = batch[0].end - batch[0].first
         rows = np.concatenate([np.arange(rows.first, rows.end) for rows in batch])
         picked = _picked(logits, rows)
@@ -159,12 +160,15 @@ class LogitsPostProcessors:
 
 
 def _picked(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    """Return these rows: `logits` itself if they are all of it, else a copy."""
+    """Return these rows: `logits` itself if it has no other rows, else a copy."""
     return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
 
 
 def _raised(error: BaseException) -> RowFailure:
-    """A RequestError's message is meant for the response. Other messages may quote tokens, so they are left out."""
+    """Return the failure for an exception of the function.
+
+    The message of a RequestError is meant for the response. Other messages are left out, because they may quote tokens.
+    """
     if is_a(error, RequestError):
         with suppress(BaseException):                              # a user's subclass may raise in __str__
             return RowFailure(ErrorCode(error.code), f"from the logits post-processor of this request: {error}")

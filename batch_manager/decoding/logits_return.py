@@ -1,4 +1,4 @@
-"""Returned logits: the model's own, before any stage, as float32 on the host, for requests that asked for them."""
+"""Returned logits, for requests that asked for them: the model's logits before any stage, as float32 on the host."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ import torch
 from .logits_rows import LogitsRows
 from .slots import GENERATION_LOGITS
 
-ROWS_AT_ONCE = 256         # context rows projected at once: bounds the extra memory for a long prompt
+ROWS_AT_ONCE = 256         # context rows projected at a time; bounds the extra memory for a long prompt
 
 
 def context_logits(project: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor,

@@ -12,10 +12,10 @@ from .slots import HISTORY, Plane, SamplingRows, SlotState
 class LogitsRows:
     """Rows of logits and their sequences, as passed to stages.
 
-    slots, positions                 [r] int32 on the host: slot of each row's sequence, and position in it of the token
-                                     to sample
-    device_slots, device_positions   [r] int64: the same on the device
-    beams, device_beams              [r] index of the beam within its sequence; None: no sequence has beams
+    slots, positions                 [r] int32 on the host: slot of each row's sequence, and position of the token to
+                                     sample in this sequence
+    device_slots, device_positions   [r] int64 on the device: slots and positions
+    beams, device_beams              [r] index of the beam within its sequence; None if no sequence has beams
     features                         union of the rows' feature bits, see slots.py
     """
 
@@ -48,7 +48,7 @@ class LogitsRows:
         return self._state.host[name][self.slots]
 
     def column_as_set_up(self, name: str) -> torch.Tensor:
-        """Return a column [r] on the device, as it was set up; ignores `replace`."""
+        """Return a column [r] on the device, as it was set up, whatever `replace` has set."""
         if self._state.device.type == "cpu":
             return torch.from_numpy(self.on_host(name))
         plane, index, is_float = self._state.locate(name)
@@ -73,5 +73,5 @@ class LogitsRows:
                 self._history.device_rows_of(self._rows), self.device_positions)
 
     def part(self, of: slice) -> "LogitsRows":
-        """Return a slice of the rows as a step of its own."""
+        """Return a slice of the rows as a separate LogitsRows, without replaced columns."""
         return LogitsRows(self._rows.part(of), self._state, self._history)

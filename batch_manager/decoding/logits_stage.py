@@ -8,11 +8,11 @@ from .logits_rows import LogitsRows
 
 
 class LogitsStage:
-    """One change to the logits. Its effect on a sequence must not depend on the other sequences of the step.
+    """One change to the logits. The effect on a sequence must not depend on the other sequences of the step.
 
     A custom stage (Parts.stages) may inherit from this class or implement all of its members. While the manager is
-    constructed, a warm-up calls the stage with dummy sequences of request id 0 and prompt [0], one of them with the
-    largest number of beams. If one of these calls raises, the constructor raises ConfigError.
+    constructed, a warm-up calls the stage with dummy sequences of request id 0 and prompt [0]. One of these sequences
+    has the largest number of beams. If a warm-up call raises, the constructor raises ConfigError.
 
     reads   fields of SamplingConfig that the stage reads with `LogitsRows.column`; may include `end_id` and
             `prompt_length` of the setup
@@ -29,18 +29,21 @@ class LogitsStage:
         return False
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
-        """Set up a sequence in a slot, whether the stage is active for it or not. Discard the state of the slot's
-        previous sequence. Called again if a step is run again, and after a pause.
+        """Set up a sequence in a slot and discard the state of the slot's previous sequence.
+
+        The decoder calls the method whether the stage is active for the sequence or not. It calls the method again if a
+        step is run again, and after a pause.
         """
 
     def apply(self, logits: torch.Tensor, rows: LogitsRows, active: np.ndarray) -> None:
         """Change `logits` [r, vocab] float32 in place.
 
         rows     the sequences of the rows; a sequence with beams has one row for each beam
-        active   [r] bool on the host: the rows that the stage is active for, at least one. Leave the others unchanged
+        active   [r] bool on the host: the rows for which the stage is active, at least one. Leave other rows unchanged
 
-        Called once per step, on the engine's thread, in torch.inference_mode. A step may run twice and must give the
-        same result, so do not change the stage's state here. With `deterministic` on a CPU, each call has the rows of
-        one sequence. If the call raises, the step is bisected, and only the requests that fail alone end with an error.
+        The decoder calls the method once per step, on the engine's thread, in torch.inference_mode. A step may run
+        twice and must give the same result, so do not change the state of the stage here. With `deterministic` on a
+        CPU, each call has the rows of one sequence. If the call raises, the step is bisected, and only the requests
+        that fail alone end with an error.
         """
         raise NotImplementedError

@@ -13,11 +13,12 @@ from ..handover import Hypothesis
 class BeamStep:
     """The result of one step for the beams of one sequence.
 
-    tokens       [width] int32: the token that extends each beam
-    parents      [width] int32: the beam of the previous step that it extends; 0 after a context, which has one row
-    log_probs    [width] float32: log-probs of the tokens after all stages; -inf: this beam is empty, because there are
-                 fewer continuations than beams
-    hypotheses   results of a search that has ended, best first; the other fields are then unused. None: the search
+    tokens       [width] int32: the last token of each beam
+    parents      [width] int32: the beam of the previous step that the token extends; 0 after a context, which has one
+                 row
+    log_probs    [width] float32: log-probs of the tokens after all stages; -inf for an empty beam, which exists because
+                 there are fewer continuations than beams
+    hypotheses   results of a search that has ended, best first, with the other fields unused; None while the search
                  continues
     """
 
@@ -31,9 +32,11 @@ def columns_with_beams(slots: np.ndarray, single_slots: np.ndarray, tokens: np.n
                        log_probs: np.ndarray | None, beam_steps: Mapping[int, BeamStep]) -> dict[str, Any]:
     """Return the columns of a StepOutput, by name.
 
-    slots          [r] of all sequences, in batch order
-    single_slots   [s] of sequences without beams, in the same order; tokens, finish and log_probs [s] belong to them
-    beam_steps     slot -> step of a sequence with beams; one that is missing has failed and gets a row without tokens
+    slots          [r] slots of all sequences, in batch order
+    single_slots   [s] slots of sequences without beams, in the same order; tokens, finish and log_probs [s] belong to
+                   these
+    beam_steps     slot -> step of a sequence with beams; a sequence without a step has failed and gets a row without
+                   tokens
     """
     lengths = np.zeros(len(slots), np.int32)
     is_single = np.isin(slots, single_slots)

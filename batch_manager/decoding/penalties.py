@@ -10,9 +10,10 @@ from .logits_stage import LogitsStage
 
 
 class TokenPenalties(LogitsStage):
-    """Penalises, or with opposite values favours, tokens of prompt and output: the operation `token_penalties`.
+    """Penalises tokens of prompt and output, or favours them with opposite values: the operation `token_penalties`.
 
-    Presence and frequency ignore the first `prompt_ignore_length` tokens of the prompt, at most the whole prompt.
+    Presence and frequency penalties ignore the first `prompt_ignore_length` tokens of the prompt, at most the whole
+    prompt.
     """
 
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")

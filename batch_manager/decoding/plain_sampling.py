@@ -1,4 +1,5 @@
-"""Sampling of rows that need only the parameters of `sample_token`. The launches do not depend on their values."""
+"""Sampling of rows that need only the parameters of `sample_token`. The launches do not depend on the values of the
+parameters."""
 
 from collections.abc import Callable, Mapping
 
@@ -10,7 +11,7 @@ from .slots import SlotState
 def sample_plain(state: SlotState, sample_token: Callable[..., object], sampled_by: Mapping[str, str],
                  logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, counts: torch.Tensor | None,
                  results: torch.Tensor) -> None:
-    """Sample a token for each row and store it as the newest token of its sequence. Reads nothing from the host.
+    """Sample a token for each row and store it as the newest token of its sequence, without a read from the host.
 
     sampled_by       fields of SamplingConfig -> the matching arguments of `sample_token`
     counts           zeros, see `sample_token`; None: all rows are greedy

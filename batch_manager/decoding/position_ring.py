@@ -1,18 +1,18 @@
-"""Per-slot values by position, kept until no step that reads them can run again."""
+"""Per-slot values by position. A value is kept as long as a step that reads it can run again."""
 
 from typing import Any
 
-COLUMNS = 4        # a power of two: the value that a step reads, and those that it and two later steps write
+COLUMNS = 4        # a power of two: the value that a step reads, and the values that it and two later steps write
 
 
 class PositionRing:
     """The newest values of each slot, one for each position.
 
     A failed step is run again, possibly after later steps were launched. It must read the same values as the first
-    time. So each value is stored by its position, and is overwritten only by the value COLUMNS positions later.
+    time. Each value is therefore stored by its position. Only the value COLUMNS positions later overwrites it.
 
-    values   [slots, COLUMNS, ...] a numpy array or a tensor, indexed with arrays or tensors respectively; assign a
-             longer one to add slots
+    values   [slots, COLUMNS, ...] a numpy array, indexed with arrays, or a tensor, indexed with tensors; assign a
+             longer array or tensor to add slots
     """
 
     __slots__ = ("values",)

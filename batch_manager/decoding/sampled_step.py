@@ -51,15 +51,15 @@ class SampledTokens:
 class SampledStep:
     """The result of sampling a step, on the device.
 
-    slots             [n] int32 on the host: the sequences of the step, in batch order
-    rows              the r rows of sequences without beams; the next five fields belong to them
+    slots             [n] int32 on the host: slots of the sequences of the step, in batch order
+    rows              the r rows of sequences without beams; the next five fields belong to these rows
     tokens            [r] int32 or int64; undefined where not finite
     finish            [r] uint8: finish reasons
     finite            [r] bool: whether a token could be sampled from the row's logits
     log_probs         [r] float32, 0 in rows that did not ask for them; None: no row asked
-    emptied           [r] bool: whether the stages left a NaN, a +inf or no token, in a row that was finite before them;
-                      None: no stage is active
-    post_processed    the rows that post-processors changed; None: there are none
+    emptied           [r] bool: whether the stages left a NaN, a +inf or no token in a row that was finite before the
+                      stages; None: no stage is active
+    post_processed    the rows that post-processors changed; None: no row has a post-processor
     logits_slots      slots of the rows of `logits`
     logits            [q, vocab] float32: logits to return, as the model computed them; None: no row asked
     top               likeliest tokens; None: no row asked
@@ -96,7 +96,7 @@ class SampledStep:
         """Return the columns of the StepOutput by name, generation_logits and failures included.
 
         arrays     `tensors` on the host
-        failures   slot -> failure found before sampling; the result also has those found here
+        failures   slot -> failure found before sampling; the result also has the failures found here
         Mutates    the searches of beams, which advance
         """
         if not arrays["finite"].all() or self.post_processed is not None or self.beams is not None:
@@ -133,7 +133,8 @@ class SampledStep:
         return failures | dict.fromkeys(not_finite, UNUSABLE)
 
     def _slots_without_a_token(self, arrays: Mapping[str, np.ndarray]) -> tuple[set[int], set[int]]:
-        """Return the slots with logits not finite before the stages, and those where the stages left no token."""
+        """Return the slots whose logits were not finite before the stages, and the slots in which the stages left no
+        token."""
         not_finite, emptied, slots = set(), set(), self.rows.slots
         if not arrays["finite"].all():
             without = ~arrays["finite"]

@@ -1,4 +1,4 @@
-"""Per-slot sampling state on the device. It is written when a sequence gets a slot, not in each step."""
+"""Per-slot sampling state on the device. The parameters are written when a sequence gets a slot, not in each step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ STAGES = (1 << MAX_STAGES) - 1
 (SAMPLES, LOG_PROBS, CONTEXT_LOGITS, GENERATION_LOGITS, HISTORY, STOP_WORDS, BEAMS, POST_PROCESSED, MORE_END_IDS,
  TOP_LOG_PROBS, RAW_LOG_PROBS) = (1 << bit for bit in range(MAX_STAGES, MAX_STAGES + 11))
 
-# Columns from SlotSetup itself, not from its SamplingConfig.
+# Columns with fields of SlotSetup itself. The other columns are fields of its SamplingConfig.
 SETUP_COLUMNS = ("end_id", "prompt_length", "return_log_probs", "top_log_probs")
 
 Send = Callable[[Sequence[np.ndarray]], list[torch.Tensor]]
@@ -25,7 +25,7 @@ Send = Callable[[Sequence[np.ndarray]], list[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Rows of logits to sample from: slot and position of each, on the host and on the device.
+    """Rows of logits to sample from, with the slot and position of each row on the host and on the device.
 
     slots       [r]   slot of the row's sequence; host int32, device int64
     positions   [r]   position, in its sequence, of the token to sample; host int32, device int64
@@ -50,7 +50,7 @@ class SamplingRows:
 
 
 class Plane:
-    """The columns of one element size.
+    """The columns of slot state that have the same element size.
 
     host     [columns, slots] on the host
     tensor   the copy on the device; on a CPU it shares the memory of `host`
@@ -71,14 +71,14 @@ class SlotState:
 
     features      [slots] int64 on the host: the feature bits above, readable without waiting for the device
     last_tokens   int64 on the device: the newest tokens, by position. A step reads the token before the position that
-                  it samples; `GptDecoder.keep` stores the sampled one
+                  it samples; `GptDecoder.keep` stores the sampled token
     host          column name -> [slots] on the host, a view of its plane
     num_taken     1 + the largest slot that was ever set up
 
     The columns are parameters of SamplingConfig, SETUP_COLUMNS, and columns that stages and word lists add. `upload`
     sends all changes to the device in one copy. Capacity doubles when a larger slot is set up.
 
-    send   uploads arrays in one copy; None: one copy for each array
+    send   function that uploads arrays in one copy; None: one copy for each array
     """
 
     def __init__(self, num_slots: int, device: torch.device, send: Send | None = None) -> None:
@@ -135,7 +135,10 @@ class SlotState:
         self._changed.append(slot)
 
     def _is_sampled(self, slot: int) -> bool:
-        """Decides on the float32 values, so that a value that rounds to 0 is 0 on the host too."""
+        """Whether the sequence in a slot is sampled, and not greedy.
+
+        The method reads the float32 values. A value that rounds to 0 on the device is therefore 0 here too.
+        """
         temperature, top_k, top_p = (self.host[name][slot] for name in ("temperature", "top_k", "top_p"))
         return temperature != 0 and top_k != 1 and bool(top_k != 0 or top_p != 0)
 

@@ -1,28 +1,29 @@
 """The changes made to a row of logits before a token is sampled, in order.
 
     0  post-processor       the user's function, see logits_post_processors.py, or a grammar's bitmask, see
-                            extras/guided_decoding.py. Tokens that it forbids (-inf) stay forbidden; bias, penalties and
-                            temperature apply to the other logits that it changed, as to any logit
+                            extras/guided_decoding.py. Tokens that the post-processor forbids (-inf) stay forbidden.
+                            Bias, penalties and temperature apply to the other logits, changed or not
     1  bias                 embedding_bias, added to the logits of all tokens
     2  penalties            repetition, then presence, then frequency, on prompt and output; presence and frequency
                             ignore the first prompt_ignore_length tokens
     3  bans                 -inf for the end ids before min_length, repeated n-grams and the last tokens of bad words
     4  custom stages        Parts.stages, in the order given
     5  temperature
-    6  top-k; then top-p, after its decay, on the tokens that top-k keeps; then min-p on those that top-p keeps
+    6  top-k; then top-p, after its decay, on the tokens that top-k keeps; then min-p on the tokens that top-p keeps
     7  sampling the token
 
-The order is that of transformers. TensorRT-LLM divides by the temperature before the penalties; the two agree if the
-temperature is 1. Log-probs are computed after steps 0 to 5. Returned logits are the model's, before step 0.
+The order is the same as in transformers. TensorRT-LLM divides by the temperature before the penalties; both orders give
+the same result if the temperature is 1. Log-probs are computed after steps 0 to 5. Returned logits are the model's
+logits before step 0.
 
-With beams, steps 1 to 4 act on log-probabilities: step 5 and log_softmax come first, and the results are not normalised
-again before they are added to the cumulative log-probabilities, as for the processors of transformers in beam search.
-So a ban makes no other token more likely. Beams without an active stage skip this.
+With beams, steps 1 to 4 act on log-probabilities: step 5 and log_softmax come first. The results are not normalised
+again before they are added to the cumulative log-probabilities, as in the beam search of transformers. A ban therefore
+makes no other token more likely. Beams without an active stage skip this conversion.
 
 Steps 5 to 7 are one operation, `sample_token`, because a greedy row needs none of the passes over the vocabulary that a
-sampled row needs. Steps 1 to 4 are instances of `LogitsStage`; a stage that is active for no row of a step is skipped.
-A new parameter takes a field of SamplingConfig, its name in requests/tensor_attributes.py, a file with the stage that
-lists it in `reads`, and a line in `default_stages`.
+sampled row needs. Steps 1 to 4 are instances of `LogitsStage`. A stage that is active for no row of a step is skipped.
+A new parameter takes a field of SamplingConfig, a name in requests/tensor_attributes.py, a file with the stage that
+lists the parameter in `reads`, and a line in `default_stages`.
 """
 
 from collections.abc import Sequence
@@ -54,7 +55,8 @@ def default_stages(state: SlotState, own: Sequence[LogitsStage] = ()) -> tuple[L
 
 
 class Stages:
-    """The stages of a decoder. Each has a bit of `SlotState.features` and a column for each parameter that it reads.
+    """The stages of a decoder. Each stage has a bit of `SlotState.features` and a column for each parameter that it
+    reads.
 
     raised_last   the stage that last raised, in `set_up` or `apply`; None: no stage raised
     """
@@ -69,7 +71,9 @@ class Stages:
             state.add_columns(stage.reads)
 
     def set_up(self, slot: int, setup: SlotSetup) -> tuple[int, bool]:
-        """Set up a sequence in a slot. Returns the bits of the active stages and whether any of them needs its tokens.
+        """Set up a sequence in a slot.
+
+        Returns the bits of the active stages, and whether any active stage reads the tokens of the sequence.
         """
         bits, needs_history = 0, False
         try:
@@ -98,7 +102,7 @@ class Stages:
             raise
 
     def keep(self, rows: LogitsRows, sampled: torch.Tensor) -> None:
-        """Update the per-slot state of the stages after a step sampled these tokens. sampled [r]"""
+        """Update the per-slot state of the stages after a step sampled the tokens `sampled` [r]."""
         for bit, stage in self._decay:
             if rows.features & bit:
                 stage.keep(rows, sampled)

@@ -10,11 +10,11 @@ from .word_lists import WordLists, has_longer_words
 
 
 class StopWords:
-    """Ends a sequence at the last token of a stop word: the operation `match_stop_words`.
+    """Ends a sequence at the last token of a stop word, with the operation `match_stop_words`.
 
-    The last token of the word must be sampled; the others may be in the prompt, as in TensorRT-LLM. If a token is also
-    an end id, the finish reason is END_ID. beam_stop_words.py serves sequences with beams, where each candidate must
-    be checked.
+    The last token of the word must be sampled. The other tokens may be in the prompt, as in TensorRT-LLM. If a token is
+    also an end id, the finish reason is END_ID. beam_stop_words.py serves sequences with beams, whose candidates must
+    all be checked.
     """
 
     def __init__(self, state: SlotState) -> None:
@@ -31,7 +31,9 @@ class StopWords:
         self._words.put(slot, setup.stop_words if self.is_active(setup) else ())
 
     def mark(self, finish: torch.Tensor, tokens: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
-        """Return a copy of `finish` [r] uint8 with STOP_WORDS where `tokens` [r] end a stop word and nothing else ended
-        the sequence."""
+        """Return a copy of `finish` [r] uint8 with STOP_WORDS in the rows whose token in `tokens` [r] ends a stop word.
+
+        Rows with another finish reason keep it.
+        """
         ended = self._match_stop_words(tokens, *rows.history(), *self._words.lists_of(rows))
         return finish.masked_fill(ended & (finish == NOT_FINISHED), STOP_WORDS)

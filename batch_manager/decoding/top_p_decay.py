@@ -1,10 +1,10 @@
-"""Top-p decay: top-p shrinks with each sampled token and is reset after the reset id.
+"""Top-p decay shrinks top-p with each sampled token and resets it after the reset id.
 
     after the reset id       top_p = its initial value
     after any other token    top_p = max(top_p * decay, min)
 
-Source   Lee et al., "Factuality enhanced language models for open-ended text generation", 2022; the rule is
-         TensorRT-LLM's, which applies it without top-k only; here top-k may be set too.
+Source   Lee et al., "Factuality enhanced language models for open-ended text generation", 2022. The rule is
+         TensorRT-LLM's. TensorRT-LLM applies it only without top-k; here top-k may be set too.
 """
 
 import numpy as np
@@ -19,10 +19,11 @@ from .slots import SlotState
 
 
 class TopPDecay(LogitsStage):
-    """Sets each row's top-p for its next token. It follows from the output alone, so a resumed sequence and a step that
-    runs twice get the same value. Does not change the logits.
+    """Sets each row's top-p for its next token. Does not change the logits.
 
-    _current   float32 on the device, by position: the top-p for sampling the token at that position. `keep` writes the
+    The value depends on the output alone. A resumed sequence and a step that runs twice therefore get the same value.
+
+    _current   float32 on the device, by position: the top-p for sampling the token at each position. `keep` writes the
                value for the next position
     """
 
@@ -51,7 +52,7 @@ class TopPDecay(LogitsStage):
         rows.replace("top_p", torch.where(decays, self._current.at(rows.device_slots, rows.device_positions), top_p))
 
     def keep(self, rows: LogitsRows, sampled: torch.Tensor) -> None:
-        """Store the top-p for the tokens after these. sampled [r]"""
+        """Store the top-p for the tokens that follow `sampled` [r]."""
         self._reserve()
         slots, positions = rows.device_slots, rows.device_positions
         top_p, decay, smallest, reset_id = map(rows.column_as_set_up, self.reads)

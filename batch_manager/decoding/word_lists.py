@@ -15,11 +15,11 @@ SMALLEST_HEAP = 1024
 class WordLists:
     """One list of words per slot.
 
-    All lists share one tensor on the device, the heap, each in the format of `packed`. Lists of slots that were set up
-    again leave gaps; when the heap is full, the current lists are copied to a new one. Two columns of the slot state
-    hold the start of each list and its number of words.
+    All lists share one tensor on the device, the heap. Each list has the format of `packed`. Lists of slots that were
+    set up again leave gaps. When the heap is full, the current lists are copied to a new heap. Two columns of the slot
+    state hold the start of each list and its number of words.
 
-    name   prefix of the names of these columns
+    name   prefix of the names of these two columns
     """
 
     def __init__(self, name: str, state: SlotState) -> None:
@@ -38,11 +38,11 @@ class WordLists:
             self._state.put(slot, **{self._start: self._store(slot), self._count: len(words)})
 
     def lists_of(self, rows: LogitsRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (the heap, start of each row's list [r], number of its words [r])."""
+        """Return (the heap, start of each row's list [r], number of words in each row's list [r])."""
         return self._heap, rows.column(self._start), rows.column(self._count)
 
     def longest_list(self, rows: LogitsRows) -> int:
-        """Return the largest number of words of a row."""
+        """Return the largest number of words in the list of a row."""
         return int(self._state.host[self._count][rows.slots].max())
 
     def _store(self, slot: int) -> int:
@@ -55,7 +55,7 @@ class WordLists:
         return start
 
     def _move(self, newcomer: int) -> None:
-        """Start a new heap with all lists except the newcomer's, and room for that one."""
+        """Start a new heap with the lists of all other slots, and with room for the list of `newcomer`."""
         size = sum(len(array) for array in self._lists.values())
         self._heap = torch.zeros(max(2 * size, SMALLEST_HEAP), dtype=torch.int32, device=self._heap.device)
         self._heap_used = 0
@@ -67,7 +67,7 @@ class WordLists:
 
 
 def has_longer_words(words: Words) -> bool:
-    """Whether any word has several tokens, so that matching it takes the tokens of the sequence."""
+    """Whether any word has several tokens. Matching such a word requires the tokens of the sequence."""
     return any(len(word) > 1 for word in words)
 
 

@@ -2,10 +2,11 @@
 
 Owns     the free order, the block tables, lengths, and every number that a scheduler plans with
 Not      the contents of blocks, scheduling, the end of a request
-Yours    the table below shows where a number belongs; arithmetic on lengths alone goes to block_needs.py, claims and
-         releases go to claims.py; new state gets a check in audit.py
+Yours    the table below shows where a number of blocks belongs; arithmetic on lengths alone goes to block_needs.py,
+         claims and releases go to claims.py; new state gets a check in audit.py
 
-Numbers of blocks. An exact number is what a claim takes or a sequence holds. A bound is never exceeded.
+The table lists all numbers of blocks. An exact number equals the blocks that a claim takes or a sequence holds. A bound
+is never exceeded.
 
     number                                     file                  kind      used by
     free_blocks, used_blocks, usage()          kv_cache_manager      exact     statistics, plan check, custom schedulers

@@ -1,4 +1,7 @@
-"""Checks the whole accounting. Every iteration runs the cheap KvCacheManager.check_totals instead."""
+"""Checks the whole accounting of the KV cache.
+
+The check is slow. Every iteration runs the cheap KvCacheManager.check_totals instead.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,7 +12,7 @@ from .kv_cache_manager import KvCacheManager
 
 
 def audit(kv_cache_manager: KvCacheManager) -> None:
-    """Check the pool, the sequences, and their agreement. Raises InternalError with a list of the faults."""
+    """Check the pool, the sequences, and that both agree. Raises InternalError with a list of the faults."""
     faults = [*kv_cache_manager.pool.faults(), *kv_cache_manager.sequences.faults(), *_disagreements(kv_cache_manager)]
     if faults:
         raise InternalError("the accounting of the KV cache is inconsistent: " + "; ".join(faults))

@@ -1,6 +1,6 @@
-"""Numbers of blocks that a sequence needs, computed exactly from lengths alone.
+"""Computes exactly, from lengths alone, how many blocks a sequence needs.
 
-    beam_width   beams of the sequence; blocks that they do not share count once per beam
+    beam_width   beams of the sequence; blocks that the beams do not share count once per beam
 """
 
 from .window import AttentionWindow
@@ -39,8 +39,8 @@ def blocks_with_last_one(prompt_len: int, max_new_tokens: int, window: Attention
     """Blocks that a sequence holds, over all beams, after it has taken its last block and before it releases the block
     that leaves the window.
 
-    This is the most in its generation phase: a block that leaves the window may be shared by all beams, and each beam
-    takes its own new block.
+    A sequence never holds more blocks in its generation phase: each beam takes its own new block, while the block that
+    leaves the window may be shared by all beams.
     """
     unit = window.tokens_per_block
     shared = (prompt_len - 1 if own_last else prompt_len) // unit

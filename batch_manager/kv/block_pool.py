@@ -1,4 +1,4 @@
-"""The pool of blocks: the free ones, in the order of allocation, and the owner counts of the others."""
+"""The pool of blocks: the free blocks in the order of allocation, and the owner counts of the other blocks."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -22,8 +22,8 @@ class BlockPool:
 
     free           blocks without an owner, in the order of allocation
     extra_owners   owners beyond the first, summed over all blocks
-    findable       blocks whose content the prefix cache can find; `note_contents_lost` reports removals
-    num_cached     free blocks among them
+    findable       blocks whose content the prefix cache can find; the cache reports removals to `note_contents_lost`
+    num_cached     free blocks that are findable
     has_priorities         whether a priority other than the default was ever set
     has_timed_priorities   whether a priority with a duration was ever set
     """
@@ -63,7 +63,9 @@ class BlockPool:
         return self.free.is_offloadable(block_id)
 
     def set_priority(self, block_id: int, priority: int, duration: float | None = None) -> None:
-        """Set the priority of a block with an owner. The duration, in seconds, counts from its release; None: for ever.
+        """Set the priority of a block with an owner.
+
+        duration   seconds after the release of the block for which the priority holds; None: for ever
         """
         self.has_priorities = self.has_priorities or priority != DEFAULT_PRIORITY
         self.has_timed_priorities = self.has_timed_priorities or duration is not None
@@ -74,8 +76,10 @@ class BlockPool:
         self.free.refresh()
 
     def note_contents_lost(self, block_ids: Iterable[int]) -> None:
-        """Note that the content of these blocks can no longer be found. Free ones with another priority than the
-        default move to the front of the default priority, lowest id first."""
+        """Note that the prefix cache can no longer find the content of these blocks.
+
+        Free blocks with a priority other than the default move to the front of the default priority, lowest id first.
+        """
         free = [block_id for block_id in block_ids if not self._owners[block_id]]
         self.num_cached -= len(free)
         if self.has_priorities:
@@ -86,7 +90,7 @@ class BlockPool:
                     self.free.append(block_id, front=True)
 
     def take(self, count: int) -> list[int]:
-        """Allocate `count` free blocks. Raises OutOfBlocksError, with nothing changed, if there are fewer."""
+        """Allocate `count` free blocks. Raises OutOfBlocksError, with nothing changed, if fewer blocks are free."""
         owners = self._owners
         if count > len(self.free):
             raise OutOfBlocksError(count, len(self.free))
@@ -107,9 +111,9 @@ class BlockPool:
         self._owners[block_id] += 1
 
     def give_back(self, block_ids: Sequence[int], front: bool = False) -> None:
-        """Remove one owner from each of these blocks. Those left without an owner go to the end of the free order.
+        """Remove one owner from each of these blocks. Blocks without another owner go to the end of the free order.
 
-        front   put them at the front instead, the last one first
+        front   put them at the front of the free order, the last block first
 
         Raises InternalError, with nothing changed, if a block has no owner or occurs twice.
         """

@@ -1,4 +1,4 @@
-"""Changes of the pool, the tables and the prefix cache: start sequences, reorder beams, rewind tokens."""
+"""Operations that change the pool, the tables and the prefix cache: start sequences, reorder beams, rewind tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Claim:
 
 def start(pool: BlockPool, sequences: SequenceTable, first_chunks: Sequence[LlmRequest],
           taken_elsewhere: int) -> list[Entries]:
-    """Allocate the blocks of whole prompts for first chunks. Beams share all but a partly filled last block.
+    """Allocate the blocks of the whole prompts of first chunks. Beams share all but a partly filled last block.
 
     taken_elsewhere   blocks to leave for the other requests of the step
 
@@ -64,7 +64,10 @@ def start(pool: BlockPool, sequences: SequenceTable, first_chunks: Sequence[LlmR
 
 def start_with_reuse(cache: PrefixCache, sequences: SequenceTable, first_chunks: Sequence[LlmRequest],
                      taken_elsewhere: int) -> list[Entries]:
-    """As `start`, but reuse the cached blocks of the prompts. Sets `sequences.reused_tokens` to the tokens in them."""
+    """As `start`, but reuse the cached blocks of the prompts.
+
+    Sets `sequences.reused_tokens` to the number of cached tokens of each prompt.
+    """
     claim = PrefixClaim(cache, first_chunks, taken_elsewhere)
     if claim.needed > len(cache.pool.free):
         raise OutOfBlocksError(claim.needed, len(cache.pool.free))
@@ -85,7 +88,7 @@ class Start:
     """The blocks of a new sequence.
 
     block_ids       in token order; with beams, the last ones are the last block of each beam
-    reused_tokens   cached tokens at the front
+    reused_tokens   cached tokens at the beginning of the sequence
     """
 
     block_ids: list[int]
@@ -95,8 +98,8 @@ class Start:
 class PrefixClaim:
     """One claim for several first chunks. At least `needed` blocks must be free.
 
-    All cached blocks that the chunks reuse are protected before the first new block is taken, so that the blocks found
-    at planning are still there. The source of a copy is protected until its destination is taken.
+    The claim protects all cached blocks that the chunks reuse before it takes the first new block. This keeps the
+    blocks that the plan found from being evicted. The source of a copy stays protected until its destination is taken.
     """
 
     def __init__(self, cache: PrefixCache, requests: Sequence[LlmRequest], taken_elsewhere: int) -> None:
@@ -115,7 +118,7 @@ class PrefixClaim:
         return self._left + len(self._unowned)
 
     def start(self) -> list[Start]:
-        """Return the start of each request."""
+        """Take the blocks of all requests and return the start of each."""
         self._protect()
         starts = [self._start(request, nodes) for request, nodes in zip(self._requests, self._found, strict=True)]
         for host_id in self._pinned:
@@ -159,7 +162,11 @@ class PrefixClaim:
         return Start(block_ids, reused_tokens)
 
     def _partial_block(self, node: PrefixNode, num_tokens: int) -> int | None:
-        """Return a private block with the first tokens of the node, to be continued; None if there is none."""
+        """Return a private block that begins with the first tokens of the node.
+
+        The block is the node's own block if no sequence holds it, and if no node follows it or no other block is free.
+        Otherwise the block is a copy.
+        """
         source = node.block_id
         if source is None:
             host_id = node.host_id
@@ -185,11 +192,11 @@ class PrefixClaim:
         return self._cache.take(count)
 
 
-# Beams share their common blocks; each writes to its own last block.
+# Beams share their common blocks. Each beam writes to its own last block.
 
 
 def copies_of_first_beam(table: np.ndarray, num_tokens: int) -> list[BlockCopy]:
-    """Return the copies that give all beams the last block, which was computed for the first beam.
+    """Return the copies that fill the last block of every other beam with the content of the first beam's last block.
 
     table   [beams, blocks]
     """
@@ -230,13 +237,13 @@ def reorder(table: np.ndarray, parents: Sequence[int], tokens_in_last: int, pool
 
 def rewind(requests: Sequence[LlmRequest], num_tokens: int | Sequence[int], sequences: SequenceTable,
            pool: BlockPool, window: AttentionWindow, keeps_prompts: bool) -> None:
-    """Shorten sequences. Their released blocks are allocated next.
+    """Shorten sequences. The blocks that they release are the next to be allocated.
 
-    num_tokens      tokens to remove from each request, or from all
+    num_tokens      tokens to remove: a number for each request, or one number for all
     keeps_prompts   never shorten a prompt, because other requests may share its blocks
 
-    Raises InternalError, with nothing changed, if a sequence holds no blocks, occurs twice or would be too short, if
-    blocks that it would attend to have left the window, or if another table has its last block.
+    Raises InternalError, with nothing changed, if a sequence holds no blocks, occurs twice, would be too short, or
+    would attend to blocks that have left the window, or if its last block is shared.
     """
     unit = sequences.tokens_per_block
     slots = sequences.find_slots(requests)

@@ -1,8 +1,9 @@
 """TensorRT-LLM's estimates of the blocks that a request needs, from its lengths and the cache.
 
-They serve conformance records and schedulers written for TensorRT-LLM; the loop and the built-in policies do not use
-them. A claim may take more or fewer blocks: with a prompt longer than its window, with two first chunks that share a
-prefix, or with a victim that holds a part of it. ledger.py and reservations.py have the exact numbers.
+The estimates serve conformance records and schedulers written for TensorRT-LLM. The loop and the built-in policies do
+not use them. A claim may take more or fewer blocks than estimated if a prompt is longer than its window, if two first
+chunks share a prefix, or if a request to pause holds a part of the prefix. ledger.py has the exact numbers, and
+reservations.py has the bounds.
 
 Source: TensorRT-LLM's getNeededBlocksOneStep and getRemainingBlocksToCompletion.
 """
@@ -30,7 +31,7 @@ class Estimates:
             request.beam_width, self.held_by_others(request) if request.is_first_context_chunk else 0)
 
     def get_needed_blocks_one_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
-        """Blocks that the request takes in its next step; with look-ahead, in its next two."""
+        """Blocks that the request takes in its next step; with look-ahead, in its next two steps."""
         started = self._sequences.has(request)
         if request.is_context and (started or not request.is_first_context_chunk):
             return 0
@@ -44,7 +45,7 @@ class Estimates:
             request.beam_width, two_step_lookahead)
 
     def reusable_blocks(self, request: LlmRequest) -> tuple[int, int]:
-        """Return the number of cached leading full blocks of the prompt: those that running sequences hold, and all."""
+        """Return two numbers of cached leading full blocks of the prompt: held by running sequences, and in all."""
         return self.held_by_others(request), 0 if self._cache is None else len(self._cache.matched(request))
 
     def held_by_others(self, request: LlmRequest) -> int:
@@ -52,7 +53,7 @@ class Estimates:
         return 0 if self._cache is None else sum(map(self._cache.is_owned, self._cache.matched(request)))
 
     def reusable_tokens(self, request: LlmRequest, to_completion: bool) -> int:
-        """Cached tokens of a first chunk, as counted by the estimate to completion or for one step."""
+        """Cached tokens of a first chunk, as counted by the estimate to completion or by the estimate for one step."""
         if self._cache is None:
             return 0
         unit = self._window.tokens_per_block
@@ -70,7 +71,7 @@ class Estimates:
 
 def blocks_for_first_chunk(prompt_len: int, draft_len: int, max_new_tokens: int, window: AttentionWindow,
                            beam_width: int = 1, shared: int = 0) -> int:
-    """Blocks that the first context chunk takes: those of the whole prompt and its drafts."""
+    """Blocks that the first context chunk takes: the blocks of the whole prompt and its drafts."""
     tokens = min(prompt_len + draft_len, window.size + max_new_tokens) + window.bubble
     return blocks_of_prompt(tokens, window.tokens_per_block, beam_width) - min(
         shared, tokens // window.tokens_per_block)
@@ -91,7 +92,7 @@ def blocks_for_generation_step(kv_length: int, tokens_left: int, draft_len: int,
 
 
 def blocks_at_the_end(prompt_len: int, max_new_tokens: int, window: AttentionWindow) -> int:
-    """Most blocks per beam, without the one that a sliding window may need temporarily."""
+    """Most blocks per beam, without the additional block that a sliding window may need temporarily."""
     tokens, stored = prompt_len + max_new_tokens, window.longest_stored
     blocks = ceil_div(min(tokens, stored) + window.bubble, window.tokens_per_block)
     return blocks + window.sink_blocks if tokens > stored else blocks
@@ -101,8 +102,8 @@ def blocks_to_last_token(prompt_len: int, max_new_tokens: int, generated: int, h
                          beam_width: int = 1, shared: int = 0) -> int:
     """Blocks that a sequence may still take until its last token.
 
-    Counts prompt_len + max_new_tokens tokens, as TensorRT-LLM does, although the last one is never stored. A sliding
-    window takes its new block before it releases the oldest, so one more block is counted until then.
+    Counts prompt_len + max_new_tokens tokens, as TensorRT-LLM does, although the last token is never stored. Counts one
+    more block for a sliding window, because it takes its new block before it releases the oldest.
     """
     unit = window.tokens_per_block
     context = (min(prompt_len, window.longest_stored) + window.bubble) // unit

@@ -1,4 +1,4 @@
-"""The order in which free blocks are allocated, and their content evicted.
+"""The order in which free blocks are allocated and their content is evicted.
 
     priority    retention priority of a block, 0..100; blocks of low priority go first
     duration    seconds after the release of a block for which its priority holds; None: for ever
@@ -53,7 +53,7 @@ class EvictionOrder:
         return next(iter(self), None)
 
     def popitem(self, wanted: int = 1) -> list[int]:
-        """Remove and return the first `wanted` blocks of the order, which must have as many."""
+        """Remove and return the first `wanted` blocks of the order, which must have at least `wanted` blocks."""
         taken: list[int] = []
         while len(taken) < wanted:
             priority = min(self._queues) if self._default else min(filter(self._queues.get, self._queues))
@@ -73,7 +73,7 @@ class EvictionOrder:
         self._deadlines.pop(block_id, None)
 
     def append(self, block_id: int, front: bool = False) -> None:
-        """Add a block after all of its priority, or before them."""
+        """Add a block after all blocks of its priority, or with `front` before them."""
         queue = self._default
         if self._priorities:
             queue = self._queues.setdefault(self.priority(block_id), OrderedDict())

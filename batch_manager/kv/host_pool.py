@@ -1,4 +1,4 @@
-"""The accounting of host blocks, a second pool for the content of evicted blocks."""
+"""The accounting of host blocks, which form a second pool for the content of evicted blocks."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,9 @@ class HostPool:
         return node.host_id is not None and self._nodes.get(node.host_id) is node
 
     def make_way(self, priority: int) -> PrefixNode | None:
-        """Return the node to drop before content of this priority can be stored, or None.
+        """Return the node to drop before content of this priority can be stored.
+
+        Returns None if a host block is empty, or if all unpinned nodes have a higher priority.
         """
         if self._empty:
             return None
@@ -35,7 +37,7 @@ class HostPool:
         return None if first is None or self._order.priority(first) > priority else self._nodes[first]
 
     def put(self, node: PrefixNode, priority: int) -> int | None:
-        """Assign a host block to the content of a node and return it; None if there is no room."""
+        """Assign an empty host block to the content of a node and return its id, or None if no host block is empty."""
         if not self._empty:
             return None
         host_id = self._empty.pop()
@@ -48,7 +50,7 @@ class HostPool:
         return self._order.priority(host_id)
 
     def pin(self, host_id: int) -> None:
-        """Keep the content until it is unpinned or dropped."""
+        """Keep the content of a host block until it is unpinned or dropped."""
         if host_id in self._order:
             self._order.remove(host_id)
 

@@ -1,4 +1,4 @@
-"""The facade of the KV cache accounting: claims and releases blocks, and returns the numbers for plans."""
+"""The facade of the KV cache accounting: it claims and releases blocks, and returns the numbers for plans."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -32,7 +32,7 @@ class KvCacheUsage:
     cached_blocks    blocks that no sequence holds, with reusable content
     reused_blocks    blocks that prompts found in the cache, since construction
     evicted_blocks   cached blocks whose content was lost, since construction
-    host_blocks, used_host_blocks   blocks of the pool in host memory: all, and those with content
+    host_blocks, used_host_blocks   all host blocks, and host blocks with content
     """
 
     max_blocks: int
@@ -61,13 +61,14 @@ class KvCacheManager:
     host_blocks                  blocks of a second pool, for content that is evicted from the first
     max_draft_len                most draft tokens that a claim adds to a generating request; if 0, plans ignore the
                                  draft_len of requests
-    unread_steps                 steps of one token that may be claimed and not read. A sequence can always be rewound
-                                 by as many tokens, so blocks are released that many tokens after they leave the window
+    unread_steps                 steps of one token that may be claimed before the first of them is read. A sequence can
+                                 always be rewound by `unread_steps` tokens: a block is released that many tokens after
+                                 it leaves the window
     now                          clock in seconds, for priorities with a duration
 
     estimates                    TensorRT-LLM's numbers, for conformance records and custom schedulers
-    inflight_request_ids         requests that a step in flight may be reading, set by the loop. Plans must not count on
-                                 their blocks
+    inflight_request_ids         ids of the requests whose blocks a step in flight may be reading, set by the loop.
+                                 Plans must not count on these blocks
     """
 
     def __init__(self, num_blocks: int, tokens_per_block: int, max_seq_len: int, *, max_beam_width: int = 1,
@@ -123,10 +124,10 @@ class KvCacheManager:
                             cache.host.num_blocks - cache.host.num_free)
 
     def check_totals(self) -> None:
-        """Check that free + live == total. Raises InternalError.
+        """Check that free and live blocks add up to the blocks of the pool. Raises InternalError.
 
-        Live blocks are the table entries of all sequences, minus the additional owners of shared blocks. audit.py has
-        the complete check.
+        The number of live blocks is the number of table entries of all sequences, minus the additional owners of shared
+        blocks. audit.py has the complete check.
         """
         pool = self.pool
         free, live = len(pool.free), self.sequences.num_mentions() - pool.extra_owners
@@ -142,7 +143,7 @@ class KvCacheManager:
         return self.sequences.held(request) if self.owns(request) else 0
 
     def kv_length(self, request: LlmRequest) -> int:
-        """Tokens that the request has claimed room for: its whole prompt at first, more with each claimed step."""
+        """Tokens for which the request has claimed room: first its whole prompt, then more with each claimed step."""
         return int(self.sequences.kv_lengths[request.seq_slot]) if self.owns(request) else 0
 
     def block_ids(self, request: LlmRequest, beam: int = 0) -> list[int]:
@@ -150,7 +151,7 @@ class KvCacheManager:
         return self.sequences.blocks_of_beam(request, beam) if self.owns(request) else []
 
     def own_blocks(self, request: LlmRequest) -> list[int]:
-        """Unshared, unpublished blocks of the request: all blocks that a step may have written for it."""
+        """The unshared, unpublished blocks of the request. These include every block that a step may have written."""
         return [block_id for block_id, count in self.sequences.owners_of(request).items()
                 if self.pool.owners(block_id) == count
                 and (self.cache is None or self.cache.index.of_block(block_id) is None)]
@@ -164,8 +165,10 @@ class KvCacheManager:
         return [requests[index] for index in np.flatnonzero(leaving).tolist()]
 
     def blocks_of_span(self, request: LlmRequest, start: int, end: int) -> list[tuple[int, int]]:
-        """Return (block id, index of the first token in the block) for the blocks with positions start..end of all
-        beams. Released blocks are left out."""
+        """Return the blocks with positions start..end of all beams, without released blocks.
+
+        Each block is a pair of its id and the index, within the block, of the first position of the span.
+        """
         if not self.owns(request) or start >= end:
             return []
         unit = self.tokens_per_block
@@ -174,8 +177,8 @@ class KvCacheManager:
         return [(block_id, start % unit if column == 0 else 0) for column in range(columns.shape[1])
                 for block_id in dict.fromkeys(columns[:, column].tolist()) if block_id != UNUSED]
 
-    # Numbers for plans. The table in kv/__init__.py lists which are exact, and their users. Names with get_ are
-    # TensorRT-LLM's, for schedulers written for it.
+    # Numbers for plans. The table in kv/__init__.py lists which numbers are exact, and who uses them. Methods named
+    # get_ have TensorRT-LLM's names, for schedulers written for TensorRT-LLM.
 
     def start_scheduling(self) -> KvLedger:
         """Return the budget of blocks for one scheduling pass."""
@@ -186,7 +189,7 @@ class KvCacheManager:
         return self.pool.num_blocks
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
-        """Most blocks that the request holds at a time until its last token, if it shares none."""
+        """Most blocks that the request holds at a time until its last token, if it shares no blocks."""
         return self.reservations.most_blocks(request)
 
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
@@ -222,7 +225,7 @@ class KvCacheManager:
         return sum(count == self.pool.owners(block_id) for block_id, count in owners.items())
 
     def reusable_tokens(self, request: LlmRequest) -> int:
-        """Cached tokens that a claim of this first chunk is certain to find, if nothing is claimed before it."""
+        """Cached tokens that a claim of this first chunk is certain to find, if no other claim comes before it."""
         if self.cache is None or self.owns(request):
             return 0
         return len(self.cache.shareable(request)) * self.tokens_per_block
@@ -231,17 +234,17 @@ class KvCacheManager:
 
     def claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest],
               num_drafts: Sequence[int] | None = None) -> Claim:
-        """Claim the blocks for a step: for the whole prompt of each first chunk, and one more token of each generating
-        request. Later chunks need no claim.
+        """Claim the blocks for a step: for the whole prompt of each first chunk, and for one more token of each
+        generating request. Later chunks need no claim.
 
-        With reuse, `reused_tokens` is the number of cached tokens of a prompt afterwards. Expired retention priorities
-        end before the first block is taken.
+        After a claim with reuse, `reused_tokens` returns the number of cached tokens of each prompt. Expired retention
+        priorities end before the first block is taken.
 
         num_drafts   [g] draft tokens of the generating requests, 0..max_draft_len, for which to claim room in addition;
                      None: no drafts
 
-        Raises, with nothing changed, OutOfBlocksError; InternalError for a first chunk that holds blocks already, a
-        generating request without blocks, or too many drafts.
+        Raises OutOfBlocksError if too few blocks are free. Raises InternalError for a first chunk that holds blocks
+        already, a generating request without blocks, or too many drafts. Both change nothing else.
         """
         sequences = self.sequences
         if first_chunks:
@@ -277,11 +280,12 @@ class KvCacheManager:
         return Claim(updates, copies, slots.astype(np.int32), lengths.astype(np.int32))
 
     def claim_tokens(self, generation: Sequence[LlmRequest], tokens: int) -> None:
-        """Claim room for several more tokens of each generating request, as `tokens` calls of `claim` would. For a
-        device without block tables: changed entries are not returned.
+        """Claim room for several more tokens of each generating request, as `tokens` calls of `claim` would.
 
-        Raises, with nothing changed, OutOfBlocksError; InternalError with an attention window, or for tokens beyond the
-        last one of a request.
+        The method serves devices without block tables: it does not return the changed entries.
+
+        Raises OutOfBlocksError if too few blocks are free. Raises InternalError if there is an attention window, or for
+        tokens beyond the last token of a request. Both change nothing else.
         """
         sequences = self.sequences
         slots = sequences.slots_of(generation)
@@ -304,7 +308,7 @@ class KvCacheManager:
         return self.sequences.reused_tokens.get(request.seq_slot, 0) if self.owns(request) else 0
 
     def blocks_since_start(self, request: LlmRequest) -> tuple[int, int]:
-        """Return the numbers of blocks since the request's first claim: taken from the pool, and found in the cache."""
+        """Return two numbers of blocks since the request's first claim: taken from the pool, and found in the cache."""
         if not self.owns(request):
             return 0, 0
         unit, beams = self.tokens_per_block, request.beam_width
@@ -314,8 +318,9 @@ class KvCacheManager:
         return first - reused + grown * beams, reused
 
     def publish_context(self, request: LlmRequest, computed_tokens: int) -> None:
-        """Publish the computed full blocks of the prompt, except for the block of its last token. Call it after the
-        step that computed them was read.
+        """Publish the computed full blocks of the prompt, except for the block of its last token.
+
+        Call the method after the step that computed these blocks was read.
         """
         if self.cache is not None and self.owns(request):
             tokens = min(request.prompt_len, computed_tokens) - 1
@@ -325,7 +330,7 @@ class KvCacheManager:
         """Release the blocks of the request, if it holds any.
 
         computed_tokens   with one beam, publish the first computed_tokens - 1 tokens of the request
-        is_garbage        the content of its blocks is undefined: reset their retention priorities
+        is_garbage        the content of the request's own blocks is undefined: reset their retention priorities
         """
         if self.cache is not None:
             tokens = min(request.num_tokens, computed_tokens, self.kv_length(request) + 1) - 1
@@ -337,13 +342,14 @@ class KvCacheManager:
                     self.pool.set_priority(block_id, DEFAULT_PRIORITY)
         if self.owns(request):
             for beam in range(request.beam_width):
-                # Later blocks of a prompt are useless without the earlier ones, so they are released (and evicted)
-                # first. Without a cache, the last used blocks are used next, so that a large pool is not touched whole.
+                # Later blocks of a prompt are useless without the earlier ones. They are released first, and evicted
+                # first. Without a cache, the most recently used blocks are allocated next, which leaves most of a large
+                # pool untouched.
                 self.pool.give_back(self.block_ids(request, beam)[::-1], front=self.cache is None)
             self.sequences.remove(request)
 
     def fork(self, request: LlmRequest) -> list[BlockCopy]:
-        """Return the copies that give all beams the last block of the prompt, computed for the first beam."""
+        """Return the copies that fill each other beam's last block of the prompt from the block of the first beam."""
         table = self.sequences.table(request)[:, :block_needs.ceil_div(request.prompt_len, self.tokens_per_block)]
         return claims.copies_of_first_beam(table, (request.prompt_len - 1) % self.tokens_per_block + 1)
 
@@ -361,13 +367,14 @@ class KvCacheManager:
         return copies
 
     def rewind(self, requests: Sequence[LlmRequest], num_tokens: int | Sequence[int]) -> None:
-        """Undo the claims of the last tokens of these requests. Their released blocks are allocated next.
+        """Undo the claims of the last tokens of these requests. The released blocks are the next to be allocated.
 
-        num_tokens   tokens to remove from each request, or from all. `unread_steps` tokens, and the drafts of the
-                     newest step, can always be removed; more only while the needed blocks are in the window
+        num_tokens   tokens to remove: a number for each request, or one number for all. `unread_steps` tokens and the
+                     drafts of the newest step can always be removed. More tokens can be removed only while the blocks
+                     that the shorter sequence needs are in the window
 
-        Raises InternalError, with nothing changed, if a sequence holds no blocks, if blocks that it would attend to
-        have left the window, or if another table has its last block.
+        Raises InternalError, with nothing changed, if a sequence holds no blocks, occurs twice, would be too short, or
+        would attend to blocks that have left the window, or if its last block is shared.
         """
         claims.rewind(requests, num_tokens, self.sequences, self.pool, self.window,
                       keeps_prompts=self.cache is not None)
@@ -409,7 +416,10 @@ class KvCacheManager:
         return self.sequences.add_blocks(slots, taken, counts)
 
     def _leave_window(self, slots: np.ndarray, lengths: np.ndarray) -> None:
-        """Release the blocks outside the window of these sequences. lengths: with the first token of their step"""
+        """Release the blocks of these sequences that are outside the window.
+
+        lengths   [n] lengths that include the first token of the step
+        """
         dropped = self.window.num_dropped(lengths)
         for index in np.flatnonzero(dropped > self.sequences.dropped[slots]).tolist():
             for row in self.sequences.drop_up_to(int(slots[index]), int(dropped[index]), self.window.sink_blocks):

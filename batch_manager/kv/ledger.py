@@ -1,4 +1,4 @@
-"""The budget of blocks for one scheduling pass, which counts what a claim of the plan will take."""
+"""The budget of blocks for one scheduling pass. It counts the blocks that a claim of the plan will take."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -17,13 +17,13 @@ _draft_len = attrgetter("draft_len")
 
 
 class KvLedger:
-    """The blocks that a plan may still spend. The ledger takes none from the pool; the loop claims them later.
+    """The blocks that a plan may still spend. The ledger takes no blocks from the pool; the loop claims them later.
 
-    A first chunk shares the cached blocks of its prompt. Blocks that running sequences hold cost nothing. Free ones
-    cost one block each, once for all first chunks of the plan. So the ledger tracks the future owners of blocks: a
-    block of a paused request is free unless another request holds it or the plan already shares it.
+    A first chunk shares the cached blocks of its prompt. Cached blocks that running sequences hold cost nothing. Free
+    cached blocks cost one block each, once for all first chunks of the plan. The ledger therefore tracks the future
+    owners of blocks. A block of a paused request is free unless another request holds it or the plan already shares it.
 
-    available_blocks   free blocks of the pool, minus spent ones, plus refunded ones
+    available_blocks   free blocks of the pool, minus spent blocks, plus refunded blocks
     """
 
     __slots__ = ("available_blocks", "_pool", "_sequences", "_cache", "_reservations", "_inflight_request_ids",
@@ -48,7 +48,7 @@ class KvLedger:
     def spend(self, blocks: int, starting: LlmRequest | None = None) -> None:
         """Take blocks from the budget.
 
-        starting   the request whose first chunk takes them; None for other requests
+        starting   the request whose first chunk takes the blocks; None for other requests
         """
         self.available_blocks -= blocks
         if starting is not None and self._cache is not None and not self._sequences.has(starting):
@@ -57,7 +57,7 @@ class KvLedger:
             self._kept_by_plan.update(found[self._reservations.kept_columns(starting):])
 
     def is_refundable(self, request: LlmRequest) -> bool:
-        """Whether a plan may count on this request's blocks: no step in flight may be reading them."""
+        """Whether a plan may count on the blocks of this request, because no step in flight may be reading them."""
         return request.request_id not in self._inflight_request_ids
 
     def refund(self, request: LlmRequest) -> None:
@@ -75,9 +75,9 @@ class KvLedger:
         return self._reservations.to_start(request) - len(self._in_use(request))
 
     def blocks_for_next_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
-        """Free blocks that the request takes in its next step; with look-ahead, in its next two.
+        """Free blocks that the request takes in its next step; with look-ahead, in its next two steps.
 
-        Assumes that every draft is accepted; of a first chunk, as many as the pool has room for.
+        Assumes that every draft is accepted. For a first chunk, counts only as many drafts as the pool has room for.
         """
         if not self._sequences.has(request):
             return self._reservations.to_start_with_drafts(request) - len(self._in_use(request))

@@ -1,6 +1,6 @@
 """The accounting of adapters on the device and of the pages that they take.
 
-The key of an adapter is its task id. Requests without one cost nothing.
+The key of an adapter is its task id. Requests without a task id take no pages.
 """
 
 from collections import Counter, OrderedDict
@@ -12,9 +12,10 @@ from ..requests.llm_request import LlmRequest
 
 
 class PeftCacheManager:
-    """A fixed number of device pages. An adapter stays while a request uses it, then until others need its pages.
+    """A fixed number of device pages. An adapter stays while a request uses it, then until other adapters need its
+    pages.
 
-    pages_of   function of a task id that returns the pages of the adapter
+    pages_of   function of a task id that returns the number of pages of the adapter
     """
 
     def __init__(self, max_device_pages: int, pages_of: Callable[[int], int]) -> None:
@@ -42,9 +43,9 @@ class PeftCacheManager:
         return [] if task_id is None else self._pages[task_id]
 
     def claim(self, requests: Iterable[LlmRequest]) -> list[AdapterLoad]:
-        """Claim the adapters of these requests, except those that they hold already. Returns the loads to make.
+        """Claim the adapters of these requests, except adapters that they hold already. Returns the loads to make.
 
-        Raises OutOfResourceError, with nothing changed, if they do not fit.
+        Raises OutOfResourceError, with nothing changed, if the adapters do not fit.
         """
         new = [(request, request.lora_task_id) for request in requests
                if request.lora_task_id is not None and request not in self._holders]
@@ -111,7 +112,7 @@ class PageLedger:
         self.available_pages = manager.max_device_pages
 
     def needed(self, requests: Iterable[LlmRequest]) -> int:
-        """Pages that these requests take in addition."""
+        """Pages that these requests take in addition to the adapters already counted."""
         new = {request.lora_task_id for request in requests if request.lora_task_id is not None} - self._counted
         return sum(map(self._manager.pages_of, new))
 

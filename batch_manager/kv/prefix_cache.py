@@ -12,8 +12,9 @@ from .prefix_index import DIGEST_BITS, BlockKey, Domain, PrefixIndex, PrefixNode
 class PrefixCache:
     """The blocks of a pool with reusable content.
 
-    A cached block without an owner is free like any other. When it is allocated, its content moves to the host pool, if
-    there is one and its priority is high enough. Otherwise the content is lost, together with all blocks that follow.
+    A cached block without an owner is free like any other block. When it is allocated, its content moves to the host
+    pool if there is a host pool and the priority of the block is high enough. Otherwise the content is lost, together
+    with the content of all blocks that follow it.
 
     copies            copies for the device before the next step, in order
     reused_blocks     blocks that prompts found in the cache
@@ -46,8 +47,8 @@ class PrefixCache:
         return nodes
 
     def shareable(self, request: LlmRequest) -> list[PrefixNode]:
-        """The matched blocks that the request can share: all but the block of its last token, which is always computed.
-        """
+        """The matched blocks that the request can share. They exclude the block of the last prompt token, because this
+        token is always computed."""
         return self.matched(request)[:(request.prompt_len - 1) // self.tokens_per_block]
 
     def is_owned(self, node: PrefixNode) -> bool:
@@ -63,8 +64,10 @@ class PrefixCache:
         return self._keys_of(request, matched + 1)[matched].digest
 
     def will_publish_more(self, request: LlmRequest) -> bool:
-        """Whether that block is published once it is computed. The block of the last token is not, while the request
-        runs."""
+        """Whether the first full block of the prompt that is not cached is published once it is computed.
+
+        The block of the last token is not published while the request runs.
+        """
         return len(self.matched(request)) < (request.prompt_len - 1) // self.tokens_per_block
 
     def similar(self, request: LlmRequest, matched: Sequence[PrefixNode]) -> tuple[PrefixNode | None, int]:
@@ -108,9 +111,9 @@ class PrefixCache:
     # Publication.
 
     def publish(self, request: LlmRequest, row: Sequence[int], num_tokens: int, with_rest: bool) -> None:
-        """Make the first tokens of a request, which are computed, reusable by other prompts.
+        """Make the first `num_tokens` tokens of a request, which are computed, reusable by other prompts.
 
-        row         blocks of the request in token order, negative for released ones
+        row         blocks of the request in token order, negative for released blocks
         with_rest   also publish a partly filled last block, which must not be written afterwards
         """
         full, rest = divmod(num_tokens, self.tokens_per_block)
@@ -136,9 +139,9 @@ class PrefixCache:
     # Eviction.
 
     def take(self, count: int) -> list[int]:
-        """Allocate blocks of the pool. Their content moves to the host or is lost. Raises OutOfBlocksError."""
+        """Allocate blocks of the pool. Their cached content moves to the host or is lost. Raises OutOfBlocksError."""
         if count > 1 and self.pool.has_priorities and count <= len(self.pool.free):
-            # Losing the content of a block may move others to the front of the order.
+            # When the content of a block is lost, other blocks may move to the front of the order.
             return [block_id for _ in range(count) for block_id in self.take(1)]
         taken = self.pool.take(count)
         for block_id in taken:
@@ -174,7 +177,7 @@ class PrefixCache:
         self.index.move(node, block_id, None)
 
     def _lose(self, node: PrefixNode) -> int:
-        """Remove a node and all that follow it from the cache. Returns their number."""
+        """Remove a node and all nodes below it from the cache. Returns the number of removed nodes."""
         gone = self.index.remove(node)
         self.pool.note_contents_lost([below.block_id for below in gone if below.block_id is not None])
         for below in gone:

@@ -1,7 +1,7 @@
 """The index of the prefix cache: a tree with one node per cached block.
 
-A node is found by a keyed digest of the path from the root, then verified by comparing its tokens, extra ids and
-parent. So two prompts with equal digests, by chance or by intent, are distinguished; the second one is not stored.
+A node is found by a keyed digest of the path from the root. Its tokens, extra ids and parent are then compared. Two
+prompts with equal digests are therefore distinguished, and the second prompt is not stored.
 """
 
 from array import array
@@ -17,7 +17,7 @@ Content = tuple[Any, ...]    # tokens, or pairs of a token and its extra id; com
 
 
 class Domain(NamedTuple):
-    """What prompts must have in common to share blocks.
+    """The properties that prompts must have in common to share blocks.
 
     adapter_id       id of the adapter, or None
     cache_salt       the user's salt, which keeps prompts apart, or None
@@ -38,10 +38,10 @@ class BlockKey(NamedTuple):
 
 
 class PrefixNode:
-    """The content of one block. It is in the pool or in the host pool.
+    """The content of one block. The content is in the pool or in the host pool.
 
-    block_id   its block in the pool, or None
-    host_id    its host block, or None
+    block_id   block of the content in the pool, or None
+    host_id    host block of the content, or None
     """
 
     __slots__ = ("key", "parent", "children", "block_id", "host_id", "_in_order", "_contents")
@@ -64,9 +64,9 @@ class PrefixNode:
 
     def most_similar_child(self, tokens: Sequence[int],
                            extra_ids: Sequence[int] | None) -> "tuple[PrefixNode | None, int]":
-        """Return the child with the longest common beginning with these tokens, and its length.
+        """Return the child with the longest common prefix with these tokens, and the length of this prefix.
 
-        In lexical order it is next to the position at which the tokens would be inserted.
+        In lexical order, this child is next to the position at which the tokens would be inserted.
         """
         content = _content(tokens, extra_ids)
         index = bisect_left(self._contents, content)
@@ -122,7 +122,8 @@ class PrefixIndex:
         return BlockKey(self._digest(*fields), tuple(tokens), None if extra_ids is None else tuple(extra_ids))
 
     def _digest(self, *fields: tuple[str, Hashable]) -> bytes:
-        """Digest of fields with names, types and lengths, so that different values never have equal encodings."""
+        """Digest of named fields. The encoding includes types and lengths, so different values are encoded differently.
+        """
         state = blake2b(key=self._secret)
         for name, value in fields:
             data = value if isinstance(value, bytes) else repr(value).encode()
@@ -137,7 +138,7 @@ class PrefixIndex:
         return self._roots.get(domain)
 
     def walk(self, domain: Domain, keys: Sequence[BlockKey]) -> list[PrefixNode]:
-        """Return the cached blocks of a prompt, up to the first missing one."""
+        """Return the cached blocks of a prompt, up to the first block that is missing."""
         node = self._roots.get(domain)
         found: list[PrefixNode] = []
         if node is None:
@@ -172,7 +173,9 @@ class PrefixIndex:
         return root
 
     def insert(self, parent: PrefixNode, key: BlockKey, block_id: int) -> PrefixNode | None:
-        """Add a node. Returns None if its digest collides with other content, or if the block is in the index already.
+        """Add a node and return it.
+
+        Returns None if the digest collides with other content, or if the block is in the index already.
         """
         if key.digest in parent.children or block_id in self.nodes:
             return None
@@ -191,7 +194,7 @@ class PrefixIndex:
             self.nodes[block_id] = node
 
     def remove(self, node: PrefixNode) -> list[PrefixNode]:
-        """Remove a node and all nodes below it, which become unreachable. Returns them."""
+        """Remove a node and all nodes below it, which become unreachable. Returns the removed nodes."""
         gone, waiting = [], [node]
         while waiting:
             below = waiting.pop()

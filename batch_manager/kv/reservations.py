@@ -1,8 +1,10 @@
-"""Bounds on the blocks that sequences will hold. A plan that reserves them never runs out of blocks.
+"""Bounds on the blocks that sequences will hold. A plan that reserves this many blocks never runs out of blocks.
 
-The bound exceeds the need that lengths imply, for three reasons. A prompt is stored whole before any of its blocks
-leaves the window. A sliding sequence takes its next block before it releases the oldest one. And when one of several
-sequences slides past a shared block, it takes a new block, but the shared one does not become free.
+The bound exceeds the number of blocks that the lengths imply, for three reasons:
+
+1. A prompt is stored whole before any of its blocks leaves the window.
+2. A sliding sequence takes its next block before it releases the oldest one.
+3. A sequence that slides past a shared block takes a new block, but the shared block does not become free.
 
 With drafts, a step takes several blocks at once, and blocks that a rewind could need are kept.
 """
@@ -19,7 +21,7 @@ from .window import AttentionWindow
 
 
 class Reservations:
-    """Computes reservations for started sequences, and for one that is to start."""
+    """Computes reservations for started sequences, and for a sequence that is about to start."""
 
     def __init__(self, sequences: SequenceTable, window: AttentionWindow, pool: BlockPool, with_reuse: bool) -> None:
         self._sequences = sequences
@@ -46,10 +48,10 @@ class Reservations:
         return max(blocks, min(self.to_start(request, drafts), self._pool.num_blocks))
 
     def most_blocks(self, request: LlmRequest, *, with_pauses: bool = False) -> int:
-        """Most blocks that a sequence holds at a time, if it shares none.
+        """Most blocks that a sequence holds at a time, if it shares no blocks.
 
-        with_pauses   it may be paused: then its output becomes part of its prompt, which is stored whole, so that a
-                      window saves nothing
+        with_pauses   the sequence may be paused. Its output then becomes part of its prompt, which is stored whole, and
+                      a window saves no blocks
         """
         window = self._window.without_sliding if with_pauses else self._window
         return block_needs.most_blocks(request.prompt_len, request.max_new_tokens, window, request.beam_width,
@@ -102,9 +104,9 @@ class Reservations:
         return int(remaining.sum())
 
     def _holders(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each block, the number of sequences that keep it until their end, and that will slide past it.
+        """Return, for each block, how many sequences keep it until their end, and how many will slide past it.
 
-        Reads the first beam only: sequences share prompt blocks only, which all beams have in common.
+        Reads the first beam only, because sequences share only prompt blocks, which all beams have in common.
         """
         kept, dropped = (np.zeros(self._pool.num_blocks, np.int64) for _ in range(2))
         for slot in self._sequences.taken_slots().tolist():

@@ -1,4 +1,4 @@
-"""The table of sequences: their blocks and lengths, as NumPy columns with one row per slot."""
+"""The table of sequences: blocks and lengths in NumPy columns with one row per slot."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,18 +16,19 @@ Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class SequenceTable:
-    """The blocks and lengths of all sequences. Grows on demand. Beam b of slot s is row s * max_beam_width + b.
+    """The blocks and lengths of all sequences. The table grows on demand. Beam b of slot s is row
+    s * max_beam_width + b of `block_ids`.
 
     owners         [slots] the request of a slot, or None
     kv_lengths     [slots] tokens with room in the KV cache
-    ends           [slots] blocks per beam for these tokens, dropped ones included
+    ends           [slots] blocks per beam for these tokens, dropped blocks included
     dropped        [slots] blocks per beam that were released because they left the attention window
-    last_blocks    [slots] blocks per beam at the final length, dropped ones included
+    last_blocks    [slots] blocks per beam at the final length, dropped blocks included
     beam_widths    [slots] rows in use; 0 without an owner
-    reused_tokens  slot -> tokens of its prompt that were cached when it started
-    block_ids      [slots * max_beam_width, blocks] in token order; UNUSED for dropped blocks, stale past `ends`
+    reused_tokens  slot -> prompt tokens of its request that were cached when the request started
+    block_ids      [slots * max_beam_width, blocks] in token order; UNUSED for dropped blocks, stale from `ends` on
 
-    Entries are changes of block_ids: rows, indices, block ids, each [u] int32.
+    `Entries` describe changes of `block_ids`: rows, indices and block ids, each [u] int32.
     """
 
     def __init__(self, tokens_per_block: int, max_beam_width: int = 1) -> None:
@@ -55,7 +56,7 @@ class SequenceTable:
         return int(self.ends[request.seq_slot] - self.dropped[request.seq_slot])
 
     def num_mentions(self) -> int:
-        """Number of used table entries, over all sequences."""
+        """Number of used entries of `block_ids`, over all sequences."""
         return int(((self.ends - self.dropped) * self.beam_widths).sum())
 
     def table(self, request: LlmRequest) -> np.ndarray:
@@ -76,9 +77,9 @@ class SequenceTable:
         return Counter(block_id for beam in beams for block_id in self.blocks_of_beam(request, beam))
 
     def slots_of(self, requests: Sequence[LlmRequest]) -> np.ndarray:
-        """Return the slots of started requests, [n], read-only. Raises InternalError if one holds no blocks.
+        """Return the slots of started requests, [n], read-only. Raises InternalError if a request holds no blocks.
 
-        Keeps the last result, because planning and claiming use the same requests.
+        The table keeps the last result, because planning and claiming use the same requests.
         """
         if requests != self._last_requests:    # by identity
             self._last_slots = self.find_slots(requests)
@@ -87,7 +88,7 @@ class SequenceTable:
         return self._last_slots
 
     def find_slots(self, requests: Sequence[LlmRequest]) -> np.ndarray:
-        """As `slots_of`, without keeping the result."""
+        """As `slots_of`, but the table does not keep the result and the array is writable."""
         slots = [request.seq_slot for request in requests]
         in_range = not slots or max(slots) < len(self.owners)
         if not in_range or [self.owners[slot] for slot in slots] != list(requests):
@@ -126,7 +127,7 @@ class SequenceTable:
         return np.flatnonzero(self.beam_widths)
 
     def check_slots_are_free(self, requests: Sequence[LlmRequest]) -> None:
-        """Raise InternalError if one of these requests cannot be added."""
+        """Raise InternalError if any of these requests cannot be added."""
         taken = set()
         for request in requests:
             slot = request.seq_slot
@@ -197,7 +198,8 @@ class SequenceTable:
         return rows.astype(np.int32), indices.astype(np.int32), np.array(block_ids, np.int32)
 
     def drop_up_to(self, slot: int, num_dropped: int, kept: int) -> list[list[int]]:
-        """Drop blocks of a slot, after the first `kept`, until `num_dropped` are dropped. Returns them by beam."""
+        """Drop blocks of a slot, after the first `kept`, until `num_dropped` are dropped. Returns the newly dropped
+        blocks of each beam."""
         first, width = slot * self.max_beam_width, self.beam_widths[slot]
         left = self.block_ids[first:first + width, kept + self.dropped[slot]:kept + num_dropped]
         gone: list[list[int]] = left.tolist()
@@ -235,7 +237,7 @@ class SequenceTable:
 
 
 def _growth(size: int, wanted: int) -> int:
-    """The number of rows to add; at least doubles the size, so that growth is cheap on average."""
+    """The number of rows to add. Growth at least doubles the size, which makes it cheap on average."""
     return max(wanted, 2 * size) - size if wanted > size else 0
 
 

@@ -1,9 +1,9 @@
-"""The attention window, and the blocks that no query needs any more. Pure functions of lengths.
+"""The attention window, and the blocks that no query needs any more. All functions depend on lengths only.
 
     size            tokens that a query attends to, itself included; without a window, the longest sequence
     sinks           first tokens that stay visible outside the window
     temporary       tokens by which a context may exceed the window during its computation; only for estimates
-    unread_steps    tokens by which a sequence may be rewound; the blocks that it then needs are kept
+    unread_steps    tokens by which a sequence may be rewound; blocks that the shorter sequence needs are kept
     max_draft_len   most draft tokens that a claim adds to a sequence
 """
 
@@ -20,7 +20,7 @@ class AttentionWindow:
     """The window of a cache with blocks of `tokens_per_block` tokens.
 
     A sequence is stored from its first token on. Blocks that no later query sees are released from the front, except
-    blocks with sinks. So with sinks, a sequence keeps ceil(sinks / tokens_per_block) blocks besides its window.
+    blocks with sink tokens. A sequence keeps ceil(sinks / tokens_per_block) blocks besides its window.
     """
 
     size: int
@@ -48,7 +48,7 @@ class AttentionWindow:
 
     @property
     def bubble(self) -> int:
-        """Tokens by which the sinks fall short of whole blocks; estimates count them as stored."""
+        """Tokens by which the sink tokens fall short of whole blocks. Estimates count these tokens as stored."""
         return -self.sinks % self.tokens_per_block
 
     @property
@@ -57,10 +57,11 @@ class AttentionWindow:
 
     @property
     def most_held(self) -> int:
-        """Most blocks of one sliding beam: after it has taken its next blocks, and before it releases the oldest.
+        """Most blocks of one sliding beam, which it holds after it takes its next blocks and before it releases the
+        oldest.
 
         A claim releases the blocks that the first token of its step does not need. The next claim comes after the
-        accepted drafts of that step and adds its own drafts.
+        accepted drafts of that step, and adds its own drafts.
         """
         tokens = self.size + self.unread_steps + 2 * self.max_draft_len
         return -(-tokens // self.tokens_per_block) + self.sink_blocks + 1
@@ -68,8 +69,8 @@ class AttentionWindow:
     def num_dropped(self, length: Lengths) -> Lengths:
         """Blocks after the sinks that are released when the first token of a step makes a sequence this long.
 
-        No sequence that is longer, or up to `unread_steps` tokens shorter, needs them. `length` is an integer or an
-        array.
+        No sequence that is longer, or up to `unread_steps` tokens shorter, needs these blocks. `length` is an integer
+        or an array.
         """
         return self.num_unseen(length - self.unread_steps)
 

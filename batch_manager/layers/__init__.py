@@ -1,6 +1,6 @@
 """The building blocks of a model: linear layers, embeddings, norms, rotary embedding, feed-forward networks.
 
-Owns     how a layer computes on each device: with Triton kernels where `dispatch` selects them, else in tuned torch
+Owns     how a layer computes on each device: with Triton kernels if `dispatch` selects them, else in tuned torch
 Not      how models combine layers (models/), where keys and values are stored (attention/), files (weights/)
 Yours    a new layer takes a Weights source and a LayerContext in the constructor and is a plain callable
 """

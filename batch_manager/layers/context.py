@@ -1,4 +1,4 @@
-"""The settings that layers are constructed with, apart from their weights."""
+"""The settings with which layers are constructed, apart from their weights."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +12,8 @@ from ..errors import ConfigError
 class LayerContext:
     """The settings shared by all layers of a loaded model. A model passes it to each layer that it constructs.
 
-    device          where the layers compute
-    dtype           of weights and hidden states
+    device          device on which the layers compute
+    dtype           dtype of weights and hidden states
     deterministic   make the bits of a row depend on that row alone, regardless of the rest of the step
     compiled_step   store matrices in the layout of the compiled step on a CPU
 
@@ -24,7 +24,7 @@ class LayerContext:
                     results. `Linear(split=...)` states the dimension along which a layer is split
     weight_form     how a matrix is stored and multiplied; see weight_form.py. None: unquantized, and packed if the
                     device multiplies a packed matrix faster
-    adapters        low-rank adapters whose outputs are added to those of a `Linear`, planned once per step
+    adapters        low-rank adapters whose outputs are added to the output of a `Linear`, planned once per step
     """
 
     device: torch.device

@@ -15,7 +15,7 @@ from .weight_form import is_compiled, make_weight_form
 
 
 class Embedding:
-    """An embedding table: look up rows by index.
+    """An embedding table, whose rows are looked up by index.
 
     name        full name of the tensor: "model.embed_tokens.weight". (`Linear` takes the prefix before `.weight`)
     scale       factor on the rows, rounded to the dtype of the context; None: no factor
@@ -71,7 +71,7 @@ class Head:
         if isinstance(form.matrix, PackedMatrix):    # it accumulates in float32: return that without rounding
             self._multiply_arguments = (torch.float32,)
         # In pieces, because the tail of a vectorized loop rounds differently, and because torch's threads would compete
-        # with those of the compiled step.
+        # with the threads of the compiled step.
         in_pieces = context.device.type == "cpu" and (context.deterministic or context.compiled_step)
         self._tanh = partial(elementwise, torch.tanh) if in_pieces else torch.tanh
 

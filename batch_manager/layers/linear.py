@@ -23,9 +23,9 @@ class Linear:
     row_order    permutation of the stacked rows of W: output i uses row row_order[i]; None: stored order
     scale        factor on the outputs, applied to weight and bias when they are loaded; None: no factor
     transposed   the checkpoint stores [in, out] (GPT-2's Conv1D); requires a single name
-    split        how tensor parallelism splits the layer: "columns", each process has a share of the outputs of every
-                 projection; "rows", each has a share of the inputs, and the results are summed; None: every process has
-                 the whole layer. No effect with one process
+    split        how tensor parallelism splits the layer. "columns": each process has a share of the outputs of every
+                 projection. "rows": each process has a share of the inputs, and the results are summed. None: every
+                 process has the whole layer. No effect with one process
     """
 
     def __init__(self, weights: Weights, context: LayerContext, names: Sequence[str], in_size: int,
@@ -62,7 +62,8 @@ class Linear:
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return residual + x W^T + b. May overwrite `residual`. Faster than adding the result of a call.
 
-        The sum is rounded once. With a deterministic context, the product is rounded before it is added.
+        The sum is rounded once if the form of the weight supports it. With a deterministic context, the product is
+        rounded before it is added.
         """
         if isinstance(x, Rows):
             return x.multiplied(self._matrix, self._outputs, adds_to=residual)

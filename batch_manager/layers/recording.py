@@ -1,9 +1,9 @@
 """Records the operations of a model's forward once, so that later steps replay them in one call.
 
-`record` calls the `forward` of a model with `Rows` instead of a tensor. Each layer appends its operations to the
-recording. A model that needs an operation that is not supported here is not recorded and runs in torch. The operations
-of a `Recording` are those of triton_kernels/cpu/native/step.c. Other recordings have the same methods and record
-something else; runtime/launch_recording.py does so for a GPU.
+`record` calls the `forward` of a model with `Rows` in place of a tensor. Each layer appends its operations to the
+recording. A model that needs an operation that is not supported here is not recorded and runs in torch. A `Recording`
+has the operations of triton_kernels/cpu/native/step.c. Other recordings have the same methods and record other
+operations, such as kernel launches on a GPU in runtime/launch_recording.py.
 """
 
 import struct
@@ -39,8 +39,8 @@ class NotRecordableError(Exception):
 class Rows:
     """A stand-in for the hidden states of a step: a range of columns of a register.
 
-    recording   where operations on the rows are recorded: a Recording, or another class with its methods
-    heads       number of heads that the columns are divided into, each of `size` entries; None: not divided
+    recording   the recording of operations on the rows: a Recording, or an object with its methods
+    heads       number of heads into which the columns are divided, each of `size` entries; None: not divided
     """
 
     __slots__ = ("recording", "register", "column", "width", "heads")
@@ -97,7 +97,8 @@ class Rows:
         return self.recording.product(self, matrix, outputs, adds_to)
 
     def activated(self, kind: str, *, gated: bool) -> "Rows":
-        """Apply an activation; `gated`, to the first half of the columns, times the second half."""
+        """Apply an activation. With `gated`, apply it to the first half of the columns and multiply by the second half.
+        """
         return self.recording.activation(self, kind, gated)
 
 
@@ -105,7 +106,7 @@ class Rows:
 class Recording:
     """The operations of one forward.
 
-    dtype       of all rows
+    dtype       dtype of all rows
     operations  OPERATION_NUMBERS integers for each operation; see step.c
     uses        the registers that each operation uses
     strides     entries between the rows of each register; register 0 is the input, the hidden states
@@ -123,7 +124,7 @@ class Recording:
     kept: list[Any] = field(default_factory=list)
 
     def incoming(self, width: int) -> Rows:
-        """Create register 0, the input. Call it once, first."""
+        """Create register 0, the input. Must be called once, before any other register is created."""
         self.strides.append(width)
         return Rows(self, 0, 0, width)
 

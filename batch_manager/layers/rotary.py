@@ -65,7 +65,7 @@ def half_split_rows(rotated_heads: int, other_heads: int, head_size: int, size: 
                     device: torch.device) -> torch.Tensor:
     """Return the `row_order` of a `Linear` that converts interleaved rotation (GPT-J, Cohere) to half-split rotation.
 
-    Queries and keys are permuted alike, so scores do not change.
+    Queries and keys get the same permutation, so scores do not change.
 
     rotated_heads   number of query and key heads, whose rows come first
     other_heads     number of value heads, whose rows keep their order

@@ -1,7 +1,7 @@
 """How the weight matrix of a layer is stored and multiplied.
 
-A layer calls the operations of its form directly, without a wrapper around the device's library. The layer handles
-splits and adapters, not the form.
+A layer calls the operations of its form directly, without a wrapper around the device's library. Splits and adapters
+are left to the layer.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""One iteration: fetch, schedule, claim, start, finish, advance, respond, poll, report.
+"""The loop. One iteration has the phases fetch, schedule, claim, start, finish, advance, respond, poll and report.
 
 Owns     the order of an iteration, the active requests, the list of unanswered items, the callbacks in their guarded
          blocks

@@ -1,4 +1,4 @@
-"""The active requests, in the order that schedulers see."""
+"""The active requests, in the order in which schedulers see them."""
 
 from collections.abc import Iterator
 
@@ -8,10 +8,10 @@ from ..requests.llm_request import LlmRequest
 class ActiveRequests:
     """Active requests by id and in order, each with a slot.
 
-    They are ordered by priority, larger first, then by arrival. A paused request keeps its position. Freed slots are
-    reused first, so tables indexed by slot are never larger than the number of requests active at a time.
+    The requests are ordered by priority, larger first, then by arrival. A paused request keeps its position. Freed
+    slots are reused first, and tables indexed by slot are never larger than the number of requests active at a time.
 
-    in_order   the requests in that order; only this class changes it
+    in_order   the requests in this order; only this class changes the list
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ COMPLETE = LlmRequestState.GENERATION_COMPLETE
 class Outcome:
     """The results of a step for its requests, in batch order.
 
-    to_send             streaming requests that have new tokens and go on
+    to_send             streaming requests that have new tokens and have not ended
     ended               requests that completed, with the reason
     failed              requests whose row is unusable, with the failure
     generated_tokens    tokens appended to requests
@@ -34,9 +34,9 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
             deliveries: Deliveries, resources: Resources, *, may_have_ended: bool = True) -> Outcome:
     """Append tokens, record the progress of contexts, keep requested values, reorder beams and publish blocks.
 
-    requests   requests of the batch at its launch, in batch order; ended ones are skipped, even if another request has
-               their slot now
-    void       requests whose rows are skipped as well
+    requests   requests of the batch at its launch, in batch order; ended requests are skipped, even if another request
+               has their slot now
+    void       requests with void rows, which are skipped as well
     may_have_ended   False if no request can have ended since the launch
 
     Mutates the requests of the batch, except those in `output.failures`.
@@ -50,7 +50,8 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
     if row_starts is None and batch.generation.num_drafts is None and not (
             deliveries.asking or failures or void or output.finish.any()
             or may_have_ended and [request for request in sampled if request.state is COMPLETE]):
-        # The common case: one token each, and only the length can end a request. Halves the time for 256 rows.
+        # The common case: one token for each request, and only the length can end a request. This path halves the time
+        # for 256 rows.
         outcome.ended = [(request, FinishReason.LENGTH) for request in add_a_token_to_each(sampled, tokens)]
         if listeners:
             outcome.to_send = [request for request in sampled
@@ -98,7 +99,10 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
 
 def _reject_drafts(drafts: Mapping[int, int], starts: Sequence[int], sampled: Sequence[LlmRequest], outcome: Outcome,
                    void: Collection[LlmRequest], resources: Resources) -> None:
-    """Release the blocks of rejected drafts, for the requests that go on. drafts: slot -> draft tokens of the step"""
+    """Release the blocks of rejected drafts, for requests that have not ended.
+
+    drafts   slot -> number of draft tokens in the step
+    """
     over = {request for request, _ in (*outcome.ended, *outcome.failed)}
     rejected: dict[LlmRequest, int] = {}
     for row, request in enumerate(sampled):
@@ -113,8 +117,10 @@ def _reject_drafts(drafts: Mapping[int, int], starts: Sequence[int], sampled: Se
 
 def _advance_beams(request: LlmRequest, output: StepOutput, row: slice, outcome: Outcome, deliveries: Deliveries,
                    resources: Resources) -> FinishReason | None:
-    """Extend the beams of a request, or replace them by the results of its search. Returns the reason if the request
-    has ended, else None."""
+    """Extend the beams of a request, or replace them with the hypotheses of its finished search.
+
+    Returns the finish reason if the request has ended, else None.
+    """
     slot = request.seq_slot
     hypotheses, logits = output.hypotheses.get(slot), output.generation_logits.get(slot)
     if hypotheses is None:
@@ -149,7 +155,7 @@ def _requests_of_rows(batch: ScheduledBatch, output: StepOutput, requests: Seque
     if contexts:
         sampled = [request for work, request in zip(batch.context, requests) if work.is_last_chunk]
         sampled += requests[contexts:]
-    if len(sampled) != len(output.slots):    # after a rerun, sequences that failed alone or had ended have no row
+    if len(sampled) != len(output.slots):    # after a bisection, sequences that failed alone or had ended have no row
         slots = set(output.slots.tolist())
         works = [work.slot for work in batch.context if work.is_last_chunk] + batch.generation.slots.tolist()
         sampled = [request for slot, request in zip(works, sampled, strict=True) if slot in slots]

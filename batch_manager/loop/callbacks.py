@@ -1,9 +1,9 @@
 """The four callbacks and two hooks, each in a guarded block. A callback that raises has this effect:
 
-get     items read before the exception are kept; it is called again after a back-off
+get     items read before the exception are kept, and the loop calls get again after a back-off
 send    the response counts as delivered and is not repeated
-poll    counts as an empty set
-stats, after_responses, at_end   ignored, not repeated
+poll    the result counts as an empty set
+stats, after_responses, at_end   the exception is ignored and the call is not repeated
 """
 
 from collections.abc import Callable, Iterable
@@ -36,8 +36,9 @@ AtEndHook = Callable[[dict[str, Any]], None]
 class GuardedCallbacks:
     """Calls the user's callbacks. No method raises an exception of a callback.
 
-    An exception that another thread raises in this one is contained while a callback runs, and propagates otherwise. In
-    both cases no item is lost and no final response is repeated; unanswered.py explains how.
+    Another thread may raise an asynchronous exception in the thread that runs the loop. The exception is contained
+    while a callback runs, and propagates otherwise. In both cases no item is lost and no final response is repeated;
+    unanswered.py explains how.
 
     guard        the engine's guard
     unanswered   items that still need a final response
@@ -80,16 +81,18 @@ class GuardedCallbacks:
         return seconds
 
     def send(self, responses: Iterable[tuple[int, list[NamedTensor]]]) -> None:
-        """Send responses that are not final. responses: (request id, tensors), in order
+        """Send responses that are not final.
+
+        responses   (request id, tensors) of each response, in order
 
         All callbacks share one guarded block until one of them raises, because a block costs as much as a short
-        callback. So this loop does the work of a block for each callback: it writes the heartbeat and ends a forked
-        child. A callback that raises costs its own response only.
+        callback. The method therefore does the work of a block after each callback: it writes the heartbeat and ends a
+        forked child. A callback that raises loses its own response only.
         """
         guard, process_id = self.guard, self.guard.process_id
         monotonic, heartbeat = guard.monotonic, guard.heartbeat
         self._has_responded = True
-        # There is no call between taking a response and its callback, so no asynchronous exception can lose it.
+        # No call runs between taking a response and its callback. An asynchronous exception cannot lose the response.
         remaining, is_done = iter(responses), False
         while not is_done:
             with self._in_send:
@@ -104,7 +107,7 @@ class GuardedCallbacks:
 
     def send_final(self, request_id: int, tensors: list[NamedTensor], error_message: str = "",
                    code: ErrorCode | None = None) -> None:
-        """Send the final response of a live request. Raises InternalError if it was sent before."""
+        """Send the final response of a live request. Raises InternalError if the response was sent before."""
         alive = self.unanswered.alive
         if request_id not in alive:
             raise InternalError(f"a second final response for request {request_id}")
@@ -142,7 +145,7 @@ class GuardedCallbacks:
                 hook()
 
     def at_end(self, health: Callable[[], dict[str, Any]]) -> None:
-        """Call the hook `at_end` with the result of `health`, unless it was called before."""
+        """Call the hook `at_end` with the result of `health`, unless the hook was called before."""
         for _ in range(ATTEMPTS_AT_END):    # an asynchronous exception before the hook runs costs one attempt
             if self._at_end is None:
                 return

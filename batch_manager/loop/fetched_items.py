@@ -19,23 +19,25 @@ LONGEST_BACK_OFF_S = 0.1
 
 
 class FetchedItems:
-    """Items that get returned and that no iteration has read yet, oldest first.
+    """Items that the get callback returned and that no iteration has read yet, oldest first.
 
-    If the returned object has a length or a length hint, items that one iteration does not read wait for the next. Of
-    any other object, such as a generator, the first iteration reads as many as it can, and the rest is dropped.
+    If the returned object has a length or a length hint, items that one iteration does not read wait for the next
+    iteration. From any other object, such as a generator, the first iteration reads as many items as it can, and the
+    rest is dropped.
 
-    No exception can lose an item; unanswered.py explains how. Each block of `in_get` makes a single call, prepared
-    outside of it: an asynchronous exception between two calls would be taken for one of the user's object, and end the
-    reading.
+    No exception can lose an item; unanswered.py explains how. Each block of `in_get` makes a single call, which is
+    prepared outside the block. With two calls in a block, an asynchronous exception between them would look like an
+    exception of the user's object and would end the reading.
 
-    in_get     the guarded block of the get callback, and of reading its result, which also runs user code
-    back_off   active after a failure of either
+    in_get     the guarded block in which the get callback runs, and in which its result is read, which also runs user
+               code
+    back_off   active after the callback or the reading failed
     """
 
     def __init__(self, get: Callable[[int], Any], guard: Guard, undecided: list[Any]) -> None:
         """
-        get         the callback
-        undecided   list to which each item that is read is appended
+        get         the get callback
+        undecided   list to which `read_next` appends the item that it reads
         """
         self._get, self._guard = get, guard
         self.back_off = BackOff(guard)
@@ -49,7 +51,7 @@ class FetchedItems:
         return bool(self._returned)
 
     def ask(self, max_num_requests: int) -> None:
-        """Call get, unless a back-off is active or items of an earlier call are unread, which would pile up."""
+        """Call the get callback, unless a back-off is active or items of an earlier call are unread."""
         back_off = self.back_off
         if self._returned or (back_off.seconds and not back_off.is_over):
             return
@@ -68,7 +70,7 @@ class FetchedItems:
             self._returned.pop()
 
     def read_next(self) -> bool:
-        """Move the oldest unread item to `undecided`. Returns False when there is none."""
+        """Move the oldest unread item to `undecided`. Returns False if there is no unread item."""
         while self._returned:
             oldest = self._returned[0]
             if self._begin(oldest) and not oldest.is_used_up:
@@ -90,8 +92,10 @@ class FetchedItems:
                           "the first %d items were read and the rest is dropped; return a list", num_read)
 
     def stop_growing(self) -> None:
-        """Limit reading to the current items, so that it ends even if a client puts refused items back into the
-        collection."""
+        """Limit reading to the items that the collections have now.
+
+        Reading then ends even if a client puts refused items back into a collection.
+        """
         for returned in self._returned:
             if returned.value and returned.is_sized and not (returned.is_copied or returned.size_at_end):
                 if not hasattr(type(returned.value[0]), "__len__"):
@@ -110,12 +114,12 @@ class FetchedItems:
 
 
 class _Returned:
-    """The return value of one call of get. Each list holds at most one value; see unanswered.py.
+    """The return value of one call of the get callback. Each list holds at most one value; see unanswered.py.
 
-    value         the returned object, once get has returned
-    iterator      its iterator, once reading has begun
-    size_at_end   its number of items when `stop_growing` was called
-    num_read      items that were read
+    value         the returned object; empty before the callback returns
+    iterator      the iterator of the object; empty before reading begins
+    size_at_end   number of items of the object when `stop_growing` was called; empty before
+    num_read      number of items that were read
     """
 
     __slots__ = ("value", "iterator", "size_at_end", "num_read")
@@ -128,7 +132,7 @@ class _Returned:
 
     @property
     def is_nothing(self) -> bool:
-        """Whether there is nothing to read, as far as is known without running user code."""
+        """Whether the object is certainly empty, as far as is known without running user code."""
         if not self.value:
             return True
         items = self.value[0]
@@ -147,8 +151,10 @@ class _Returned:
 
     @property
     def is_copied(self) -> bool:
-        """Whether a copy is read instead, because the owner may reuse the collection. Only if iteration runs no user
-        code."""
+        """Whether the loop reads a copy of the collection, because its owner may reuse it.
+
+        A collection is copied only if iterating over it runs no user code.
+        """
         try:
             return type.__getattribute__(type(self.value[0]), "__iter__") in ITERATED_IN_C
         except AttributeError:
@@ -169,9 +175,9 @@ def _has(kind: type, name: str) -> bool:
 
 
 class BackOff:
-    """The time without calls of get after a failure: 1 ms, doubled by each further failure up to 100 ms.
+    """The time after a failure in which get is not called: 1 ms, doubled by each further failure up to 100 ms.
 
-    seconds   length of the last back-off; 0: the last call succeeded
+    seconds   length of the last back-off; 0 if the last call succeeded
     ends_at   end of the last back-off, in seconds of the clock
     """
 

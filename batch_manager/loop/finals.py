@@ -1,4 +1,4 @@
-"""Ends requests: releases their resources, then sends the final response. Only this file sends finals."""
+"""Ends requests: releases their resources, then sends their final responses. Only this file sends finals."""
 
 from ..contained_log import log
 from ..errors import BatchManagerError, error_text
@@ -25,13 +25,13 @@ FINALS_BY_REASON = {
 class Finals:
     """Ends requests. The blocks, slot and id of a request are free before its final callback runs.
 
-    num_sent       final responses so far, refusals included
-    held           request id -> reason, of ended requests whose final is held back; empty in this class
+    num_sent       final responses sent so far, refusals included
+    held           request id -> reason, of ended requests whose final is held back; always empty in this class
     ended          ids of accepted requests that ended since the last call of `take_ended`
-    end_reasons    name of a FinishReason or an ErrorCode -> ids of requests with that final since the last call of
-                   `take_end_reasons`, refused ones included; None: nothing is traced
-    errors         error code -> finals with it
-    reasons        name of a statistic -> finals without an error that it counts
+    end_reasons    name of a FinishReason or an ErrorCode -> ids of requests that got such a final since the last call
+                   of `take_end_reasons`, refused requests included; None without a trace
+    errors         error code -> number of finals with this code
+    reasons        name of a statistic -> number of finals that it counts, all without an error
     """
 
     def __init__(self, callbacks: GuardedCallbacks, active: ActiveRequests, intake: Intake, resources: Resources,
@@ -58,19 +58,20 @@ class Finals:
         return self._unanswered.errors
 
     def end(self, request: LlmRequest, reason: FinishReason) -> None:
-        """End an active request without an error. The final carries everything that was not sent yet."""
+        """End an active request without an error. Its final response has all tokens and values that were not sent yet.
+        """
         metrics = self._timings.take(request, self._resources)
         delivery = self._take_out(request, keep_computed=True)
         assert delivery is not None
         self._send_final(request, delivery, reason, metrics)
 
     def send_held(self) -> None:
-        """Send the held finals that no running request holds back any more."""
+        """Send the held finals for which no running request is left to wait for. Does nothing in this class."""
 
     def fail(self, request: LlmRequest, code: ErrorCode, message: str, *, clear_blocks: bool = False) -> None:
         """End an active request with an error.
 
-        clear_blocks   clear its blocks, in which a failed step may have left anything
+        clear_blocks   clear the request's blocks, because a failed step may have left undefined content in them
         """
         self._take_out(request, keep_computed=False, clear_blocks=clear_blocks)
         self._send_error(request.request_id, code, error_text(code, f"request {request.request_id}: {message}"))
@@ -93,7 +94,11 @@ class Finals:
         self._send_error(request_id, code, error_text(code, f"request {request_id}: {message}"))
 
     def answer_refusals(self) -> None:
-        """Answer all refused items. Call before any other final: a duplicate is refused while the original is alive."""
+        """Answer all refused items.
+
+        Call the method before any other final is sent: the refusal of a duplicate must precede the final of the live
+        request.
+        """
         refusals = self._unanswered.refusals
         while refusals:
             error, text = refusals[0].error, refusals[0].error.response_text()
@@ -104,8 +109,8 @@ class Finals:
     def fail_everything(self, error: BatchManagerError) -> None:
         """Answer every unanswered item: refusals with their own text, live requests with this error.
 
-        Relies on `UnansweredItems` only, and uses neither pool nor device: any other state may be inconsistent. If this
-        raises, the next call answers the rest.
+        The method relies on `UnansweredItems` only and uses neither the pool nor the device, because any other state
+        may be inconsistent. If the method raises, the next call answers the remaining items.
         """
         self.answer_refusals()
         self.ended += [request.request_id for request in self._active]

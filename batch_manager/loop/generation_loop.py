@@ -1,4 +1,5 @@
-"""The generation loop. An iteration: fetch, schedule, claim, start, finish, advance, respond, poll, report."""
+"""The generation loop. The phases of an iteration are fetch, schedule, claim, start, finish, advance, respond, poll and
+report."""
 
 from collections.abc import Callable, Sequence
 
@@ -42,13 +43,13 @@ RESPONSES_AT_ONCE = 32    # built before they are sent; few enough not to trigge
 
 
 class GenerationLoop:
-    """Runs iterations, on any one thread.
+    """Runs iterations. All calls must come from one thread, which may be any thread.
 
-    Up to `limits.window_depth` steps are in flight. An iteration launches the next step before it reads the oldest one;
+    Up to `limits.window_depth` steps are in flight. An iteration launches the next step before it reads the oldest one.
     steps/window.py defines which requests the steps may share.
 
-    A failure costs one sequence if StepRunner catches it, the active requests if a scheduler broke its contract, and
-    all requests if `step` raises: then the worker calls `fail`.
+    A failure that StepRunner catches ends one sequence. A scheduler that breaks its contract ends the active requests.
+    If `step` raises, the worker calls `fail`, which ends all requests.
 
     failure     error of a failed engine, with which every request is answered; None while the engine runs
     iteration   number of the next record
@@ -127,7 +128,7 @@ class GenerationLoop:
     def answer_the_rest(self, error: BatchManagerError) -> None:
         """Answer each live request and each fetched item with this error. Afterwards the loop is empty.
 
-        If this raises, the next call answers the rest; the same holds for `fail`.
+        If the method raises, the next call answers the remaining items. The same is true of `fail`.
         """
         self.window.forget()
         if self.failure is None:
@@ -140,7 +141,10 @@ class GenerationLoop:
         self.callbacks.after_responses()
 
     def _release_everything(self) -> None:
-        """Release the resources of all requests before their final callbacks run. Not for a failed engine."""
+        """Release the resources of all requests before their final callbacks run.
+
+        Must not be called for a failed engine.
+        """
         try:
             for request in self.active:
                 self._resources.release(request)
@@ -148,7 +152,7 @@ class GenerationLoop:
             log.exception("the resources of active requests could not be released at the end")
 
     def fail(self, error: BatchManagerError) -> None:
-        """Mark the engine as failed: answer every request with the error, and later ones until shutdown."""
+        """Mark the engine as failed: answer every request with the error, and later requests until shutdown."""
         if self.failure is None:
             self.failure = error
         self.window.forget()
@@ -158,7 +162,7 @@ class GenerationLoop:
     # fetch
 
     def _room(self) -> int | None:
-        """How many more requests may become active; None: unbounded."""
+        """The number of further requests that may become active; None: unbounded."""
         limits = self.limits
         return None if limits.unbounded_sequences else max(limits.max_num_sequences - len(self.active.in_order), 0)
 
@@ -170,7 +174,7 @@ class GenerationLoop:
             self._resources.admit(admitted)
             self.deliveries.admit(admitted)
         record.had_refusals = bool(self.unanswered.refusals)
-        if self.intake.came_late:            # such a request must not run; its duplicates are refused while it is alive
+        if self.intake.came_late:            # a late request must not run; its duplicates are refused while it is live
             self.finals.answer_refusals()
             self._expire()
         record.active_requests = len(self.active.in_order)
@@ -192,9 +196,9 @@ class GenerationLoop:
                 what = "reading its plan"
                 plan = plain_plan(plan, len(active))
                 if self._pauses_in_flight(plan):
-                    return None    # read that step first: requests may end in it, which may make the pause unnecessary
+                    return None    # read the step first: requests may end in it, and the pause may become unnecessary
                 check_plan(self.scheduler, plan, active, blocked, self.kv, self.limits)
-        except ForeignCodeError as failure:    # costs the active requests only
+        except ForeignCodeError as failure:    # ends the active requests only
             rule = f"{what} raised {type_name(failure.error)}"
             log.error("the scheduler: %s\n%s", rule, where_raised(failure.error))
             raise SchedulerContractError(self.scheduler, rule) from failure.error
@@ -264,7 +268,7 @@ class GenerationLoop:
         outcome = advance(flight.step.batch, output, flight.requests, flight.void, self.deliveries, self._resources,
                           may_have_ended=self.window.depth > 1)
         if self.timings.asking:
-            # If a request ended while the step ran, another one may have its id now.
+            # If a request ended while the step ran, another request may have its id now.
             active = [request for request in flight.requests if self.active.get(request.request_id) is request]
             self.timings.note_tokens(active, flight.void)
         record.generated_tokens = outcome.generated_tokens
@@ -286,8 +290,10 @@ class GenerationLoop:
         self._expire()
 
     def _expire(self) -> None:
-        """End requests whose deadline has passed, with their tokens or, if they have none, with an error. Then send
-        the held finals that are due."""
+        """End requests whose deadline has passed, then send the held finals that are due.
+
+        A request with generated tokens ends as timed out. A request without tokens gets an error.
+        """
         expired = self.intake.expired()
         for admitted in self.intake.withdraw(expired.keys()):
             self.finals.fail_waiting(admitted, ErrorCode.DEADLINE, expired[admitted.request.request_id])
@@ -327,7 +333,7 @@ class GenerationLoop:
     # report
 
     def _report(self, record: IterationRecord) -> bool:
-        """Report the iteration if it had an active request or a refusal. Returns whether it did anything."""
+        """Report the iteration if it had an active request or a refusal. Returns whether the iteration did anything."""
         if self.failure is None:
             self.kv.check_totals()
         if self.finals.ended:

@@ -39,16 +39,16 @@ class QueueBounds:
 
 
 class Intake:
-    """Accepts or refuses each fetched item, once.
+    """Accepts or refuses each fetched item once.
 
-    Items come from `GuardedCallbacks.fetched`; `GuardedCallbacks.unanswered` lists them until their final response.
+    Items come from `GuardedCallbacks.fetched`. `GuardedCallbacks.unanswered` lists them until their final response.
 
     num_accepted, num_refused, unaddressable   items decided since construction
     arrived         (id, arrival time) of requests accepted since the last call of `take_arrived`
     timings         times of the accepted requests
     num_prompt_tokens   prompt tokens of the accepted requests, since construction
     came_late       whether a request was accepted after its deadline, which counts from its arrival_time; `expired`
-                    resets it
+                    resets this to False
     num_warnings    accepted requests whose output length was cut to fit
     """
 
@@ -77,12 +77,12 @@ class Intake:
         self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
-        """Accepted requests that wait to become active."""
+        """The number of accepted requests that wait to become active."""
         return len(self._queue)
 
     @property
     def num_alive(self) -> int:
-        """Accepted requests without a final, waiting or active. Any thread may read it."""
+        """The number of live requests, waiting or active. Any thread may read it."""
         return len(self._unanswered.alive)
 
     @property
@@ -107,7 +107,7 @@ class Intake:
         return request_id in self._queued_ids
 
     def ask(self, room: int | None) -> None:
-        """Call the get callback for as many requests as there is room for besides the queued ones.
+        """Call the get callback for as many requests as there is room for besides the queued requests.
 
         room   number of further requests that may become active; None: unbounded
         """
@@ -118,7 +118,7 @@ class Intake:
               failure: BatchManagerError | None = None) -> list[Admitted]:
         """Accept or refuse up to max_admissions_per_iteration items. Returns the requests that become active.
 
-        room         number of further requests that may become active, queued ones first; None: unbounded
+        room         number of further requests that may become active, queued requests first; None: unbounded
         is_active    whether an id belongs to an active request
         failure      refuse every item with this error; None: decide normally
         """
@@ -227,7 +227,7 @@ class Intake:
             self._warning_log.log(logging.WARNING, "%s (%d so far)", warning, self.num_warnings)
 
     def _enqueue(self, admitted: Admitted) -> None:
-        """Insert by priority, larger first; equal priorities keep the order of arrival."""
+        """Insert a request by priority, larger first. Requests of equal priority keep their order of arrival."""
         queue, index = self._queue, len(self._queue)
         while index and queue[index - 1].request.priority < admitted.request.priority:
             index -= 1
@@ -275,7 +275,10 @@ class Intake:
         self.timings.clear()
 
     def expired(self) -> dict[int, str]:
-        """Return, once, each id whose deadline has passed, with the error text for a request without a token."""
+        """Return the ids whose deadlines have passed since the last call.
+
+        Each id comes with the error text to send if its request has no token.
+        """
         self.came_late = False
         if not self._deadlines:
             return {}

@@ -1,4 +1,4 @@
-"""The record of an iteration, filled while it runs and read by the reporter."""
+"""The record of an iteration. The loop fills it while the iteration runs, and the reporter reads it."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ NO_PLAN = SchedulerOutput()
 
 @dataclass(slots=True)
 class IterationRecord:
-    """One iteration. It describes the step at its launch.
+    """The record of one iteration. It describes the step at its launch.
 
     number             rises by one with every reported record
     micro_batch_id     the micro-batch that the iteration launches
@@ -19,12 +19,12 @@ class IterationRecord:
     active_requests    active requests when the step was planned
     plan               the executed plan; empty if nothing was launched
     chunks             (request id, first position, tokens) of each context chunk
-    kv_cache           use of the KV cache after the claim; None before it
-    static_batch       with static batching, the batch that ran, empty if none did; None: in-flight batching
+    kv_cache           use of the KV cache after the claim; None before the claim
+    static_batch       with static batching, the batch that ran, empty if no batch ran; None with in-flight batching
     generated_tokens   tokens appended to requests
     had_refusals       whether items were refused
     figures            name of a statistic -> value, of resources besides KV cache blocks
-    arrived, finished  ids of the requests that were accepted, and of accepted ones that ended
+    arrived, finished  ids of the requests that were accepted, and of accepted requests that ended
     arrived_at_s       when each request of `arrived` arrived, in seconds of the engine's clock
     end_reasons        reason -> ids of the requests that got their final response; filled for traces only
     waiting            reason -> ids of the active requests in no step; filled for traces only
@@ -54,7 +54,7 @@ class Totals:
 
     recomputed_tokens   computed tokens that pauses discarded
     discarded_tokens    tokens of requests that had ended when their step was read
-    steps_in_flight     steps that were launched and not read
+    steps_in_flight     steps that were launched and not yet read
     queued_requests, queued_tokens   accepted requests that wait to become active, and their prompt tokens
     accepted, refused   items that were accepted and refused
     prompt_tokens       prompt tokens of accepted requests

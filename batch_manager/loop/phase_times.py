@@ -12,17 +12,17 @@ PHASES = {"_fetch": "fetch", "_schedule": "schedule", "_claim": "claim", "_start
 
 
 class PhaseTimes:
-    """Times the phases of a loop's iterations. Created only with tracing, so it costs nothing without."""
+    """Times the phases of a loop's iterations. The loop creates it only if there is a trace hook."""
 
     def __init__(self, loop: object, clock: Clock) -> None:
-        """Mutates `loop`: wraps the methods of its phases."""
+        """Wrap the phase methods of `loop`, which is mutated."""
         self._now = clock.monotonic
         self._microseconds: dict[str, int] = {}
         for method, phase in PHASES.items():
             setattr(loop, method, self._timed(getattr(loop, method), phase))
 
     def take(self) -> dict[str, int]:
-        """Return phase -> microseconds, of the phases that ended since the last call."""
+        """Return phase -> microseconds, for the phases that ended since the last call of this method."""
         taken, self._microseconds = self._microseconds, {}
         return taken
 

@@ -1,4 +1,4 @@
-"""Reports an iteration: statistics to the callback, a trace to the hook."""
+"""Reports an iteration: statistics to the statistics callback, and a trace to the trace hook."""
 
 from collections.abc import Callable, Mapping
 from math import inf
@@ -107,7 +107,7 @@ class Reporter:
         callbacks.return_stats(to_json(stats))
 
     def _figures_now(self) -> dict[str, int]:
-        """The backend's own figures; none if it raises."""
+        """The backend's own figures, or no figures if the backend raises."""
         figures = self._figures_of_backend
         if figures is not None:
             with self._in_figures:
@@ -115,7 +115,7 @@ class Reporter:
         return {}
 
     def _memory_now(self) -> MemoryUsage:
-        """The backend's memory; zeros if it raises, because a statistic must not fail requests."""
+        """The memory use of the backend, or zeros if the backend raises, because a statistic must not fail requests."""
         with self._in_memory_usage:
             memory = self._backend.memory_usage()
             gpu, cpu, pinned = map(index, (memory.gpu, memory.cpu, memory.pinned))

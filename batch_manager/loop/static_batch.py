@@ -1,6 +1,6 @@
 """Static batching (TrtGptModelType.V1) in the loop: the running batch, and finals held back until its last member ends.
 
-scheduling/lockstep.py schedules static batches; runtime/layouts.py has their padded layout.
+scheduling/lockstep.py schedules static batches. runtime/layouts.py has the padded layout of their steps.
 """
 
 from dataclasses import replace
@@ -25,7 +25,10 @@ class StaticBatch:
         self.stats = StaticBatchStats()
 
     def padded(self, batch: ScheduledBatch, plan: SchedulerOutput) -> ScheduledBatch:
-        """Return the batch with a padded row for each member, finished ones included. Contexts form a new batch."""
+        """Return the batch with a padded row for each member, finished members included.
+
+        Context requests in the plan form a new static batch.
+        """
         if plan.context_requests:
             self.stats = StaticBatchStats.of(plan.context_requests, self._max_seq_len)
         return replace(batch, num_padded_rows=self.stats.members)
@@ -35,8 +38,8 @@ class HeldFinals(Finals):
     """Finals that are held back until the last member of the batch ends.
 
     A completed request stays active, keeps its blocks and no longer runs. Its final is sent when the last running
-    member has ended, for any reason. A request that is stopped, fails or times out gets its final at once, and the
-    batch goes on. If such a request was complete before, its final has the reason of the completion.
+    member has ended for any reason. A request that is cancelled, fails or times out gets its final at once, and the
+    batch goes on. If the request had completed before, its final has the reason of the completion.
     """
 
     def end(self, request: LlmRequest, reason: FinishReason) -> None:

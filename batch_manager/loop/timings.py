@@ -14,12 +14,13 @@ from ..steps.resources import Resources
 
 
 class Timings:
-    """Arrival times of requests that have not started, and the metrics of requests that asked for them.
+    """Arrival times of requests that have not started, and the metrics of requests with `return_perf_metrics`.
 
     asking           request id -> metrics so far, of requests with `return_perf_metrics`
     waiting          request id -> arrival in seconds of the clock, of accepted requests that were in no step yet
-    lookup_tokens, hit_tokens   with block reuse, the prompt tokens at the first start of requests, and the cached ones
-    started          requests in a step for the first time, since the last call of `take_started`
+    lookup_tokens    with block reuse, prompt tokens of requests at their first start
+    hit_tokens       with block reuse, the cached tokens among `lookup_tokens`
+    started          requests that were in a step for the first time since the last call of `take_started`
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -55,20 +56,20 @@ class Timings:
                                                   cached_tokens=kv.reused_tokens(request))
 
     def take_started(self) -> tuple[int, float, float]:
-        """Return, for the requests that started since the last call, their number, and the sum and the maximum of their
-        queue times in seconds."""
+        """Return the number of requests that started since the last call, and the sum and the maximum of their queue
+        times in seconds."""
         taken = self.started, self._queue_s, self._longest_queue_s
         self.started, self._queue_s, self._longest_queue_s = 0, 0.0, 0.0
         return taken
 
     def oldest_wait_s(self, now: float) -> float:
-        """Seconds that the first waiting request, in order of admission, has waited; 0.0 if none waits."""
+        """Seconds that the waiting request that was admitted first has waited; 0.0 if no request waits."""
         for arrived_at in self.waiting.values():
             return max(now - arrived_at, 0.0)
         return 0.0
 
     def note_tokens(self, requests: Iterable[LlmRequest], void: Collection[LlmRequest]) -> None:
-        """Note that a step of these active requests was read. Call it only if a request is `asking`.
+        """Note that a step of these active requests was read. Need not be called while `asking` is empty.
 
         void   requests with void rows, which got no token
         """
@@ -81,7 +82,7 @@ class Timings:
                     metrics, first_token_time_ns=metrics.first_token_time_ns or now, last_token_time_ns=now)
 
     def note_pauses(self, paused: Sequence[LlmRequest], kv: KvCacheManager) -> None:
-        """Note a pause, before the requests release their blocks. Call it only if a request is `asking`."""
+        """Note a pause, before the requests release their blocks. Need not be called while `asking` is empty."""
         for request in paused:
             metrics = self.asking.get(request.request_id)
             if metrics is not None:
@@ -91,7 +92,10 @@ class Timings:
                                                           recomputed_tokens=metrics.recomputed_tokens + computed)
 
     def take(self, request: LlmRequest, resources: Resources) -> PerfMetrics | None:
-        """Return the metrics of a request at its end, before it releases its blocks; None if it did not ask."""
+        """Return the metrics of a request at its end, before it releases its blocks.
+
+        Returns None for a request without `return_perf_metrics`.
+        """
         metrics = self.asking.pop(request.request_id, None) if self.asking else None
         return None if metrics is None else _with_blocks(metrics, *resources.blocks_since_start(request))
 

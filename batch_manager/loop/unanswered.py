@@ -1,19 +1,19 @@
-"""The items that still need a final response. This state stays exact through any exception.
+"""The items that still need a final response. This list of items stays exact through any exception.
 
-Another thread may raise an exception in the worker at any moment (`PyThreadState_SetAsyncExc`); a signal handler can do
-the same to a loop on the main thread. CPython checks for such an exception where a Python function starts or resumes
-after a yield, after a call returns, and at the backward jump of a loop. The code that moves an item from one state to
-the next contains no such point:
+Another thread may raise an exception in the worker at any moment (`PyThreadState_SetAsyncExc`). A signal handler can
+raise an exception in a loop on the main thread. CPython checks for such asynchronous exceptions at three points: where
+a Python function starts or resumes after a yield, after a call returns, and at the backward jump of a loop. The code
+that moves an item from one state to the next contains none of these points:
 
 -  Consecutive assignments and `del`s of plain attributes, lists, deques, and dicts whose keys are hashed in C take
-   effect together if there is no call between them. So does the start of a call that follows them:
-   `del alive[request_id]`, then `send(...)`.
+   effect together if there is no call between them. The start of a call that follows them takes effect together with
+   them: `del alive[request_id]`, then `send(...)`.
 -  The return value of a call could be lost between the return and the assignment. `kept.extend(map(call, [argument]))`
    and `kept.extend(islice(iterator, 1))` are each one C call, which stores the value before an exception can be raised.
-   So a single value is stored in a list with at most one element.
+   A single value is therefore stored in a list with at most one element.
 
-Any other state of the loop may be inconsistent after an exception. A failed engine uses this state only
-(`Finals.fail_everything`), so every item gets exactly one final response.
+Any other state of the loop may be inconsistent after an exception. A failed engine uses only this list
+(`Finals.fail_everything`), and every item gets exactly one final response.
 """
 
 from collections import deque
@@ -38,7 +38,7 @@ class UnansweredItems:
     An item is `undecided` until it is accepted, refused or counted as unaddressable. An accepted or refused item stays
     listed until its final callback starts.
 
-    undecided    [the item that is being decided], or empty
+    undecided    list with the item that is being decided, or empty
     refusals     refused items, in order
     alive        ids of the accepted requests, in order
     num_accepted, num_refused, num_unaddressable   items decided
@@ -72,10 +72,10 @@ class UnansweredItems:
         del self.undecided[0]
 
     def note_unaddressable(self) -> None:
-        """Drop the item, which has no usable id, so that no response can be sent."""
+        """Drop the undecided item, for which no response can be sent because it has no usable id."""
         self.num_unaddressable += 1
         del self.undecided[0]
 
     def drop(self) -> None:
-        """Drop the item, which only ends the worker."""
+        """Drop the undecided item, whose only purpose is to end the worker."""
         del self.undecided[0]

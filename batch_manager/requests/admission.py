@@ -1,8 +1,8 @@
 """Turns an item of the get callback into a request that can run, or into an error with the reason.
 
-Every reason for refusing a single request is here. The order of checks is: type, rank and element count, then bytes,
-all before anything is copied; then the values of the copy. The engine uses the copy, so later changes of a tensor have
-no effect.
+Every reason for refusing a single request is here. Admission checks type, rank and element count first, and bytes next.
+It then copies the tensors and checks the values of the copies. The engine uses the copies, so later changes of a tensor
+have no effect.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -108,11 +108,11 @@ class Admitted:
     """An accepted request.
 
     request      the running request
-    setup        its options for the device
-    response     its options for responses
-    num_bytes    bytes of its tensors and of the logits that it asks for
-    warnings     changes that made it fit, one sentence each
-    prompt_table   embeddings of its prompt-tuning tokens; None without any
+    setup        options of the request for the device
+    response     options of the request for responses
+    num_bytes    bytes of its tensors, and of the logits and the likeliest tokens that it asks for
+    warnings     changes that were necessary to fit the request, one sentence each
+    prompt_table   embeddings of its prompt-tuning tokens; None without prompt-tuning tokens
     arrival_time   seconds of the engine's clock; None if the request does not set it
     """
 
@@ -127,7 +127,7 @@ class Admitted:
 
 @dataclass(slots=True)
 class _RawRequest:
-    """A request after the first checks: plain scalars, and tensors of an allowed type and size."""
+    """A request after the first checks, with plain scalars and with tensors of an allowed type and size."""
 
     scalars: dict[str, Any] = field(default_factory=dict)
     few: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -143,17 +143,17 @@ class _RawRequest:
 
 
 class Admission:
-    """Accepts or refuses one item at a time, independently of earlier ones.
+    """Accepts or refuses one item at a time, independently of earlier items.
 
     max_request_bytes         bytes of one request's tensors
     gather_context_logits, gather_generation_logits   whether requests may ask for these logits
     exclude_input_in_output   responses that are not streamed leave the prompt out
-    logits_post_processor_batched   the post-processor that requests call "batched", or None
-    static_batching           requests run in static batches: each gets a batch_key, and streaming only means that the
-                              single response holds the new tokens without the prompt
-    blocks_of                 function of a request that returns the most KV cache blocks that it holds at a time; None:
-                              room for all its tokens
-    guard                     the engine's guard, for values of the user's classes
+    logits_post_processor_batched   the post-processor that requests name "batched", or None
+    static_batching           requests run in static batches. Each request gets a batch_key. With streaming, the single
+                              response has the new tokens without the prompt
+    blocks_of                 function that returns the most KV cache blocks that a request holds at a time; None: the
+                              blocks of all its tokens
+    guard                     the engine's guard, in which code of the user's classes runs
     """
 
     def __init__(self, limits: Limits, *, max_request_bytes: int = 64 * 1024 * 1024, gather_context_logits: bool = True,
@@ -194,8 +194,8 @@ class Admission:
     def admit(self, item: object) -> Admitted:
         """Check and copy an item. Returns a request that is ready to run.
 
-        Raises InvalidRequestError, or RequestTooLargeError for a request larger than the KV cache, and nothing else,
-        whatever the item is or does.
+        Raises RequestTooLargeError for a request larger than the KV cache, and InvalidRequestError for any other
+        reason. The method raises no other exception, whatever the item is or does.
         """
         request_id = usable_id(item)
         found = self._read_guarded(item)
@@ -226,7 +226,7 @@ class Admission:
                                    "convert them with numpy.array(...)")
 
     def _read(self, item: object) -> _RawRequest:
-        """Check type, rank, element count and bytes of all values. Reads scalars, copies no array."""
+        """Check type, rank, element count and bytes of all values. Reads scalars and copies no array."""
         if not isinstance(item, InferenceRequest):
             raise InvalidRequestError(f"the get callback returned an object of type {type_name(item)}",
                                       "it must return InferenceRequest objects", "make one for each prompt")
@@ -296,7 +296,7 @@ class Admission:
         return given
 
     def _decide(self, request_id: int, raw: _RawRequest) -> Admitted:
-        """Copy and check the values, which are plain numbers and arrays here."""
+        """Copy and check the values, which are plain numbers and arrays at this point."""
         for name in ("input_ids", "request_output_len"):
             if name not in raw.scalars and name not in raw.tensors:
                 raise InvalidRequestError(f"{name} is missing", "every request needs input_ids and request_output_len",
@@ -328,8 +328,8 @@ class Admission:
             token_extra_ids=values.get("input_token_extra_ids"),
             retention=raw.retention,
             batch_key=_batch_key(raw, end_ids, sampling) if self.static_batching else None,
-            # Logits exist for computed tokens only, so no part of the prompt may come from the KV cache. A unique salt
-            # ensures that; integers are used for no other salt.
+            # Logits exist for computed tokens only, so no part of the prompt may come from cached blocks. A unique salt
+            # prevents block reuse. No other salt is an integer.
             cache_salt=next(self._own_salts) if return_context_logits else _cache_salt(raw, prompt_table))
         self._check_blocks(request)
         return Admitted(
@@ -473,7 +473,7 @@ class Admission:
                                           f"leave {name} out")
 
     def _fit(self, prompt_len: int, asked: int) -> tuple[int, tuple[str, ...]]:
-        """Return the number of tokens to generate, at most, and warnings if that is less than asked.
+        """Return the largest number of tokens to generate, and warnings if it is less than `asked`.
 
         Raises InvalidRequestError for a prompt that can never run.
         """
@@ -529,15 +529,18 @@ def _batch_key(raw: _RawRequest, end_ids: Sequence[int], sampling: SamplingConfi
 
 
 def _cache_salt(raw: _RawRequest, prompt_table: PromptTable | None) -> Hashable:
-    """The salt of the request's blocks: only prompts with the same salt share blocks. It includes the digest of the
-    prompt table, because prompt-tuning ids have other embeddings in every table."""
+    """The salt of the request's blocks. Only prompts with the same salt share blocks.
+
+    The salt includes the digest of the prompt table, because prompt-tuning ids have other embeddings in every table.
+    """
     return raw.cache_salt if prompt_table is None else (raw.cache_salt, prompt_table.digest)
 
 
 def usable_id(item: Any) -> int | None:
     """Return the id under which a refusal of `item` can be sent, or None. Never raises.
 
-    Any object with a valid id in its attribute `request_id` has one, so that a client that waits for it gets an answer.
+    Any object with a valid id in its attribute `request_id` has a usable id, so that a client that waits for this id
+    gets a response.
     """
     try:
         request_id = item.request_id    # the only line that runs user code

@@ -1,4 +1,4 @@
-"""Checks tensors of a request that must come together or agree in size."""
+"""Checks tensors of a request that must be set together or agree in size."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -41,8 +41,8 @@ class TensorSpec:
     name       the wire name
     content    the kind of its values
     shape      the shape of its values
-    default    its value if it is missing; None: no default
-    parameter  the field of SamplingConfig that it sets, or None
+    default    its value if the tensor is missing; None: no default
+    parameter  the field of SamplingConfig that the tensor sets, or None
     aliases    further names in Python
     """
 
@@ -61,7 +61,7 @@ def _sampling_specs() -> list[TensorSpec]:
             for name, parameter in PARAMETERS.items()]
 
 
-# Wire name -> specification. Defines the properties of InferenceRequest and the checks of admission.
+# Wire name -> specification. The table defines the properties of InferenceRequest and the checks of admission.
 TENSORS: dict[str, TensorSpec] = {spec.name: spec for spec in [
     TensorSpec("input_ids", Content.INTEGER, Shape.ROW),
     TensorSpec("input_token_extra_ids", Content.INTEGER, Shape.ROW),
@@ -96,26 +96,28 @@ class InferenceRequest(TensorAttributes):
     """One request: an id, named tensors, and a few options that are not tensors.
 
     Each documented tensor is a property under its wire name and its aliases, such as `max_new_tokens` for
-    `request_output_len`. Reading returns the value that was set, or None; setting None removes it. Values are torch CPU
-    tensors, numpy arrays, or plain ints, floats, bools and lists of them.
+    `request_output_len`. Reading a property returns the value that was set, or None. Setting None removes the tensor.
+    Values are torch CPU tensors, numpy arrays, plain ints, floats and bools, or lists of plain values.
 
-    request_id              0 <= id < 2^64; it can be used again after its final response
+    request_id              0 <= id < 2^64; an id can be used again after its final response
     is_streaming            send a response for each new token; same as the tensor `streaming`
-    logits_post_processor   (request_id, logits [1, beams, vocab], token_ids of each beam) -> logits: called on the
-                            worker thread once before each token is sampled, and again if a failed step is rerun. Or
-                            "batched": use Parts(logits_post_processor_batched=...), which is called once for all
-                            requests that name it. See decoding/logits_post_processors.py
+    logits_post_processor   (request_id, logits [1, beams, vocab], token_ids of each beam) -> logits. The engine calls
+                            the function on the worker thread once before each token is sampled, and again if a failed
+                            step is rerun. The value "batched" selects Parts(logits_post_processor_batched=...), which
+                            the engine calls once for all requests that name it. See
+                            decoding/logits_post_processors.py
     priority                0..1; requests of larger priority go first
-    deadline_s              seconds from arrival until the request is ended as timed out; None: never
-    arrival_time            when the server received it, in seconds of `time.monotonic()`, or of the clock in Parts; its
-                            queue time and deadline_s count from then. None: its admission
+    deadline_s              seconds from arrival until the request is ended as timed out; None: no deadline
+    arrival_time            time at which the server received the request, in seconds of `time.monotonic()`, or of the
+                            clock in Parts; the queue time and deadline_s count from it. None: the time of admission
     cache_salt              only requests with the same salt reuse each other's cached prefixes
-    kv_cache_retention_config   how long to keep the request's cached blocks; None: as long as others
+    kv_cache_retention_config   how long to keep the request's cached blocks; None: as long as other blocks
 
-    The constructor checks the id and the names only. The engine checks and copies the values when the get callback
+    The constructor checks only the id and the names. The engine checks and copies the values when the get callback
     returns the request. A subclass can add attributes if it declares them in its class body.
 
-    Raises InvalidRequestError for an invalid id, and for an unknown name, with the nearest known one.
+    Raises InvalidRequestError for an invalid id or an unknown name. For an unknown name, the error suggests the nearest
+    known name.
     """
 
     __slots__ = ("_request_id", "_tensors", "is_streaming", "logits_post_processor", "priority", "deadline_s",
@@ -140,7 +142,7 @@ class InferenceRequest(TensorAttributes):
         @property
         def request_id(self) -> int: ...
     else:
-        # Read in C, so that an asynchronous exception cannot be taken for an error in reading the id.
+        # Read in C, because an asynchronous exception in a Python property would look like an error in reading the id.
         request_id = property(attrgetter("_request_id"))
 
     @property
@@ -177,8 +179,8 @@ for _name, _wire_name in _WIRE_NAMES.items():
 
 
 def checked_request_id(request_id: Any) -> int:
-    """Return the id as a plain int. Raises InvalidRequestError for a bool, or anything but an integer in 0..2^64-1."""
-    # Uses the methods of the base types, so that no code of the object's class runs.
+    """Return the id as a plain int. Raises InvalidRequestError unless it is an integer in 0..2^64-1, and for a bool."""
+    # The methods of the base types run no code of the object's class.
     if issubclass(type(request_id), np.integer):
         request_id = np.integer.item(request_id)
     if not issubclass(type(request_id), int) or type(request_id) is bool:

@@ -5,7 +5,7 @@
          +------------- paused ----------------+         end id, length, stop, error    v
                                                +--------------------------------> GENERATION_COMPLETE
 
-Other objects keep its blocks, sampling state, timings and deliveries, by request id or by slot.
+Other objects keep the blocks, sampling state, timings and deliveries of a request, by request id or by slot.
 """
 
 from collections.abc import Hashable, Sequence
@@ -24,25 +24,25 @@ class LlmRequest:
     tokens              for each beam, the prompt and the output
     orig_prompt_len     tokens of the user's prompt
     prompt_len          tokens of the context phase: the prompt, and after a pause the output so far
-    max_new_tokens      most tokens to generate after prompt_len
+    max_new_tokens      most tokens to generate after the first prompt_len tokens
     final_length        length of prompt and complete output; a pause does not change it
     beam_width, lora_task_id, priority   options of the request; larger priorities go first
-    draft_len           number of draft tokens that its next step verifies
+    draft_len           number of draft tokens that the next step of the request verifies
     draft_tokens        the draft tokens
     batch_key           equal for all members of a static batch; None without static batching
     cache_salt          only requests with the same salt share cached blocks
-    token_extra_ids     one id per prompt token, for content that token ids do not distinguish; None: none
-    retention           how long to keep its KV cache blocks; None: as long as others
-    in_lockstep         its last step must be read before the next launch, because it has beams or a user's function
-                        reads its tokens
+    token_extra_ids     one id per prompt token, for content that token ids do not distinguish; None: no such content
+    retention           how long to keep the request's KV cache blocks; None: as long as other blocks
+    in_lockstep         the last step of the request must be read before its next launch, because the request has beams
+                        or a user's function reads its tokens
     state               see the diagram above; a launched last chunk counts as done
     context_position    computed context tokens, those of launched steps included
     context_read        computed context tokens whose step was read
     seq_slot            row of the per-sequence state, NO_SLOT before activation
     num_pauses          number of pauses
 
-    A step may be launched before the last one is read. `tokens` holds tokens that were read; the KV cache manager knows
-    the launched length.
+    A step may be launched before the last step is read. `tokens` has only tokens that were read; the KV cache manager
+    has the launched length.
     """
 
     __slots__ = ("request_id", "tokens", "orig_prompt_len", "prompt_len", "max_new_tokens", "final_length",
@@ -78,7 +78,7 @@ class LlmRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt plus generated tokens; running beams have equal lengths."""
+        """Number of prompt and generated tokens. Running beams have equal lengths."""
         return len(self.tokens[0])
 
     @property
@@ -110,7 +110,7 @@ class LlmRequest:
 
     @property
     def is_started(self) -> bool:
-        """Whether it has computed tokens that a pause would discard."""
+        """Whether the request has computed tokens that a pause would discard."""
         return self.state in _GENERATING or (self.state is LlmRequestState.CONTEXT_INIT and self.context_position > 0)
 
     @property
@@ -163,17 +163,18 @@ class LlmRequest:
     def propose(self, draft_tokens: Sequence[int]) -> None:
         """Set the draft tokens that the next generation step verifies (beam width 1); may be empty.
 
-        There must be fewer than the tokens that are left to generate, so that all can be accepted.
+        The number of draft tokens must be smaller than the number of tokens left to generate, so that all can be
+        accepted.
         """
         assert self.beam_width == 1 and len(draft_tokens) < max(self.final_length - self.num_tokens, 1)
         self.draft_tokens, self.draft_len = draft_tokens, len(draft_tokens)
 
     def add_to_beams(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Replace each beam by the sequence of its parent plus a token, which must not be the last one."""
+        """Replace each beam by the sequence of its parent plus a token, which must not complete the output."""
         before, taken = self.tokens, set()
         self.tokens = []
         for parent, token in zip(parents, tokens, strict=True):
-            sequence = before[parent] if parent not in taken else before[parent][:-1]    # the first child appended one
+            sequence = before[parent] if parent not in taken else before[parent][:-1]    # without the first child's
             taken.add(parent)
             self.tokens.append(sequence)
             sequence.append(token)
@@ -183,7 +184,8 @@ class LlmRequest:
             self.state = LlmRequestState.GENERATION_TO_COMPLETE
 
     def set_beams(self, generated: Sequence[Sequence[int]]) -> None:
-        """Replace the output by the results of the search, best first; beams without a result become empty."""
+        """Replace the output by the results of the search, best first. The output of a beam without a result becomes
+        empty."""
         prompt = self.tokens[0][:self.prompt_len]
         self.tokens = [prompt + list(output) for output in generated]
         self.tokens += [list(prompt) for _ in range(self.beam_width - len(generated))]
@@ -194,7 +196,7 @@ class LlmRequest:
     def pause(self, max_input_len: int) -> None:
         """Return to the context phase. The output becomes part of the prompt.
 
-        Drops tokens beyond max_input_len, and with beams all generated tokens.
+        Drops tokens beyond max_input_len. With beams, drops all generated tokens.
         Source: TensorRT-LLM's LlmRequest::pause.
         """
         if self.beam_width > 1:
@@ -214,9 +216,9 @@ class LlmRequest:
 
 
 def add_a_token_to_each(requests: Sequence[LlmRequest], tokens: Sequence[int]) -> list[LlmRequest]:
-    """Call `add_token` for each request. Returns the requests whose output is complete.
+    """Add a token to each request, as `add_token` does. Returns the requests whose output is complete.
 
-    Inlined, which takes two thirds of the time.
+    The inlined code takes two thirds of the time of calls of `add_token`.
     """
     nearly: list[LlmRequest] = []
     for request, token in zip(requests, tokens, strict=True):

@@ -19,7 +19,7 @@ class PromptTable:
     rows: np.ndarray
 
     def embeddings(self, token_ids: np.ndarray) -> np.ndarray | None:
-        """Rows of the prompt-tuning tokens among `token_ids`, in order; None if there are none."""
+        """The rows of the prompt-tuning tokens among `token_ids`, in order; None without prompt-tuning tokens."""
         tuning_ids = token_ids[token_ids >= self.first_id]
         return self.rows[tuning_ids - self.first_id] if len(tuning_ids) else None
 

@@ -10,10 +10,10 @@ class ResponseOptions:
     is_streaming     send a response for each new token
     exclude_input    leave the prompt out of output_ids in a response that is not streamed
     return_log_probs, return_context_logits, return_generation_logits   return these tensors
-    top_log_probs    number of likeliest tokens to return with each token; 0: none
+    top_log_probs    number of likeliest tokens to return with each token; 0: return no likeliest tokens
     return_perf_metrics   add the metrics to the final response
     deadline_s       seconds from arrival; None: no deadline
-    pad_id           pads the rows of output_ids after shorter beams
+    pad_id           token that pads the rows of output_ids after shorter beams
     """
 
     is_streaming: bool = False
@@ -28,6 +28,6 @@ class ResponseOptions:
 
     @property
     def asks_for_more(self) -> bool:
-        """Whether responses hold more than tokens and metrics."""
+        """Whether responses have tensors other than tokens and metrics."""
         return (self.return_log_probs or self.return_context_logits or self.return_generation_logits
                 or self.top_log_probs > 0)

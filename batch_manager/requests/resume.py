@@ -14,25 +14,25 @@ _ANY_SIZE = Bound(2**63, "", 2**63)     # the engine checks sizes
 
 
 def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> InferenceRequest:
-    """Return a request that generates what `request` would have generated after `tokens`.
+    """Return a request that generates the tokens that `request` would have generated after `tokens`.
 
         requests.put(resume(request, tokens))         # the queue of another manager, in this process or another
 
-    The output of a request depends on the request, the weights and the seed only. So prompt and tokens continue
+    The output of a request depends only on the request, the weights and the seed. The output therefore continues
     identically on any engine with the same checkpoint: bitwise with `deterministic=True`, otherwise within the rounding
     of the dtype. In the new request, `request_output_len` and `min_length` count the tokens that are left,
     `prompt_ignore_length` excludes `tokens`, and a decaying top-p starts at the value that it had reached.
 
     request   the original request; not changed
-    tokens    all tokens of its responses, without an end id. If empty, the result is a copy of the request
+    tokens    all tokens of its responses, without an end id. If `tokens` is empty, the result is a copy of the request
 
-    The new request has the same id. Its streamed responses hold the tokens after `tokens`. A response that is not
+    The new request has the same id. Its streamed responses have the tokens after `tokens`. A response that is not
     streamed starts with the prompt and `tokens`, unless the engine has `exclude_input_in_output`. Log-probabilities,
     `cum_log_probs` and generation logits cover the tokens after `tokens`. `deadline_s` counts from the arrival of the
     new request. A logits post-processor gets `tokens` as a part of the prompt; the caller restores its state.
 
-    Raises InvalidRequestError for a request that is complete or ended with a stop word, for beams, context logits,
-    draft tokens, or a decaying top-p with a reset id, and for tokens that are not integers.
+    Raises InvalidRequestError for a request that is complete or ended with a stop word. Raises it for beams, context
+    logits, draft tokens and a decaying top-p with a reset id, and for tokens that are not integers.
     """
     if not isinstance(request, InferenceRequest):
         raise InvalidRequestError(f"request is of type {type_name(request)}", "expected an InferenceRequest")
@@ -47,7 +47,7 @@ def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> Inf
 
 
 def _resume(tensors: dict[str, Any], tokens: list[int]) -> None:
-    """Change the tensors of a request in place to those of the new request."""
+    """Change the tensors of a request in place to the tensors of the new request."""
     for name, refused in (("beam_width", lambda value: value != 1), ("return_context_logits", bool)):
         if name in tensors and refused(value := _scalar(tensors, name)):
             raise _cannot(f"{name} is {shown(value)}")

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's configuration of how long to keep a request's KV cache blocks."""
+"""TensorRT-LLM's configuration for keeping the KV cache blocks of a request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ class TokenRangeRetentionConfig:
     token_start   first token, 0 or more
     token_end     end of the range, exclusive; None: the end of the prompt
     priority      0..100; blocks of lower priority are evicted first. The default of other blocks is 35
-    duration_ms   whole milliseconds after the last use of a block after which its priority returns to 35; None: never
+    duration_ms   whole milliseconds from the last use of a block until its priority returns to 35; None: it never
+                  returns
 
     Raises InvalidRequestError for a value of another type or out of range, and for an empty range.
     """
@@ -48,13 +49,13 @@ class TokenRangeRetentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class KvCacheRetentionConfig:
-    """How long to keep a request's KV cache blocks. Affects the order of eviction only; without
-    KvCacheConfig.enable_block_reuse it has no effect.
+    """How long to keep a request's KV cache blocks. The configuration affects the order of eviction only, and has no
+    effect without KvCacheConfig.enable_block_reuse.
 
     token_range_retention_configs   at most 1,024 ranges of the prompt, which must not overlap. Other blocks of the
-                                    prompt have priority 35; reused ones keep their priority
+                                    prompt have priority 35, but reused blocks keep their priority
     decode_retention_priority       priority of blocks whose first token is generated, 0..100
-    decode_duration_ms              duration of that priority, as in TokenRangeRetentionConfig.duration_ms
+    decode_duration_ms              duration of this priority, as in TokenRangeRetentionConfig.duration_ms
 
     Raises InvalidRequestError for a value of another type or out of range, and for overlapping ranges.
     """

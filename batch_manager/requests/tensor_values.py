@@ -1,8 +1,8 @@
 """Reads the values of a user's tensors without trusting them.
 
-`read_tensor` checks type, shape and size and copies no values; of a list it copies the references, after checking the
-length. `ids`, `words`, `floats` and `integers` copy the values and check the copy. Only plain types are accepted, as a
-subclass can return anything for its length or content.
+`read_tensor` checks type, shape and size, and copies no values. From a list it copies the references, after a check of
+the length. `ids`, `words`, `floats` and `integers` copy the values and check the copy. Only plain types are accepted,
+because a subclass can return any value for its length or content.
 """
 
 import sys
@@ -26,7 +26,7 @@ _INTEGERS = frozenset([int, *(np.dtype(letter).type for letter in "bBhHiIlLqQ")]
 _FLOATS = frozenset([float, *(np.dtype(letter).type for letter in "efdg")])
 _NUMPY_SCALARS = (_INTEGERS | _FLOATS | {np.bool_}) - {int, float}
 _KINDS = {Content.FLAG: "biu", Content.INTEGER: "iu", Content.NUMBER: "iuf"}
-# Bytes per element of a TABLE in the copy. A row that is a list is first copied to a tuple.
+# Bytes of an element of a TABLE in the copy. A row that is a list is first copied to a tuple.
 _BYTES_KEPT = {Content.INTEGER: 8, Content.NUMBER: 4}
 _BYTES_OF_A_ROW = 64
 _KIND_IN_WORDS = {"b": "bools", "i": "integers", "u": "unsigned integers", "f": "floats", "c": "complex numbers",
@@ -39,8 +39,8 @@ class GivenTensor:
 
     shape       without the leading batch dimension of 1; (words, total tokens) for a list of words
     num_bytes   bytes of the tensor or of its copy, whichever is larger
-    source      an array that may be the user's memory, or a tuple of plain numbers, or of such tuples if 2-d
-    is_bfloat16   the array holds the bits of bfloat16 numbers, for which numpy has no type
+    source      an array that may be the user's memory, a tuple of plain numbers or, for 2-d values, a tuple of tuples
+    is_bfloat16   the array has the bits of bfloat16 numbers, for which numpy has no type
     """
 
     spec: TensorSpec
@@ -55,8 +55,8 @@ class Bound:
     """Size limit of a tensor.
 
     size        most elements
-    reason      expectation of the error for more elements
-    num_bytes   most bytes: what the request's other tensors leave
+    reason      expectation in the error for more elements
+    num_bytes   most bytes: the bytes that the request's other tensors leave
     """
 
     size: int
@@ -140,7 +140,7 @@ def few(spec: TensorSpec, value: Any) -> tuple[int, ...]:
 def ids(given: GivenTensor, vocab_size: int, num_tuning_ids: int = 0) -> list[int]:
     """Return the token ids, which must be in the vocabulary or among the `num_tuning_ids` prompt-tuning ids after it.
 
-    The error names the position of a wrong id, not the id, which is part of a prompt.
+    The error names the position of a wrong id. It does not quote the id, which is part of a prompt.
     """
     limit = vocab_size + num_tuning_ids
     source = given.source
@@ -195,7 +195,7 @@ def _widened(bits: np.ndarray) -> np.ndarray:
 
 
 def integers(given: GivenTensor, allowed: Range) -> np.ndarray:
-    """Return the values as a new int64 array. They must be in a range, which must fit int64."""
+    """Return the values as a new int64 array. They must be in the range `allowed`, which must fit int64."""
     source = given.source
     copy = (np.array(source) if isinstance(source, np.ndarray)
             else _int64(given.spec, source, f"every value must be {allowed}"))
@@ -227,7 +227,7 @@ def _as_array(spec: TensorSpec, value: Any) -> np.ndarray:
 
 
 def _is_torch_tensor(value: Any) -> bool:
-    # This file must not import torch; a process that has a tensor has imported it.
+    # This file must not import torch. A process that has a torch tensor has imported torch.
     torch = sys.modules.get("torch")
     return torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter)
 
@@ -295,9 +295,9 @@ def _read_list(spec: TensorSpec, value: Sequence[Any], bound: Bound) -> GivenTen
 
 def _numbers(spec: TensorSpec, values: Sequence[Any], bound: Bound, before: int = 0,
              bytes_before: int = 0) -> tuple[Any, ...]:
-    """Return the values of a flat list as plain ints and floats; in a TABLE, numpy numbers stay as they are.
+    """Return the values of a flat list as plain ints and floats. In a TABLE, numpy numbers are not converted.
 
-    before, bytes_before   elements and bytes of the tensor that were read before
+    before, bytes_before   elements and bytes of the tensor that were read before this list
     """
     bound.check(spec.name, before + len(values), bytes_before + 8 * len(values))
     numbers = tuple(values)             # another thread may change the list, but not the tuple
@@ -317,7 +317,7 @@ def _numbers(spec: TensorSpec, values: Sequence[Any], bound: Bound, before: int 
 
 
 def _levels(value: Any) -> int:
-    """Nesting depth of lists along their first elements, at most 4."""
+    """The nesting depth of lists along their first elements, at most 4."""
     levels = 0
     while type(value) in _LISTS and levels < 4:
         levels += 1
@@ -335,8 +335,8 @@ def _int64(spec: TensorSpec, rows: Sequence[Any], expectation: str = "tokens and
 def _unpacked(name: str, rows: list[list[int]]) -> list[tuple[int, ...]]:
     """Unpack the words of a packed list.
 
-    rows   the tokens of all words, and the end of each word (running sums of lengths), padded with -1. A single end
-           that is not positive means an empty list
+    rows   two rows: the tokens of all words, and the end of each word (running sums of lengths), padded with -1. A
+           single end that is not positive means an empty list
     """
     tokens, ends = rows
     if len(ends) == 1 and ends[0] <= 0:

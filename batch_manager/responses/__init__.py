@@ -1,4 +1,4 @@
-"""The response tensors, and the values of each request that are not sent yet.
+"""The response tensors, and the values of each request that were not sent yet.
 
 Owns     the documented response tensors, their shapes and dtypes; the values of each token until they are sent
 Not      the time of a response; the guarantee of one final (loop/finals.py, loop/callbacks.py)

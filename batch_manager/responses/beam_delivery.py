@@ -1,4 +1,4 @@
-"""Collects the response values of a request's beams, besides their tokens."""
+"""Collects the response values of a request's beams other than their tokens."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ NO_OUTPUT = -np.inf
 
 
 class BeamDelivery:
-    """The log-probabilities of a request's beams: of the live beams during the search, then of its results.
+    """The log-probabilities of a request's beams: of the live beams during the search, then of the search's results.
 
-    They are in the order of `LlmRequest.tokens`. Log-probabilities of single tokens, and their rows of logits, are kept
-    if the request asked for them. A request that starts over after a pause starts over here, too.
+    The values are in the order of `LlmRequest.tokens`. Log-probabilities of single tokens, and their rows of logits,
+    are kept if the request asked for them. When a request starts over after a pause, its values start over too.
     """
 
     def __init__(self, beam_width: int, *, keeps_log_probs: bool, keeps_logits: bool) -> None:
@@ -35,8 +35,8 @@ class BeamDelivery:
                is_first: bool) -> None:
         """Let every beam continue its parent's output by one token.
 
-        parents     [beams] the beam that each continues
-        log_probs   [beams] float32, of the tokens; -inf for a beam without a continuation
+        parents     [beams] the parent of each beam
+        log_probs   [beams] float32, log-probability of each token; -inf for a beam without a continuation
         logits      [beams before the step, vocab], if requested
         """
         if is_first:

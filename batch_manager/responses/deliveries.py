@@ -1,4 +1,4 @@
-"""The values of each live request that are not sent yet."""
+"""The values of each live request that were not sent yet."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,13 +22,14 @@ class Delivery:
 
     is_plain            the request asked for tokens only
     num_sent            generated tokens already sent (streaming)
-    log_probs           of each generated token not sent yet
-    cum_log_prob        sum over all generated tokens
+    log_probs           log-probability of each generated token not sent yet
+    cum_log_prob        sum of the log-probabilities of all generated tokens
     generation_logits   [vocab] row of each generated token not sent yet
-    top_log_probs       of the generated tokens not sent yet, one entry per step
+    top_log_probs       likeliest tokens for the generated tokens not sent yet, one entry per step
     context_logits      [prompt, vocab], filled chunk by chunk; None once it is sent
-    context_rows        filled rows of context_logits, from the first; it is sent when all are filled
-    beams               with several beams, holds the values of their tokens instead of the fields above
+    context_rows        filled rows of context_logits, counted from the first; context_logits is sent when all rows are
+                        filled
+    beams               with several beams, the values of their tokens, in place of the fields above
     """
 
     options: ResponseOptions
@@ -44,12 +45,12 @@ class Delivery:
 
 
 class Deliveries:
-    """Keeps the values of each live request that are not sent yet, and builds responses. It sends nothing.
+    """Keeps the values of each live request that were not sent yet, and builds responses. It sends nothing.
 
     vocab_size   columns of the returned logits
-    to_tensor    converts a NumPy array to the tensor of a response
-    listeners    request id -> delivery, of requests that stream or asked for more than tokens
-    asking       ids of requests that asked for more than tokens
+    to_tensor    function that converts a NumPy array to the tensor of a response
+    listeners    request id -> delivery, of requests that stream or asked for values other than tokens
+    asking       ids of requests that asked for values other than tokens
     """
 
     def __init__(self, to_tensor: Callable[[np.ndarray], object], vocab_size: int) -> None:
@@ -76,8 +77,10 @@ class Deliveries:
             self.listeners[request_id] = delivery
 
     def note_context_logits(self, request: LlmRequest, start: int, logits: np.ndarray) -> None:
-        """Keep the rows of the user's prompt that are new. After a pause, a context repeats rows and includes generated
-        tokens."""
+        """Keep the rows of the user's prompt that are new.
+
+        After a pause, a context repeats rows that were kept before, and includes generated tokens.
+        """
         delivery = self._deliveries[request.request_id]
         first, end = delivery.context_rows, min(start + len(logits), request.orig_prompt_len)
         if first >= end:
@@ -89,8 +92,10 @@ class Deliveries:
         delivery.context_rows = end
 
     def note_tokens(self, request: LlmRequest, output: StepOutput, start: int, stop: int) -> bool:
-        """Keep the values of tokens start..stop of the output, which were just added to a listener. Returns whether
-        they are to be streamed."""
+        """Keep the values of tokens start..stop of the output, which were just added to a request in `listeners`.
+
+        Returns whether the request streams these tokens.
+        """
         delivery = self.listeners[request.request_id]
         options = delivery.options
         if not delivery.is_plain:
@@ -117,13 +122,15 @@ class Deliveries:
         beams.follow(parents, log_probs, logits, is_first=request.num_generated_tokens == 1)
 
     def note_hypotheses(self, request: LlmRequest, hypotheses: Sequence[Hypothesis], logits: np.ndarray | None) -> None:
-        """Keep the values of the results of a search. Call it before the request replaces its live beams."""
+        """Keep the values of the results of a search. Must be called before the request replaces its live beams."""
         beams = self._deliveries[request.request_id].beams
         assert beams is not None
         beams.end(hypotheses, logits, is_first=request.num_generated_tokens == 0)
 
     def new_tokens(self, requests: Sequence[LlmRequest]) -> list[tuple[int, list[NamedTensor]]]:
-        """Build a streamed response with the unsent tokens of each request, as (id, tensors). The tokens count as sent.
+        """Build a streamed response with the unsent tokens of each request, as (id, tensors).
+
+        The tokens count as sent afterwards.
         """
         responses, listeners, build = [], self.listeners, streamed_token_builder(self._to_tensor)
         for request in requests:
@@ -139,11 +146,11 @@ class Deliveries:
         return responses
 
     def tensors_of(self, metrics: PerfMetrics) -> list[NamedTensor]:
-        """The metrics as tensors, which follow the others in a final response."""
+        """The metrics as tensors, which follow the other tensors in a final response."""
         return metrics.tensors(self._to_tensor)
 
     def forget(self, request_id: int) -> Delivery | None:
-        """Drop an ended request. Returns its delivery, for the final."""
+        """Drop an ended request. Returns its delivery, for the final response."""
         self.asking.discard(request_id)
         self.listeners.pop(request_id, None)
         return self._deliveries.pop(request_id, None)
@@ -165,7 +172,7 @@ class Deliveries:
                 return build_response(options, tokens[:prompt_len], tokens[prompt_len:], reason,
                                       to_tensor=self._to_tensor)
 
-        # The response takes the kept values, so that none is held or sent twice.
+        # The response takes the kept values. No value is held or sent twice.
         first = delivery.num_sent if options.is_streaming else 0
         context_logits = delivery.context_logits if delivery.context_rows == prompt_len else None
         if delivery.beams is not None:

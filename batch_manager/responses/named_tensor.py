@@ -27,9 +27,10 @@ class UniformArray:
 class NamedTensor:
     """A tensor of a response and its name.
 
-    A response has seven tensors, of which most receivers read one or two. So a UniformArray becomes an array on first
-    access, and the array becomes a tensor on first access (by `to_tensor`; None: `tensor` is the given object, or its
-    array). Array and tensor share memory. Both are thread-safe: all threads get the object of the first one.
+    A response has seven tensors, of which most receivers read one or two. To save time, a UniformArray becomes an array
+    on first access, and `to_tensor` converts the array to a tensor on first access. If `to_tensor` is None, `tensor` is
+    the given object, or its array. Array and tensor share memory. Access is thread-safe: all threads get the object
+    that the first thread made.
 
     name     name of the tensor, such as "output_ids"
     array    the NumPy array
@@ -66,7 +67,7 @@ class NamedTensor:
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy makes its tensor from its own array, so that both share memory again.
+        # A copy makes its tensor from its own array, so that both share memory.
         return type(self), (self.name, self.__dict__.get("array", self._given), self._to_tensor)
 
     def __repr__(self) -> str:
@@ -75,7 +76,8 @@ class NamedTensor:
 
 
 class PreparedTensor(NamedTensor):
-    """A tensor whose name, value and `to_tensor` are class attributes, so that creating one runs no Python code.
+    """A tensor whose name, value and `to_tensor` are class attributes, so that no Python code runs to create it.
+
     `prepared` makes the classes. A copy is a NamedTensor.
     """
 
@@ -87,7 +89,7 @@ class PreparedTensor(NamedTensor):
 
 
 class OneTokenTensor(PreparedTensor):
-    """output_ids with one token, [1, 1, 1]. The caller sets `token`."""
+    """The tensor output_ids [1, 1, 1] with one token. The caller sets `token`."""
 
     __slots__ = ("token",)
     token: int

@@ -1,4 +1,4 @@
-"""Times of a request and its use of the KV cache, as further tensors of its final response."""
+"""Times of a request and its use of the KV cache, as additional tensors of its final response."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -14,17 +14,18 @@ NANOSECONDS = 1e9
 
 @dataclass(frozen=True, slots=True)
 class PerfMetrics:
-    """The metrics in the final response of a request with `return_perf_metrics`; each field is a tensor int64 [1].
+    """The metrics in the final response of a request with `return_perf_metrics`. Each field is a tensor int64 [1].
 
-    Times are nanoseconds of the engine's clock: `time.monotonic`, unless Parts has another one. 0 means never.
+    Times are nanoseconds of the engine's clock: `time.monotonic`, unless Parts has another clock. 0 means that the
+    event did not happen.
 
-    arrival_time_ns             `arrival_time` of the request, or its admission if it has none
-    first_scheduled_time_ns     when its first chunk was put into a step
-    first_token_time_ns         when the step with its first token was read
-    last_token_time_ns          when the last step that sampled a token for it, or its end id, was read
-    kv_cache_alloc_new_blocks   blocks taken from the pool, also after pauses
-    kv_cache_reused_blocks      blocks found in the cache, also after pauses
-    cached_tokens               prompt tokens that were cached at its first start
+    arrival_time_ns             `arrival_time` of the request; without it, the time of admission
+    first_scheduled_time_ns     time at which the first chunk of the request was put into a step
+    first_token_time_ns         time at which the step with the first token was read
+    last_token_time_ns          time at which the last step that sampled a token or the end id for the request was read
+    kv_cache_alloc_new_blocks   blocks taken from the pool, including those taken after pauses
+    kv_cache_reused_blocks      blocks found in the cache, including those found after pauses
+    cached_tokens               prompt tokens that were cached at the first start of the request
     num_pauses                  number of pauses
     recomputed_tokens           computed tokens that the pauses discarded
     """
@@ -41,31 +42,34 @@ class PerfMetrics:
 
     @classmethod
     def of(cls, tensors: Iterable[NamedTensor]) -> Self | None:
-        """Read the metrics from the tensors of a response; None if it has none."""
+        """Read the metrics from the tensors of a response. Returns None for a response without metrics."""
         found = {tensor.name: int(tensor.array[0]) for tensor in tensors if tensor.name in PERF_TENSORS}
         return cls(**found) if found else None
 
     def tensors(self, to_tensor: Callable[[np.ndarray], Any] | None = None) -> list[NamedTensor]:
-        """One tensor for each field, in order. to_tensor: as in `build_response`"""
+        """One tensor for each field, in order.
+
+        to_tensor   as in `build_response`
+        """
         return [NamedTensor(name, UniformArray((1,), INT64, getattr(self, name)), to_tensor) for name in PERF_TENSORS]
 
     @property
     def queue_s(self) -> float | None:
-        """Seconds from arrival to the first step; None if it was in no step."""
+        """Seconds from arrival to the first step; None if the request was in no step."""
         return self._seconds(self.first_scheduled_time_ns)
 
     @property
     def time_to_first_token_s(self) -> float | None:
-        """Seconds from arrival to the first token; None if it has no token."""
+        """Seconds from arrival to the first token; None if the request has no token."""
         return self._seconds(self.first_token_time_ns)
 
     @property
     def end_to_end_s(self) -> float | None:
-        """Seconds from arrival to the last token; None if it has no token."""
+        """Seconds from arrival to the last token; None if the request has no token."""
         return self._seconds(self.last_token_time_ns)
 
     def time_per_output_token_s(self, num_tokens: int) -> float | None:
-        """Mean seconds between two tokens; None if there are fewer than two.
+        """Mean seconds between two successive tokens; None if there are fewer than two tokens.
 
         num_tokens   number of generated tokens
         """

@@ -4,8 +4,8 @@
     sequence_length     int32    [1, beam]                          valid entries of each row of output_ids
     context_logits      float32  [1, prompt, vocab] or [1, 1, 1]
     generation_logits   float32  [1, beam, generated, vocab] or [1, 1, 1, 1]
-    output_log_probs    float32  [1, beam, generated]               zeros unless asked for
-    cum_log_probs       float32  [1, beam]                          zeros unless asked for
+    output_log_probs    float32  [1, beam, generated]               zeros unless requested
+    cum_log_probs       float32  [1, beam]                          zeros unless requested
     finish_reason       int32    [1, beam]
 
 Requests with `return_top_log_probs` = k also get:
@@ -18,18 +18,18 @@ generation_logits is the row for token i, before penalties, temperature and all 
 taken after these changes and before top-k and top-p (triton_kernels/sample_token.py), or from the unchanged logits with
 `raw_log_probs`.
 
-With beams, biases, penalties and bans change the log-probabilities after the temperature, so their exponentials need
+With beams, biases, penalties and bans change the log-probabilities after the temperature. The exponentials then need
 not sum to one over the vocabulary (decoding/stages.py). Beams come best first, ranked by cum_log_probs after
 len_penalty. cum_log_probs includes the end id, which is in no other tensor. A beam without a possible output has
 finish_reason 0, no tokens and cum_log_probs -inf.
 
-In a streamed response *generated* is the number of its new tokens. Concatenating a tensor over all streamed responses
+In a streamed response, *generated* is the number of its new tokens. Concatenating a tensor over all streamed responses
 gives the tensor of a response that is not streamed, except for cum_log_probs, which always sums from the start of the
-request. The first streamed response has the context logits. Later ones have the dummy, as does a request that ends
-before its prompt is computed.
+request. The first streamed response has the context logits. Later streamed responses have the dummy of shape [1, 1, 1],
+and so has the response of a request that ends before its prompt is computed.
 
-The tensors share no memory with the engine's buffers, other responses or each other. A callback may keep or change
-them.
+The tensors share no memory with the engine's buffers, with other responses or with each other. A callback may keep or
+change them.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ class BeamOutput:
 
     generated           [n] tokens, without the end id
     finish_reason       FinishReason
-    cum_log_prob        of the whole output, including an end id
+    cum_log_prob        sum of the log-probabilities of the whole output, including an end id
     log_probs           [n]; None if the request did not ask for them
     generation_logits   [n, vocab]; None if the request did not ask for them, or n = 0
     """
@@ -93,12 +93,14 @@ def build_response(
     prompt              the user's prompt; ignored when streaming
     generated           all generated tokens; when streaming, the new tokens of this response. May be empty
     finish_reason       FinishReason; NOT_FINISHED for a streamed response that is not final
-    log_probs           [n] of the tokens in `generated`; required if the options ask for them and n > 0
-    cum_log_prob        since the start of the request; None: the sum of `log_probs`
+    log_probs           [n] log-probabilities of the tokens in `generated`; required if the options ask for them and
+                        n > 0
+    cum_log_prob        sum of log-probabilities since the start of the request; None: the sum of `log_probs`
     context_logits      [prompt, vocab], or its chunks in order, or None for the dummy
     generation_logits   [n, vocab] or n rows, of the tokens in `generated`; None for the dummy
-    top_log_probs       of the tokens in `generated`, in pieces
-    to_tensor           converts a new NumPy array to a tensor, such as torch.from_numpy; None: keep the array
+    top_log_probs       likeliest tokens for the tokens in `generated`, in pieces
+    to_tensor           function that converts a new NumPy array to a tensor, such as torch.from_numpy; None: keep the
+                        array
 
     Values that the options do not ask for are ignored. All values are copied.
     """
@@ -151,9 +153,11 @@ def build_response(
 
 @lru_cache(maxsize=8)
 def streamed_token_builder(to_tensor: Callable[[np.ndarray], Any] | None) -> Callable[[int], list[NamedTensor]]:
-    """Return a function that builds the response with one streamed token, without further values and not final.
+    """Return a function that builds a response with one streamed token, for responses without further values that are
+    not final.
 
-    Its result equals that of `build_response`, in a third of the time. Most responses of a server are of this kind.
+    The response equals the result of `build_response` and takes a third of the time. Most responses of a server are of
+    this kind.
 
     to_tensor   as in `build_response`
     """
@@ -187,7 +191,8 @@ def build_beam_response(
     context_logits      [prompt, vocab], or None for the dummy
     to_tensor           as in `build_response`
 
-    Every row is as long as the longest output. Shorter ones are padded with pad_id in output_ids, elsewhere with zeros.
+    Every row is as long as the longest output. Shorter outputs are padded with pad_id in output_ids, and with zeros in
+    the other tensors.
     Values that the options do not ask for are ignored. All values are copied.
     """
     num_beams, longest = len(outputs), max(len(output.generated) for output in outputs)

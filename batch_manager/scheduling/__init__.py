@@ -1,9 +1,9 @@
 """Scheduling: chooses the requests of the next step.
 
-Owns     the policies: which requests get blocks, which of them are in the step, how prompts are cut into chunks
-Not      blocks and requests: a scheduler reads them, spends from a ledger, returns lists and changes nothing
-Yours    a policy is a CapacityScheduler as in capacity.py; a RequestScheduler decides everything itself; policies.py
-         maps names to objects
+Owns     the policies: which requests get blocks, which requests are in the step, how prompts are cut into chunks
+Not      blocks and requests: a scheduler reads them, spends from a ledger, returns lists and changes nothing else
+Yours    a policy is a CapacityScheduler as in capacity.py; a RequestScheduler makes the complete plan; policies.py maps
+         names to objects
 
 MaxRequestsScheduler and force_chunk serve conformance records and custom schedulers; no option selects them.
 """

@@ -1,7 +1,7 @@
-"""Capacity schedulers, which decide who gets blocks: the four policies of TensorRT-LLM.
+"""Capacity schedulers, which decide which requests get blocks: the four policies of TensorRT-LLM.
 
-Each takes the active requests in service order and returns (fitting, paused). It spends from a ledger and changes
-neither requests nor blocks.
+Each scheduler takes the active requests in service order and returns (fitting, paused). It spends from a ledger and
+changes neither requests nor blocks.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from .interfaces import GENERATING, CapacityScheduler, RequestList, schedulable
 
 
 class MaxRequestsScheduler(CapacityScheduler):
-    """Takes the first requests up to a limit. For models without a KV cache. Never pauses."""
+    """Takes the first requests up to a limit, for models without a KV cache. Never pauses."""
 
     def __init__(self, max_num_requests: int) -> None:
         self.max_num_requests = max_num_requests
@@ -25,17 +25,17 @@ class MaxRequestsScheduler(CapacityScheduler):
 
 
 class GuaranteedNoEvictScheduler(CapacityScheduler):
-    """Starts a request only when it can run to its last token without evicting another.
+    """Starts a request only when it can run to its last token without pausing another request.
 
-    First, the blocks that started requests may still need are reserved, whatever their order. Then contexts are
-    admitted in order. A context between chunks is always admitted. The first new context that does not fit closes the
+    The scheduler first reserves the blocks that started requests may still need, whatever their order. Then it admits
+    contexts in order. A context between chunks is always admitted. The first new context that does not fit closes the
     admission gate, so that later, smaller requests cannot overtake it for ever. A context is skipped if its adapter
     does not fit, or if another request is computing its next block.
 
     Never pauses.
 
     in_line   use TensorRT-LLM's order: only generating requests go first. Contexts between chunks take their turn among
-              the other contexts, so a new one before them may get the blocks that they wait for, and a closed gate
+              the other contexts. A new context before them may get the blocks that they wait for, and a closed gate
               stops them too. With priorities, requests may then deadlock
     """
 
@@ -58,13 +58,13 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
 
 
 class StaticBatchScheduler(CapacityScheduler):
-    """Starts a batch at once; no request joins it until its last member is done.
+    """Starts a batch of requests at once. No request joins the batch before its last member has ended.
 
     Once a request generates, only generating requests run: a context between chunks waits for the next batch.
 
     Never pauses. Source: TensorRT-LLM's STATIC_BATCH, which serves the V1 batching scheme.
 
-    in_line   as GuaranteedNoEvictScheduler's
+    in_line   as in GuaranteedNoEvictScheduler
     """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,
@@ -84,14 +84,15 @@ class StaticBatchScheduler(CapacityScheduler):
 
 
 class MaxUtilizationScheduler(CapacityScheduler):
-    """Runs each request whose next step fits; when blocks run out, pauses the last started ones.
+    """Runs each request whose next step fits. When blocks run out, pauses the requests that are last in line.
 
-    For a request that does not fit, the scheduler picks a victim: the last started request in the line, this one
-    included unless it is the first. It counts the victim's blocks as free, ends the line before the victim, and tries
-    the request again. It never pauses requests before that one, so the first in line always advances. A context is
-    skipped if another request is computing its next block, unless it is the first in line.
+    For a request that does not fit, the scheduler picks a victim: the last started request in the line. The victim may
+    be the request itself, unless it is the first in line and a step is in flight. The scheduler counts the victim's
+    blocks as free, ends the line before the victim, and tries the request again. It never pauses requests before this
+    request, so the first in line always advances. A context is skipped if another request is computing its next block,
+    unless the context is the first in line.
 
-    two_step_lookahead   plan two steps of each generating request, as two micro-batches in flight need
+    two_step_lookahead   plan two steps of each generating request, which two micro-batches in flight need
     """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,
@@ -138,7 +139,8 @@ class MaxUtilizationScheduler(CapacityScheduler):
     def _front_that_fits_at_once(self, line: RequestList, ledger: KvLedger, pages: PageLedger | None) -> int:
         """The number of generating requests at the front of the line if all of them fit, else 0.
 
-        A shortcut with the same result as the loop in `schedule_request`: usually all generating requests go on.
+        This is a shortcut with the same result as the loop in `schedule_request`, for the common case that all
+        generating requests go on.
         """
         generating = len([request for request in line if request.state in GENERATING])
         if generating < len(line):
@@ -156,7 +158,7 @@ class MaxUtilizationScheduler(CapacityScheduler):
 class _AdmissionGate:
     """Admits contexts that can run to their last token within the budgets.
 
-    promised   requests whose reservations come first: those that hold blocks keep their adapters and the blocks that
+    promised   requests whose reservations come first: requests that hold blocks keep their adapters and the blocks that
                they still need
     in_line    as in GuaranteedNoEvictScheduler; all of `promised` hold blocks
     """
@@ -195,7 +197,8 @@ class _AdmissionGate:
 
 
 def _generating_first(active_requests: RequestList, max_num_requests: int) -> tuple[RequestList, RequestList]:
-    """Return the first generating requests up to a limit, and the contexts before the last of them."""
+    """Return the first generating requests up to a limit, and the contexts before the last returned generating request.
+    """
     generating = [request for request in active_requests if request.state in GENERATING]
     if len(generating) == len(active_requests) <= max_num_requests:
         return generating, []    # the common case; takes a third of the time

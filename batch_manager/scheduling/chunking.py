@@ -1,12 +1,13 @@
-"""Divides a token budget that is too small for all prompts. Pure functions of lengths, with these parameters:
+"""Divides a token budget that is too small for all prompts. The policies are pure functions with these parameters:
 
     remaining            [n] context tokens of each request that are left to compute, in order
     unit                 tokens per block; every chunk but the last of a prompt is a multiple of it
     capacity             tokens for all chunks together; None: no bound
-    max_context_length   longest chunk; None: no bound
-    credits              [n] tokens at the front of each context that the KV cache is expected to have; None: none
+    max_context_length   longest chunk, in tokens; None: no bound
+    credits              [n] first tokens of each context that the KV cache is expected to have; None: 0 for each
 
-Each policy returns [n] chunk sizes, 0 for a request that has to wait. Source: TensorRT-LLM's MicroBatchScheduler.
+Each policy returns [n] chunk sizes in tokens, 0 for a request that has to wait. Source: TensorRT-LLM's
+MicroBatchScheduler.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ def first_come_first_served(remaining: Sequence[int], unit: int, capacity: int |
                             max_context_length: int | None, credits: Sequence[int] | None = None) -> list[int]:
     """Serve requests in order: each takes all remaining tokens of its prompt, or as many whole blocks as fit.
 
-    A later, shorter prompt may use a remainder that is too small for a block of an earlier one. A cut chunk begins
+    A later, shorter prompt may use a remainder that is too small for a block of an earlier prompt. A cut chunk begins
     after the cached tokens.
     """
     left = inf if capacity is None else capacity
@@ -37,11 +38,12 @@ def first_come_first_served(remaining: Sequence[int], unit: int, capacity: int |
 
 def equal_progress(remaining: Sequence[int], unit: int, capacity: int | None,
                    max_context_length: int | None, credits: Sequence[int] | None = None) -> list[int]:
-    """Give each request one more block per round, until no request can take another.
+    """Give each request one more block per round, until no request can take another block.
 
-    Requests that cannot are skipped: a later, shorter one may still take its last few tokens. A chunk begins at the
-    front of the context, and its cached tokens cost nothing. If the first request gets cached tokens only, the rounds
-    start over after the cached tokens of each request, which then do not count towards max_context_length.
+    A round skips requests that cannot take a block. A later, shorter request may still take its last few tokens. A
+    chunk begins at the start of the context, and its cached tokens cost nothing. If the first request gets cached
+    tokens only, the rounds start over after the cached tokens of each request. The cached tokens then do not count
+    towards max_context_length.
     """
     credits = _none(remaining) if credits is None else credits
     chunks = _rounds([0] * len(remaining), remaining, unit, capacity, [max_context_length] * len(remaining), credits)
@@ -94,13 +96,14 @@ def cost_after_credit(chunk: int, remaining: int, credit: int) -> int:
 
 
 def cost_with_credit(chunk: int, remaining: int, credit: int) -> int:
-    """Tokens computed by a chunk that begins at the front of the context."""
+    """Tokens computed by a chunk that begins at the start of the context."""
     return max(chunk - credit, 0)
 
 
 def chunk_after_reuse(planned: int, reused: int, prompt_len: int, unit: int) -> int:
-    """Length of a first chunk once the number of reused tokens is known. The chunk begins after them and ends at a
-    block boundary, unless it is the last one.
+    """Length of a first chunk once the number of reused tokens is known.
+
+    The chunk begins after the reused tokens. It ends at a block boundary, unless it is the last chunk.
     """
     end = min(reused + planned, prompt_len)
     return (end if end == prompt_len else end // unit * unit) - reused
@@ -108,7 +111,7 @@ def chunk_after_reuse(planned: int, reused: int, prompt_len: int, unit: int) -> 
 
 def drafts_kept(chunks: Sequence[int], remaining: Sequence[int], drafts: Sequence[int], unit: int,
                 capacity: int | None, max_context_length: int | None, used: int | None = None) -> list[int]:
-    """Draft tokens that fit after each last chunk, within its last block and the bounds.
+    """Draft tokens that fit after each last chunk of a context, within the chunk's last block and the bounds.
 
     used   cost of the chunks in tokens; None: the sum of their lengths
     """

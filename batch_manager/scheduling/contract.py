@@ -18,9 +18,9 @@ Thing = TypeVar("Thing")
 def plain_plan(plan: SchedulerOutput, num_active: int) -> SchedulerOutput:
     """Return the plan with all containers converted to lists.
 
-    Each container is iterated over once, so the checked plan is the executed plan even if a user's container returns
-    other items the next time. Of an endless container, only enough is read to break a rule. An object of another type
-    is returned unchanged; `check_plan` reports it. Raises whatever reading raises.
+    Each container is iterated over once. The checked plan is therefore the executed plan, even if a user's container
+    returns other items the next time. From an endless container, the function reads only enough items to break a rule.
+    A `plan` of another type is returned unchanged; `check_plan` reports it. An exception of a container propagates.
 
     num_active   number of active requests
     """
@@ -48,7 +48,7 @@ def check_plan(scheduler: object, plan: SchedulerOutput, active_requests: Reques
                inflight_request_ids: Collection[int], kv_cache_manager: KvCacheManager, limits: Limits) -> None:
     """Raise SchedulerContractError if the plan breaks a rule.
 
-    The loop checks that something runs at all, as it knows whether a step is in flight.
+    The loop itself checks that a request is scheduled or a step is in flight.
     """
     rule = broken_rule(plan, active_requests, inflight_request_ids, kv_cache_manager, limits)
     if rule is not None:
@@ -57,13 +57,13 @@ def check_plan(scheduler: object, plan: SchedulerOutput, active_requests: Reques
 
 def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_request_ids: Collection[int],
                 kv_cache_manager: KvCacheManager, limits: Limits) -> str | None:
-    """Describe the first rule that the plan breaks; None if it keeps all rules."""
+    """Describe the first rule that the plan breaks. Returns None if the plan keeps all rules."""
     if not isinstance(plan, SchedulerOutput):
         return f"schedule_request returned a value of type {type_name(plan)}, not a SchedulerOutput"
     contexts, generation, paused = plan.context_requests, plan.generation_requests, plan.paused_requests
     try:
         named = [*contexts, *generation, *paused]
-        if named != active_requests:                            # by identity; equal in most plans: all go on
+        if named != active_requests:                            # by identity; equal in most plans: all requests go on
             distinct = set(named)
             if len(distinct) != len(named):
                 return _repetition(plan)
@@ -127,7 +127,8 @@ def _repetition(plan: SchedulerOutput) -> str:
 
 
 def _of_a_plan(thing: object) -> str:
-    """Describe an item of a plan. Shows the type only if it is not a request, as it may contain tokens."""
+    """Describe an item of a plan. For an item that is not a request, shows only the type: the item may contain tokens.
+    """
     return repr(thing) if isinstance(thing, LlmRequest) else f"an object of type {type_name(thing)}"
 
 

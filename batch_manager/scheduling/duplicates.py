@@ -12,7 +12,7 @@ class DuplicateDelay:
     with the same key is held back until the step that computes the block is read and the block is cached. No context
     waits for a block that will not become reusable.
 
-    requests   all requests that may be computing, also those that cannot run in this pass
+    requests   all requests that may be computing, including requests that cannot run in this pass
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, requests: RequestList) -> None:
@@ -25,7 +25,10 @@ class DuplicateDelay:
                     self._is_computed_by_another(request)
 
     def holds_back(self, request: LlmRequest) -> bool:
-        """Whether another context computes the next block of this one. If not, this one is recorded as computing it."""
+        """Whether another context computes the next block of this context, which holds no blocks yet.
+
+        If no other context computes the block, this context is recorded as computing it.
+        """
         return (self._cache is not None and request.is_context and self._is_computed_by_another(request)
                 and not self._owns(request))
 

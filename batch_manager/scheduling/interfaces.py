@@ -1,7 +1,7 @@
 """The interfaces of schedulers, with TensorRT-LLM's names and signatures.
 
-Subclassing is optional: any object with the method works. An object whose `schedule_request` has two parameters is a
-RequestScheduler; with one parameter it is a CapacityScheduler. A scheduler changes neither requests nor blocks, and
+Subclassing is optional: any object with the method works. An object is a RequestScheduler if its `schedule_request` has
+two parameters, and a CapacityScheduler if it has one parameter. A scheduler changes neither requests nor blocks, and
 returns the same result for the same arguments.
 """
 
@@ -49,8 +49,9 @@ class RequestScheduler(ABC):
         """Return the plan of the next iteration.
 
         active_requests        all active requests, in service order
-        inflight_request_ids   ids of requests in a step in flight that cannot run in this iteration. A plan that pauses
-                               a request in flight is dropped; the scheduler is called again once that step is read
+        inflight_request_ids   ids of requests in a step in flight that cannot run in this iteration. If a plan pauses a
+                               request in flight, the loop drops the plan and calls the scheduler again once that step
+                               is read
         """
 
 
@@ -61,7 +62,7 @@ class CapacityScheduler(ABC):
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         """Return (fitting requests, paused requests).
 
-        Three lists are accepted too, as newer versions of TensorRT-LLM return them; the second must be empty.
+        The loop also accepts three lists, which newer versions of TensorRT-LLM return. The second list must be empty.
         """
 
 

@@ -11,9 +11,9 @@ from .simple import SimpleScheduler
 class LockstepScheduler(StaticBatchScheduler):
     """Forms static batches of requests with the same `batch_key`.
 
-    The first waiting request forms the next batch, together with later ones of the same key. The others keep their
-    order. The longest prompt plus the longest output of a batch fit max_seq_len, so that no request is cut because of
-    another one's prompt.
+    The first waiting request forms the next batch, together with later requests of the same key. Other requests keep
+    their order. The longest prompt plus the longest output of a batch fit max_seq_len, so that the prompt of a request
+    does not cut the output of another.
 
     Never pauses.
     """
@@ -39,6 +39,6 @@ class LockstepScheduler(StaticBatchScheduler):
 
 
 def make_static_batch_scheduler(limits: Limits, kv_cache_manager: KvCacheManager) -> RequestScheduler:
-    """Make the scheduler of static batches. max_batch_size alone bounds a padded step, not max_num_tokens."""
+    """Make the scheduler of static batches. Only max_batch_size bounds a padded step; max_num_tokens does not."""
     return SimpleScheduler(LockstepScheduler(limits.max_num_requests, kv_cache_manager, limits.max_seq_len),
                            TokenBudgetScheduler(limits.max_batch_size))

@@ -9,20 +9,20 @@ from .interfaces import GENERATING, MicroBatch, MicroBatchScheduler, RequestList
 
 
 class TokenBudgetScheduler(MicroBatchScheduler):
-    """Fills the step in order, up to its limits of sequences and tokens.
+    """Fills the step in order, up to its limits of requests and tokens.
 
-    A generating request costs one token per beam plus its drafts, a context costs its whole prompt. The first request
-    that does not fit ends the step, so that later ones do not overtake it. With chunking, each context first takes only
-    a row of the batch; then all contexts divide the tokens that generation leaves. Cached tokens of a first chunk cost
-    nothing.
+    A generating request costs one token per beam plus its drafts. A context costs its whole prompt. The first request
+    that does not fit ends the step, so that later requests do not overtake it. With chunking, each context first counts
+    only as a request of the batch. Then all contexts divide the tokens that the generating requests leave. Cached
+    tokens of a first chunk cost nothing.
 
-    The result is ordered by adapter, requests without one first.
+    The result is ordered by adapter, requests without an adapter first.
 
-    max_batch_size     sequences in a step
-    max_num_tokens     tokens in a step; None: no bound
-    chunking           how to cut contexts; None: not at all, except that a context longer than any step, as a pause can
-                       make it, is computed in whole blocks
-    tokens_per_block   of the KV cache; used in that exception only
+    max_batch_size     most requests in a step
+    max_num_tokens     most tokens in a step; None: no bound
+    chunking           how to cut contexts; None: contexts are not cut. The only exception is a paused context that has
+                       become longer than any step, which is computed in whole blocks
+    tokens_per_block   tokens of a KV cache block; used for this exception only
     credit_of          function of a request that returns how many tokens of its first chunk are certain to be cached;
                        None: 0
     """
@@ -84,7 +84,9 @@ class TokenBudgetScheduler(MicroBatchScheduler):
 
     @staticmethod
     def _is_plain_generation(requests: RequestList) -> bool:
-        """Whether each request takes exactly one token and none has an adapter: the common case, which has a shortcut.
+        """Whether each request takes exactly one token and no request has an adapter.
+
+        This is the common case, for which `schedule` has a shortcut.
         """
         tokens = [request.beam_width + request.draft_len for request in requests
                   if request.state in GENERATING and request.lora_task_id is None]
@@ -96,9 +98,11 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         return min(self.credit_of(request), request.prompt_len)
 
     def _uncut(self, request: LlmRequest, left: int | float) -> tuple[int, int]:
-        """Return the chunk size without chunking (the whole context, or 0), and its cost.
+        """Return the chunk size without chunking, and the cost of the chunk in tokens.
 
-        The cost is the whole prompt, even if a part of it is computed already.
+        The chunk is the whole context, or 0 if the context does not fit. Its cost is the whole prompt with its drafts,
+        minus cached tokens, even if a part of the prompt is computed already. A paused context that is longer than any
+        step gets a chunk of whole blocks, which costs its own length.
         """
         whole, drafts, credit = request.remaining_context, request.draft_len, self._credit(request)
         if (request.num_pauses and self.max_num_tokens is not None
@@ -140,7 +144,7 @@ class TokenBudgetScheduler(MicroBatchScheduler):
 class EvenMicroBatches(MicroBatchScheduler):
     """Divides the requests evenly among several micro-batches in flight.
 
-    Otherwise requests that start together would stay together and leave the other micro-batches empty.
+    Without this scheduler, requests that start together would stay together and leave the other micro-batches empty.
 
     num_micro_batches   steps in flight at a time
     """
@@ -160,7 +164,7 @@ def _adapter(request: LlmRequest) -> int:
 
 
 def _by_adapter(requests: RequestList) -> RequestList:
-    """Sort by adapter (stable). Usually no request has one."""
+    """Sort the requests by adapter. The sort is stable. Usually no request has an adapter."""
     if not [request for request in requests if request.lora_task_id is not None]:
         return requests
     return sorted(requests, key=_adapter)

@@ -1,4 +1,4 @@
-"""Makes the scheduler of a policy."""
+"""Makes the scheduler for a policy."""
 
 from ..config import Limits
 from ..kv.kv_cache_manager import KvCacheManager

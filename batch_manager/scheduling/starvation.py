@@ -1,4 +1,4 @@
-"""Detects starved requests: started requests that no plan schedules any more, so that their blocks are never freed."""
+"""Detects starved requests: started requests that no plan schedules any more, and whose blocks are never freed."""
 
 from collections.abc import Collection
 
@@ -15,10 +15,17 @@ MAX_CHECKS = 200
 class StarvationCheck:
     """Detects a scheduler that starves a started request.
 
-    A plan passes over a request that holds blocks and is not blocked by a step in flight if it neither schedules nor
-    pauses the request, schedules a later one, and the step has room for it: a sequence, tokens, blocks, and an equal
-    beam width. A single such plan is legal, as micro-batches and preferences produce them. CHECK_EVERY * MAX_CHECKS of
-    them without progress of the request are not. One plan in CHECK_EVERY is examined and counts for all.
+    A request can be passed over if it holds blocks and is not blocked by a step in flight. A plan passes over the
+    request if all these conditions are true:
+
+    - The plan neither schedules nor pauses the request.
+    - The plan schedules a later request.
+    - The step has room for the request: fewer than max_batch_size requests, enough tokens and blocks, and generating
+      requests of the same beam width.
+
+    A single such plan is legal, because micro-batches and preferences produce such plans. CHECK_EVERY * MAX_CHECKS such
+    plans without progress of the request break the contract. The check examines one plan in CHECK_EVERY, which counts
+    for all of them.
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, limits: Limits) -> None:
@@ -29,7 +36,7 @@ class StarvationCheck:
 
     def check(self, scheduler: object, plan: SchedulerOutput, active_requests: RequestList,
               inflight_request_ids: Collection[int]) -> None:
-        """Count a plan that keeps all other rules. Raises SchedulerContractError if it starves a request.
+        """Count a plan that keeps all other rules. Raises SchedulerContractError if the scheduler starves a request.
 
         active_requests   in service order
         """

@@ -1,7 +1,7 @@
 """Determines why an active request is not in a step, for traces.
 
-A scheduler returns no reasons and may be custom. So the reason is inferred: the first obstacle to adding the request to
-the plan.
+A scheduler returns no reasons and may be custom. The reason is therefore inferred: it is the first obstacle to adding
+the request to the plan.
 """
 
 from collections.abc import Collection
@@ -14,22 +14,24 @@ from .duplicates import DuplicateDelay
 from .interfaces import GENERATING, RequestList, SchedulerOutput
 
 IN_FLIGHT = "step in flight"             # an earlier step of the request is not read yet
-BATCH_SIZE = "max_batch_size"            # the step has max_batch_size sequences
+BATCH_SIZE = "max_batch_size"            # the step has max_batch_size requests
 BATCH_RUNS = "static batch"              # the running static batch has not ended (TrtGptModelType.V1)
-PREFIX = "prefix being computed"         # another request computes a block that this one will share
-BLOCKS = "KV cache blocks"               # too few are free and not reserved for started requests
+PREFIX = "prefix being computed"         # another request computes a block that this request will share
+BLOCKS = "KV cache blocks"               # too few blocks are free and not reserved for started requests
 TOKENS = "max_num_tokens"                # too few tokens of the step are left
-BEAM_WIDTH = "beam width"                # the generating requests of the step have another one
-ORDER = "order"                          # none of these: after a waiting request, or the scheduler's choice
+BEAM_WIDTH = "beam width"                # the generating requests of the step have another beam width
+ORDER = "order"                          # no other reason: after a waiting request, or the scheduler's choice
 REASONS = (IN_FLIGHT, BATCH_SIZE, BATCH_RUNS, PREFIX, BLOCKS, TOKENS, BEAM_WIDTH, ORDER)
 
-MOST_EXAMINED = 16    # requests per iteration; the reason of the others is their order
+MOST_EXAMINED = 16    # requests examined per iteration; further requests get the reason ORDER
 
 
 def waiting_reasons(plan: SchedulerOutput, active_requests: RequestList, in_flight_ids: Collection[int],
                     kv_cache_manager: KvCacheManager, limits: Limits, *,
                     is_static: bool = False) -> dict[str, tuple[int, ...]]:
-    """Return reason -> ids of the active requests that wait for it, in order, without the plan's paused requests.
+    """Return reason -> ids of the active requests that wait for this reason, in order.
+
+    Requests that the plan pauses are left out.
 
     plan        the plan, before its claim
     is_static   requests run in static batches
@@ -53,7 +55,7 @@ def waiting_reasons(plan: SchedulerOutput, active_requests: RequestList, in_flig
 
 
 class _Obstacles:
-    """Finds what keeps requests out of a plan."""
+    """Finds the obstacle that keeps a request out of a plan."""
 
     def __init__(self, plan: SchedulerOutput, active_requests: RequestList, kv_cache_manager: KvCacheManager,
                  limits: Limits, *, is_static: bool) -> None:
@@ -107,7 +109,7 @@ class _Obstacles:
         return 0 if self._kv.owns(request) else self._ledger.blocks_to_completion(request)
 
     def _least_tokens(self, request: LlmRequest) -> int:
-        """Least number of tokens of the step that the request needs."""
+        """The least number of tokens that the request needs in a step."""
         if request.state in GENERATING:
             return request.beam_width + request.draft_len
         remaining = max(request.remaining_context - self._kv.reusable_tokens(request), 1)
