@@ -110,8 +110,8 @@ class SamplingConfig:
                                  the largest probability
     len_penalty, early_stopping, beam_search_diversity_rate   how beams compete, see decoding/beam_search.py; no effect
                                  at beam width 1
-    repetition_penalty           divides the logit of a token that the sequence contains if it is positive, and
-                                 multiplies it if it is negative; 1: off
+    repetition_penalty           for each token that the sequence contains: divides a positive logit, multiplies a
+                                 negative one; 1: off
     presence_penalty, frequency_penalty   subtracted from the logit of a token that the sequence contains: once, or once
                                  per occurrence; 0: off
     prompt_ignore_length         number of leading prompt tokens that presence and frequency penalty ignore. If it is

@@ -1,8 +1,8 @@
 """The work list of `paged_attention_decode`: one row per part of a sequence's pages. Pure host arithmetic.
 
 The host knows all lengths before a step runs. It splits long sequences into parts of about equal size and starts the
-longest parts first, so that one long sequence among many short ones fills the device as well as a uniform batch. The
-result never recompiles a kernel.
+longest parts first, so that one long sequence among many short ones fills the device as well as a uniform batch. When
+the number of rows changes, no kernel is recompiled.
 """
 
 import numpy as np

@@ -63,12 +63,13 @@ class _Context:
 
 @dataclass(slots=True)
 class _Group:
-    """Generating sequences of similar length.
+    """Sequences of similar length that are in the generation phase.
 
-    rows    [n] int64 packed rows; a slice when they are consecutive
-    pages   page numbers in the order (key or value, tile, sequence, head, page of the tile)
+    rows    [n] int64: the packed row of each sequence; a slice if these rows are consecutive
+    pages   numbers of the pages to read, in the order (key or value, tile, sequence, head, page of the tile)
     mask    [tiles, n, 1, 1, tile] float32
-    positions   of keys [tiles, n, 1, 1, 1, tile] and of rows [n, 1, 1, 1, 1], int64; None: no layer needs them
+    positions   two int64 tensors: positions of the keys [tiles, n, 1, 1, 1, tile], and of the rows [n, 1, 1, 1, 1];
+                None if no layer needs them
     """
 
     rows: torch.Tensor | slice

@@ -115,7 +115,7 @@ class TritonPagedAttention:
         return most_context_tiles(num_tokens, num_contexts, self.tile_rows), WORK_COLUMNS
 
     def bind(self, generation: GenerationInputs, contexts: ContextInputs | None) -> None:
-        """Make `run` read these tensors. Replaces `plan` and `receive`."""
+        """Make `run` read these tensors. A step calls either `bind`, or `plan` and `receive`."""
         self._generation, self._contexts = generation, contexts
         rows = len(generation.kv_lengths)
         self._generation_rows, self._context_rows = slice(0, rows), slice(rows, None)

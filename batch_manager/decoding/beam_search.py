@@ -23,11 +23,12 @@ of each beam end it, which leaves at least `width` continuations that can go on.
                 diversity_rate for each better continuation of the same beam (Li, Monroe and Jurafsky, 2016). Stored
                 and reported values are not reduced
 
-This is the beam search of transformers, also in float32. The values 1, 0 and any other of early_stopping correspond to
-True, False and "never". A stop word acts like a stopping criterion of transformers. A stop word of a single token acts
-like an end id that stays in the output. Biases, penalties and bans act on log-probabilities (see stages.py), as the
-logits processors of transformers do with beams, and `log_prob` is the value after them. The results are the finished
-hypotheses in the order of their scores. There are fewer than `width` results if fewer sequences are possible.
+This is the beam search of transformers. Both compute scores in float32. For early_stopping, 1 corresponds to True in
+transformers, 0 to False, and any other value to "never". A stop word acts like a stopping criterion of transformers. A
+stop word of a single token acts like an end id that stays in the output. Biases, penalties and bans act on
+log-probabilities (see stages.py), as the logits processors of transformers do with beams, and `log_prob` is the value
+after them. The results are the finished hypotheses in the order of their scores. There are fewer than `width` results
+if fewer sequences are possible.
 
 The module uses numpy only.
 """

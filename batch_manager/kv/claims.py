@@ -162,10 +162,10 @@ class PrefixClaim:
         return Start(block_ids, reused_tokens)
 
     def _partial_block(self, node: PrefixNode, num_tokens: int) -> int | None:
-        """Return a private block that begins with the first tokens of the node.
+        """Return a private block that begins with the first `num_tokens` tokens of the node.
 
-        The block is the node's own block if no sequence holds it, and if no node follows it or no other block is free.
-        Otherwise the block is a copy.
+        A block that a sequence holds is copied. A block that no sequence holds is copied only if another node follows
+        it and another block is free; otherwise the node's own block is returned. Content of a host block is copied.
         """
         source = node.block_id
         if source is None:

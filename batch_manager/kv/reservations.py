@@ -40,7 +40,7 @@ class Reservations:
                                             request.beam_width, own_last=self._with_reuse)
 
     def to_start_with_drafts(self, request: LlmRequest) -> int:
-        """Blocks of the whole prompt and as many of its drafts as window and pool allow."""
+        """Number of blocks for the whole prompt and for as many draft tokens as window and pool allow."""
         blocks = self.to_start(request)
         if not (self._window.max_draft_len and request.draft_len):
             return blocks

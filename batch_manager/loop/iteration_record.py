@@ -23,7 +23,7 @@ class IterationRecord:
     static_batch       with static batching, the batch that ran, empty if no batch ran; None with in-flight batching
     generated_tokens   tokens appended to requests
     had_refusals       whether items were refused
-    figures            name of a statistic -> value, of resources besides KV cache blocks
+    figures            statistics of the resources other than KV cache blocks: name -> value
     arrived, finished  ids of the requests that were accepted, and of accepted requests that ended
     arrived_at_s       when each request of `arrived` arrived, in seconds of the engine's clock
     end_reasons        reason -> ids of the requests that got their final response; filled for traces only

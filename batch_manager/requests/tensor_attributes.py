@@ -8,7 +8,10 @@ from typing import Any
 
 
 class TensorAttributes:
-    """One attribute for each tensor and each of its aliases: a torch CPU tensor, a numpy array, a number or a list."""
+    """Declares an attribute for each tensor and for each alias of a tensor.
+
+    A value is a torch CPU tensor, a numpy array, a number or a list.
+    """
 
     __slots__ = ()
 

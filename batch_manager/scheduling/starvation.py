@@ -36,7 +36,7 @@ class StarvationCheck:
 
     def check(self, scheduler: object, plan: SchedulerOutput, active_requests: RequestList,
               inflight_request_ids: Collection[int]) -> None:
-        """Count a plan that keeps all other rules. Raises SchedulerContractError if the scheduler starves a request.
+        """Examine a plan that passed `check_plan`. Raises SchedulerContractError if the scheduler starves a request.
 
         active_requests   in service order
         """

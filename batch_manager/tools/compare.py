@@ -207,8 +207,8 @@ def _compare_sides(options: argparse.Namespace, is_apart: bool, after: Sequence[
 
 def _compare_pairs(options: argparse.Namespace) -> None:
     if others := [name for name in options.figure or () if name not in FIGURES]:
-        raise ComparisonError(f"--figure is {others[0]}; pairs have {', '.join(FIGURES)}; leave out --first and "
-                              "--second to compare others")
+        raise ComparisonError(f"--figure is {others[0]}; with --first and --second, expected {', '.join(FIGURES)}; "
+                              "leave out these two options to compare other figures")
     first, second = read_results(options.first), read_results(options.second)
     comparisons = compare(first, second, options.figure or FIGURES)
     names = name_of(first), name_of(second)

@@ -209,7 +209,8 @@ class FileSource:
             readings.append(self._read(self._last, self._at_s(self._last)))
         if not readings:
             self._lines_without_record += len(lines)
-            raise SourceError(f"none of the {self._lines_without_record} lines read is a record of JsonlStatistics"
+            raise SourceError(f"none of the {self._lines_without_record} lines that were read is a record of "
+                              "JsonlStatistics"
                               if self._lines_without_record else "it has no records yet")
         self.age_s = max(time.time() - self._written_at_s, 0.0)
         latest, idle_s = readings[-1], self.age_s - FLUSH_SECONDS

@@ -319,7 +319,7 @@ class _Reader:
                                  f"expected a multiple of the alignment, {alignment}", CONVERT)
         if start + offset + num_bytes > self.file_bytes:
             raise incomplete(self.where, f"{shown(name)} ends at byte {start + offset + num_bytes:,}; the file has "
-                                         f"{self.file_bytes:,}")
+                                         f"{self.file_bytes:,} bytes")
         return GgufTensor(kind, shape, row_bytes, start + offset, start + offset + num_bytes)
 
     def _refuse_overlap(self, tensors: dict[str, GgufTensor]) -> None:

@@ -203,7 +203,7 @@ def micro_batch_step(random: Random) -> dict:
 
 
 def give_credits(random: Random, requests: list[dict], policy: str | None) -> None:
-    """Give some contexts cached tokens. FORCE_CHUNK has no credits."""
+    """Give some context requests cached tokens, but none under the policy FORCE_CHUNK."""
     for request in requests:
         is_context = request.get("state", "CONTEXT_INIT") == "CONTEXT_INIT"
         if is_context and policy != "FORCE_CHUNK" and sometimes(random, 0.4):

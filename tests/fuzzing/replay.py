@@ -34,7 +34,7 @@ def describe(number: int) -> str:
 
 
 def report(block: int, wrong: list[tuple[int | None, str]]) -> str:
-    """Describe what is wrong with a block, with the commands that repeat it."""
+    """Describe what went wrong in a block of requests, with a command that repeats each case."""
     lines = [f"block {block} (engine '{engine_of(block).name}'):"]
     for number, text in wrong[:5]:
         if number is None:

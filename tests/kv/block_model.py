@@ -105,7 +105,7 @@ class BlockModel:
     # Cached texts.
 
     def commit(self, domain: tuple, tokens: Sequence[int], row: Sequence[int]) -> None:
-        """Cache the texts that end in these blocks, up to the first block that is cached with another text."""
+        """Cache the text that ends in each block, in order. Stop before a block that is cached with another text."""
         for index in range(-(-len(tokens) // self.unit)):
             text = Text(domain, tuple(tokens[:(index + 1) * self.unit]))
             if text not in self.found:

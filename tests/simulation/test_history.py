@@ -166,7 +166,7 @@ def stopped_one_is_not_told(history):
 
 
 def stop_is_remembered(history):
-    """Request 8 was named by a poll before get returned it, and is cancelled."""
+    """Request 8 is cancelled by a poll that named it before get returned it. Such a poll must have no effect."""
     history.insert(1, Polled(1.0, [8]))
     spoiled(8, 0, error="", tokens=list(PROMPT), reason=5)(history)
 

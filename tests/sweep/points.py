@@ -120,7 +120,7 @@ def spoiled(scenario: str, name: str, time: int, always: bool, raises: type[Base
 
 
 def faults(run: Run, point: Point) -> list[str]:
-    """Return the violations of a run in which a point failed."""
+    """Return the rules that a run broke after one of the engine's points failed, each as a message."""
     found = [fault for fault in run.faults() if not (point.name == "admission" and "is fair and was refused" in fault)]
     if point.in_callback and run.loop.failure is not None:
         found.append(f"C15: a callback that raised failed the engine: {run.loop.failure}")

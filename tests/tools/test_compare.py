@@ -101,7 +101,7 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
     assert main(["--first", *map(str, ours), "--second", str(theirs[0])]) == 2
     assert "pass the same number of each" in capsys.readouterr().err
     assert main(["--first", str(ours[0]), "--second", str(theirs[0]), "--figure", "load_s"]) == 2
-    assert "--figure is load_s; pairs have output_tok_s" in capsys.readouterr().err
+    assert "--figure is load_s; with --first and --second, expected output_tok_s" in capsys.readouterr().err
 
 
 def test_it_reads_what_the_benchmark_writes(tmp_path):

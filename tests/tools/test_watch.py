@@ -519,6 +519,6 @@ def test_a_file_of_another_kind_is_told_so_again_and_again(tmp_path):
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0.0,12,3\n")
     source = FileSource(str(path))
     for _ in range(2):
-        with pytest.raises(SourceError, match="none of the 2 lines read is a record of JsonlStatistics"):
+        with pytest.raises(SourceError, match="none of the 2 lines that were read is a record of JsonlStatistics"):
             source.poll()
     source.close()

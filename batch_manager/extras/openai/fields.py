@@ -246,7 +246,7 @@ def _logit_bias(fields: _Body) -> dict[int, float] | None:
     if not given:
         return None
     if not all(token.isdecimal() and len(token) < 12 for token in given):
-        raise refused("logit_bias", "expected token ids as names")
+        raise refused("logit_bias", "expected an object whose keys are token ids")
     return {int(token): value for token, value in given.items()}
 
 

@@ -1,4 +1,4 @@
-"""G3, G3b: a decode step of an engine against the least time that its bytes and operations take."""
+"""G3, G3b: the time of an engine's decode step, compared with the least time that its bytes and operations take."""
 
 from collections.abc import Iterator
 
