@@ -261,10 +261,11 @@ class FixedTileAttention(TorchPagedAttention):
     # ------------------------------------------------------------------ once
 
     def _find_counts(self) -> tuple[int, dict[int, tuple[int, ...]]]:
-        """Measure which shapes of products give the same bits.
+        """Measure which shapes of products give the same bits as the reference.
 
-        Returns (height for generation rows, usable numbers of products per call for each height). The reference is
-        a call of the largest number of products of context height. Generation rows use the lowest height that agrees.
+        The reference is a call of the largest number of products, each with the height of a context product. Returns
+        (lowest height with these bits, for generation rows; height -> numbers of products per call with these bits).
+        The second value has entries for this height and for the height of context products.
         """
         height, count = self.tile_positions * self.group, PRODUCT_COUNTS[-1]
         generator = torch.Generator("cpu").manual_seed(0)

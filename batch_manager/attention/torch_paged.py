@@ -74,7 +74,9 @@ class _Group:
 
 
 class TorchPagedAttention:
-    """Attention over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]; `sink` as in windows.py.
+    """Attention over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size].
+
+    sink            number of sink tokens; see windows.py
 
     Blocks that no query of the step sees are not gathered: they may have another owner, and 0 * NaN is NaN.
     """

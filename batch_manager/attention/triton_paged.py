@@ -34,9 +34,10 @@ UNIFORM_ROWS = 16
 
 
 class TritonPagedAttention:
-    """Attention over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]; `sink` as in windows.py.
+    """Attention over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size].
 
-    deterministic   make the bits of a row independent of the step: generation rows run in the context kernel, as
+    sink            number of sink tokens; see windows.py
+    deterministic   the result of a row has the same bits in every step: generation rows run in the context kernel, as
                     contexts of one token
 
     All inputs of a step are uploaded as one array of integers, to save host time.

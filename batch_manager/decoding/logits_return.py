@@ -21,7 +21,7 @@ def context_logits(project: Callable[[torch.Tensor], torch.Tensor], hidden: torc
 
 
 def generation_logits(logits: torch.Tensor, rows: LogitsRows) -> tuple[list[int], torch.Tensor]:
-    """Return the slots that asked for logits and copies of their rows [q, vocab]."""
+    """Return the slots of the rows that asked for logits, and copies of these q rows, [q, vocab]."""
     asked = np.nonzero(rows.active(GENERATION_LOGITS))[0]
     return rows.slots[asked].tolist(), logits[torch.from_numpy(asked).to(logits.device)]
 

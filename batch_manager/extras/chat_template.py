@@ -294,7 +294,7 @@ def _environment() -> Any:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     class Dict:
-        """Replaces `dict` in templates, without the other attributes of `dict`."""
+        """Replaces `dict` in templates: it can be called and has `fromkeys`, but not the other attributes of `dict`."""
 
         def __call__(self, *arguments: Any, **items: Any) -> dict:
             return dict(*arguments, **items)

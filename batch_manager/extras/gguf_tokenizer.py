@@ -97,7 +97,7 @@ def load_gguf_tokenizer(path: str | os.PathLike) -> Any:
     try:
         from tokenizers import AddedToken, processors
     except ImportError as error:
-        raise ConfigError("tokenizers is not installed", "it is required for text",
+        raise ConfigError("tokenizers is not installed", "it is required to encode and decode text",
                           'pip install "batch-manager[text]"') from error
     metadata = _Metadata(read_gguf_header(gguf_file(path)))
     model = metadata.text("tokenizer.ggml.model")

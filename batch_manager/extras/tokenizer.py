@@ -24,7 +24,7 @@ def load_tokenizer(folder: str | os.PathLike) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise ConfigError("tokenizers is not installed", "it is required for text",
+        raise ConfigError("tokenizers is not installed", "it is required to encode and decode text",
                           'pip install "batch-manager[text]"') from error
     if not isinstance(folder, str | os.PathLike):
         raise ConfigError(f"the folder of the tokenizer is of type {type_name(folder)}", 

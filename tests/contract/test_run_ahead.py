@@ -274,8 +274,8 @@ def test_a_first_token_waits_for_no_more_than_a_launch(make_world, new_request):
 
 
 @pytest.mark.parametrize("policy", [MAX, GUARANTEED])
-def test_who_waits_for_the_blocks_of_a_last_token_starts_when_it_was_read(make_world, new_request, policy):
-    """The running request fills the pool. The other request starts when the last step of the first was read."""
+def test_who_waits_for_blocks_of_a_running_request_starts_when_its_last_step_is_read(make_world, new_request, policy):
+    """The running request fills the pool. The other one starts once the last step of the running request is read."""
     world = world_ahead(make_world, policy=policy, backend={"num_blocks": 3})
     world.client.pending = [new_request(1, [1] * 8, 4), new_request(2, [2] * 8, 4)]
     assert steps_until(world, lambda: world.client.finals(1)) == 5

@@ -117,7 +117,7 @@ class Client:
         return items
 
     def received(self, request_id: int, tensors: list, final: bool, error: str) -> Any:
-        """Keep a response. Returns the second argument of on_send."""
+        """Keep a response. `on_send` gets the result of this method as its second argument."""
         response = Response({t.name: np.asarray(t.tensor) for t in tensors}, [t.name for t in tensors], final, error)
         self.responses[request_id].append(response)
         return response

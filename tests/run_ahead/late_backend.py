@@ -21,7 +21,7 @@ class PlantedError(Exception):
 
 @dataclass(slots=True)
 class Order:
-    """The fault of the step of one iteration, and how often it still occurs."""
+    """The fault planned for the step of one iteration, and the number of times that it is still to occur."""
 
     kind: str
     times: int

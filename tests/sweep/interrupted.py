@@ -66,7 +66,10 @@ def _is_traced(frame: FrameType) -> bool:
 
 
 class Tracer:
-    """Calls `at_place(number, frame)` at each place. An exception of `at_place` is raised at that place."""
+    """Calls `at_place(number, frame)` at each place where CPython can raise an asynchronous exception.
+
+    An exception of `at_place` is raised at that place.
+    """
 
     def __init__(self, at_place: Callable[[int, FrameType], None]) -> None:
         self.number = 0

@@ -275,7 +275,7 @@ BY_NAME = {scenario.__name__: scenario for scenario in SCENARIOS}
 
 
 def _read(pipe: int, deadline: float) -> Iterator[bytes]:
-    """Yield data until the other end is closed or the deadline is over."""
+    """Yield data until the other end is closed or the deadline has passed."""
     while (left := deadline - time.monotonic()) > 0 and select.select([pipe], [], [], left)[0]:
         data = os.read(pipe, 1 << 16)
         if not data:
