@@ -190,7 +190,7 @@ class Link:
         return {**health, "callback_failures": {**health.get("callback_failures", {}), **self._guard.failures}}
 
     def join(self, timeout: float | None) -> bool:
-        """Wait for `ended`. Returns False after the timeout."""
+        """Wait for `ended`, and for the worker thread to end. Returns False after the timeout, else True."""
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while not self.ended.wait(min(SECONDS_BETWEEN_LOOKS, max(until - time.monotonic(), 0))):
             if time.monotonic() >= until:
