@@ -34,7 +34,7 @@ class _Tile:
     keys     indices among the keys that the context reads. They end at the key of the last row. They start at the first
              key in the window of the first row if this key comes after the sinks, else at position 0
     window_mask   [rows, n] for the first n of `keys`: -inf where the key is before the window of the row and no sink,
-             else 0. None: every row sees all these keys
+             else 0. None: no key is outside the window of a row
     first    positions of the first row and of the first of `keys`
     """
 
