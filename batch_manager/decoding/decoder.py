@@ -204,7 +204,7 @@ class GptDecoder:
         """
         given = None
         if rows.features & STAGES:
-            # Checked before the stages: a stage is at fault for a row without finite logits only if it was finite here.
+            # Checked before the stages, which are at fault for a row without a token only if the row is finite here.
             given = self._given_finite(logits, rows) if self.stages.changes(rows) else None
             self.stages.apply(logits, rows)
         if not rows.features & (SAMPLES | LOG_PROBS):
@@ -226,7 +226,8 @@ class GptDecoder:
         return SampledTokens(tokens, finite, log_probs, None if given is None else given & ~finite, top)
 
     def _given_finite(self, logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
-        """Return [r] bool: whether each row is finite before the stages. May be False for rows without active stage."""
+        """Return [r] bool: whether each row is finite before the stages. May be False for a row that no stage changes.
+        """
         changed = rows.active(STAGES)
         if logits.device.type != "cpu" or changed.all():
             return logits.amax(1).isfinite()

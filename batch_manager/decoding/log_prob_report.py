@@ -1,6 +1,6 @@
 """Log-probabilities of the likeliest tokens, and raw log-probabilities.
 
-Raw log-probabilities are the log_softmax of the model's logits, before stages and temperature.
+Raw log-probabilities are the log_softmax of the model's unchanged logits.
 Both need the whole distribution in memory, for the rows that asked for them. The log-probability of the sampled token
 is taken from the same distribution, and agrees with the report to the bit.
 """

@@ -17,8 +17,9 @@ def sample_plain(state: SlotState, sample_token: Callable[..., object], sampled_
     counts           zeros, see `sample_token`; None: all rows are greedy
     Shapes           logits [r, vocab]; slots [r] int64; positions [r] int32, of the sampled tokens; results [4, r]
                      int32
-    Mutates          state.last_tokens; counts; results. Its four rows become: the tokens; 1 where a token is the end id
-                     of its sequence, else 0; 1 where the logits are finite, else 0; the bits of the float32 log-probs
+    Mutates          state.last_tokens, counts and results. The four rows of `results` become: the tokens; 1 where a
+                     token is the end id of its sequence, else 0; 1 where the logits are finite, else 0; the bits of the
+                     float32 log-probs
     """
     tokens, finish, finite, log_prob_bits = results.unbind(0)
     sample_token(logits, position=positions, tokens=tokens, log_probs=log_prob_bits.view(torch.float32), finite=finite,

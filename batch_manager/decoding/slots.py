@@ -29,7 +29,7 @@ class SamplingRows:
 
     slots       [r]   slot of the row's sequence; host int32, device int64
     positions   [r]   position, in its sequence, of the token to sample; host int32, device int64
-    beams       [r]   index of the beam within its sequence, same dtypes; None: no sequence has beams
+    beams       [r]   index of the beam within its sequence, int64 on both; None: no sequence has beams
     """
 
     slots: np.ndarray
