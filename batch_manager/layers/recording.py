@@ -213,7 +213,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """The rows of a table at the positions of the tokens."""
+    """The rows of a table that the tokens look up, by their positions or ids."""
 
     table: torch.Tensor
 
