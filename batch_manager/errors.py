@@ -121,7 +121,7 @@ class DeviceLostError(BatchManagerError):
 
 
 class ManagerClosedError(BatchManagerError):
-    """The manager was shut down, or belongs to the parent of this forked process."""
+    """The manager was shut down or belongs to the parent of this forked process, or the interpreter exits."""
 
     code = ErrorCode.SHUTDOWN
 

@@ -116,8 +116,8 @@ class SamplingConfig:
                                  negative one; 1: off
     presence_penalty, frequency_penalty   subtracted from the logit of a token that the sequence contains: once, or once
                                  per occurrence; 0: off
-    prompt_ignore_length         number of leading prompt tokens that presence and frequency penalty ignore. If it is
-                                 not less than the prompt's length, only generated tokens count
+    prompt_ignore_length         number of leading prompt tokens that presence and frequency penalty ignore. If it is at
+                                 least the prompt's length, only generated tokens count
     no_repeat_ngram_size         n-grams of this length do not repeat; 0: off
     min_length                   tokens that must be generated before the end id may be sampled
     random_seed                  the sampled token is a function of the logits, the seed and the position. The default

@@ -86,9 +86,9 @@ class WorkerControl:
         return late if late > self.hang_warning_s / 4 else 0.0
 
     def claim_the_loop(self) -> bool:
-        """Return True in the first thread that calls this method: the worker, or a constructor that fails.
+        """Return True in the first thread that calls this method, also in its later calls, and False in other threads.
 
-        The thread that gets True closes the loop.
+        The first thread is the worker or the thread of a constructor that fails. It closes the loop.
         """
         thread = threading.get_ident()
         return self._claimed_by.setdefault("thread", thread) == thread
@@ -199,7 +199,10 @@ def close_worker(control: WorkerControl) -> None:
 
 
 def _failure_of(error: BaseException) -> BatchManagerError:
-    """The error of all requests after an exception that the loop does not handle: a lost device, or a bug."""
+    """The error with which all requests end after an exception that the loop does not handle.
+
+    Such an exception is a lost device, or a bug.
+    """
     if is_a(error, (DeviceLostError, InternalError)):
         return error
     return InternalError(f"the engine raised {type_name(error)}", "it cannot go on",
