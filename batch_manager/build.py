@@ -118,9 +118,9 @@ def build_loop(
 
 
 def runs_ahead(params: TrtGptModelOptionalParams, info: BackendInfo, parts: Parts, static_batch: bool) -> bool:
-    """Whether to launch a step before the last step is read.
+    """Whether to launch a step before the previous step is read.
 
-    Raises ConfigError if the user sets run_ahead, and another option or a part rules it out.
+    Raises ConfigError if run_ahead is True and the model type or the custom scheduler rules it out.
     """
     reason = way_out = None
     if static_batch:
@@ -156,7 +156,8 @@ def plans_by_lengths(scheduler: object) -> bool:
 def pool_fits_running_ahead(kv_cache_manager: KvCacheManager, limits: Limits) -> bool:
     """Whether every request that fits the pool in lockstep also fits when steps run ahead.
 
-    A sequence that runs ahead keeps more blocks after they left its attention window.
+    With run-ahead, a sequence releases a block later after the block has left the attention window. The sequence can
+    therefore hold more blocks at a time. Logs a warning if some request would not fit.
     """
     window, num_blocks = kv_cache_manager.window, limits.num_blocks
     ahead, lockstep = window.most_held, replace(window, unread_steps=0).most_held
@@ -195,8 +196,9 @@ def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, backend: ModelBacke
     The accounting uses the backend's attention window, which may be narrower than the configured window, or exist
     without a configured window.
 
-    Raises ConfigError if the backend's window is wider than the configured window, or if the backend cannot copy blocks
-    or lacks host blocks that the configuration needs.
+    Raises ConfigError if the backend's window is wider than the configured window, if the backend's number of sink
+    tokens differs from the configured number, or if the backend cannot copy blocks or lacks host blocks that the
+    configuration needs.
     """
     info, asked = backend.info, kv.max_attention_window
     window = info.attention_window

@@ -21,10 +21,11 @@ class SystemClock:
 
 
 class ReliableClock:
-    """Wraps a custom clock, so that its failures cost no response.
+    """Wraps a custom clock, so that no response is lost when the custom clock fails.
 
     While the custom clock raises or returns an invalid time, `monotonic` continues from the last valid reading at the
-    pace of the system's clock. A `timestamp` that is not a string is replaced by the system's timestamp.
+    pace of the system's clock. `timestamp` returns the system's timestamp if the custom clock raises or returns a value
+    that is not a string.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -1,7 +1,7 @@
-"""The user's configuration, and `resolve_limits`, which replaces every default of `None` by a number.
+"""The user's configuration, and `resolve_limits`, which computes the limits of the host tower from it.
 
 The dataclasses are frozen. Their field names are TensorRT-LLM's names in snake_case. `None` means that the engine
-chooses the value; it occurs in this file only. No component receives options that it does not use.
+chooses the value.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,14 +25,16 @@ LONGEST_WAIT_S = 1_000_000    # eleven days; the longest wait of a thread depend
 class KvCacheConfig:
     """Size of the KV cache, and reuse of its blocks.
 
-    max_tokens                 tokens over all requests, rounded up to whole blocks; None: as many as
-                               free_gpu_memory_fraction allows
+    max_tokens                 tokens that the cache can hold for all requests together, rounded up to whole blocks;
+                               None: as many as free_gpu_memory_fraction allows
     max_attention_window       tokens that a query attends to; None: all tokens up to the query
     sink_token_length          first tokens that stay visible outside the window
     free_gpu_memory_fraction   share of the memory that is free after the weights are loaded, 0 < x <= 1. On a CPU it is
                                a share of the free host memory, and the default pool is at most 2 GiB
-    enable_block_reuse         do not compute the tokens of a prompt that earlier prompts and outputs left in the cache
-    enable_partial_reuse       also reuse the first tokens of a block, by a copy while other requests use the block
+    enable_block_reuse         start a prompt after its longest prefix that earlier prompts and outputs left in the
+                               cache
+    enable_partial_reuse       also reuse a cached block of which only the first tokens match the prompt. The engine
+                               copies the block if another request uses it or another cached block follows it
     tokens_per_block           8, 16, 32, 64, 128 or 256; every context chunk but the last is a multiple of it
     host_cache_size            bytes of host memory, pinned for a GPU, for reusable blocks evicted from the pool
     """
@@ -73,7 +75,7 @@ class TrtGptModelOptionalParams:
     """The engine's optional settings.
 
     enable_trt_overlap          run two micro-batches of disjoint requests: one computes while the other is planned
-    run_ahead                   launch the next step before the tokens of the last step are read, so that the device
+    run_ahead                   launch the next step before the tokens of the previous step are read, so that the device
                                 does not wait for the host. None: on, if the backend's `start` returns before its step
                                 is done and no other option or part rules it out. Requests get the same tokens with and
                                 without run_ahead. With it, requests with beams or a logits post-processor run in every
@@ -81,10 +83,10 @@ class TrtGptModelOptionalParams:
                                 Parts.scheduler without `plans_by_lengths = True`
     enable_chunked_context      allow a prompt to be computed in chunks over several iterations
     context_chunking_policy     how to divide the token budget when it is too small for all waiting prompts
-    normalize_log_probs         has no effect. Log-probabilities are always over the whole vocabulary, after penalties
-                                and temperature, as TensorRT-LLM reports them with False. In TensorRT-LLM, True
-                                normalizes over the tokens that top-k keeps, which makes every log-probability of a
-                                greedy request 0
+    normalize_log_probs         has no effect. Log-probabilities are over the whole vocabulary and taken after penalties
+                                and temperature, as in TensorRT-LLM with False. Requests with raw_log_probs get them
+                                from the model's unchanged logits. In TensorRT-LLM, True normalizes over the tokens that
+                                top-k keeps, which makes every log-probability of a greedy request 0
     max_batch_size              requests in one step
     max_num_tokens              tokens in one step, over all its requests
     max_seq_len                 prompt plus generated tokens of one request; None: the model's max_position_embeddings
@@ -118,7 +120,7 @@ class TrtGptModelOptionalParams:
     max_bytes_in_flight         bytes of all live requests: their tensors and the logits that they ask for
     max_admissions_per_iteration   requests read in one iteration; bounds the delay of running requests
     idle_poll_interval_s        seconds between two calls of the get callback when there is nothing to do
-    hang_warning_s              seconds without a heartbeat of the worker before a report; 0: never
+    hang_warning_s              seconds without a heartbeat of the worker before the engine logs an error; 0: never
     cpu_compile                 on a CPU, run a step as one call of C code, which is compiled once for this processor
                                 and kept in $XDG_CACHE_HOME or ~/.cache. None: compile if there is a C compiler ($CC,
                                 cc, gcc or clang) and the model and the options allow it. True: also refuse a model or
@@ -204,11 +206,12 @@ class TrtGptModelOptionalParams:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Replacements for parts of the engine: objects or factories, never names.
+    """Replacements for parts of the engine. A replacement is an object or a factory, never a name.
 
     scheduler   a RequestScheduler, a CapacityScheduler or a MicroBatchScheduler; or its class if the class takes no
                 arguments; or a factory (limits: Limits, kv_cache_manager) of a scheduler. Any object with the methods
-                works. The scheduler of the policy supplies a missing capacity or micro-batch scheduler
+                of one of these classes works. A CapacityScheduler is completed with the policy's micro-batch
+                scheduler, and a MicroBatchScheduler with the policy's capacity scheduler
     attention   a factory (spec, kv_pool) -> attention implementation of the device tower. `spec.attention` describes
                 the attention of each layer, with the effective windows. With sink tokens, the factory also gets `sink=`
     backend     a ModelBackend, or a factory () -> ModelBackend; model_path is then not read
@@ -302,7 +305,7 @@ class Limits:
 
     @property
     def window_depth(self) -> int:
-        """Steps in flight at a time."""
+        """The maximum number of steps in flight at a time."""
         return 2 if self.runs_ahead else self.num_micro_batches
 
 

@@ -29,7 +29,7 @@ log = ContainedLog(logging.getLogger("batch_manager"), None)
 class RateLimitedLog:
     """Writes at most one record per second and drops the others, for events that may occur in every iteration.
 
-    monotonic   returns seconds of a clock
+    monotonic   () -> time of a clock in seconds
     """
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
@@ -37,7 +37,7 @@ class RateLimitedLog:
         self._last = -math.inf
 
     def log(self, level: int, message: str, *arguments: Any, raised: BaseException | None = None) -> None:
-        """Log a message, or drop it.
+        """Log a message, or drop it if a record was written less than a second ago.
 
         raised   an exception: its traceback lines follow the message, without its text
         """

@@ -21,7 +21,10 @@ SCHEDULERS = "a RequestScheduler, a CapacityScheduler or a MicroBatchScheduler"
 
 
 def _made(name: str, factory: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    """Call the factory in a field of Parts. Raises ConfigError, with the factory's exception as its cause."""
+    """Call the factory in a field of Parts.
+
+    If the factory raises, raises ConfigError with the factory's exception as its cause.
+    """
     try:
         return factory(*given, **options)
     except ConfigError:
@@ -32,7 +35,10 @@ def _made(name: str, factory: Callable[..., Any], *given: Any, **options: Any) -
 
 
 def custom_backend(part: Any, params: TrtGptModelOptionalParams) -> ModelBackend:
-    """Return the backend in `Parts.backend`, or call the factory there. Raises ConfigError if it is not a backend."""
+    """Return the backend in `Parts.backend`, or the backend that the factory there makes.
+
+    Raises ConfigError if the part or the result is not a backend, or if an option requires the package's backend.
+    """
     for name in ("deterministic", "cuda_graphs"):
         if getattr(params, name):
             raise ConfigError(f"{name} and Parts.backend are both set",
@@ -61,7 +67,7 @@ def _check_backend_methods(backend: Any) -> None:
 
 
 def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Wrap the factory in a check of the object that it returns."""
+    """Return a factory that calls `factory` and checks the object that it returns. None for None."""
     if factory is None:
         return None
 
@@ -80,7 +86,7 @@ def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] 
 
 
 def checked_stages(part: Any) -> Callable[..., tuple[Any, ...]] | None:
-    """Return a factory (num_slots, device) that makes and checks the stages in `Parts.stages`."""
+    """Return a factory (num_slots, device) that makes and checks the stages in `Parts.stages`. None for None."""
     if part is None:
         return None
 
@@ -150,10 +156,12 @@ def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager
 
 
 def _with_defaults(part: Any, default: SimpleScheduler) -> RequestScheduler | None:
-    """Combine a capacity or micro-batch scheduler with the other scheduler of the default.
+    """Return the part as a complete scheduler.
 
-    Returns None for a class, or an object without the methods. An object that inherits from no scheduler class is
-    recognized by its methods and by the number of arguments of `schedule_request`.
+    A capacity scheduler is combined with the default's micro-batch scheduler, and a micro-batch scheduler with the
+    default's capacity scheduler. Returns None for a class, and for an object without the methods of a scheduler. An
+    object that inherits from no scheduler class is recognized by its methods and by the number of arguments of
+    `schedule_request`.
     """
     if isinstance(part, type):
         return None

@@ -18,7 +18,7 @@ class EngineInfo:
     max_seq_len       prompt plus generated tokens of one request
     max_batch_size    requests in one step
     max_num_tokens    tokens in one step
-    max_beam_width    most beams of a request
+    max_beam_width    largest beam width of a request
     num_blocks        KV cache blocks
     tokens_per_block  tokens per block
     device, dtype     by name: "cpu", "cuda:0"; "float32", "bfloat16"

@@ -105,7 +105,7 @@ class QueueFullError(RequestError):
 
 
 class SchedulerContractError(BatchManagerError):
-    """A scheduler broke a rule of its contract. The process goes on; every active request is answered."""
+    """A scheduler broke a rule of its contract. Every active request ends with this error, and the engine goes on."""
 
     def __init__(self, scheduler: object, rule: str) -> None:
         # For a scheduler made of parts, the message names the parts, because a part is at fault.
@@ -121,7 +121,7 @@ class DeviceLostError(BatchManagerError):
 
 
 class ManagerClosedError(BatchManagerError):
-    """The manager was shut down, or belongs to the parent of this forked process."""
+    """The manager was shut down or belongs to the parent of this forked process, or the interpreter exits."""
 
     code = ErrorCode.SHUTDOWN
 
@@ -146,7 +146,7 @@ class OutOfResourceError(InternalError):
 
 
 def _part_names(scheduler: Any) -> tuple[str, ...]:
-    """The attribute `part_names` of a scheduler, or () if it cannot be read, so that the contract error is raised."""
+    """The attribute `part_names` of a scheduler, or () if the attribute is missing, raises or is no list of strings."""
     try:
         names = scheduler.part_names
     except BaseException:    # a property of a user's class

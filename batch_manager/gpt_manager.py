@@ -51,9 +51,9 @@ class GptManager:
     get_inference_requests_cb       (max_num_requests: int) -> iterable of InferenceRequest; called every iteration,
                                     also with 0; -1 means unbounded. An iteration reads at most
                                     max_admissions_per_iteration items. The callback is not called while items of its
-                                    last call are unread. Return a list: of a generator, or another iterable without a
-                                    length, only the first iteration reads items, and the rest is dropped with a log
-                                    line
+                                    last call are unread. Return a list. If the iterable has neither a length nor a
+                                    length hint, like a generator, the engine reads its items in one iteration only,
+                                    drops the rest and logs a warning
     send_response_cb                (request_id, tensors: list[NamedTensor], final_response: bool, error: str) -> None
     poll_stop_signal_cb             () -> set of request ids to stop
     return_batch_manager_stats_cb   (json: str) -> None, once per iteration that had an active request

@@ -19,8 +19,8 @@ exception propagates.
 
 The clock that times the blocks guards itself (clock.ReliableClock).
 
-A guarded block is a context manager. A function that takes a callable would run instructions between our last line and
-the first instruction of the foreign code, which must follow each other directly: see loop/unanswered.py.
+A guarded block is a context manager, because the first instruction of the foreign code must directly follow our last
+instruction (see loop/unanswered.py). A function that takes a callable would run other instructions in between.
 """
 
 import logging
@@ -156,7 +156,7 @@ class GuardedBlock:
 
 
 class ContainingBlock(GuardedBlock):
-    """See Guard.containing."""
+    """A block that counts, logs and drops exceptions, made by `Guard.containing`."""
 
     __slots__ = ("_on_failure",)
 
@@ -172,7 +172,7 @@ class ContainingBlock(GuardedBlock):
 
 
 class RaisingBlock(GuardedBlock):
-    """See Guard.raising."""
+    """A block that raises ForeignCodeError from an exception, made by `Guard.raising`."""
 
     __slots__ = ("_passing",)
 

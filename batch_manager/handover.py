@@ -1,8 +1,8 @@
 """The two values that host and device tower exchange: the host sends `ScheduledBatch`, the device `StepOutput`.
 
-Both contain integers, numpy arrays and, by reference, a request's logits post-processor. They contain no request
-objects and no torch tensors. A *slot* is a row of the device's per-sequence state. The host chooses the slot when a
-request becomes active, and may reuse it after the request has released it. The options of a request are sent as
+Both contain numbers and numpy arrays, but no request objects and no torch tensors. A `SlotSetup` also refers to the
+logits post-processor of its request. A *slot* is a row of the device's per-sequence state. The host chooses the slot
+when a request becomes active, and may reuse it after the request has released it. The options of a request are sent as
 `SlotSetup` with its first context chunk, and again after a pause. From then on the device keeps the last token of every
 slot, and a generation step carries slots and lengths only.
 """
@@ -208,7 +208,7 @@ NO_UPDATES = BlockTableUpdates(np.empty(0, np.int32), np.empty(0, np.int32), np.
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy the first tokens of a KV cache block to another block, in every layer.
+    """A device operation that copies the first tokens of a KV cache block to another block, in every layer.
 
     num_tokens           least number of tokens to copy; copying more tokens of the block does no harm
     from_host, to_host   whether the source, or the destination, is a host block
@@ -223,7 +223,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class BlockClear:
-    """Fill a KV cache block with zeros, so that no later owner reads the old content.
+    """A device operation that fills a KV cache block with zeros, so that no later owner reads the old content.
 
     first_token   index within the block from which to fill; the content of earlier tokens stays
     """
@@ -234,7 +234,7 @@ class BlockClear:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoad:
-    """Load an adapter into pages of the device.
+    """A device operation that loads an adapter into pages of the device.
 
     page_ids   the pages in order; the load overwrites their content
     """
@@ -362,10 +362,10 @@ class StepOutput:
                         id and not part of the output), STOP_WORDS or NOT_FINISHED. The host checks lengths. Ignored
                         if a search has ended
     row_starts          [r + 1] int32: row i has tokens row_starts[i]..row_starts[i + 1]; None: each row has one token
-    log_probs           [n] float32; None if no sequence of the batch asked for them or has beams. They are taken after
-                        all stages and the temperature, and before top-k and top-p, or from the model's unchanged logits
-                        for slots with `raw_log_probs`. With beams, they are taken after biases, penalties and bans;
-                        -inf for a beam without a continuation
+    log_probs           [n] float32; None if no sequence of the batch has beams or asked for log-probabilities. They are
+                        taken after all stages and the temperature, and before top-k and top-p. For slots with
+                        `raw_log_probs`, they are taken from the model's unchanged logits. With beams, they are taken
+                        after biases, penalties and bans; -inf for a beam without a continuation
     parents             [n] int32: with beams, the beam that each token continues; 0 after a context, which has one
                         beam. None: no sequence has beams
     hypotheses          slot -> results of a search that has ended, best first, at most one per beam

@@ -15,7 +15,7 @@ from .errors import ManagerClosedError
 
 
 class Abortable(Protocol):
-    """The control of a worker, or of a loading thread, as far as this file needs it."""
+    """The members of WorkerControl, Loading and Link that this file uses."""
 
     @property
     def worker(self) -> threading.Thread | None: ...

@@ -1,4 +1,6 @@
-"""Loads a model on its own thread, which is interrupted with its caller or at interpreter exit.
+"""Loads a model on its own thread.
+
+The loading is interrupted when its caller is interrupted, and when the interpreter exits.
 
 OpenMP keeps a team of threads for every thread that ever computed. If the caller loaded the model, its team and the
 worker's team would together have more threads than there are cores. libgomp would then put a team to sleep at every
@@ -26,7 +28,7 @@ class Loading(Generic[Loaded]):
 
     loaded           list with the result of `load`, or empty
     error            the exception of `load`, or None
-    is_interrupted   whether the loading must stop, because its result is not needed any more
+    is_interrupted   whether the loading must stop, because no caller needs its result any more
     """
 
     worker = None    # for interpreter_exit: no callback runs on this thread
@@ -64,7 +66,7 @@ class Loading(Generic[Loaded]):
 
 
 def check_interruption() -> None:
-    """Raise KeyboardInterrupt if the loading on this thread is interrupted. Loaders call it now and then."""
+    """Raise KeyboardInterrupt if the loading on this thread is interrupted. Loaders call this function repeatedly."""
     loading = getattr(_here, "loading", None)
     if loading is not None and loading.is_interrupted:
         raise KeyboardInterrupt("the loading was interrupted")

@@ -28,7 +28,7 @@ class OneShotEvent:
 
 
 def check_drain(drain: object) -> None:
-    """Raise TypeError unless `drain` is True or False. A number is probably a timeout."""
+    """Raise TypeError unless `drain` is True or False. A number is probably a timeout in the wrong position."""
     if not isinstance(drain, bool):
         raise TypeError(f"drain is of type {type(drain).__name__}; expected True or False; pass seconds as timeout=...")
 

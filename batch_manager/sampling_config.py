@@ -101,8 +101,10 @@ class SamplingConfig:
     beam_width                   number of beams; 1: no beam search. With several beams, the parameters that only choose
                                  a token at random (top_k, top_p, min_p, random_seed) have no effect
     temperature                  above 0: divides the logits; 0: greedy
-    top_k, top_p                 0 and 0.0: greedy. top_k above 0 keeps the k likeliest tokens. Of these tokens, top_p
-                                 between 0 and 1 keeps the smallest set whose probabilities sum to p; 1 keeps all
+    top_k, top_p                 0 and 0.0: greedy. top_k above 0 keeps the top_k likeliest tokens; 0 keeps all. Of the
+                                 kept tokens, top_p between 0 and 1 keeps the smallest set of likeliest tokens whose
+                                 probabilities sum to at least top_p; 1 keeps all, and so does 0 with a top_k above 0.
+                                 Both also keep all tokens that are as likely as the last token kept
     top_p_decay, top_p_min, top_p_reset_ids   after each token, top_p becomes max(top_p * decay, min). After the token
                                  with the reset id (-1: no reset), top_p returns to its first value. No effect if top_p
                                  is 0
@@ -114,8 +116,8 @@ class SamplingConfig:
                                  negative one; 1: off
     presence_penalty, frequency_penalty   subtracted from the logit of a token that the sequence contains: once, or once
                                  per occurrence; 0: off
-    prompt_ignore_length         number of leading prompt tokens that presence and frequency penalty ignore. If it is
-                                 not less than the prompt's length, only generated tokens count
+    prompt_ignore_length         number of leading prompt tokens that presence and frequency penalty ignore. If it is at
+                                 least the prompt's length, only generated tokens count
     no_repeat_ngram_size         n-grams of this length do not repeat; 0: off
     min_length                   tokens that must be generated before the end id may be sampled
     random_seed                  the sampled token is a function of the logits, the seed and the position. The default

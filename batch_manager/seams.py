@@ -12,7 +12,7 @@ class BackendInfo:
     """Facts about a model and its device for the host tower. They are fixed for the life of the backend.
 
     vocab_size            token ids of the model (not of a tokenizer) are 0 <= id < vocab_size
-    max_seq_len           most positions of a sequence: prompt plus generated tokens
+    max_seq_len           maximum number of positions of a sequence: prompt plus generated tokens
     num_blocks            KV cache blocks in the pool
     tokens_per_block      tokens per block
     num_slots             sequences for which the backend can hold state
@@ -20,7 +20,7 @@ class BackendInfo:
     hidden_size           entries of a token's embedding; 0: no prompt-tuning embeddings
     device, dtype         by name, for logs and statistics
     attention_window      tokens that a token attends to, itself included, besides the first `sink_tokens`. Blocks
-                          before the window are freed. None: a token attends to all tokens before it
+                          before the window are freed. None: a token attends to all tokens up to itself
     sink_tokens           first tokens of a sequence that stay visible outside the window
     host_blocks           blocks of a second pool in host memory, for content evicted from the first pool
     is_asynchronous       `start` returns before the step is done, so that the next step can be planned meanwhile

@@ -23,7 +23,7 @@ ATTEMPTS_TO_END = 20    # attempts without a final response in between; some bac
 
 
 class WakeUp:
-    """An event for one waiter. It makes no lock per wait, and costs an idle worker half as much as threading.Event.
+    """An event for one waiter. A wait creates no lock, and costs half as much as a wait of threading.Event.
 
     `set` never blocks. A forked child may call it, whatever state the parent's worker was in.
     """
@@ -71,7 +71,7 @@ class WorkerControl:
         return self.hang_warning_s < seconds - frozen - self._unwatched_s()
 
     def note_watchdog(self) -> None:
-        """Record that the watchdog runs. The watchdog calls this method at least four times per `hang_warning_s`.
+        """Record that the watchdog runs. The watchdog calls this method every `hang_warning_s` / 4 seconds.
 
         A late call means that the process was suspended, for instance by SIGSTOP or with its virtual machine.
         """
@@ -86,9 +86,9 @@ class WorkerControl:
         return late if late > self.hang_warning_s / 4 else 0.0
 
     def claim_the_loop(self) -> bool:
-        """Return True in the first thread that calls this method: the worker, or a constructor that fails.
+        """Return True in the first thread that calls this method, also in its later calls, and False in other threads.
 
-        The thread that gets True closes the loop.
+        The first thread is the worker or the thread of a constructor that fails. It closes the loop.
         """
         thread = threading.get_ident()
         return self._claimed_by.setdefault("thread", thread) == thread
@@ -140,9 +140,10 @@ def run_worker(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_
                num_loops_inside: int = NESTED_WORKER_LOOPS) -> None:
     """The worker's main function: run iterations until the worker is stopped, then answer the requests that are left.
 
-    After any exception, of a step or raised by another thread in the worker, the worker continues here. It fails the
-    engine, which answers all requests, and runs until no request is left. The loops are nested because the jump back
-    from `except` to `try` is not covered. The enclosing loop catches a second exception at this point.
+    After an exception, whether of a step or raised by another thread in the worker, this function calls `_serve` again.
+    `_serve` fails the engine, which answers all requests with the error, and answers later requests until the worker is
+    stopped. The function calls itself to nest its loops. A `try` does not cover the jump from its `except` clause to
+    the next round of its loop. If a second exception is raised during this jump, the enclosing loop catches it.
     """
     while not control.stopped.is_set:
         try:
@@ -157,7 +158,7 @@ def run_worker(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_
 def _serve(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: float) -> None:
     """Run iterations until the worker is stopped, then end the worker.
 
-    First handles the exception that ended the last call of this function.
+    If an exception ended the last call of this function, the engine first fails with this exception.
     """
     if not control.claim_the_loop():    # the constructor failed, and closes the loop
         control.wake.wait_and_clear(idle_poll_interval_s)
@@ -198,7 +199,10 @@ def close_worker(control: WorkerControl) -> None:
 
 
 def _failure_of(error: BaseException) -> BatchManagerError:
-    """The error of all requests after an exception that the loop does not handle: a lost device, or a bug."""
+    """The error with which all requests end after an exception that the loop does not handle.
+
+    Such an exception is a lost device, or a bug.
+    """
     if is_a(error, (DeviceLostError, InternalError)):
         return error
     return InternalError(f"the engine raised {type_name(error)}", "it cannot go on",

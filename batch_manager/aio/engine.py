@@ -52,7 +52,7 @@ class AsyncEngine:
         Responses contain generated tokens only. The worker's thread calls `return_batch_manager_stats_cb` and the hooks
         in `parts`.
 
-        takes_all   pass every request to the engine at once. The engine queues requests by priority, applies their
+        takes_all   pass every request to the engine immediately. The engine queues requests by priority, applies their
                     deadlines while they wait, and refuses a request with QUEUE_FULL if the queue is full
                     (max_queued_requests). Use this in servers. False: requests wait in the AsyncEngine, in order and
                     without a limit, until the engine has room
@@ -90,8 +90,8 @@ class AsyncEngine:
 
         tensors, options   arguments of InferenceRequest; the engine chooses the id. `arrival_time`, from which the
                            queue time and `deadline_s` count, is the time of this call, unless `parts` has a clock
-        Raises   RequestFailed for an unknown tensor name, and if the engine is closed. The stream raises for invalid
-                 values.
+        Raises   RequestFailed for an unknown tensor name, and if the engine is closed. For an invalid value, the stream
+                 raises RequestFailed.
         """
         return Stream(self, self._submit(tensors, True, options))
 
@@ -113,7 +113,7 @@ class AsyncEngine:
 
     @property
     def num_wake_ups(self) -> int:
-        """The number of times that an event loop was woken."""
+        """The number of times that the engine woke an event loop."""
         return self._switchboard.num_wake_ups
 
     def health(self) -> dict[str, Any]:

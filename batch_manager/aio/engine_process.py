@@ -91,7 +91,8 @@ class EngineProcess:
         """Return the latest GptManager.health of the engine process, with two additional values:
 
         engine_process_id    id of the engine process
-        seconds_since_heard  seconds since the last message of the engine process; less than 1 while the process runs
+        seconds_since_heard  seconds since the last message of the engine process; less than 1 while the process runs,
+                             0 after the process has ended
         """
         self._check_process()
         link = self._link
@@ -139,7 +140,7 @@ class Link:
     health        latest health message of the engine process
     received_at   time of the latest message of the engine process, in monotonic seconds
     work          set when there is something to send
-    is_closed     the engine process was asked to end
+    is_closed     whether this process has asked the engine process to end
     ended         set when the engine process has ended, all requests are answered and all hooks have returned
     """
 
@@ -189,7 +190,7 @@ class Link:
         return {**health, "callback_failures": {**health.get("callback_failures", {}), **self._guard.failures}}
 
     def join(self, timeout: float | None) -> bool:
-        """Wait for `ended`. Returns False after the timeout."""
+        """Wait for `ended`, and for the worker thread to end. Returns False after the timeout, else True."""
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while not self.ended.wait(min(SECONDS_BETWEEN_LOOKS, max(until - time.monotonic(), 0))):
             if time.monotonic() >= until:
@@ -239,7 +240,7 @@ class Link:
             self._finish()
 
     def _next_message(self) -> Any:
-        """Return the next message, or None if there is none for a second.
+        """Return the next message, or None if no message comes within a second.
 
         Raises EOFError or OSError if the process has ended.
         """
@@ -287,7 +288,8 @@ class Link:
     def _pass_stops_on(self) -> None:
         """Wake the sender for stops of dropped streams and closed event loops.
 
-        A dropped stream cannot wake the sender itself, because its finalizer may run while its thread holds any lock.
+        A dropped stream cannot wake the sender itself, because its finalizer may run in a thread that holds the lock of
+        `work`.
         """
         if self._switchboard.has_stops:
             self.work.set()

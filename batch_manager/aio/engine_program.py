@@ -40,7 +40,7 @@ _NO_ERROR = ""
 
 
 def main(descriptor: int) -> None:
-    """Serve the host at the other end of the socket `descriptor`, until it sends End or ends."""
+    """Serve the host at the other end of the socket `descriptor`, until the host sends End or the host process ends."""
     os.set_inheritable(descriptor, False)
     # A service manager signals all processes of a service, but the host decides when its engine ends. Handlers, unlike
     # SIG_IGN, are not inherited by programs that this process starts.
@@ -150,7 +150,7 @@ class Exchange:
     def receive_for_ever(self) -> None:
         """Receive the host's messages, and send a Beat when no message comes for SECONDS_BETWEEN_BEATS.
 
-        Ends this process when the host has ended: the connection is closed, or the parent process has changed.
+        Ends this process when the host has ended. Signs of this are a closed connection and a changed parent process.
         """
         host = os.getppid()
         try:

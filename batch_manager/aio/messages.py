@@ -50,7 +50,7 @@ class Requests(NamedTuple):
 
 
 class End(NamedTuple):
-    """See GptManager.shutdown."""
+    """A request to shut the engine down, with the arguments of GptManager.shutdown."""
 
     drain: bool
     timeout: float | None
@@ -86,7 +86,10 @@ class Response(NamedTuple):
 
 
 class Responses(NamedTuple):
-    """All responses of an iteration, as plain tuples with the fields of Response, and `GptManager.health`."""
+    """All responses of an iteration, as plain tuples with the fields of Response.
+
+    health   result of `GptManager.health`; None while the constructor of GptManager runs
+    """
 
     responses: list[tuple[Any, ...]]
     health: dict[str, Any] | None

@@ -31,7 +31,8 @@ class Switchboard:
                    refuses requests beyond its limits with QUEUE_FULL. False: requests wait in the switchboard, in order
                    and without a limit, until the engine has room
     num_wake_ups   number of event loop wake-ups so far
-    closed         error with which the worker has ended, after which no request is taken; None while the worker runs
+    closed         the error with which the worker has ended; None while the worker runs. A closed switchboard accepts
+                   no request
     """
 
     def __init__(self, takes_all: bool = False) -> None:
@@ -75,7 +76,7 @@ class Switchboard:
         return bool(self._stops)
 
     def hooked_into(self, parts: Parts) -> Parts:
-        """Return the user's parts, with this switchboard's hooks called before the user's."""
+        """Return the user's parts with hooks that call this switchboard's hooks, then the user's hooks."""
         return replace(parts, after_responses=_both(self.after_responses, parts.after_responses),
                        at_end=_both(self.at_end, parts.at_end))
 
@@ -107,7 +108,7 @@ class Switchboard:
 
     def deliver(self, request_id: int, tokens: list[int], reason: int, tensors: list[NamedTensor] | None,
                 error: str) -> None:
-        """Take a response from an engine process. The arguments are the fields of messages.Response."""
+        """Put a response of an engine process into its mailbox. The arguments are the fields of messages.Response."""
         is_final = reason or error
         mailbox = self._mailboxes.pop(request_id, None) if is_final else self._mailboxes.get(request_id)
         if mailbox is None:
@@ -171,7 +172,10 @@ def _wake(mailboxes: list[Mailbox]) -> None:
 
 
 def _both(ours: Callable[..., None], theirs: Callable[..., None] | None) -> Callable[..., None]:
-    """Return a hook that calls our hook first, because the user's hook may raise."""
+    """Return a hook that calls `ours`, then the user's hook `theirs`. Ours is called first, because theirs may raise.
+
+    theirs   None: no hook of the user
+    """
     if theirs is None:
         return ours
 

@@ -27,8 +27,9 @@ class PackedStep:
     num_contexts   c
     logits_rows    [r] int64   packed indices of the tokens whose logits are sampled, in batch order: the last token of
                    each sequence that yields a token; with draft tokens, also each draft and the token before them
-    num_verifying  in a step with draft tokens, the number of generating sequences. They are the last of the contexts;
-                   the token ids of each are 0 followed by its drafts, if any. Attention can ignore this field
+    num_verifying  in a step with draft tokens, the number of generating sequences. They are the last contexts of the
+                   step. The token ids of such a sequence are 0, followed by its drafts, if any. Attention can ignore
+                   this field
     """
 
     token_ids: np.ndarray

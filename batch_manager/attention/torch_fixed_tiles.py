@@ -5,11 +5,11 @@
     weights   elementwise exp, and its sum per tile, in pieces of fixed shape
     values    one matrix product per tile; the partial results are added one by one, from first tile to last
 
-A tile that a row does not see adds zeros, which leaves the bits unchanged, so rows of different lengths can share
-products. Generation rows and rows of a prompt go through the same four steps. Everything is computed in float32.
+A tile that a row does not see adds zeros, which leaves the bits unchanged. Rows of different lengths can therefore
+share products. Generation rows and rows of a prompt go through the same four steps. Everything is computed in float32.
 
-The products are batched torch products. Their number of query rows ("height") and the number of products per call are
-limited to values that measurably give the same bits on this machine: see `fixed_pieces`.
+The products are batched torch products. The height of a product is its number of query rows. Only those heights and
+numbers of products per call are used that give the same bits in a measurement on this machine: see `_find_counts`.
 """
 
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ class _Group:
 
 
 class FixedTileAttention(TorchPagedAttention):
-    """TorchPagedAttention, slower and deterministic."""
+    """The deterministic and slower form of TorchPagedAttention."""
 
     deterministic = True
 
@@ -131,7 +131,7 @@ class FixedTileAttention(TorchPagedAttention):
         return gathered.view(2, -1, per_tile, self.tile, self.head_size)
 
     def _attend_tiles(self, layer, queries, key, value, planned, units, sink_logits):
-        """Return the attention of queries [u, rows, D] over key and value [n, u, tile, D].
+        """Return the attention of queries [u, rows, head_size] over key and value [tiles, u, tile, head_size].
 
         planned       a _Group or _RowTile
         units         the factors of u: (sequences, kv heads)
@@ -210,7 +210,7 @@ class FixedTileAttention(TorchPagedAttention):
         return _Context(pages, tiles)
 
     def _positions(self, key, query):
-        """Return both positions on the device, or None if no layer needs them."""
+        """Upload the positions of keys and queries. Returns None if no layer needs them."""
         return (self._upload(key), self._upload(query)) if self._slopes else None
 
     def _plan_group(self, step, members, lengths, seen, window, slopes, factor):
@@ -261,11 +261,13 @@ class FixedTileAttention(TorchPagedAttention):
     # ------------------------------------------------------------------ once
 
     def _find_counts(self) -> tuple[int, dict[int, tuple[int, ...]]]:
-        """Measure which shapes of products give the same bits as the reference.
+        """Measure which heights and numbers of products per call give the same bits as the reference.
 
-        The reference is a call of the largest number of products, each with the height of a context product. Returns
-        (lowest height with these bits, for generation rows; height -> numbers of products per call with these bits).
-        The second value has entries for this height and for the height of context products.
+        The reference is one call of PRODUCT_COUNTS[-1] products that have the height of a context product.
+
+        Returns   (lowest height with the bits of the reference, which generation rows use; height -> numbers of
+                  products per call with these bits). The dictionary has the lowest height and that of context products
+        Raises    ConfigError if the bits depend on the row index
         """
         height, count = self.tile_positions * self.group, PRODUCT_COUNTS[-1]
         generator = torch.Generator("cpu").manual_seed(0)
@@ -279,7 +281,8 @@ class FixedTileAttention(TorchPagedAttention):
         expected = [in_pieces(product, rows, others, sizes=(count,)) for product, rows, others in kinds]
 
         def agreeing(rows_height):
-            """Return the counts at which products of that many rows reproduce the rows of `expected`."""
+            """Return the numbers of products per call at which products of this height give the first rows of
+            `expected`."""
             found = set(PRODUCT_COUNTS)
             for (product, rows, others), whole in zip(kinds, expected):
                 rows = rows[:, :rows_height]
@@ -313,7 +316,7 @@ def _sum(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _padded_rows(rows: torch.Tensor, height: int) -> torch.Tensor:
-    """Pad r of rows [u, r, D] to `height`."""
+    """Pad rows [u, r, head_size] with zeros to [u, height, head_size]."""
     return functional.pad(rows, [0, 0, 0, height - rows.shape[1]]) if rows.shape[1] < height else rows
 
 

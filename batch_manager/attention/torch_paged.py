@@ -31,9 +31,10 @@ class _Tile:
 
     rows     packed rows
     sinks    number of sink keys that all rows see and that are not in `keys`
-    keys     keys from the first key in the window of the first row to the key of the last row
-    window_mask   [rows, n] for the first n of `keys`: -inf where the key is before the window of the row, else 0; or
-             None
+    keys     indices among the keys that the context reads. They end at the key of the last row. They start at the first
+             key in the window of the first row if this key comes after the sinks, else at position 0
+    window_mask   [rows, n] for the first n of `keys`: -inf where the key is before the window of the row and no sink,
+             else 0. None: no key is outside the window of a row
     first    positions of the first row and of the first of `keys`
     """
 
@@ -62,7 +63,7 @@ class _Context:
 class _Group:
     """Generating sequences of similar length under one window.
 
-    rows    [n] int64 packed rows; a slice when they are consecutive
+    rows    [n] int64: the packed row of each sequence; a slice if these rows are consecutive
     pages   [2 * n * kv_heads * m] int64   page numbers in the order (key or value, sequence, head, block)
     mask    [n * kv_heads, 1, m * tokens_per_block], 0 where visible, -inf elsewhere; with ALiBi
             [n * kv_heads, group, m * tokens_per_block], the bias where visible, -inf elsewhere
@@ -285,7 +286,7 @@ class TorchPagedAttention:
 def _softmax(scores: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Tensor:
     """Return the softmax over the last of three dimensions.
 
-    sink_logits   None, or one extra score per row, which counts in the sum; its weight is dropped
+    sink_logits   an extra score for each row, which counts in the sum and whose weight is dropped; None: no such score
     """
     if sink_logits is None:
         return scores.softmax(-1)
@@ -293,6 +294,6 @@ def _softmax(scores: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Te
 
 
 def _seen(whole: torch.Tensor, tile: _Tile) -> torch.Tensor:
-    """Return the keys or values that a tile sees, of `whole` [heads, n, D]."""
+    """Return the keys or values that a tile sees, selected from `whole` [heads, n, head_size]."""
     seen = whole[:, tile.keys]
     return torch.cat([whole[:, : tile.sinks], seen], dim=1) if tile.sinks else seen

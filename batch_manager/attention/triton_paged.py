@@ -1,6 +1,6 @@
 """Paged attention with the Triton kernels.
 
-For contexts, one kernel rotates and appends, and another kernel attends. For generation rows, one kernel does both.
+For contexts, one kernel rotates and appends, and another kernel attends. For generation rows, one kernel does all this.
 """
 
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ class TritonPagedAttention:
     """Attention over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size].
 
     sink            number of sink tokens; see windows.py
-    deterministic   the result of a row has the same bits in every step: generation rows run in the context kernel, as
-                    contexts of one token
+    deterministic   make the bits of a row independent of the step that computes it: generation rows run in the context
+                    kernel, as contexts of one token
 
     All inputs of a step are uploaded as one array of integers, to save host time.
     """

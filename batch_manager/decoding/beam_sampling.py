@@ -30,13 +30,15 @@ class BeamGroup:
 
 @dataclass(frozen=True, slots=True)
 class BeamRows:
-    """The rows of a step, split into rows of beams and other rows, with the arguments of `beam_topk`.
+    """The rows of a step, split into b rows of beams and s other rows, with the arguments of `beam_topk`.
 
-    singles, beams                   rows of sequences without beams, and rows of beams, which are contiguous per
-                                     sequence
-    device_singles, device_beams     [s], [b] int64 on the device: indices of `singles` and `beams` among all rows
+    singles                          rows of sequences without beams
+    beams                            rows of beams; the rows of a sequence are contiguous
+    device_singles, device_beams     [s] and [b] int64 on the device: indices of `singles` and `beams` among all rows
     groups                           a BeamGroup for each sequence with beams, in order
-    sums, rates, starts              [b], [groups] float32 and [groups + 1] int32, on the device, for `beam_topk`
+    sums                             [b] float32 on the device: cumulative log-probability of each beam
+    rates                            [groups] float32 on the device: beam_search_diversity_rate of each group
+    starts                           [groups + 1] int32 on the device: first row of each group, then b
     is_changed                       [b] bool, on the host and on the device: whether stages act on a row
     outputs                          (group, outputs of its beams [count, n] int32 on the device) for groups with a
                                      stage that reads outputs
@@ -89,7 +91,7 @@ class BeamRows:
 class SampledBeams:
     """The candidates of a step for its beams. `finish` advances the searches when the candidates are on the host.
 
-    slots     [b] int32: slot of each row
+    slots     [b] int32: slot of each row of beams
     tensors   tensors to read back: beam_log_probs, beam_parents, beam_tokens [groups, candidates], beam_finite [b] bool
     """
 
@@ -108,7 +110,7 @@ class SampledBeams:
                 if not has_continuation[index] and not group.search.has_finished]
 
     def finish(self, arrays: dict[str, np.ndarray], failed: Collection[int]) -> dict[int, BeamStep]:
-        """Advance the searches and return slot -> step of its beams.
+        """Advance the searches and return slot -> BeamStep of its sequence.
 
         arrays   `tensors` on the host
         failed   slots to skip, because their rows are unusable
@@ -124,7 +126,9 @@ class SampledBeams:
 
 def to_log_probs(logits: torch.Tensor, temperature: torch.Tensor, rows: BeamRows, *,
                  one_by_one: bool = False) -> torch.Tensor:
-    """Turn the rows that stages act on into log-probabilities, in place. Returns [b] bool: whether each row was finite.
+    """Turn the rows that stages act on into log-probabilities, in place.
+
+    Returns [b] bool: whether each of these rows was finite; True for the other rows.
 
     one_by_one   compute each group separately
     Shapes       logits [b, vocab] float32; temperature [b]

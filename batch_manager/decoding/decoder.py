@@ -204,7 +204,7 @@ class GptDecoder:
         """
         given = None
         if rows.features & STAGES:
-            # Checked before the stages: they caused a row without finite logits only if the row was finite here.
+            # Checked before the stages, which are at fault for a row without a token only if the row is finite here.
             given = self._given_finite(logits, rows) if self.stages.changes(rows) else None
             self.stages.apply(logits, rows)
         if not rows.features & (SAMPLES | LOG_PROBS):
@@ -226,7 +226,8 @@ class GptDecoder:
         return SampledTokens(tokens, finite, log_probs, None if given is None else given & ~finite, top)
 
     def _given_finite(self, logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
-        """Return [r] bool: whether the rows that stages will change are finite before the stages."""
+        """Return [r] bool: whether each row is finite before the stages. May be False for a row that no stage changes.
+        """
         changed = rows.active(STAGES)
         if logits.device.type != "cpu" or changed.all():
             return logits.amax(1).isfinite()
@@ -248,8 +249,8 @@ class GptDecoder:
         return self._all_greedy
 
     def _sample_one_by_one(self, logits: torch.Tensor, rows: LogitsRows, raw: torch.Tensor | None) -> SampledTokens:
-        """Apply the stages to each row and sample it as a separate step. Log-probs are 0 in rows that did not ask for
-        them."""
+        """Apply the stages to each row and sample each row, as if it were a step of its own. Log-probs are 0 in rows
+        that did not ask for them."""
         if raw is None:
             raw_of = [None] * len(rows)
         else:

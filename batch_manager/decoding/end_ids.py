@@ -12,8 +12,10 @@ NONE = -1                          # matches no token
 
 
 class MoreEndIds:
-    """The end ids of each slot after its first. Slots with several end ids have the bit MORE_END_IDS in
-    `SlotState.features`. Sequences with beams are left out, because beam search checks their end ids.
+    """For each slot, the end ids after the first end id.
+
+    Slots with several end ids have the bit MORE_END_IDS in `SlotState.features`. Sequences with beams are left out,
+    because beam search checks their end ids.
 
     _ids   [slots, COLUMNS] int64 on the device, padded with NONE; empty while no sequence needs a row
     """
@@ -23,7 +25,10 @@ class MoreEndIds:
         self._ids = torch.empty((0, COLUMNS), dtype=torch.int64, device=state.device)
 
     def set_up(self, slot: int, setup: SlotSetup) -> bool:
-        """Set up a sequence in a slot. Returns whether it has more than one end id. Idempotent."""
+        """Set up a sequence in a slot. Idempotent.
+
+        Returns whether the sequence has more than one end id and no beams.
+        """
         more = () if setup.has_beams else setup.more_end_ids
         if not more and not len(self._ids):
             return False
@@ -33,7 +38,7 @@ class MoreEndIds:
         return bool(more)
 
     def end(self, tokens: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
-        """Return [r] bool: whether each token of `tokens` [r] is an end id of its sequence after the first end id."""
+        """Return [r] bool: whether each token of `tokens` [r] is one of the further end ids of its sequence."""
         self._reserve()
         return (tokens[:, None] == self._ids[rows.device_slots]).any(1)
 

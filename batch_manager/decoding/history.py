@@ -13,8 +13,8 @@ class TokenHistory:
     """Prompt and output tokens, on the device, of the slots with the feature bit HISTORY. Empty without such slots.
 
     tokens   [rows, capacity] int32: the token of position p is in column p. The row is the slot or, once a sequence
-             with beams has a history, slot * largest beam width + beam; `device_rows_of` computes it. Columns from the
-             position to sample on, and rows of slots without a history, are undefined.
+             with beams has a history, slot * largest beam width + beam; `device_rows_of` computes it. The column of the
+             position to sample, all later columns, and rows of slots without a history are undefined.
 
     A sampled token is written at its position, which makes it safe to run a step twice. The outputs of beams change
     with their parents. The decoder writes the complete outputs before each step, from the search with which the step

@@ -1,5 +1,6 @@
-"""Log-probabilities of the likeliest tokens, and raw log-probabilities, which belong to the model's own distribution.
+"""Log-probabilities of the likeliest tokens, and raw log-probabilities.
 
+Raw log-probabilities are the log_softmax of the model's unchanged logits.
 Both need the whole distribution in memory, for the rows that asked for them. The log-probability of the sampled token
 is taken from the same distribution, and agrees with the report to the bit.
 """
@@ -65,7 +66,7 @@ def log_distribution(logits: torch.Tensor, temperature: torch.Tensor) -> torch.T
 
 
 def raw_log_probs(logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
-    """Return [q, vocab] float32: log-probabilities of the model's own distributions, for the rows that asked for these.
+    """Return [q, vocab] float32: log_softmax of the model's logits, for the q rows that asked for raw log-probs.
 
     logits   [r, vocab] before post-processors and stages; not changed
     """

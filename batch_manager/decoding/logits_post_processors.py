@@ -88,9 +88,10 @@ class LogitsPostProcessors:
         return len(self._of_slot)
 
     def apply(self, logits: torch.Tensor, slots: np.ndarray) -> PostProcessed | None:
-        """Change `logits` [r, vocab] float32 in place, where row i belongs to slots[i]. None: no row has a function.
+        """Run the functions on `logits` [r, vocab] float32, in place. Row i belongs to slots[i].
 
-        Raises ForeignCodeError if a batched function raised in a call for several requests.
+        Returns None if no row has a function. Raises ForeignCodeError if a batched function raised in a call for
+        several requests.
         """
         parts = list(self._rows(slots.tolist()))
         if not parts:
@@ -160,7 +161,7 @@ class LogitsPostProcessors:
 
 
 def _picked(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    """Return these rows: `logits` itself if it has no other rows, else a copy."""
+    """Return these rows of `logits`: `logits` itself if it has no other rows, else a copy."""
     return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
 
 

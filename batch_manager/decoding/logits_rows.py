@@ -61,13 +61,14 @@ class LogitsRows:
         return [self.column(name) for name in names]
 
     def replace(self, name: str, values: torch.Tensor) -> None:
-        """Replace a column by these values [r], for the rest of this step."""
+        """Replace a column by these values [r], in this object only."""
         self._replaced[name] = values
 
     def history(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (tokens [h, c] int32, row [r] int64, length [r] int64): sequence i is tokens[row[i], :length[i]].
+        """Return (tokens [h, c] int32, row [r] int64, length [r] int64).
 
-        Valid only for sequences with an active stage whose `needs_history` is true. Other rows are undefined.
+        The sequence of row i of the logits is tokens[row[i], :length[i]]. Its tokens are defined only if a stage with
+        `needs_history` is active for the sequence.
         """
         return (self._history.up_to(int(self.positions[self.active(HISTORY)].max(initial=0))),
                 self._history.device_rows_of(self._rows), self.device_positions)

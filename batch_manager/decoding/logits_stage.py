@@ -31,7 +31,7 @@ class LogitsStage:
     def set_up(self, slot: int, setup: SlotSetup) -> None:
         """Set up a sequence in a slot and discard the state of the slot's previous sequence.
 
-        The decoder calls the method whether the stage is active for the sequence or not. It calls the method again if a
+        The decoder calls the method even if the stage is not active for the sequence. It calls the method again if a
         step is run again, and after a pause.
         """
 
@@ -41,9 +41,9 @@ class LogitsStage:
         rows     the sequences of the rows; a sequence with beams has one row for each beam
         active   [r] bool on the host: the rows for which the stage is active, at least one. Leave other rows unchanged
 
-        The decoder calls the method once per step, on the engine's thread, in torch.inference_mode. A step may run
-        twice and must give the same result, so do not change the state of the stage here. With `deterministic` on a
-        CPU, each call has the rows of one sequence. If the call raises, the step is bisected, and only the requests
-        that fail alone end with an error.
+        The decoder calls the method on the engine's thread, in torch.inference_mode. In a step, one call has all rows
+        of beams and another call has all other rows. With `deterministic` on a CPU, each call has the rows of one
+        sequence. A step may run twice and must give the same result, so do not change the state of the stage here. If a
+        call raises, the step is bisected, and only the requests that fail alone end with an error.
         """
         raise NotImplementedError

@@ -1,5 +1,5 @@
-"""Sampling of rows that need only the parameters of `sample_token`. The launches do not depend on the values of the
-parameters."""
+"""Sampling of rows that need only the parameters of `sample_token`. The kernel launches are the same for all values of
+the parameters."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,14 +11,15 @@ from .slots import SlotState
 def sample_plain(state: SlotState, sample_token: Callable[..., object], sampled_by: Mapping[str, str],
                  logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, counts: torch.Tensor | None,
                  results: torch.Tensor) -> None:
-    """Sample a token for each row and store it as the newest token of its sequence, without a read from the host.
+    """Sample a token for each row and store it as the newest token of its sequence. The host reads nothing back.
 
     sampled_by       fields of SamplingConfig -> the matching arguments of `sample_token`
     counts           zeros, see `sample_token`; None: all rows are greedy
     Shapes           logits [r, vocab]; slots [r] int64; positions [r] int32, of the sampled tokens; results [4, r]
                      int32
-    Mutates          results, whose rows become the tokens, 1 where a token is the end id of its sequence, 1 where the
-                     logits are finite, and the bits of the float32 log-probs; state.last_tokens; counts
+    Mutates          state.last_tokens, counts and results. The four rows of `results` become: the tokens; 1 where a
+                     token is the end id of its sequence, else 0; 1 where the logits are finite, else 0; the bits of the
+                     float32 log-probs
     """
     tokens, finish, finite, log_prob_bits = results.unbind(0)
     sample_token(logits, position=positions, tokens=tokens, log_probs=log_prob_bits.view(torch.float32), finite=finite,

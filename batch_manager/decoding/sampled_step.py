@@ -58,7 +58,7 @@ class SampledStep:
     finite            [r] bool: whether a token could be sampled from the row's logits
     log_probs         [r] float32, 0 in rows that did not ask for them; None: no row asked
     emptied           [r] bool: whether the stages left a NaN, a +inf or no token in a row that was finite before the
-                      stages; None: no stage is active
+                      stages; None: no active stage changes logits
     post_processed    the rows that post-processors changed; None: no row has a post-processor
     logits_slots      slots of the rows of `logits`
     logits            [q, vocab] float32: logits to return, as the model computed them; None: no row asked

@@ -29,7 +29,7 @@ class SamplingRows:
 
     slots       [r]   slot of the row's sequence; host int32, device int64
     positions   [r]   position, in its sequence, of the token to sample; host int32, device int64
-    beams       [r]   index of the beam within its sequence, same dtypes; None: no sequence has beams
+    beams       [r]   index of the beam within its sequence, int64 on both; None: no sequence has beams
     """
 
     slots: np.ndarray
@@ -69,7 +69,8 @@ class Plane:
 class SlotState:
     """Sampling parameters, feature bits and newest tokens of the sequence in each slot.
 
-    features      [slots] int64 on the host: the feature bits above, readable without waiting for the device
+    features      [slots] int64 on the host: the feature bits defined in this file, readable without waiting for the
+                  device
     last_tokens   int64 on the device: the newest tokens, by position. A step reads the token before the position that
                   it samples; `GptDecoder.keep` stores the sampled token
     host          column name -> [slots] on the host, a view of its plane

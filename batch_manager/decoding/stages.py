@@ -22,7 +22,7 @@ makes no other token more likely. Beams without an active stage skip this conver
 
 Steps 5 to 7 are one operation, `sample_token`, because a greedy row needs none of the passes over the vocabulary that a
 sampled row needs. Steps 1 to 4 are instances of `LogitsStage`. A stage that is active for no row of a step is skipped.
-A new parameter takes a field of SamplingConfig, a name in requests/tensor_attributes.py, a file with the stage that
+A new parameter needs a field of SamplingConfig, a name in requests/tensor_attributes.py, a file with the stage that
 lists the parameter in `reads`, and a line in `default_stages`.
 """
 
@@ -88,7 +88,7 @@ class Stages:
         return bits, needs_history
 
     def changes(self, rows: LogitsRows) -> bool:
-        """Whether any active stage may change the logits."""
+        """Whether any active stage may change the logits. False if only top-p decay is active."""
         return rows.features & self._changing != 0
 
     def apply(self, logits: torch.Tensor, rows: LogitsRows) -> None:

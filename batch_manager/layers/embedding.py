@@ -68,7 +68,7 @@ class Head:
             weights.count_copy(tied_to.weight.nbytes)
         self._multiply, self._multiply_arguments, self.softcap = form.multiply, form.multiply_arguments, softcap
         self._matrix, self._rows, self._scale = form.matrix, rows, scale
-        if isinstance(form.matrix, PackedMatrix):    # it accumulates in float32: return that without rounding
+        if isinstance(form.matrix, PackedMatrix):    # return its float32 sums without rounding
             self._multiply_arguments = (torch.float32,)
         # In pieces, because the tail of a vectorized loop rounds differently, and because torch's threads would compete
         # with the threads of the compiled step.

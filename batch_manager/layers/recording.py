@@ -86,18 +86,18 @@ class Rows:
     # ------------------------------------------------------------------ operations of layers
 
     def normed(self, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float, offset: float = 0.0) -> "Rows":
-        """Normalize each row, or each of its heads: LayerNorm with a bias, RMSNorm if bias is None.
+        """Record a norm of each row, or of each head of a row: LayerNorm with a bias, RMSNorm if bias is None.
 
         weight   [size] or [heads, size]
         """
         return self.recording.norm(self, weight, bias, epsilon, offset)
 
     def multiplied(self, matrix: Any, outputs: int, adds_to: "Rows | None" = None) -> "Rows":
-        """Multiply with `matrix` of a layer's WeightForm. The product is added to `adds_to` if given."""
+        """Record the product with `matrix` of a layer's WeightForm. The product is added to `adds_to` if given."""
         return self.recording.product(self, matrix, outputs, adds_to)
 
     def activated(self, kind: str, *, gated: bool) -> "Rows":
-        """Apply an activation. With `gated`, apply it to the first half of the columns and multiply by the second half.
+        """Record an activation. With `gated`, the first half of the columns is activated and multiplied by the second.
         """
         return self.recording.activation(self, kind, gated)
 
@@ -109,7 +109,8 @@ class Recording:
     dtype       dtype of all rows
     operations  OPERATION_NUMBERS integers for each operation; see step.c
     uses        the registers that each operation uses
-    strides     entries between the rows of each register; register 0 is the input, the hidden states
+    strides     distance from one row of each register to the next, in entries; register 0 is the input, the hidden
+                states
     whole       registers whose rows have no padding
     result      the register of the output
     kept        objects that the operations point to, kept alive
@@ -212,7 +213,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """The rows of a table at the positions of the tokens."""
+    """The rows of a table that the tokens look up, by their positions or ids."""
 
     table: torch.Tensor
 
@@ -269,8 +270,8 @@ def record(forward: Callable[..., Any], hidden_size: int, dtype: torch.dtype, at
 
 
 def record_head(logits: Callable[..., Any], hidden_size: int, dtype: torch.dtype) -> Any:
-    """Return the native Matrix if `logits(hidden)` is a single product with it, else None."""
-    recording = Recording(dtype, strides=[0])           # not register 0, whose rows have no padding
+    """Return the PackedMatrix if `logits(hidden)` is a single product with it, else None."""
+    recording = Recording(dtype, strides=[0])           # `hidden` is not register 0, whose rows have no padding
     hidden = recording.register(hidden_size)
     try:
         result = logits(hidden)
@@ -281,7 +282,7 @@ def record_head(logits: Callable[..., Any], hidden_size: int, dtype: torch.dtype
 
 
 def record_embedding(embed: Callable[..., Any]) -> torch.Tensor | None:
-    """Return the table [vocab, hidden size] if `embed(token_ids)` is a single lookup in it, else None."""
+    """Return the table [vocab, hidden size] if `embed(token_ids)` is a single lookup in a table, else None."""
     try:
         result = embed(Positions())         # a stand-in for token ids
     except Exception:                       # it computes with the ids or with the rows

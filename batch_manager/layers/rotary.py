@@ -96,7 +96,7 @@ def inverse_frequencies(rotary: RotaryParameters, head_size: int) -> torch.Tenso
 
 
 def _llama3(rotary: RotaryParameters, plain: torch.Tensor) -> torch.Tensor:
-    """Scale long wavelengths, keep short ones, and interpolate between them."""
+    """Keep high frequencies, divide low frequencies by `factor`, and interpolate between them."""
     wavelength = 2 * math.pi / plain
     blend = (rotary.original_max_positions / wavelength - rotary.low_freq_factor) / (
         rotary.high_freq_factor - rotary.low_freq_factor)
@@ -109,7 +109,7 @@ def _llama3(rotary: RotaryParameters, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rotary: RotaryParameters, head_size: int, periods: torch.Tensor) -> torch.Tensor:
-    """Keep high frequencies, scale low ones, and blend along a ramp between them."""
+    """Keep high frequencies, divide low frequencies by `factor`, and blend along a ramp between them."""
     def dimension_of(rotations: float) -> float:
         return (head_size * math.log(rotary.original_max_positions / (rotations * 2 * math.pi))
                 / (2 * math.log(rotary.theta)))

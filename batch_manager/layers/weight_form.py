@@ -1,7 +1,6 @@
 """How the weight matrix of a layer is stored and multiplied.
 
-A layer calls the operations of its form directly, without a wrapper around the device's library. Splits and adapters
-are left to the layer.
+A layer calls the functions in its WeightForm directly. The layer itself handles splits and adapters.
 """
 
 from collections.abc import Callable
