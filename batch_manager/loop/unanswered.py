@@ -41,9 +41,9 @@ class UnansweredItems:
     undecided    list with the item that is being decided, or empty
     refusals     refused items, in order
     alive        ids of the accepted requests, in order
-    num_accepted, num_refused, num_unaddressable   items decided
-    num_sent     final callbacks started
-    errors       error code -> final callbacks started with it
+    num_accepted, num_refused, num_unaddressable   numbers of items with each decision
+    num_sent     number of final callbacks that were started
+    errors       error code -> number of final callbacks that were started with this code
     """
 
     __slots__ = ("undecided", "refusals", "alive", "num_accepted", "num_refused", "num_unaddressable", "num_sent",
