@@ -80,7 +80,7 @@ NOT_WITH_BEAMS: dict[str, str] = {
     "draft_logits": "speculative decoding",
 }
 
-# Members of a static batch must set the same subset of these; their values may differ.
+# Members of a static batch must set the same subset of these options; the values may differ.
 SAMPLING_OPTIONS = frozenset(parameter.tensor for parameter in PARAMETERS.values()) - {"beam_width"}
 
 MAX_CACHE_SALT = 1024
@@ -473,7 +473,7 @@ class Admission:
                                           f"leave {name} out")
 
     def _fit(self, prompt_len: int, asked: int) -> tuple[int, tuple[str, ...]]:
-        """Return the largest number of tokens to generate, and warnings if it is less than `asked`.
+        """Return how many tokens the request may generate, and a warning if this number is less than `asked`.
 
         Raises InvalidRequestError for a prompt that can never run.
         """
@@ -503,7 +503,12 @@ class Admission:
 
 
 def _number(spec: TensorSpec, value: Any, expected: str, *, optional: bool = False) -> Any:
-    """Return the number in a request's attribute, or None if it is optional. Raises InvalidRequestError."""
+    """Return the number in a request's attribute; None if the attribute is optional and None.
+
+    expected   the words after "it must be" in the message
+
+    Raises InvalidRequestError.
+    """
     if optional and value is None:
         return None
     try:
