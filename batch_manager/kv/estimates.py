@@ -108,7 +108,7 @@ def blocks_to_last_token(prompt_len: int, max_new_tokens: int, generated: int, h
     """Number of blocks that a sequence may still take until its last token.
 
     Counts prompt_len + max_new_tokens tokens, as TensorRT-LLM does, although the last token is never stored. Counts one
-    more block for a sliding window, because it takes its new block before it releases the oldest.
+    more block for a sliding window, because the sequence takes its new block before it releases the oldest one.
     """
     unit = window.tokens_per_block
     context = (min(prompt_len, window.longest_stored) + window.bubble) // unit

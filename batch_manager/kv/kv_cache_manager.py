@@ -59,8 +59,8 @@ class KvCacheManager:
     enable_block_reuse           share the cached blocks of earlier sequences
     enable_partial_reuse         also reuse the first tokens of a block
     host_blocks                  blocks of a second pool, for content that is evicted from the first
-    max_draft_len                most draft tokens that a claim adds to a generating request; if 0, plans ignore the
-                                 draft_len of requests
+    max_draft_len                largest number of draft tokens that a claim adds to a generating request; if 0, plans
+                                 ignore the draft_len of requests
     unread_steps                 steps of one token that may be claimed before the first of them is read. A sequence can
                                  always be rewound by `unread_steps` tokens: a block is released that many tokens after
                                  it leaves the window

@@ -12,9 +12,9 @@ from .prefix_index import DIGEST_BITS, BlockKey, Domain, PrefixIndex, PrefixNode
 class PrefixCache:
     """The blocks of a pool with reusable content.
 
-    A cached block without an owner is free like any other block. When it is allocated, its content moves to the host
-    pool if there is a host pool and the priority of the block is high enough. Otherwise the content is lost, together
-    with the content of all blocks that follow it.
+    A cached block without an owner is free. When the block is allocated, its content moves to the host pool if there is
+    a host pool and the priority of the block is high enough. Otherwise the content is lost, together with the content
+    of all cached blocks that follow this block.
 
     copies            copies that the device makes before the next step, in order
     reused_blocks     blocks that prompts found in the cache

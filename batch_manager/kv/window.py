@@ -5,7 +5,7 @@
     sinks           first tokens that stay visible outside the window
     temporary       tokens by which a context may exceed the window during its computation; only for estimates
     unread_steps    tokens by which a sequence may be rewound; blocks that the shorter sequence needs are kept
-    max_draft_len   most draft tokens that a claim adds to a sequence
+    max_draft_len   largest number of draft tokens that a claim adds to a sequence
 """
 
 from dataclasses import dataclass, replace

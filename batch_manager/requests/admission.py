@@ -110,7 +110,7 @@ class Admitted:
     request      the running request
     setup        options of the request for the device
     response     options of the request for responses
-    num_bytes    bytes of its tensors, and of the logits and the likeliest tokens that it asks for
+    num_bytes    bytes of the request's tensors, and of the logits and likeliest tokens that the request asks for
     warnings     changes that were necessary to fit the request, one sentence each
     prompt_table   embeddings of its prompt-tuning tokens; None without prompt-tuning tokens
     arrival_time   seconds of the engine's clock; None if the request does not set it
@@ -151,8 +151,8 @@ class Admission:
     logits_post_processor_batched   the post-processor that requests name "batched", or None
     static_batching           requests run in static batches. Each request gets a batch_key. With streaming, the single
                               response has the new tokens without the prompt
-    blocks_of                 function that returns the most KV cache blocks that a request holds at a time; None: the
-                              blocks of all its tokens
+    blocks_of                 function of a request: the largest number of KV cache blocks that it holds at a time;
+                              None: count the blocks of all its tokens
     guard                     the engine's guard, in which code of the user's classes runs
     """
 

@@ -23,12 +23,12 @@ class LlmRequest:
     request_id          the user's id
     tokens              for each beam, the prompt and the output
     orig_prompt_len     tokens of the user's prompt
-    prompt_len          tokens of the context phase: the prompt, and after a pause the output so far
-    max_new_tokens      most tokens to generate after the first prompt_len tokens
+    prompt_len          tokens of the context phase: the prompt, and after a pause also the output so far
+    max_new_tokens      largest number of tokens to generate after the first prompt_len tokens
     final_length        length of prompt and complete output; a pause does not change it
     beam_width, lora_task_id, priority   options of the request; larger priorities go first
     draft_len           number of draft tokens that the next step of the request verifies
-    draft_tokens        the draft tokens
+    draft_tokens        these draft tokens
     batch_key           equal for all members of a static batch; None without static batching
     cache_salt          only requests with the same salt share cached blocks
     token_extra_ids     one id per prompt token, for content that token ids do not distinguish; None: no such content

@@ -19,8 +19,8 @@ class TokenBudgetScheduler(MicroBatchScheduler):
     Contexts and generating requests are ordered by adapter, requests without an adapter first. If contexts are cut,
     contexts that run their last chunk come after the others.
 
-    max_batch_size     most requests in a step
-    max_num_tokens     most tokens in a step; None: no bound
+    max_batch_size     largest number of requests in a step
+    max_num_tokens     largest number of tokens in a step; None: no bound
     chunking           how to cut contexts; None: contexts are not cut. The only exception is a paused context that has
                        become longer than any step, which is computed in whole blocks
     tokens_per_block   tokens of a KV cache block; used for this exception only

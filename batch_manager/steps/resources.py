@@ -32,7 +32,7 @@ DRAFT_LEN = attrgetter("draft_len")
 class Resource(Protocol):
     """A resource besides KV cache blocks that a request holds from its first step to its end or a pause.
 
-    kv.PeftCacheManager is one. The scheduler must plan within its limits.
+    kv.PeftCacheManager is an example. The scheduler must plan within the limits of the resource.
     """
 
     def claim(self, requests: Sequence[LlmRequest]) -> Sequence[DeviceOperation]:
