@@ -17,7 +17,7 @@ is never exceeded.
     new_blocks                                 sequence_table        exact     the ledger, and the claim itself
     KvLedger.blocks_to_claim                   ledger                exact     blocks_to_claim
     KvLedger.blocks_for_next_step              ledger                bound     MAX_UTILIZATION; exact without drafts
-    KvLedger.blocks_for_next_step_of_generating  ledger              bound     the same, summed
+    KvLedger.blocks_for_next_step_of_generating  ledger              bound     MAX_UTILIZATION, as a sum over requests
     KvLedger.blocks_to_completion              ledger                bound     GUARANTEED_NO_EVICT, STATIC_BATCH
     KvLedger.blocks_to_completion_of_started   ledger                bound     GUARANTEED_NO_EVICT, STATIC_BATCH
     Reservations.most_blocks                   reservations          bound     admission, to refuse too large requests

@@ -11,9 +11,9 @@ def ceil_div(amount: int, unit: int) -> int:
 
 
 def blocks_of_prompt(prompt_len: int, tokens_per_block: int, beam_width: int = 1, *, own_last: bool = False) -> int:
-    """Blocks that a sequence takes when it starts. Beams share all but a partly filled last block.
+    """Number of blocks that a sequence takes when it starts. Beams share all but a partly filled last block.
 
-    own_last   with block reuse: beams do not share a full last block either
+    own_last   beams do not share the last block, even if it is full; true with block reuse
     """
     if own_last:
         return ceil_div(prompt_len, tokens_per_block) - 1 + beam_width
@@ -23,7 +23,7 @@ def blocks_of_prompt(prompt_len: int, tokens_per_block: int, beam_width: int = 1
 
 def most_blocks(prompt_len: int, max_new_tokens: int, window: AttentionWindow, beam_width: int = 1, *,
                 own_last: bool = False) -> int:
-    """Most blocks that a sequence holds at a time, over all beams.
+    """The largest number of blocks that a sequence holds at a time, over all beams.
 
     No block leaves the window before the first generation step has taken its blocks.
     """
@@ -36,11 +36,11 @@ def most_blocks(prompt_len: int, max_new_tokens: int, window: AttentionWindow, b
 
 def blocks_with_last_one(prompt_len: int, max_new_tokens: int, window: AttentionWindow, beam_width: int = 1, *,
                          own_last: bool = False) -> int:
-    """Blocks that a sequence holds, over all beams, after it has taken its last block and before it releases the block
+    """Number of blocks that a sequence holds, over all beams, between taking its last block and releasing the block
     that leaves the window.
 
-    A sequence never holds more blocks in its generation phase: each beam takes its own new block, while the block that
-    leaves the window may be shared by all beams.
+    A sequence never holds more blocks in its generation phase, because each beam takes its own new block, while all
+    beams may share the block that leaves the window.
     """
     unit = window.tokens_per_block
     shared = (prompt_len - 1 if own_last else prompt_len) // unit

@@ -40,7 +40,7 @@ class BlockPool:
 
     @property
     def num_live(self) -> int:
-        """Blocks with at least one owner, by a count over all blocks."""
+        """Number of blocks with at least one owner, counted over all blocks."""
         return self.num_blocks - self._owners.count(0)
 
     def free_order(self) -> list[int]:
@@ -72,13 +72,14 @@ class BlockPool:
         self.free.set_priority(block_id, priority, duration)
 
     def end_timed_priorities(self) -> None:
-        """Move free blocks whose priority has expired to the end of the default priority."""
+        """Reset expired priorities of free blocks to the default. Each of these blocks becomes the last one of the
+        default priority."""
         self.free.refresh()
 
     def note_contents_lost(self, block_ids: Iterable[int]) -> None:
         """Note that the prefix cache can no longer find the content of these blocks.
 
-        Free blocks with a priority other than the default move to the front of the default priority, lowest id first.
+        Free blocks with another priority get the default priority and become its first blocks, lowest id first.
         """
         free = [block_id for block_id in block_ids if not self._owners[block_id]]
         self.num_cached -= len(free)
@@ -102,7 +103,7 @@ class BlockPool:
         return taken
 
     def share(self, block_id: int) -> None:
-        """Add an owner to a block, free or not. Its content stays."""
+        """Add an owner to a block, which may be free. The block keeps its content."""
         if self._owners[block_id]:
             self.extra_owners += 1
         else:
@@ -111,9 +112,10 @@ class BlockPool:
         self._owners[block_id] += 1
 
     def give_back(self, block_ids: Sequence[int], front: bool = False) -> None:
-        """Remove one owner from each of these blocks. Blocks without another owner go to the end of the free order.
+        """Remove one owner from each of these blocks. A block without another owner becomes the last free block of its
+        priority.
 
-        front   put them at the front of the free order, the last block first
+        front   the block becomes the first free block of its priority instead, so the last of `block_ids` comes first
 
         Raises InternalError, with nothing changed, if a block has no owner or occurs twice.
         """

@@ -25,8 +25,8 @@ class Claim:
 
     table_updates   changed entries of the block tables
     copies          copies of blocks before the step, in order
-    slots           [g] int32, slots of the generating requests in the order of the claim
-    kv_lengths      [g] int32, their tokens in the KV cache before the step
+    slots           [g] int32, slots of the g generating requests in the order of the claim
+    kv_lengths      [g] int32, tokens of these requests in the KV cache before the step
     """
 
     table_updates: BlockTableUpdates
@@ -44,7 +44,7 @@ def start(pool: BlockPool, sequences: SequenceTable, first_chunks: Sequence[LlmR
 
     taken_elsewhere   blocks to leave for the other requests of the step
 
-    Raises OutOfBlocksError, with nothing changed.
+    Raises OutOfBlocksError, with nothing changed, if too few blocks are free.
     """
     unit = sequences.tokens_per_block
     counts = [blocks_of_prompt(request.prompt_len, unit, request.beam_width) for request in first_chunks]
@@ -64,9 +64,10 @@ def start(pool: BlockPool, sequences: SequenceTable, first_chunks: Sequence[LlmR
 
 def start_with_reuse(cache: PrefixCache, sequences: SequenceTable, first_chunks: Sequence[LlmRequest],
                      taken_elsewhere: int) -> list[Entries]:
-    """As `start`, but reuse the cached blocks of the prompts.
+    """Start these requests as `start` does, but with the cached blocks of their prompts.
 
-    Sets `sequences.reused_tokens` to the number of cached tokens of each prompt.
+    Sets `sequences.reused_tokens` to the number of cached tokens of each prompt. Beams do not share the last block of
+    the prompt.
     """
     claim = PrefixClaim(cache, first_chunks, taken_elsewhere)
     if claim.needed > len(cache.pool.free):
@@ -98,8 +99,8 @@ class Start:
 class PrefixClaim:
     """One claim for several first chunks. At least `needed` blocks must be free.
 
-    The claim protects all cached blocks that the chunks reuse before it takes the first new block. This keeps the
-    blocks that the plan found from being evicted. The source of a copy stays protected until its destination is taken.
+    The claim protects all cached blocks that the chunks reuse before it takes the first new block. New blocks therefore
+    evict none of the blocks that the plan found. The source of a copy stays protected until its destination is taken.
     """
 
     def __init__(self, cache: PrefixCache, requests: Sequence[LlmRequest], taken_elsewhere: int) -> None:
@@ -210,8 +211,8 @@ def reorder(table: np.ndarray, parents: Sequence[int], tokens_in_last: int, pool
     table            [beams, blocks], changed in place
     tokens_in_last   tokens in the last blocks, which are private; 0 if they are full and can be shared
 
-    The first child of a parent keeps its last block. Each further child gets the last block of a beam without children,
-    and a copy of the content.
+    The first child of a parent keeps the parent's last block. Each further child gets the last block of a beam without
+    children, and a copy of the content of the parent's last block.
     """
     before = table.copy()
     after = before[list(parents)]
@@ -242,8 +243,9 @@ def rewind(requests: Sequence[LlmRequest], num_tokens: int | Sequence[int], sequ
     num_tokens      tokens to remove: a number for each request, or one number for all
     keeps_prompts   never shorten a prompt, because other requests may share its blocks
 
-    Raises InternalError, with nothing changed, if a sequence holds no blocks, occurs twice, would be too short, or
-    would attend to blocks that have left the window, or if its last block is shared.
+    Raises InternalError, with nothing changed, if a number of tokens is negative, or if a sequence holds no blocks,
+    occurs twice, becomes too short, or then attends to blocks that have left the window. With beams, also raises it if
+    the new last block of a sequence is partly filled and shared.
     """
     unit = sequences.tokens_per_block
     slots = sequences.find_slots(requests)

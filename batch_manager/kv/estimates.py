@@ -1,4 +1,4 @@
-"""TensorRT-LLM's estimates of the blocks that a request needs, from its lengths and the cache.
+"""TensorRT-LLM's estimates of how many blocks a request needs, from its lengths and the cache.
 
 The estimates serve conformance records and schedulers written for TensorRT-LLM. The loop and the built-in policies do
 not use them. A claim may take more or fewer blocks than estimated if a prompt is longer than its window, if two first
@@ -16,7 +16,7 @@ from .window import AttentionWindow
 
 
 class Estimates:
-    """Estimates of blocks that requests need, and of tokens that are cached."""
+    """Estimates how many blocks requests need, and how many of their tokens are cached."""
 
     def __init__(self, sequences: SequenceTable, window: AttentionWindow, cache: PrefixCache | None) -> None:
         self._sequences = sequences
@@ -24,14 +24,14 @@ class Estimates:
         self._cache = cache
 
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
-        """Blocks that the request may still take until its last token."""
+        """Number of blocks that the request may still take until its last token."""
         held = self._sequences.held(request) if self._sequences.has(request) else 0
         return blocks_to_last_token(
             request.prompt_len, request.max_new_tokens, request.num_generated_tokens, held, self._window,
             request.beam_width, self.held_by_others(request) if request.is_first_context_chunk else 0)
 
     def get_needed_blocks_one_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
-        """Blocks that the request takes in its next step; with look-ahead, in its next two steps."""
+        """Number of blocks that the request takes in its next step; with look-ahead, in its next two steps."""
         started = self._sequences.has(request)
         if request.is_context and (started or not request.is_first_context_chunk):
             return 0
@@ -45,7 +45,8 @@ class Estimates:
             request.beam_width, two_step_lookahead)
 
     def reusable_blocks(self, request: LlmRequest) -> tuple[int, int]:
-        """Return two numbers of cached leading full blocks of the prompt: held by running sequences, and in all."""
+        """Return the number of cached leading full blocks of the prompt that running sequences hold, and the number of
+        all of them."""
         return self.held_by_others(request), 0 if self._cache is None else len(self._cache.matched(request))
 
     def held_by_others(self, request: LlmRequest) -> int:
@@ -53,7 +54,10 @@ class Estimates:
         return 0 if self._cache is None else sum(map(self._cache.is_owned, self._cache.matched(request)))
 
     def reusable_tokens(self, request: LlmRequest, to_completion: bool) -> int:
-        """Cached tokens of a first chunk, as counted by the estimate to completion or by the estimate for one step."""
+        """Number of cached tokens of a first chunk.
+
+        to_completion   count as the estimate to completion does; False: as the estimate for one step does
+        """
         if self._cache is None:
             return 0
         unit = self._window.tokens_per_block
@@ -71,7 +75,7 @@ class Estimates:
 
 def blocks_for_first_chunk(prompt_len: int, draft_len: int, max_new_tokens: int, window: AttentionWindow,
                            beam_width: int = 1, shared: int = 0) -> int:
-    """Blocks that the first context chunk takes: the blocks of the whole prompt and its drafts."""
+    """Number of blocks that the first context chunk takes for the whole prompt and its drafts, without `shared`."""
     tokens = min(prompt_len + draft_len, window.size + max_new_tokens) + window.bubble
     return blocks_of_prompt(tokens, window.tokens_per_block, beam_width) - min(
         shared, tokens // window.tokens_per_block)
@@ -79,7 +83,7 @@ def blocks_for_first_chunk(prompt_len: int, draft_len: int, max_new_tokens: int,
 
 def blocks_for_generation_step(kv_length: int, tokens_left: int, draft_len: int, window: AttentionWindow,
                                beam_width: int = 1, two_step_lookahead: bool = False) -> int:
-    """Blocks that the next generation step takes (with look-ahead, the next two), if every draft is accepted.
+    """Number of blocks that the next generation step takes (with look-ahead, the next two), if every draft is accepted.
 
     kv_length     tokens in the cache before the step
     tokens_left   prompt_len + max_new_tokens - kv_length
@@ -92,7 +96,8 @@ def blocks_for_generation_step(kv_length: int, tokens_left: int, draft_len: int,
 
 
 def blocks_at_the_end(prompt_len: int, max_new_tokens: int, window: AttentionWindow) -> int:
-    """Most blocks per beam, without the additional block that a sliding window may need temporarily."""
+    """The largest number of blocks per beam, without the additional block that a sliding window may need temporarily.
+    """
     tokens, stored = prompt_len + max_new_tokens, window.longest_stored
     blocks = ceil_div(min(tokens, stored) + window.bubble, window.tokens_per_block)
     return blocks + window.sink_blocks if tokens > stored else blocks
@@ -100,10 +105,10 @@ def blocks_at_the_end(prompt_len: int, max_new_tokens: int, window: AttentionWin
 
 def blocks_to_last_token(prompt_len: int, max_new_tokens: int, generated: int, held: int, window: AttentionWindow,
                          beam_width: int = 1, shared: int = 0) -> int:
-    """Blocks that a sequence may still take until its last token.
+    """Number of blocks that a sequence may still take until its last token.
 
     Counts prompt_len + max_new_tokens tokens, as TensorRT-LLM does, although the last token is never stored. Counts one
-    more block for a sliding window, because it takes its new block before it releases the oldest.
+    more block for a sliding window, because the sequence takes its new block before it releases the oldest one.
     """
     unit = window.tokens_per_block
     context = (min(prompt_len, window.longest_stored) + window.bubble) // unit

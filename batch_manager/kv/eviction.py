@@ -1,7 +1,7 @@
 """The order in which free blocks are allocated and their content is evicted.
 
     priority    retention priority of a block, 0..100; blocks of low priority go first
-    duration    seconds after the release of a block for which its priority holds; None: for ever
+    duration    seconds for which the priority of a block holds after its release; None: for ever
 """
 
 from collections import OrderedDict
@@ -100,7 +100,8 @@ class EvictionOrder:
             self._durations[block_id] = duration
 
     def refresh(self) -> None:
-        """Move blocks whose priority has expired to the end of the default priority."""
+        """Reset expired priorities to the default. Each of these blocks becomes the last one of the default priority.
+        """
         if not self._deadline_heap:
             return
         now = self._now()

@@ -9,8 +9,8 @@ from .prefix_index import PrefixNode
 class HostPool:
     """Host blocks, each empty or with the content of one node. A claim pins the blocks that it uses.
 
-    When all blocks are full, new content replaces the oldest block of the lowest priority, unless the new content has a
-    lower one.
+    When all blocks are full, new content replaces the content of the oldest block of the lowest priority, unless this
+    priority is higher than that of the new content. Pinned blocks keep their content.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -59,8 +59,8 @@ class KvCacheManager:
     enable_block_reuse           share the cached blocks of earlier sequences
     enable_partial_reuse         also reuse the first tokens of a block
     host_blocks                  blocks of a second pool, for content that is evicted from the first
-    max_draft_len                most draft tokens that a claim adds to a generating request; if 0, plans ignore the
-                                 draft_len of requests
+    max_draft_len                largest number of draft tokens that a claim adds to a generating request; if 0, plans
+                                 ignore the draft_len of requests
     unread_steps                 steps of one token that may be claimed before the first of them is read. A sequence can
                                  always be rewound by `unread_steps` tokens: a block is released that many tokens after
                                  it leaves the window
@@ -101,12 +101,12 @@ class KvCacheManager:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that no sequence holds, cached ones included."""
+        """Number of blocks that no sequence holds, cached blocks included."""
         return len(self.pool.free)
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that sequences hold."""
+        """Number of blocks that sequences hold."""
         return self.pool.num_blocks - len(self.pool.free)
 
     @property
@@ -143,7 +143,7 @@ class KvCacheManager:
         return self.sequences.held(request) if self.owns(request) else 0
 
     def kv_length(self, request: LlmRequest) -> int:
-        """Tokens for which the request has claimed room: first its whole prompt, then more with each claimed step."""
+        """Number of tokens for which the request has claimed room: first its whole prompt, then more with each step."""
         return int(self.sequences.kv_lengths[request.seq_slot]) if self.owns(request) else 0
 
     def block_ids(self, request: LlmRequest, beam: int = 0) -> list[int]:
@@ -157,7 +157,7 @@ class KvCacheManager:
                 and (self.cache is None or self.cache.index.of_block(block_id) is None)]
 
     def leaving_window(self, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
-        """The started requests that release blocks with the claim of their next token."""
+        """The requests that release blocks when their next token is claimed. All of `requests` must be started."""
         if not self._slides or not requests:
             return []
         slots = self.sequences.slots_of(requests)
@@ -165,7 +165,7 @@ class KvCacheManager:
         return [requests[index] for index in np.flatnonzero(leaving).tolist()]
 
     def blocks_of_span(self, request: LlmRequest, start: int, end: int) -> list[tuple[int, int]]:
-        """Return the blocks with positions start..end of all beams, without released blocks.
+        """Return the blocks that hold the positions start <= position < end of all beams, without released blocks.
 
         Each block is a pair of its id and the index, within the block, of the first position of the span.
         """
@@ -185,22 +185,23 @@ class KvCacheManager:
         return KvLedger(self.pool, self.sequences, self.cache, self.reservations, self.inflight_request_ids)
 
     def get_max_resource_count(self) -> int:
-        """Blocks in the pool."""
+        """Number of blocks in the pool."""
         return self.pool.num_blocks
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
-        """Most blocks that the request holds at a time until its last token, if it shares no blocks."""
+        """The largest number of blocks that the request holds at a time until its last token, if it shares no blocks.
+        """
         return self.reservations.most_blocks(request)
 
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
-        """Blocks that the request may still take until its last token, as TensorRT-LLM estimates them."""
+        """Number of blocks that the request may still take until its last token, as TensorRT-LLM estimates it."""
         return self.estimates.get_remaining_blocks_to_completion(request)
 
     def blocks_to_claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest],
                         paused: Sequence[LlmRequest] = (), num_drafts: Sequence[int] | None = None) -> int:
-        """Free blocks that `claim` takes for the same requests.
+        """Number of free blocks that `claim` takes for the same requests.
 
-        paused   requests that are released first
+        paused   requests whose blocks are released before the claim
         """
         needed = 0
         if generation:
@@ -225,7 +226,8 @@ class KvCacheManager:
         return sum(count == self.pool.owners(block_id) for block_id, count in owners.items())
 
     def reusable_tokens(self, request: LlmRequest) -> int:
-        """Cached tokens that a claim of this first chunk is certain to find, if no other claim comes before it."""
+        """Number of cached tokens that a claim of this first chunk is certain to find, if no other claim comes before.
+        """
         if self.cache is None or self.owns(request):
             return 0
         return len(self.cache.shareable(request)) * self.tokens_per_block
@@ -243,8 +245,9 @@ class KvCacheManager:
         num_drafts   [g] draft tokens of the generating requests, 0..max_draft_len, for which to claim room in addition;
                      None: no drafts
 
-        Raises OutOfBlocksError if too few blocks are free. Raises InternalError for a first chunk that holds blocks
-        already, a generating request without blocks, or too many drafts. Both change nothing else.
+        Raises OutOfBlocksError if too few blocks are free; expired priorities may have ended by then, but nothing is
+        claimed. Raises InternalError, with nothing changed, for a first chunk without a free slot, a generating request
+        without blocks, or too many drafts.
         """
         sequences = self.sequences
         if first_chunks:
@@ -284,8 +287,9 @@ class KvCacheManager:
 
         The method serves devices without block tables: it does not return the changed entries.
 
-        Raises OutOfBlocksError if too few blocks are free. Raises InternalError if there is an attention window, or for
-        tokens beyond the last token of a request. Both change nothing else.
+        Raises OutOfBlocksError if too few blocks are free; expired priorities may have ended by then, but nothing is
+        claimed. Raises InternalError, with nothing changed, if there is an attention window, or if a request would need
+        more blocks than for its final length.
         """
         sequences = self.sequences
         slots = sequences.slots_of(generation)
@@ -304,11 +308,12 @@ class KvCacheManager:
         sequences.kv_lengths[slots] = lengths
 
     def reused_tokens(self, request: LlmRequest) -> int:
-        """Leading prompt tokens that were cached when the request claimed its blocks."""
+        """Number of leading prompt tokens that were cached when the request started."""
         return self.sequences.reused_tokens.get(request.seq_slot, 0) if self.owns(request) else 0
 
     def blocks_since_start(self, request: LlmRequest) -> tuple[int, int]:
-        """Return two numbers of blocks since the request's first claim: taken from the pool, and found in the cache."""
+        """Return how many blocks the request has taken from the pool since it started, and how many it found in the
+        cache. A paused request that starts again counts from zero."""
         if not self.owns(request):
             return 0, 0
         unit, beams = self.tokens_per_block, request.beam_width
@@ -349,7 +354,7 @@ class KvCacheManager:
             self.sequences.remove(request)
 
     def fork(self, request: LlmRequest) -> list[BlockCopy]:
-        """Return the copies that fill each other beam's last block of the prompt from the block of the first beam."""
+        """Return the copies that fill the last prompt block of every other beam from that of the first beam."""
         table = self.sequences.table(request)[:, :block_needs.ceil_div(request.prompt_len, self.tokens_per_block)]
         return claims.copies_of_first_beam(table, (request.prompt_len - 1) % self.tokens_per_block + 1)
 
@@ -373,16 +378,17 @@ class KvCacheManager:
                      drafts of the newest step can always be removed. More tokens can be removed only while the blocks
                      that the shorter sequence needs are in the window
 
-        Raises InternalError, with nothing changed, if a sequence holds no blocks, occurs twice, would be too short, or
-        would attend to blocks that have left the window, or if its last block is shared.
+        Raises InternalError, with nothing changed, if a number of tokens is negative, or if a sequence holds no blocks,
+        occurs twice, becomes too short, or then attends to blocks that have left the window. With beams, also raises it
+        if the new last block of a sequence is partly filled and shared.
         """
         claims.rewind(requests, num_tokens, self.sequences, self.pool, self.window,
                       keeps_prompts=self.cache is not None)
 
     def _with_drafts(self, generation: Sequence[LlmRequest], slots: np.ndarray, lengths: np.ndarray,
                      num_drafts: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the lengths after one more token and these drafts, the blocks per beam that growing slots take, and
-        the growing slots. Raises InternalError for too many drafts.
+        """Return (lengths with one more token and these drafts, number of blocks per beam that each growing slot takes,
+        growing slots). Raises InternalError for too many drafts.
         """
         drafts = np.asarray(num_drafts, np.int64)
         if drafts.shape != slots.shape:

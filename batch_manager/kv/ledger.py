@@ -61,7 +61,7 @@ class KvLedger:
         return request.request_id not in self._inflight_request_ids
 
     def refund(self, request: LlmRequest) -> None:
-        """Count the blocks of a paused request as free, except those that stay in use."""
+        """Count the blocks of a paused request as free, except blocks that another request or the plan still uses."""
         assert self.is_refundable(request)
         owners = self._sequences.owners_of(request)
         self._refunded.update(owners)
@@ -71,13 +71,13 @@ class KvLedger:
             for block_id in owners)
 
     def blocks_to_claim(self, request: LlmRequest) -> int:
-        """Free blocks that a claim of this first chunk takes."""
+        """Number of free blocks that a claim of this first chunk takes."""
         return self._reservations.to_start(request) - len(self._in_use(request))
 
     def blocks_for_next_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
-        """Free blocks that the request takes in its next step; with look-ahead, in its next two steps.
+        """Number of free blocks that the request takes in its next step; with look-ahead, in its next two steps.
 
-        Assumes that every draft is accepted. For a first chunk, counts only as many drafts as the pool has room for.
+        Assumes that every draft is accepted. For a first chunk, counts only as many drafts as window and pool allow.
         """
         if not self._sequences.has(request):
             return self._reservations.to_start_with_drafts(request) - len(self._in_use(request))
@@ -96,7 +96,10 @@ class KvLedger:
                                                  2 * tokens if two_step_lookahead else tokens)
 
     def blocks_to_completion(self, request: LlmRequest) -> int:
-        """Free blocks that the request takes until its last token, if blocks that leave its window become free."""
+        """The largest number of free blocks that the request takes until its last token.
+
+        Counts the blocks that leave its window as free again, except shared blocks that another sequence keeps.
+        """
         if self._sequences.has(request):
             return self._reservations.of_owners([request])
         in_use = self._in_use(request)
@@ -111,7 +114,7 @@ class KvLedger:
         return self._reservations.most_blocks(request) - num_in_use
 
     def blocks_to_completion_of_started(self) -> int:
-        """Free blocks that all started requests take until their last tokens."""
+        """The largest number of free blocks that all started requests together take until their last tokens."""
         return self._reservations.of_all_owners()
 
     def _in_use(self, request: LlmRequest) -> list[tuple[int, PrefixNode]]:

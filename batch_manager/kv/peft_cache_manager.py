@@ -30,7 +30,7 @@ class PeftCacheManager:
 
     @property
     def free_pages(self) -> int:
-        """Pages that are empty or have an idle adapter."""
+        """Number of pages that are empty or have an idle adapter."""
         return len(self._free) + sum(len(self._pages[task_id]) for task_id in self._idle)
 
     def start_scheduling(self) -> "PageLedger":
@@ -43,7 +43,9 @@ class PeftCacheManager:
         return [] if task_id is None else self._pages[task_id]
 
     def claim(self, requests: Iterable[LlmRequest]) -> list[AdapterLoad]:
-        """Claim the adapters of these requests, except adapters that they hold already. Returns the loads to make.
+        """Claim the adapters of these requests, except adapters that they hold already.
+
+        Returns the loads of the adapters that are not on the device.
 
         Raises OutOfResourceError, with nothing changed, if the adapters do not fit.
         """
@@ -112,7 +114,7 @@ class PageLedger:
         self.available_pages = manager.max_device_pages
 
     def needed(self, requests: Iterable[LlmRequest]) -> int:
-        """Pages that these requests take in addition to the adapters already counted."""
+        """Number of pages that these requests take in addition to the adapters already counted."""
         new = {request.lora_task_id for request in requests if request.lora_task_id is not None} - self._counted
         return sum(map(self._manager.pages_of, new))
 

@@ -12,11 +12,11 @@ from .prefix_index import DIGEST_BITS, BlockKey, Domain, PrefixIndex, PrefixNode
 class PrefixCache:
     """The blocks of a pool with reusable content.
 
-    A cached block without an owner is free like any other block. When it is allocated, its content moves to the host
-    pool if there is a host pool and the priority of the block is high enough. Otherwise the content is lost, together
-    with the content of all blocks that follow it.
+    A cached block without an owner is free. When the block is allocated, its content moves to the host pool if there is
+    a host pool and the priority of the block is high enough. Otherwise the content is lost, together with the content
+    of all cached blocks that follow this block.
 
-    copies            copies for the device before the next step, in order
+    copies            copies that the device makes before the next step, in order
     reused_blocks     blocks that prompts found in the cache
     evicted_blocks    cached blocks whose content was lost
     """
@@ -56,7 +56,9 @@ class PrefixCache:
         return node.block_id is not None and self.pool.owners(node.block_id) > 0
 
     def first_new_key(self, request: LlmRequest) -> bytes | None:
-        """The digest of the prompt up to and including its first full block that is not cached; None if all are cached.
+        """The digest of the prompt up to and including its first full block that is not cached.
+
+        None if all full blocks are cached.
         """
         matched = len(self.matched(request))
         if matched == request.prompt_len // self.tokens_per_block:
@@ -66,7 +68,7 @@ class PrefixCache:
     def will_publish_more(self, request: LlmRequest) -> bool:
         """Whether the first full block of the prompt that is not cached is published once it is computed.
 
-        The block of the last token is not published while the request runs.
+        The block of the last prompt token is not published while the request runs.
         """
         return len(self.matched(request)) < (request.prompt_len - 1) // self.tokens_per_block
 
@@ -187,7 +189,8 @@ class PrefixCache:
         return len(gone)
 
     def take_over(self, node: PrefixNode) -> int:
-        """Allocate a cached block without an owner, keeping its content, for an owner that may write to it."""
+        """Allocate a cached block without an owner to an owner that may write to it. The block keeps its content, and
+        leaves the cache together with all blocks that follow it. Returns the block id."""
         block_id = node.block_id
         assert block_id is not None
         self.pool.share(block_id)

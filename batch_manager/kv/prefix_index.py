@@ -1,7 +1,7 @@
 """The index of the prefix cache: a tree with one node per cached block.
 
-A node is found by a keyed digest of the path from the root. Its tokens, extra ids and parent are then compared. Two
-prompts with equal digests are therefore distinguished, and the second prompt is not stored.
+The index finds a node by a keyed digest of the path from the root, and then compares the node's tokens, extra ids and
+parent. Different prompts with equal digests are therefore distinguished, and the second of these prompts is not stored.
 """
 
 from array import array

@@ -1,4 +1,4 @@
-"""Bounds on the blocks that sequences will hold. A plan that reserves this many blocks never runs out of blocks.
+"""Bounds on how many blocks sequences will hold. A plan that reserves this many blocks never runs out of blocks.
 
 The bound exceeds the number of blocks that the lengths imply, for three reasons:
 
@@ -35,7 +35,7 @@ class Reservations:
         return self._window.max_draft_len
 
     def to_start(self, request: LlmRequest, draft_len: int = 0) -> int:
-        """Blocks of the whole prompt and `draft_len` drafts."""
+        """Number of blocks for the whole prompt and `draft_len` draft tokens."""
         return block_needs.blocks_of_prompt(request.prompt_len + draft_len, self._window.tokens_per_block,
                                             request.beam_width, own_last=self._with_reuse)
 
@@ -48,7 +48,7 @@ class Reservations:
         return max(blocks, min(self.to_start(request, drafts), self._pool.num_blocks))
 
     def most_blocks(self, request: LlmRequest, *, with_pauses: bool = False) -> int:
-        """Most blocks that a sequence holds at a time, if it shares no blocks.
+        """The largest number of blocks that a sequence holds at a time, if it shares no blocks.
 
         with_pauses   the sequence may be paused. Its output then becomes part of its prompt, which is stored whole, and
                       a window saves no blocks
@@ -58,12 +58,12 @@ class Reservations:
                                        own_last=self._with_reuse)
 
     def of_owners(self, requests: Sequence[LlmRequest]) -> int:
-        """Blocks that these requests may still take, if released blocks become free."""
+        """Number of blocks that these requests may still take, if released blocks become free."""
         return self._of_slots(self._sequences.slots_of(requests))
 
     def of_all_owners(self) -> int:
-        """Blocks that all sequences together may still take, including replacements of shared blocks that leave a
-        window."""
+        """Number of blocks that all sequences together may still take, including replacements of shared blocks that
+        leave a window."""
         reserved = self._of_slots(self._sequences.taken_slots())
         if self._slides_shared:
             kept, dropped = self._holders()

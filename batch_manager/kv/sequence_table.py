@@ -28,7 +28,8 @@ class SequenceTable:
     reused_tokens  slot -> prompt tokens of its request that were cached when the request started
     block_ids      [slots * max_beam_width, blocks] in token order; UNUSED for dropped blocks, stale from `ends` on
 
-    `Entries` describe changes of `block_ids`: rows, indices and block ids, each [u] int32.
+    `Entries` describe changes of `block_ids`: three int32 arrays of rows, indices and block ids, with one element for
+    each changed entry.
     """
 
     def __init__(self, tokens_per_block: int, max_beam_width: int = 1) -> None:
@@ -88,7 +89,7 @@ class SequenceTable:
         return self._last_slots
 
     def find_slots(self, requests: Sequence[LlmRequest]) -> np.ndarray:
-        """As `slots_of`, but the table does not keep the result and the array is writable."""
+        """Return the slots as `slots_of` does, in a writable array that the table does not keep."""
         slots = [request.seq_slot for request in requests]
         in_range = not slots or max(slots) < len(self.owners)
         if not in_range or [self.owners[slot] for slot in slots] != list(requests):
@@ -97,20 +98,21 @@ class SequenceTable:
         return np.array(slots, np.intp)
 
     def new_blocks(self, slots: np.ndarray, tokens: "int | np.ndarray" = 1) -> np.ndarray:
-        """Blocks per beam that these sequences take for `tokens` more tokens each, [n], up to their final lengths."""
+        """Return [n], the number of blocks per beam that each sequence takes for `tokens` more tokens, up to its final
+        length."""
         grown = -(-(self.kv_lengths[slots] + tokens) // self.tokens_per_block)
         new: np.ndarray = np.minimum(grown, self.last_blocks[slots]) - self.ends[slots]
         return new
 
     def new_blocks_of(self, request: LlmRequest, tokens: int = 1) -> int:
-        """`new_blocks` of one sequence, over all its beams."""
+        """Number of blocks that one sequence takes for `tokens` more tokens, over all its beams."""
         slot = request.seq_slot
         end, last = int(self.ends[slot]), int(self.last_blocks[slot])
         grown = -(-(int(self.kv_lengths[slot]) + tokens) // self.tokens_per_block)
         return (min(grown, last) - end) * request.beam_width
 
     def sum_of_new_blocks(self, slots: np.ndarray, tokens: "int | np.ndarray" = 1) -> int:
-        """`new_blocks`, summed over all beams of these sequences."""
+        """Number of blocks that these sequences together take for `tokens` more tokens each, over all their beams."""
         if isinstance(tokens, int) and tokens == 1:
             return self.num_beams(self.crossing(slots))
         if self.max_beam_width > 1:
@@ -198,8 +200,8 @@ class SequenceTable:
         return rows.astype(np.int32), indices.astype(np.int32), np.array(block_ids, np.int32)
 
     def drop_up_to(self, slot: int, num_dropped: int, kept: int) -> list[list[int]]:
-        """Drop blocks of a slot, after the first `kept`, until `num_dropped` are dropped. Returns the newly dropped
-        blocks of each beam."""
+        """Drop the oldest blocks of a slot, except its first `kept` blocks, until it has dropped `num_dropped` blocks
+        per beam in all. Returns the newly dropped blocks of each beam."""
         first, width = slot * self.max_beam_width, self.beam_widths[slot]
         left = self.block_ids[first:first + width, kept + self.dropped[slot]:kept + num_dropped]
         gone: list[list[int]] = left.tolist()

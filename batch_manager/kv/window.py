@@ -1,10 +1,11 @@
 """The attention window, and the blocks that no query needs any more. All functions depend on lengths only.
 
-    size            tokens that a query attends to, itself included; without a window, the longest sequence
+    size            tokens that a query attends to, itself included; without a window, the length of the longest
+                    sequence
     sinks           first tokens that stay visible outside the window
     temporary       tokens by which a context may exceed the window during its computation; only for estimates
     unread_steps    tokens by which a sequence may be rewound; blocks that the shorter sequence needs are kept
-    max_draft_len   most draft tokens that a claim adds to a sequence
+    max_draft_len   largest number of draft tokens that a claim adds to a sequence
 """
 
 from dataclasses import dataclass, replace
@@ -43,7 +44,7 @@ class AttentionWindow:
 
     @property
     def longest_stored(self) -> int:
-        """Most tokens of a sequence in the cache, without rounding to blocks."""
+        """The largest number of tokens of a sequence in the cache, without rounding to blocks."""
         return self.size + self.temporary
 
     @property
@@ -57,8 +58,8 @@ class AttentionWindow:
 
     @property
     def most_held(self) -> int:
-        """Most blocks of one sliding beam, which it holds after it takes its next blocks and before it releases the
-        oldest.
+        """The largest number of blocks that one sliding beam holds. It holds this many between taking its next blocks
+        and releasing the oldest block.
 
         A claim releases the blocks that the first token of its step does not need. The next claim comes after the
         accepted drafts of that step, and adds its own drafts.
@@ -67,15 +68,15 @@ class AttentionWindow:
         return -(-tokens // self.tokens_per_block) + self.sink_blocks + 1
 
     def num_dropped(self, length: Lengths) -> Lengths:
-        """Blocks after the sinks that are released when the first token of a step makes a sequence this long.
+        """Number of blocks after the sinks that are released when the first token of a step makes a sequence this long.
 
-        No sequence that is longer, or up to `unread_steps` tokens shorter, needs these blocks. `length` is an integer
-        or an array.
+        A longer sequence does not need these blocks, and neither does a sequence that is up to `unread_steps` tokens
+        shorter. `length` is an integer or an array.
         """
         return self.num_unseen(length - self.unread_steps)
 
     def num_unseen(self, length: Lengths) -> Lengths:
-        """Blocks after the sinks that no query of a sequence of this length or longer needs.
+        """Number of blocks after the sinks that no query of a sequence of this length or longer needs.
 
         `length` is an integer or an array.
         """

@@ -9,9 +9,9 @@ class ActiveRequests:
     """Active requests by id and in order, each with a slot.
 
     The requests are ordered by priority, larger first, then by arrival. A paused request keeps its position. Freed
-    slots are reused first, and tables indexed by slot are never larger than the number of requests active at a time.
+    slots are reused first, so the number of slots is the largest number of requests that were active at once.
 
-    in_order   the requests in this order; only this class changes the list
+    in_order   the requests in their order; only this class changes the list
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class ActiveRequests:
         return self._by_id.get(request_id)
 
     def add(self, request: LlmRequest) -> None:
-        """Insert a request after all requests of at least its priority, and give it a slot."""
+        """Insert a request after all requests of the same or a larger priority, and give it a slot."""
         assert request.request_id not in self._by_id
         index = len(self.in_order)
         while index and self.in_order[index - 1].priority < request.priority:

@@ -85,9 +85,9 @@ class GuardedCallbacks:
 
         responses   (request id, tensors) of each response, in order
 
-        All callbacks share one guarded block until one of them raises, because a block costs as much as a short
-        callback. The method therefore does the work of a block after each callback: it writes the heartbeat and ends a
-        forked child. A callback that raises loses its own response only.
+        The callbacks share one guarded block until a callback raises, because a block costs as much as a short
+        callback. After each callback, the method itself writes the heartbeat and leaves the block in a forked child,
+        which ends the child. If a callback raises, only its own response is lost.
         """
         guard, process_id = self.guard, self.guard.process_id
         monotonic, heartbeat = guard.monotonic, guard.heartbeat

@@ -25,12 +25,11 @@ class FetchedItems:
     iteration. From any other object, such as a generator, the first iteration reads as many items as it can, and the
     rest is dropped.
 
-    No exception can lose an item; unanswered.py explains how. Each block of `in_get` makes a single call, which is
-    prepared outside the block. With two calls in a block, an asynchronous exception between them would look like an
-    exception of the user's object and would end the reading.
+    No exception can lose an item; unanswered.py explains how. Each use of the block `in_get` makes a single call, which
+    is prepared outside the block. With two calls in the block, an asynchronous exception between them would look like
+    an exception of the user's object and would end the reading.
 
-    in_get     the guarded block in which the get callback runs, and in which its result is read, which also runs user
-               code
+    in_get     the guarded block for the get callback and for reading its result; both run user code
     back_off   active after the callback or the reading failed
     """
 
@@ -84,7 +83,7 @@ class FetchedItems:
         return False
 
     def end_iteration(self) -> None:
-        """End the reading of this iteration. Drops the rest of a partly read object without a size."""
+        """End the reading of this iteration. Drops the rest of a partly read object without a length or length hint."""
         if self._returned and self._returned[0].iterator and not self._returned[0].is_sized:
             num_read = self._returned[0].num_read
             del self._returned[0]
@@ -92,9 +91,9 @@ class FetchedItems:
                           "the first %d items were read and the rest is dropped; return a list", num_read)
 
     def stop_growing(self) -> None:
-        """Limit reading to the items that the collections have now.
+        """Limit reading to the number of items that the unread collections have now.
 
-        Reading then ends even if a client puts refused items back into a collection.
+        The reading therefore ends even if a client puts refused items back into a collection.
         """
         for returned in self._returned:
             if returned.value and returned.is_sized and not (returned.is_copied or returned.size_at_end):
@@ -118,7 +117,7 @@ class _Returned:
 
     value         the returned object; empty before the callback returns
     iterator      the iterator of the object; empty before reading begins
-    size_at_end   number of items of the object when `stop_growing` was called; empty before
+    size_at_end   number of items of the object when `stop_growing` was called; empty before this call
     num_read      number of items that were read
     """
 
@@ -175,9 +174,9 @@ def _has(kind: type, name: str) -> bool:
 
 
 class BackOff:
-    """The time after a failure in which get is not called: 1 ms, doubled by each further failure up to 100 ms.
+    """The time after a failure during which get is not called: 1 ms, doubled by each further failure up to 100 ms.
 
-    seconds   length of the last back-off; 0 if the last call succeeded
+    seconds   length of the last back-off; 0 if the last call of get succeeded
     ends_at   end of the last back-off, in seconds of the clock
     """
 

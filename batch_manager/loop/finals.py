@@ -66,7 +66,7 @@ class Finals:
         self._send_final(request, delivery, reason, metrics)
 
     def send_held(self) -> None:
-        """Send the held finals for which no running request is left to wait for. Does nothing in this class."""
+        """Send the held finals if no running request is left to wait for. Does nothing in this class."""
 
     def fail(self, request: LlmRequest, code: ErrorCode, message: str, *, clear_blocks: bool = False) -> None:
         """End an active request with an error.
@@ -107,10 +107,10 @@ class Finals:
             self._callbacks.send_refusal(text, error.code)
 
     def fail_everything(self, error: BatchManagerError) -> None:
-        """Answer every unanswered item: refusals with their own text, live requests with this error.
+        """Answer every refused item with its own error, and every live request with this error.
 
-        The method relies on `UnansweredItems` only and uses neither the pool nor the device, because any other state
-        may be inconsistent. If the method raises, the next call answers the remaining items.
+        The method relies on `UnansweredItems` only, because any other state may be inconsistent. It uses neither the
+        pool nor the device. If the method raises, the next call answers the remaining items.
         """
         self.answer_refusals()
         self.ended += [request.request_id for request in self._active]

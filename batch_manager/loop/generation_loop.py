@@ -48,10 +48,10 @@ class GenerationLoop:
     Up to `limits.window_depth` steps are in flight. An iteration launches the next step before it reads the oldest one.
     steps/window.py defines which requests the steps may share.
 
-    A failure that StepRunner catches ends one sequence. A scheduler that breaks its contract ends the active requests.
-    If `step` raises, the worker calls `fail`, which ends all requests.
+    A failed step ends only the requests whose sequences fail alone (StepRunner). A scheduler that breaks its contract
+    ends the active requests. If `step` raises, the worker calls `fail`, which ends all requests.
 
-    failure     error of a failed engine, with which every request is answered; None while the engine runs
+    failure     error of the failed engine, with which every request is answered; None while the engine runs
     iteration   number of the next record
     """
 
@@ -152,7 +152,10 @@ class GenerationLoop:
             log.exception("the resources of active requests could not be released at the end")
 
     def fail(self, error: BatchManagerError) -> None:
-        """Mark the engine as failed: answer every request with the error, and later requests until shutdown."""
+        """Mark the engine as failed and answer every unanswered item.
+
+        Live requests get the error of the first failure, and so do requests that arrive until shutdown.
+        """
         if self.failure is None:
             self.failure = error
         self.window.forget()
@@ -249,7 +252,9 @@ class GenerationLoop:
     # finish, advance
 
     def _finish(self, batch: ScheduledBatch | None) -> FinishedStep | None:
-        """Read the oldest step in flight; None while more steps can be launched first.
+        """Read the oldest step in flight and return it with its output.
+
+        Returns None if no step is in flight, or if another step can be launched before the oldest is read.
 
         batch   the batch that this iteration launched, or None
         """

@@ -27,7 +27,7 @@ MAX_ARRIVAL_AHEAD_S = 1.0    # tolerance for an arrival time in the future
 
 @dataclass(frozen=True, slots=True)
 class QueueBounds:
-    """Limits on accepted work. A request beyond them is refused at once."""
+    """Limits on accepted work. A request that exceeds a limit is refused at once."""
 
     max_queued_requests: int
     max_queued_tokens: int
@@ -107,7 +107,9 @@ class Intake:
         return request_id in self._queued_ids
 
     def ask(self, room: int | None) -> None:
-        """Call the get callback for as many requests as there is room for besides the queued requests.
+        """Call the get callback for as many requests as have room besides the queued requests.
+
+        Does nothing after the item that ends the worker was read.
 
         room   number of further requests that may become active; None: unbounded
         """
@@ -275,9 +277,9 @@ class Intake:
         self.timings.clear()
 
     def expired(self) -> dict[int, str]:
-        """Return the ids whose deadlines have passed since the last call.
+        """Return request id -> error text, for the requests whose deadlines have passed since the last call.
 
-        Each id comes with the error text to send if its request has no token.
+        The error is sent only if the request has no token.
         """
         self.came_late = False
         if not self._deadlines:

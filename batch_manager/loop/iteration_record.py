@@ -20,7 +20,8 @@ class IterationRecord:
     plan               the executed plan; empty if nothing was launched
     chunks             (request id, first position, tokens) of each context chunk
     kv_cache           use of the KV cache after the claim; None before the claim
-    static_batch       with static batching, the batch that ran, empty if no batch ran; None with in-flight batching
+    static_batch       with static batching, the sizes of the batch that ran, or of an empty batch if no batch ran; None
+                       with in-flight batching
     generated_tokens   tokens appended to requests
     had_refusals       whether items were refused
     figures            statistics of the resources other than KV cache blocks: name -> value

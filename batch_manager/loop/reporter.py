@@ -115,7 +115,7 @@ class Reporter:
         return {}
 
     def _memory_now(self) -> MemoryUsage:
-        """The memory use of the backend, or zeros if the backend raises, because a statistic must not fail requests."""
+        """The memory use of the backend; zeros if the backend raises, because a statistic must not fail requests."""
         with self._in_memory_usage:
             memory = self._backend.memory_usage()
             gpu, cpu, pinned = map(index, (memory.gpu, memory.cpu, memory.pinned))

@@ -18,9 +18,9 @@ class Timings:
 
     asking           request id -> metrics so far, of requests with `return_perf_metrics`
     waiting          request id -> arrival in seconds of the clock, of accepted requests that were in no step yet
-    lookup_tokens    with block reuse, prompt tokens of requests at their first start
+    lookup_tokens    with block reuse, prompt tokens of all requests that started, counted at their first start
     hit_tokens       with block reuse, the cached tokens among `lookup_tokens`
-    started          requests that were in a step for the first time since the last call of `take_started`
+    started          number of requests that started for the first time since the last call of `take_started`
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -37,7 +37,7 @@ class Timings:
             self.asking[request_id] = PerfMetrics(arrival_time_ns=_ns(arrived_at))
 
     def note_starts(self, batch: ScheduledBatch, contexts: Sequence[LlmRequest], kv: KvCacheManager) -> None:
-        """Note that these contexts are in a step that is about to be launched."""
+        """Note that the batch with these contexts is about to be launched."""
         waiting = self.waiting
         now = None
         for work, request in zip(batch.context, contexts):
@@ -56,14 +56,15 @@ class Timings:
                                                   cached_tokens=kv.reused_tokens(request))
 
     def take_started(self) -> tuple[int, float, float]:
-        """Return the number of requests that started since the last call, and the sum and the maximum of their queue
-        times in seconds."""
+        """Return the number of requests that started for the first time since the last call, and the sum and the
+        maximum of their queue times in seconds."""
         taken = self.started, self._queue_s, self._longest_queue_s
         self.started, self._queue_s, self._longest_queue_s = 0, 0.0, 0.0
         return taken
 
     def oldest_wait_s(self, now: float) -> float:
-        """Seconds that the waiting request that was admitted first has waited; 0.0 if no request waits."""
+        """Seconds since the arrival of the first admitted request that was in no step yet; 0.0 without such a request.
+        """
         for arrived_at in self.waiting.values():
             return max(now - arrived_at, 0.0)
         return 0.0

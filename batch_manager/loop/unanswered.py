@@ -9,7 +9,7 @@ that moves an item from one state to the next contains none of these points:
    effect together if there is no call between them. The start of a call that follows them takes effect together with
    them: `del alive[request_id]`, then `send(...)`.
 -  The return value of a call could be lost between the return and the assignment. `kept.extend(map(call, [argument]))`
-   and `kept.extend(islice(iterator, 1))` are each one C call, which stores the value before an exception can be raised.
+   and `kept.extend(islice(iterator, 1))` are one C call each. The call stores the value before an exception can occur.
    A single value is therefore stored in a list with at most one element.
 
 Any other state of the loop may be inconsistent after an exception. A failed engine uses only this list
@@ -41,9 +41,9 @@ class UnansweredItems:
     undecided    list with the item that is being decided, or empty
     refusals     refused items, in order
     alive        ids of the accepted requests, in order
-    num_accepted, num_refused, num_unaddressable   items decided
-    num_sent     final callbacks started
-    errors       error code -> final callbacks started with it
+    num_accepted, num_refused, num_unaddressable   numbers of items with each decision
+    num_sent     number of final callbacks that were started
+    errors       error code -> number of final callbacks that were started with this code
     """
 
     __slots__ = ("undecided", "refusals", "alive", "num_accepted", "num_refused", "num_unaddressable", "num_sent",

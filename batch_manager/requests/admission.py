@@ -80,7 +80,7 @@ NOT_WITH_BEAMS: dict[str, str] = {
     "draft_logits": "speculative decoding",
 }
 
-# Members of a static batch must set the same subset of these; their values may differ.
+# Members of a static batch must set the same subset of these options; the values may differ.
 SAMPLING_OPTIONS = frozenset(parameter.tensor for parameter in PARAMETERS.values()) - {"beam_width"}
 
 MAX_CACHE_SALT = 1024
@@ -110,7 +110,7 @@ class Admitted:
     request      the running request
     setup        options of the request for the device
     response     options of the request for responses
-    num_bytes    bytes of its tensors, and of the logits and the likeliest tokens that it asks for
+    num_bytes    bytes of the request's tensors, and of the logits and likeliest tokens that the request asks for
     warnings     changes that were necessary to fit the request, one sentence each
     prompt_table   embeddings of its prompt-tuning tokens; None without prompt-tuning tokens
     arrival_time   seconds of the engine's clock; None if the request does not set it
@@ -151,8 +151,8 @@ class Admission:
     logits_post_processor_batched   the post-processor that requests name "batched", or None
     static_batching           requests run in static batches. Each request gets a batch_key. With streaming, the single
                               response has the new tokens without the prompt
-    blocks_of                 function that returns the most KV cache blocks that a request holds at a time; None: the
-                              blocks of all its tokens
+    blocks_of                 function of a request: the largest number of KV cache blocks that it holds at a time;
+                              None: count the blocks of all its tokens
     guard                     the engine's guard, in which code of the user's classes runs
     """
 
@@ -473,7 +473,7 @@ class Admission:
                                           f"leave {name} out")
 
     def _fit(self, prompt_len: int, asked: int) -> tuple[int, tuple[str, ...]]:
-        """Return the largest number of tokens to generate, and warnings if it is less than `asked`.
+        """Return how many tokens the request may generate, and a warning if this number is less than `asked`.
 
         Raises InvalidRequestError for a prompt that can never run.
         """
@@ -503,7 +503,12 @@ class Admission:
 
 
 def _number(spec: TensorSpec, value: Any, expected: str, *, optional: bool = False) -> Any:
-    """Return the number in a request's attribute, or None if it is optional. Raises InvalidRequestError."""
+    """Return the number in a request's attribute; None if the attribute is optional and None.
+
+    expected   the words after "it must be" in the message
+
+    Raises InvalidRequestError.
+    """
     if optional and value is None:
         return None
     try:

@@ -179,7 +179,11 @@ for _name, _wire_name in _WIRE_NAMES.items():
 
 
 def checked_request_id(request_id: Any) -> int:
-    """Return the id as a plain int. Raises InvalidRequestError unless it is an integer in 0..2^64-1, and for a bool."""
+    """Return the id as a plain int.
+
+    Raises InvalidRequestError for a bool, for any other type that is not an integer, and for an integer outside
+    0..2^64-1.
+    """
     # The methods of the base types run no code of the object's class.
     if issubclass(type(request_id), np.integer):
         request_id = np.integer.item(request_id)

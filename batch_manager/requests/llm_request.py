@@ -23,12 +23,12 @@ class LlmRequest:
     request_id          the user's id
     tokens              for each beam, the prompt and the output
     orig_prompt_len     tokens of the user's prompt
-    prompt_len          tokens of the context phase: the prompt, and after a pause the output so far
-    max_new_tokens      most tokens to generate after the first prompt_len tokens
+    prompt_len          tokens of the context phase: the prompt, and after a pause also the output so far
+    max_new_tokens      largest number of tokens to generate after the first prompt_len tokens
     final_length        length of prompt and complete output; a pause does not change it
     beam_width, lora_task_id, priority   options of the request; larger priorities go first
     draft_len           number of draft tokens that the next step of the request verifies
-    draft_tokens        the draft tokens
+    draft_tokens        these draft tokens
     batch_key           equal for all members of a static batch; None without static batching
     cache_salt          only requests with the same salt share cached blocks
     token_extra_ids     one id per prompt token, for content that token ids do not distinguish; None: no such content
@@ -83,17 +83,17 @@ class LlmRequest:
 
     @property
     def num_generated_tokens(self) -> int:
-        """Tokens generated since the last pause, as the schedulers count them."""
+        """Number of tokens generated since the last pause, or since admission, as the schedulers count them."""
         return len(self.tokens[0]) - self.prompt_len
 
     @property
     def total_generated_tokens(self) -> int:
-        """Tokens generated since admission."""
+        """Number of tokens generated since admission."""
         return len(self.tokens[0]) - self.orig_prompt_len
 
     @property
     def remaining_context(self) -> int:
-        """Context tokens still to compute."""
+        """Number of context tokens that no launched step computes."""
         return self.prompt_len - self.context_position
 
     @property
@@ -131,13 +131,13 @@ class LlmRequest:
                           else LlmRequestState.GENERATION_TO_COMPLETE)
 
     def unlaunch_context(self, start: int) -> None:
-        """Undo the launch of the context from a position on."""
+        """Undo the launch of the context tokens from position `start` on."""
         assert not self.is_finished and self.context_read <= start <= self.context_position
         self.state = LlmRequestState.CONTEXT_INIT
         self.context_position = start
 
     def read_context(self, end: int) -> None:
-        """Record that the step that computed the context up to a position was read."""
+        """Record that the context is computed and read up to position `end`, exclusive."""
         assert self.context_read < end <= self.context_position
         self.context_read = end
 
@@ -194,9 +194,9 @@ class LlmRequest:
         self.state = LlmRequestState.GENERATION_COMPLETE
 
     def pause(self, max_input_len: int) -> None:
-        """Return to the context phase. The output becomes part of the prompt.
+        """Return to the context phase. The output becomes part of the context.
 
-        Drops tokens beyond max_input_len. With beams, drops all generated tokens.
+        Drops generated tokens beyond max_input_len tokens of the sequence. With beams, drops all generated tokens.
         Source: TensorRT-LLM's LlmRequest::pause.
         """
         if self.beam_width > 1:
@@ -218,7 +218,7 @@ class LlmRequest:
 def add_a_token_to_each(requests: Sequence[LlmRequest], tokens: Sequence[int]) -> list[LlmRequest]:
     """Add a token to each request, as `add_token` does. Returns the requests whose output is complete.
 
-    The inlined code takes two thirds of the time of calls of `add_token`.
+    The function repeats the code of `add_token`, which saves a third of the time of calls.
     """
     nearly: list[LlmRequest] = []
     for request, token in zip(requests, tokens, strict=True):

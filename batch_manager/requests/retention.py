@@ -26,8 +26,8 @@ class TokenRangeRetentionConfig:
     token_start   first token, 0 or more
     token_end     end of the range, exclusive; None: the end of the prompt
     priority      0..100; blocks of lower priority are evicted first. The default of other blocks is 35
-    duration_ms   whole milliseconds from the last use of a block until its priority returns to 35; None: it never
-                  returns
+    duration_ms   whole milliseconds from the release of a block until its priority returns to 35; None: the priority
+                  never changes
 
     Raises InvalidRequestError for a value of another type or out of range, and for an empty range.
     """

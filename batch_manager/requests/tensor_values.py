@@ -52,11 +52,11 @@ class GivenTensor:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Size limit of a tensor.
+    """The size limits of a tensor.
 
-    size        most elements
-    reason      expectation in the error for more elements
-    num_bytes   most bytes: the bytes that the request's other tensors leave
+    size        largest number of elements
+    reason      the expectation that the error for too many elements states
+    num_bytes   largest number of bytes: what the request's other tensors leave of its limit
     """
 
     size: int
@@ -335,8 +335,8 @@ def _int64(spec: TensorSpec, rows: Sequence[Any], expectation: str = "tokens and
 def _unpacked(name: str, rows: list[list[int]]) -> list[tuple[int, ...]]:
     """Unpack the words of a packed list.
 
-    rows   two rows: the tokens of all words, and the end of each word (running sums of lengths), padded with -1. A
-           single end that is not positive means an empty list
+    rows   two rows. The first has the tokens of all words. The second has the end of each word (running sums of the
+           lengths), padded with -1. A single end that is not positive means an empty list
     """
     tokens, ends = rows
     if len(ends) == 1 and ends[0] <= 0:

@@ -1,4 +1,4 @@
-"""Collects the response values of a request's beams other than their tokens."""
+"""Collects the values of a request's beams for its response, except their tokens."""
 
 from collections.abc import Sequence
 
@@ -15,8 +15,9 @@ NO_OUTPUT = -np.inf
 class BeamDelivery:
     """The log-probabilities of a request's beams: of the live beams during the search, then of the search's results.
 
-    The values are in the order of `LlmRequest.tokens`. Log-probabilities of single tokens, and their rows of logits,
-    are kept if the request asked for them. When a request starts over after a pause, its values start over too.
+    The values are in the order of `LlmRequest.tokens`. The log-probability of each token, and the row of logits for
+    each token, are kept only if the request asked for them. When a request starts over after a pause, its values start
+    over too.
     """
 
     def __init__(self, beam_width: int, *, keeps_log_probs: bool, keeps_logits: bool) -> None:
@@ -66,7 +67,7 @@ class BeamDelivery:
     def outputs(self, request: LlmRequest, reason: FinishReason) -> list[BeamOutput]:
         """The output of each beam, best first.
 
-        reason   why the request ended; results of a finished search have their own reasons
+        reason   why the request ended; ignored for the results of a finished search, which have their own reasons
         """
         generated = [tokens[request.orig_prompt_len:] for tokens in request.tokens]
         if not generated[0] and self._finishes is None:    # paused, or not started

@@ -77,9 +77,10 @@ class Deliveries:
             self.listeners[request_id] = delivery
 
     def note_context_logits(self, request: LlmRequest, start: int, logits: np.ndarray) -> None:
-        """Keep the rows of the user's prompt that are new.
+        """Keep the rows of the user's prompt that were not kept before.
 
-        After a pause, a context repeats rows that were kept before, and includes generated tokens.
+        logits   [n, vocab] rows of the context from position `start` on. After a pause, they repeat earlier rows and
+                 include rows of generated tokens
         """
         delivery = self._deliveries[request.request_id]
         first, end = delivery.context_rows, min(start + len(logits), request.orig_prompt_len)
@@ -92,7 +93,8 @@ class Deliveries:
         delivery.context_rows = end
 
     def note_tokens(self, request: LlmRequest, output: StepOutput, start: int, stop: int) -> bool:
-        """Keep the values of tokens start..stop of the output, which were just added to a request in `listeners`.
+        """Keep the values of tokens start..stop of the step's output, which were just added to a request in
+        `listeners`.
 
         Returns whether the request streams these tokens.
         """
@@ -128,7 +130,7 @@ class Deliveries:
         beams.end(hypotheses, logits, is_first=request.num_generated_tokens == 0)
 
     def new_tokens(self, requests: Sequence[LlmRequest]) -> list[tuple[int, list[NamedTensor]]]:
-        """Build a streamed response with the unsent tokens of each request, as (id, tensors).
+        """Build a streamed response for each request, with its unsent tokens. Returns (request id, tensors) of each.
 
         The tokens count as sent afterwards.
         """
@@ -172,7 +174,7 @@ class Deliveries:
                 return build_response(options, tokens[:prompt_len], tokens[prompt_len:], reason,
                                       to_tensor=self._to_tensor)
 
-        # The response takes the kept values. No value is held or sent twice.
+        # The response takes the kept values, so that no value is sent twice.
         first = delivery.num_sent if options.is_streaming else 0
         context_logits = delivery.context_logits if delivery.context_rows == prompt_len else None
         if delivery.beams is not None:

@@ -27,10 +27,10 @@ class UniformArray:
 class NamedTensor:
     """A tensor of a response and its name.
 
-    A response has seven tensors, of which most receivers read one or two. To save time, a UniformArray becomes an array
-    on first access, and `to_tensor` converts the array to a tensor on first access. If `to_tensor` is None, `tensor` is
-    the given object, or its array. Array and tensor share memory. Access is thread-safe: all threads get the object
-    that the first thread made.
+    A response has at least seven tensors, of which most receivers read one or two. To save time, a UniformArray becomes
+    an array on first access, and `to_tensor` converts the array to a tensor on first access. If `to_tensor` is None,
+    `tensor` is the given object, or the array of a given UniformArray. Array and tensor share memory. Access is
+    thread-safe: all threads get the object that the first thread made.
 
     name     name of the tensor, such as "output_ids"
     array    the NumPy array

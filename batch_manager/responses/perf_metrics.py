@@ -21,7 +21,7 @@ class PerfMetrics:
 
     arrival_time_ns             `arrival_time` of the request; without it, the time of admission
     first_scheduled_time_ns     time at which the first chunk of the request was put into a step
-    first_token_time_ns         time at which the step with the first token was read
+    first_token_time_ns         time at which the first step that sampled a token or the end id for the request was read
     last_token_time_ns          time at which the last step that sampled a token or the end id for the request was read
     kv_cache_alloc_new_blocks   blocks taken from the pool, including those taken after pauses
     kv_cache_reused_blocks      blocks found in the cache, including those found after pauses
@@ -60,12 +60,12 @@ class PerfMetrics:
 
     @property
     def time_to_first_token_s(self) -> float | None:
-        """Seconds from arrival to the first token; None if the request has no token."""
+        """Seconds from arrival to the first token or end id; None if no step sampled any for the request."""
         return self._seconds(self.first_token_time_ns)
 
     @property
     def end_to_end_s(self) -> float | None:
-        """Seconds from arrival to the last token; None if the request has no token."""
+        """Seconds from arrival to the last token or end id; None if no step sampled any for the request."""
         return self._seconds(self.last_token_time_ns)
 
     def time_per_output_token_s(self, num_tokens: int) -> float | None:

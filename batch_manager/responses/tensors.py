@@ -13,10 +13,10 @@ Requests with `return_top_log_probs` = k also get:
     top_log_prob_ids    int32    [1, 1, generated, k]               likeliest first, lower ids first among equals
     top_log_probs       float32  [1, 1, generated, k]               -inf, and id 0, if fewer than k are possible
 
-Logits are the model's unchanged logits. Row i of context_logits follows token i of the prompt. Row i of
-generation_logits is the row for token i, before penalties, temperature and all other changes. Log-probabilities are
-taken after these changes and before top-k and top-p (triton_kernels/sample_token.py), or from the unchanged logits with
-`raw_log_probs`.
+Logits are the model's unchanged logits. Row i of context_logits has the logits of the token after token i of the
+prompt. Row i of generation_logits has the logits of generated token i, before penalties, temperature and all other
+changes. Log-probabilities are taken after these changes and before top-k and top-p (triton_kernels/sample_token.py), or
+from the unchanged logits with `raw_log_probs`.
 
 With beams, biases, penalties and bans change the log-probabilities after the temperature. The exponentials then need
 not sum to one over the vocabulary (decoding/stages.py). Beams come best first, ranked by cum_log_probs after
@@ -153,10 +153,9 @@ def build_response(
 
 @lru_cache(maxsize=8)
 def streamed_token_builder(to_tensor: Callable[[np.ndarray], Any] | None) -> Callable[[int], list[NamedTensor]]:
-    """Return a function that builds a response with one streamed token, for responses without further values that are
-    not final.
+    """Return a function (token) -> tensors of a response that streams this token and no other values, and is not final.
 
-    The response equals the result of `build_response` and takes a third of the time. Most responses of a server are of
+    The tensors equal the result of `build_response` and take a third of the time. Most responses of a server are of
     this kind.
 
     to_tensor   as in `build_response`
@@ -192,8 +191,7 @@ def build_beam_response(
     to_tensor           as in `build_response`
 
     Every row is as long as the longest output. Shorter outputs are padded with pad_id in output_ids, and with zeros in
-    the other tensors.
-    Values that the options do not ask for are ignored. All values are copied.
+    the other tensors. Values that the options do not ask for are ignored. All values are copied.
     """
     num_beams, longest = len(outputs), max(len(output.generated) for output in outputs)
     start = 0 if options.exclude_input else len(prompt)

@@ -137,7 +137,7 @@ class MaxUtilizationScheduler(CapacityScheduler):
         return line[:taken], paused
 
     def _front_that_fits_at_once(self, line: RequestList, ledger: KvLedger, pages: PageLedger | None) -> int:
-        """The number of generating requests at the front of the line if all of them fit, else 0.
+        """Spend for the generating requests at the front of the line. Returns their number; 0 if they do not all fit.
 
         This is a shortcut with the same result as the loop in `schedule_request`, for the common case that all
         generating requests go on.
@@ -158,9 +158,9 @@ class MaxUtilizationScheduler(CapacityScheduler):
 class _AdmissionGate:
     """Admits contexts that can run to their last token within the budgets.
 
-    promised   requests whose reservations come first: requests that hold blocks keep their adapters and the blocks that
-               they still need
-    in_line    as in GuaranteedNoEvictScheduler; all of `promised` hold blocks
+    promised   requests that come before all contexts. Those that hold blocks keep their adapters, and the gate reserves
+               the blocks that they still need
+    in_line    as in GuaranteedNoEvictScheduler. If True, all of `promised` must hold blocks
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, peft_cache_manager: PeftCacheManager | None,
@@ -197,7 +197,9 @@ class _AdmissionGate:
 
 
 def _generating_first(active_requests: RequestList, max_num_requests: int) -> tuple[RequestList, RequestList]:
-    """Return the first generating requests up to a limit, and the contexts before the last returned generating request.
+    """Return the first generating requests up to a limit, and the contexts.
+
+    If the limit is reached, contexts after the last returned generating request are left out.
     """
     generating = [request for request in active_requests if request.state in GENERATING]
     if len(generating) == len(active_requests) <= max_num_requests:

@@ -1,10 +1,10 @@
 """Divides a token budget that is too small for all prompts. The policies are pure functions with these parameters:
 
     remaining            [n] context tokens of each request that are left to compute, in order
-    unit                 tokens per block; every chunk but the last of a prompt is a multiple of it
+    unit                 tokens per block. Every chunk is a whole number of blocks, except the last chunk of a prompt
     capacity             tokens for all chunks together; None: no bound
     max_context_length   longest chunk, in tokens; None: no bound
-    credits              [n] first tokens of each context that the KV cache is expected to have; None: 0 for each
+    credits              [n] number of first tokens of each context that are expected to be cached; None: 0 for each
 
 Each policy returns [n] chunk sizes in tokens, 0 for a request that has to wait. Source: TensorRT-LLM's
 MicroBatchScheduler.
@@ -91,12 +91,12 @@ def force_chunk(remaining: Sequence[int], unit: int, capacity: int | None, max_c
 
 
 def cost_after_credit(chunk: int, remaining: int, credit: int) -> int:
-    """Tokens computed by a chunk that begins after the cached tokens."""
+    """Number of tokens that are computed for a chunk that begins after the cached tokens."""
     return min(chunk, max(remaining - credit, 0))
 
 
 def cost_with_credit(chunk: int, remaining: int, credit: int) -> int:
-    """Tokens computed by a chunk that begins at the start of the context."""
+    """Number of tokens that are computed for a chunk that begins at the start of the context, with cached tokens."""
     return max(chunk - credit, 0)
 
 
@@ -111,7 +111,10 @@ def chunk_after_reuse(planned: int, reused: int, prompt_len: int, unit: int) -> 
 
 def drafts_kept(chunks: Sequence[int], remaining: Sequence[int], drafts: Sequence[int], unit: int,
                 capacity: int | None, max_context_length: int | None, used: int | None = None) -> list[int]:
-    """Draft tokens that fit after each last chunk of a context, within the chunk's last block and the bounds.
+    """For each context, the number of draft tokens to keep.
+
+    After the last chunk of a context, drafts are kept if they fit the chunk's last block and the bounds. A context that
+    has another chunk left keeps all drafts.
 
     used   cost of the chunks in tokens; None: the sum of their lengths
     """
@@ -148,7 +151,7 @@ class ContextChunking:
     max_context_length: int | None = None
 
     def cost(self, chunk: int, remaining: int, credit: int) -> int:
-        """Tokens of the budget that a chunk uses under the policy."""
+        """Number of tokens of the budget that a chunk uses under the policy."""
         return (cost_with_credit if self.divide is equal_progress else cost_after_credit)(chunk, remaining, credit)
 
 

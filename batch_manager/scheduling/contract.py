@@ -16,11 +16,12 @@ Thing = TypeVar("Thing")
 
 
 def plain_plan(plan: SchedulerOutput, num_active: int) -> SchedulerOutput:
-    """Return the plan with all containers converted to lists.
+    """Return the plan with its requests and chunk sizes converted to lists.
 
     Each container is iterated over once. The checked plan is therefore the executed plan, even if a user's container
-    returns other items the next time. From an endless container, the function reads only enough items to break a rule.
-    A `plan` of another type is returned unchanged; `check_plan` reports it. An exception of a container propagates.
+    would return other items the next time. From an endless container, the function reads only enough items to break a
+    rule. An object of another type is returned unchanged; `check_plan` reports it. An exception of a container
+    propagates.
 
     num_active   number of active requests
     """
@@ -139,7 +140,7 @@ def _chunk_sizes(plan: SchedulerOutput) -> list[int]:
 
 
 def _computed_tokens(plan: SchedulerOutput, kv: KvCacheManager) -> list[int]:
-    """The number of tokens of each chunk that are not cached."""
+    """For each chunk, the number of its tokens that are not cached."""
     sizes = _chunk_sizes(plan)
     if not kv.enable_block_reuse:
         return sizes

@@ -8,9 +8,9 @@ from .interfaces import RequestList
 class DuplicateDelay:
     """Finds contexts to delay in one scheduling pass.
 
-    The key of a context is its prompt up to and including the first full block that is not cached. A second context
-    with the same key is held back until the step that computes the block is read and the block is cached. No context
-    waits for a block that will not become reusable.
+    The key of a context is its prompt up to and including the first full block that is not cached. The first context
+    with a key computes the block. Other contexts with this key are held back until the step that computes the block is
+    read and the block is cached. No context waits for a block that will not become reusable.
 
     requests   all requests that may be computing, including requests that cannot run in this pass
     """
@@ -25,9 +25,9 @@ class DuplicateDelay:
                     self._is_computed_by_another(request)
 
     def holds_back(self, request: LlmRequest) -> bool:
-        """Whether another context computes the next block of this context, which holds no blocks yet.
+        """Whether this context holds no blocks and must wait, because another context computes its next block.
 
-        If no other context computes the block, this context is recorded as computing it.
+        If no other context computes a block that will become reusable, this context is recorded as computing it.
         """
         return (self._cache is not None and request.is_context and self._is_computed_by_another(request)
                 and not self._owns(request))

@@ -12,14 +12,15 @@ class TokenBudgetScheduler(MicroBatchScheduler):
     """Fills the step in order, up to its limits of requests and tokens.
 
     A generating request costs one token per beam plus its drafts. A context costs its whole prompt. The first request
-    that does not fit ends the step, so that later requests do not overtake it. With chunking, each context first counts
-    only as a request of the batch. Then all contexts divide the tokens that the generating requests leave. Cached
-    tokens of a first chunk cost nothing.
+    that does not fit ends the step, so that later requests do not overtake it. Generating requests of another beam
+    width than the first one are skipped. With chunking, each context first counts only as a request of the batch. Then
+    all contexts divide the tokens that the generating requests leave. Cached tokens of a first chunk cost nothing.
 
-    The result is ordered by adapter, requests without an adapter first.
+    Contexts and generating requests are ordered by adapter, requests without an adapter first. If contexts are cut,
+    contexts that run their last chunk come after the others.
 
-    max_batch_size     most requests in a step
-    max_num_tokens     most tokens in a step; None: no bound
+    max_batch_size     largest number of requests in a step
+    max_num_tokens     largest number of tokens in a step; None: no bound
     chunking           how to cut contexts; None: contexts are not cut. The only exception is a paused context that has
                        become longer than any step, which is computed in whole blocks
     tokens_per_block   tokens of a KV cache block; used for this exception only
@@ -117,7 +118,7 @@ class TokenBudgetScheduler(MicroBatchScheduler):
 
     def _cut(self, chunking: ContextChunking, contexts: RequestList, generation: RequestList,
              capacity: int | None) -> MicroBatch:
-        """Return the step with a chunk for each context. Contexts without a chunk wait."""
+        """Return the step with a chunk for each context. Contexts that get no chunk are left out."""
         remaining = [request.remaining_context for request in contexts]
         drafts = [request.draft_len for request in contexts]
         credits = [self._credit(request) for request in contexts]

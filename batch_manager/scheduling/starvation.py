@@ -24,8 +24,8 @@ class StarvationCheck:
       requests of the same beam width.
 
     A single such plan is legal, because micro-batches and preferences produce such plans. CHECK_EVERY * MAX_CHECKS such
-    plans without progress of the request break the contract. The check examines one plan in CHECK_EVERY, which counts
-    for all of them.
+    plans without progress of the request break the contract. The check examines one plan in CHECK_EVERY, and counts it
+    as CHECK_EVERY plans.
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, limits: Limits) -> None:

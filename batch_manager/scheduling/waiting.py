@@ -55,7 +55,7 @@ def waiting_reasons(plan: SchedulerOutput, active_requests: RequestList, in_flig
 
 
 class _Obstacles:
-    """Finds the obstacle that keeps a request out of a plan."""
+    """Finds the first obstacle that keeps a request out of a plan."""
 
     def __init__(self, plan: SchedulerOutput, active_requests: RequestList, kv_cache_manager: KvCacheManager,
                  limits: Limits, *, is_static: bool) -> None:
@@ -88,7 +88,7 @@ class _Obstacles:
                 ledger.spend(ledger.blocks_for_next_step(request), request)
 
     def first(self, request: LlmRequest) -> str:
-        """The first obstacle of a request."""
+        """Return the first obstacle that keeps the request out of the plan, as one of REASONS."""
         if self._is_static and self._generates and request.is_context:
             return BATCH_RUNS
         if self._is_full:

@@ -46,11 +46,12 @@ class IterationStats:
     context_tokens          prompt tokens computed
     generated_tokens        tokens appended to requests
     recomputed_tokens       computed tokens that pauses discarded, since construction
-    discarded_tokens        computed tokens of requests that ended before their step was read, since construction
+    discarded_tokens        computed tokens of requests that ended before their step was read, and of void rows, since
+                            construction
     steps_in_flight         steps in flight at the end of the iteration
     queued_requests, queued_tokens   waiting requests, and their prompt tokens
     monotonic_seconds       time of the engine's clock
-    new_requests, refused_requests   accepted and refused since the last record
+    new_requests, refused_requests   requests accepted and requests refused since the last record
     prompt_tokens           prompt tokens of accepted requests, since construction
     lookup_tokens, hit_tokens   prompt tokens looked up in the cache, and those found in it, since construction
     oldest_wait_seconds     time since the arrival of the first accepted request that was never in a step
@@ -63,7 +64,8 @@ class IterationStats:
     errors                  error code -> final responses with this code, since construction
     callback_failures       callback -> calls that raised, since construction
     figures                 name in the record -> value: statistics of the backend and of resources besides blocks
-    static_batch            with static batching, the batch that ran, or an empty one; None: in-flight batching
+    static_batch            with static batching, the sizes of the batch that ran, or of an empty batch if none ran;
+                            None: in-flight batching
     """
 
     timestamp: str

@@ -94,8 +94,8 @@ class TraceWriter:
 class TraceFile:
     """Write a trace to a file while the engine runs: `Parts(trace=TraceFile("trace.jsonl"))`.
 
-    path                      is overwritten. The first line of JSON has the format and its version; then each iteration
-                              has one line
+    path                      path of the file, which is overwritten. Each line is a JSON object: first the format and
+                              its version, then one line for each iteration
     seconds_between_flushes   0 or more; a crash of the process loses the iterations since the last flush
 
     Only one thread at a time may call a TraceFile. A forked child writes nothing. If the disk fails or is full, one
@@ -137,7 +137,10 @@ class TraceFile:
 
 
 class _LineFile:
-    """A locked file with a buffer that a forked child drops. Both processes would write the buffer of a Python file."""
+    """A locked file with its own buffer, which a forked child drops.
+
+    With a buffered Python file, the parent and the child would both write the buffer.
+    """
 
     def __init__(self, path: str) -> None:
         self._path, self._process_id = path, os.getpid()
@@ -221,7 +224,7 @@ def write_trace(iterations: Iterable[IterationTrace], file: IO[bytes]) -> None:
 def read_trace(file: IO[bytes]) -> Iterator[IterationTrace]:
     """Yield the iterations of a trace. A last line that a crash cut off is left out.
 
-    Raises ValueError, with line and field, for anything that no `TraceFile` writes.
+    Raises ValueError, which names line and field, for content that no `TraceFile` writes.
     """
     _check_header(file.readline())
     before: IterationTrace | None = None

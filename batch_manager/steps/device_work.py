@@ -55,9 +55,10 @@ class DeviceWork:
         self.has_pending = True
 
     def attached_to(self, batch: ScheduledBatch) -> ScheduledBatch:
-        """Return a batch, or a part of one, with all pending work attached, for a first or a repeated launch.
+        """Return the batch with all pending work attached, for its first or a repeated launch.
 
-        A first chunk resets its sequence on the device, so each launch of the chunk repeats the sequence's block table.
+        The batch may be a part of a batch that failed. A first chunk resets its sequence on the device, so each launch
+        of the chunk repeats the sequence's block table.
         """
         if (batch.block_table_updates is self._updates and batch.first_operation == self._first_operation
                 and len(batch.operations) == len(self._operations)):

@@ -54,7 +54,7 @@ class _Rows:
     """The rows of an output.
 
     row_of      slot -> row, in order
-    starts      [r + 1] index of the first token of each row
+    starts      [r + 1] index of the first token of each of the r rows, then the number of tokens
     requested   slot -> requested values, for sequences that request values and whose row did not fail
     """
 
@@ -113,6 +113,7 @@ class StepOutputCheck:
         KV cache blocks of such a sequence must be neither reused nor kept.
 
         requested   result of `requested_by` for the batch, or for a batch that contains this batch
+
         Raises WrongOutputError for missing or extra rows, wrong shapes or types, finish codes that a device cannot
         decide, and missing requested values. Also raises every exception of reading the output.
         """
@@ -123,8 +124,8 @@ class StepOutputCheck:
 
     def _is_plain(self, batch: ScheduledBatch, output: StepOutput, expected: np.ndarray,
                   requested: Mapping[int, RequestedValues]) -> bool:
-        """Whether the output has the right types, contains only tokens and finish codes for the right rows, and no
-        sequence requests more.
+        """Whether the output has the right types and slots, contains only tokens and finish codes, and no sequence
+        requests other values.
 
         This is the common case. For a few rows, comparing bytes takes a tenth of the time of comparing arrays.
         """
@@ -246,7 +247,7 @@ class StepOutputCheck:
 
 
 def _slots_of_rows(batch: ScheduledBatch) -> np.ndarray:
-    """Return [r] int32, the slots of the expected rows: contexts whose last chunk runs, then generating sequences."""
+    """Return [r] int32, the slots of the r expected rows: contexts whose last chunk runs, then generating sequences."""
     last_chunks = [work.slot for work in batch.context if work.is_last_chunk] if batch.context else ()
     if not last_chunks:
         return batch.generation.slots

@@ -32,7 +32,7 @@ DRAFT_LEN = attrgetter("draft_len")
 class Resource(Protocol):
     """A resource besides KV cache blocks that a request holds from its first step to its end or a pause.
 
-    kv.PeftCacheManager is one. The scheduler must plan within its limits.
+    kv.PeftCacheManager is an example. The scheduler must plan within the limits of the resource.
     """
 
     def claim(self, requests: Sequence[LlmRequest]) -> Sequence[DeviceOperation]:
@@ -55,7 +55,7 @@ class Resources:
     """Claims resources for a plan, and releases them on a pause and at the end of a request. Release is idempotent.
 
     others        resources besides blocks. They are claimed in this order, before blocks, and released in reverse
-    device_work   the device work that results, to be done before the next step
+    device_work   the device work that these changes cause; the device does it before the next step
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, max_seq_len: int, others: Sequence[Resource] = ()) -> None:
@@ -222,8 +222,8 @@ class Resources:
 
         keep_computed   keep the computed blocks for reuse by prompts that begin with the same tokens
         clear_blocks    a step may have left any values in the blocks: clear them before the next read and keep nothing
-        is_in_flight    a launched step still writes to the blocks, before any step of their next owner. Clear the
-                        entries that it writes
+        is_in_flight    a launched step still writes to the blocks, before any step of their next owner does: clear the
+                        entries that the launched step writes
         """
         if clear_blocks:
             # Shared and published blocks were written by earlier steps.
@@ -256,7 +256,7 @@ class Resources:
         self._kv.release(request, computed_tokens, is_garbage)
 
     def _computed_tokens(self, request: LlmRequest) -> int:
-        """Return the number of leading tokens that are computed and read; 0 if no step added to the reused tokens."""
+        """Return the number of leading tokens that are computed and read; 0 if only reused tokens are computed."""
         if request.context_read == request.prompt_len:
             return request.num_tokens
         return request.context_read if request.context_read > self._kv.reused_tokens(request) else 0

@@ -21,7 +21,7 @@ from .output_check import RequestedValues, StepOutputCheck, WrongOutputError
 
 @dataclass(slots=True)
 class RunningStep:
-    """A batch whose launch succeeded or failed.
+    """A batch after its launch, which may have failed.
 
     pending     None if the launch raised
     error       exception of the launch or the step, or None
@@ -55,7 +55,7 @@ class StepRunner:
         self.num_failed_steps = 0
 
     def start(self, batch: ScheduledBatch) -> RunningStep:
-        """Launch a batch. If the launch fails, reading the step fails. Raises DeviceLostError."""
+        """Launch a batch. If the launch fails, `read` reports the failure. Raises DeviceLostError."""
         if self._device_work.has_pending:
             batch = self._device_work.attached_to(batch)
         step = RunningStep(batch, None, None, self._check.requested_by(batch))

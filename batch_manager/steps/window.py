@@ -20,7 +20,7 @@ class StepInFlight:
     """A step that was launched and not read yet.
 
     requests   the requests in batch order
-    void       requests whose rows are void: an earlier step of these requests failed
+    void       requests whose rows are void, because an earlier step of these requests failed
     """
 
     requests: list[LlmRequest]
@@ -39,15 +39,15 @@ class StepInFlight:
 class StepWindow:
     """Up to `depth` steps, oldest first.
 
-    runs_ahead   the next step of a request may be launched before its last one is read, because a launch only needs
-                 lengths. False: steps in flight have disjoint requests
+    runs_ahead   a request's next step may be launched before the request's last step is read, because a launch only
+                 needs lengths. False: steps in flight have disjoint requests
 
-    With runs_ahead, a request in flight can be in the next step if
+    With runs_ahead, `depth` is 2, and a request in flight can be in the next step if
 
-        the step in flight does not yield its last token,
-        nothing on the host needs its tokens first (`LlmRequest.in_lockstep`),
-        it has no draft tokens, and
-        it frees no blocks of a context that is not read yet.
+        the step in flight does not yield the last token of the request,
+        nothing on the host needs the tokens of the request first (`LlmRequest.in_lockstep`),
+        the request has no draft tokens, and
+        its whole context was read, or its next claim frees no blocks.
 
     When a step is planned, each of its requests is therefore in at most one step in flight.
 
@@ -79,7 +79,7 @@ class StepWindow:
         return bool(self._steps) and self._steps[-1].step.error is not None
 
     def holds(self, request: LlmRequest) -> bool:
-        """Whether the request is in a step in flight."""
+        """Whether a step in flight has a valid row for the request."""
         return any(flight.holds(request) for flight in self._steps)
 
     def holds_any(self, requests: Iterable[LlmRequest]) -> bool:
@@ -105,7 +105,7 @@ class StepWindow:
         self._steps.append(StepInFlight(requests, self._runner.start(batch)))
 
     def read(self) -> tuple[StepInFlight, StepOutput]:
-        """Wait for the oldest step, and rerun it if it failed. Raises DeviceLostError.
+        """Wait for the oldest step, rerun it if it failed, and return it with its output. Raises DeviceLostError.
 
         Void rows, and rows of requests that have ended since the launch, may be missing or have any content.
         """

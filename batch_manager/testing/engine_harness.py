@@ -45,7 +45,7 @@ class EngineHarness:
     clock      the ManualClock
     backend    the backend in use
 
-    Raises ConfigError as GptManager does. Close the harness, or use it as a context manager. Open requests then end
+    Raises ConfigError as GptManager does. Close the harness, or use it as a context manager. Closing ends open requests
     with SHUTDOWN.
     """
 

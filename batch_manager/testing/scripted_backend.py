@@ -74,8 +74,8 @@ class ScriptedBackend:
                       state changes. May raise, or return {slot: RowFailure}. NON_FINITE_LOGITS also poisons the blocks
                       that the step wrote: every sequence with such a block fails until the block is cleared
     on_finish         function (batch), called by `finish`, with the same effects as `on_step`
-    is_asynchronous   `start` queues steps, which run in order when `finish` waits for one of them. `finish` raises
-                      their exceptions, when later steps have already been launched
+    is_asynchronous   `start` queues steps, which run in order when `finish` waits for one of them. `finish` raises the
+                      exception of its step, even if later steps have been launched
     step_seconds      simulated device time of a step. `finish` waits for it; steps run one after another, and
                       `idle_seconds` accumulates the time between steps
     window, sink      the part of the history that the hash covers, as in attention/windows.py. The history is then read
@@ -306,7 +306,7 @@ class ScriptedBackend:
         return _Layout(slots, table_rows, starts, counts, tokens, positions, owners, pool_slots)
 
     def _sums(self, batch: ScheduledBatch, step: "_Layout") -> np.ndarray:
-        """Return, per sequence, the sum of the terms that its last token attends to, including its own."""
+        """Return, per sequence, the sum of the terms of all tokens that its last token attends to, itself included."""
         if (self.verify or self.window is not None or batch.generation.beam_width > 1
                 or batch.generation.num_drafts is not None):
             return self._read_back(step.table_rows, step.starts + step.counts)
@@ -320,7 +320,10 @@ class ScriptedBackend:
         return before + terms
 
     def _read_back(self, table_rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return, per row, the sum of the terms that the last of its `lengths` tokens attends to, from the pool."""
+        """Read the pool and return, per row, the sum of the terms of all tokens that the row's last token attends to.
+
+        lengths   [n] number of tokens of each row
+        """
         if not len(table_rows):
             return np.empty(0, np.uint64)
         size = self.info.tokens_per_block
@@ -393,7 +396,7 @@ class ScriptedBackend:
                           generation_logits=generation_logits, top_log_probs=top_log_probs, failures=failures)
 
     def _top_log_probs(self, slot: int, tokens: np.ndarray, words: np.ndarray) -> TopLogProbs:
-        """Return the sampled token and the next ids, with log-probs that decrease by 1."""
+        """Return, per token, this token and the ids after it, with log-probs that decrease by 1."""
         after = np.arange(self._state["top_log_probs"][slot], dtype=np.int32)
         ids = (tokens[:, None] + after) % np.int32(self.info.vocab_size)
         log_probs = _log_probs(words)[:, None] - after.astype(np.float32)
@@ -402,7 +405,11 @@ class ScriptedBackend:
 
     def _accept_drafts(self, batch: ScheduledBatch, step: "_Layout", slots: np.ndarray,
                        failures: dict[int, RowFailure], context_logits: dict[int, np.ndarray]) -> StepOutput:
-        """Sample every row of sequences with drafts; accept drafts up to the first that differs from its sample."""
+        """Return the output of a step with drafts.
+
+        Samples a token after the input token and after each draft. Accepts drafts up to the first draft that differs
+        from the token sampled in its position.
+        """
         rows = {slot: row for row, slot in enumerate(step.slots.tolist())}
         drafts = batch.generation.draft_tokens.tolist()
         num_drafts = dict(zip(batch.generation.slots.tolist(), batch.generation.num_drafts.tolist()))
@@ -574,7 +581,7 @@ class ScriptedStep:
 
 
 def _sleep_until(moment: float) -> None:
-    """Wait without holding the GIL, like a wait for a device."""
+    """Wait without holding the GIL, as a wait for a device does."""
     while (left := moment - perf_counter()) > 0:
         sleep(left)
 
@@ -612,12 +619,13 @@ SLOT_STATE = np.dtype([
 def expected_samples(prompt: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0,
                      end_id: int | Sequence[int] = -1, random_seed: int | None = None, window: int | None = None,
                      sink: int = 0) -> list[tuple[int, float]]:
-    """Return up to `count` pairs (token, log-prob) after `prompt`, computed one token at a time."""
+    """Return up to `count` pairs (token, log-prob) after `prompt`, without the end id, computed one token at a time."""
     terms: list[int] = []
     end_ids = {end_id} if isinstance(end_id, int) else set(end_id)
 
     def seen_with(token: int) -> int:
-        """Return the change of the sum: the term of the new token, minus the term that leaves the window."""
+        """Return the change of the sum: the term of the new token, minus the term of the token that leaves the window.
+        """
         position = len(terms)
         terms.append(_mix(key + (position + 1) * POSITION_FACTOR + (token + 1) * TOKEN_FACTOR))
         leaves = window is not None and position - window >= sink

@@ -141,6 +141,7 @@ def read_config(header: GgufHeader, tensors: Mapping[str, GgufTensor],
 
     tensors   name -> tensor, of all shards
     factors   name of a tensor -> its elements
+
     Raises ModelLoadError, which names file and key, or UnsupportedModelError, which names the architecture.
     """
     metadata = Metadata(header, tensors)
@@ -285,7 +286,10 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
 
 def _longrope(metadata: Metadata, scaling: dict[str, Any], values: dict[str, Any],
               factors: Callable[[str], list[float]]) -> dict[str, Any]:
-    """Return `rope_scaling` of Phi-3, whose factors are stored in two tensors."""
+    """Return `rope_scaling` of Phi-3, whose factors are stored in two tensors; empty if positions are not scaled.
+
+    Sets `original_max_position_embeddings` in `values` if positions are scaled.
+    """
     longest = metadata.count("context_length")
     names = ["rope_factors_short.weight", "rope_factors_long.weight"]
     found = [name for name in names if metadata.has_tensor(name)]
@@ -313,7 +317,7 @@ def _frequency_factors(metadata: Metadata, heads: Heads, factors: Callable[[str]
 
 
 def _layer_types(metadata: Metadata, period: int) -> list[str]:
-    """Return `layer_types` by the file's pattern. By default, every `period`-th layer has full attention."""
+    """Return `layer_types` by the file's pattern. Without a pattern, every `period`-th layer has full attention."""
     layers, name = metadata.count("block_count"), "attention.sliding_window_pattern"
     pattern = metadata.get(name)
     if isinstance(pattern, GgufArray):
@@ -382,7 +386,10 @@ def _gemma3(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[st
 
 
 def _olmo2(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
-    """OLMo 3 is OLMo 2 with sliding windows, under the same architecture name."""
+    """Return the fields of OLMo 3, which is OLMo 2 with sliding windows under the same architecture name.
+
+    Returns no fields for OLMo 2.
+    """
     window = metadata.get("attention.sliding_window")
     if not window:
         return {}
@@ -412,7 +419,7 @@ def _stablelm(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[
 
 
 def _falcon(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
-    """Falcon as llama.cpp computes it: attention and MLP are parallel, and positions are rotary."""
+    """Return the fields of a Falcon as llama.cpp computes it: with parallel attention and MLP, and rotary positions."""
     if metadata.get("tensor_data_layout", "jploski") != "jploski":
         raise metadata.fault("tensor_data_layout", "'jploski' or no value")
     has_own_norms = metadata.has_tensor("blk.0.attn_norm_2.weight")

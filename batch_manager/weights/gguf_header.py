@@ -156,7 +156,7 @@ def incomplete(file: CheckpointFile, reason: str) -> ModelLoadError:
 
 
 def open_again(header: GgufHeader) -> BinaryIO:
-    """Open the file again for its data. Raises OSError, or ModelLoadError if it has changed since."""
+    """Open the file again for its data. Raises OSError, or ModelLoadError if it changed since its header was read."""
     file = header.file.real_path.open("rb", buffering=0)
     if _identity(file) != header.identity:
         file.close()
@@ -175,7 +175,9 @@ def changed(file: CheckpointFile) -> ModelLoadError:
 
 
 class _Reader:
-    """Reads the header of one file from its start. `_data` has the bytes read so far; `_offset` is the next unused one.
+    """Reads the header of one file from its start.
+
+    `_data` has the bytes read so far, and `_offset` is the index of the next byte to interpret.
     """
 
     def __init__(self, checkpoint_file: CheckpointFile, file: BinaryIO) -> None:
@@ -284,7 +286,7 @@ class _Reader:
         self._offset = offset
 
     def _description(self, name: str) -> tuple[str, tuple[int, ...], int, int, int]:
-        """Read one tensor's type, shape, bytes per row, bytes, and offset in the data."""
+        """Read the description of a tensor. Returns its type, shape, bytes per row, bytes, and offset in the data."""
         rank = self._unsigned(_SHORT_LENGTH, name)
         if not 1 <= rank <= MAX_RANK:
             raise ModelLoadError(f"{self.where}: {shown(name)} has {rank:,} dimensions", f"expected 1 to {MAX_RANK}")
@@ -346,7 +348,8 @@ class _Reader:
                                  CONVERT) from None
 
     def _length(self, what: str) -> int:
-        """Read a length or count. It is at most the number of bytes left in the file, as each entry takes a byte."""
+        """Read a length or count. Raises ModelLoadError if it exceeds the number of bytes left in the file: each entry
+        takes at least one byte."""
         length = self._unsigned(_LENGTH, what)
         if length > self.file_bytes - self._offset:
             raise incomplete(self.where, f"{what} has a length of {length:,}; {self.file_bytes - self._offset:,} bytes "
@@ -367,7 +370,7 @@ class _Reader:
         self._offset = end
 
     def _read_to(self, end: int, what: str) -> None:
-        """Extend `_data` to the first `end` bytes. Raises if the file, or the largest allowed header, has fewer."""
+        """Extend `_data` to the first `end` bytes. Raises if the file, or the largest allowed header, is shorter."""
         if end > self.file_bytes:
             raise incomplete(self.where, f"{what} ends at byte {end:,}; the file has {self.file_bytes:,} bytes")
         if end > MAX_HEADER_BYTES:

@@ -73,14 +73,17 @@ _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "ou
 
 
 def halves_apart(heads: int, size: int) -> torch.Tensor:
-    """Row order of Llama's queries or keys: the file interleaves the two halves of each head."""
+    """Return the row order of Llama's queries or keys, [rows]: the file interleaves the two halves of each head."""
     rows = torch.arange(heads * size, dtype=torch.int64, device="cpu")
     return rows.view(heads, size // 2, 2).transpose(1, 2).reshape(-1)
 
 
 def parts_by_key_head(heads: Heads) -> torch.Tensor:
-    """Row order of a fused projection: each key head has its queries, its key and its value. The file has all queries,
-    then all keys, then all values."""
+    """Return the row order of a fused projection, [rows].
+
+    Hugging Face's tensor has the queries, the key and the value of the first key head, then those of the next. The file
+    has all queries, then all keys, then all values.
+    """
     rows = torch.arange((heads.queries + 2 * heads.keys) * heads.size, dtype=torch.int64, device="cpu")
     queries, keys, values = rows.view(-1, heads.size).split([heads.queries, heads.keys, heads.keys])
     return torch.cat([part.reshape(heads.keys, -1) for part in (queries, keys, values)], 1).reshape(-1)

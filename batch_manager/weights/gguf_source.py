@@ -131,7 +131,7 @@ class GgufWeights:
             decode = self._decoders[stored.kind]
 
             def rows(begin: int, count: int) -> torch.Tensor:
-                """[count, columns]"""
+                """Return the decoded rows from row `begin` on, [count, columns]."""
                 block = decode(read(begin * stored.row_bytes, count * stored.row_bytes), count)
                 return block + location.offset if location.offset else block
 
@@ -175,8 +175,8 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
 def _copy(target: torch.Tensor, block: torch.Tensor, rows: torch.Tensor | None = None) -> None:
     """Copy the block into `target`, or into the given rows of `target`.
 
-    On the CPU, numpy copies in one thread, because torch's threads take longer to synchronize than to copy a small
-    block on busy cores.
+    On the CPU, numpy copies in one thread. On busy cores, torch's threads would take longer to synchronize than to copy
+    a small block.
     """
     if target.device.type == "cpu" and torch.bfloat16 not in (target.dtype, block.dtype):
         with np.errstate(all="ignore"):         # numbers beyond the range of the dtype become infinite, as in torch
@@ -222,7 +222,7 @@ def _decoder(kind: str, file: CheckpointFile) -> Decoder:
 
 
 class _Files:
-    """The files of one model. Each is open only while one of its tensors is read.
+    """The files of one model. Each file is open only while one of its tensors is read.
 
     The files are not mapped into memory. A file that shrinks while it is mapped kills the process, and mapped pages
     count as the process's memory.

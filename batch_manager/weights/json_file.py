@@ -113,14 +113,14 @@ class Fields:
                          f"0..{MAX_COUNT:,}")
 
     def numbers(self, name: str) -> list[float]:
-        """Return a list of numbers, as floats."""
+        """Return a list of numbers in MIN_NUMBER..MAX_NUMBER, as floats."""
         return [float(item) for item in self._get(
             name, Fields._REQUIRED, lambda value: isinstance(value, list) and all(
                 type(item) in (int, float) and MIN_NUMBER <= item <= MAX_NUMBER for item in value),
             f"a list of numbers in {MIN_NUMBER:g}..{MAX_NUMBER:g}")]
 
     def number(self, name: str, default: Any = _REQUIRED, minimum: float = MIN_NUMBER) -> Any:
-        """Return a number, as float."""
+        """Return a number in `minimum`..MAX_NUMBER, as a float."""
         value = self._get(name, default,
                           lambda value: isinstance(value, int | float) and minimum <= value <= MAX_NUMBER,
                           f"a number in {minimum:g}..{MAX_NUMBER:g}")

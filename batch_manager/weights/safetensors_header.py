@@ -34,7 +34,7 @@ class StoredTensor:
 
 
 def read_header(checkpoint_file: CheckpointFile) -> dict[str, StoredTensor]:
-    """Read the tensors' descriptions. The tensors fill the file without gaps or overlap.
+    """Read the tensors' descriptions, and check that the tensors fill the file without gaps or overlap.
 
     Raises ModelLoadError, which names file and field.
     """
@@ -62,7 +62,7 @@ def incomplete(path: Path, reason: str) -> ModelLoadError:
 
 
 def _stored(path: Path, name: str, fields: Fields) -> StoredTensor:
-    """Read one description and check its size. The size of a dtype that cannot be loaded is not known or checked."""
+    """Read one description, and check the tensor's number of bytes unless its dtype cannot be loaded."""
     dtype, shape = fields.text("dtype"), fields.counts("shape", range(MAX_RANK + 1))
     begin, end = fields.counts("data_offsets", range(2, 3))
     if dtype in ELEMENT_BYTES and (size := math.prod(shape) * ELEMENT_BYTES[dtype]) != end - begin:

@@ -173,8 +173,10 @@ class SafetensorsWeights:
             raise _unsupported_type(path, name, stored.dtype)
 
     def _read(self, name: str) -> torch.Tensor:
-        """Read a tensor from its file, and compare it with the checked header. The library opened the file after the
-        header was checked, so the file may have been replaced in between."""
+        """Read a tensor from its file, and compare its shape and dtype with the checked header.
+
+        The library opened the file after the header was checked, so the file may have been replaced in between.
+        """
         tensor = self._tensors[name]
         if self._is_meta:
             return torch.empty(tensor.stored.shape, dtype=self.dtype, device=self.device)

@@ -20,17 +20,19 @@ class Weights(Protocol):
     num_bytes: int
 
     def has(self, name: str) -> bool:
-        """Whether the tensor exists. For names that differ between checkpoints."""
+        """Whether the tensor exists. Model classes call this for names that differ between checkpoints."""
         ...
 
     def tensor(self, name: str, shape: Shape) -> torch.Tensor:
-        """Return the tensor, contiguous; a single number has shape (). Raises ModelLoadError if it is missing or has
-        another shape."""
+        """Return the tensor, which is contiguous. The shape of a single number is (). Raises ModelLoadError if the
+        tensor is missing or has another shape."""
         ...
 
     def stacked(self, parts: Sequence[tuple[str, Shape]]) -> torch.Tensor:
-        """Return several tensors, concatenated along the first dimension, as one contiguous tensor. Their other
-        dimensions must be equal. Raises like `tensor`."""
+        """Return several tensors, concatenated along the first dimension, as one contiguous tensor.
+
+        The other dimensions of the tensors must be equal. Raises ModelLoadError as `tensor` does.
+        """
         ...
 
     def tied(self, name: str, to: str) -> None:
