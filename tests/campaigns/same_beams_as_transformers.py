@@ -115,7 +115,7 @@ def print_errors(model: torch.nn.Module, prompt: list[int], texts: list[list[int
 
 
 def most_blocks(prompt_len: int, count: int, beam_width: int, tokens_per_block: int) -> int:
-    """Return the blocks that a request may hold. Beams share the blocks before the prompt's last token."""
+    """Return the most blocks that a request may hold. Beams share the blocks before that of the prompt's last token."""
     shared = (prompt_len - 1) // tokens_per_block
     return shared + (-(-(prompt_len + count) // tokens_per_block) - shared) * beam_width
 
