@@ -99,7 +99,7 @@ LARGE_TEXTS: dict[str, Callable[[int], bytes]] = {
 
 
 def stand_in(files: dict[str, Entry], random: Random) -> None:
-    """Replace a file by another entry. Only a link to the file inside the folder is as good as the file."""
+    """Replace a file by another entry. The checkpoint may stay valid only if the entry is a link to the moved file."""
     name = random.choice(sorted(files))
     kind, found = random.random(), files[name]
     if kind < 0.15 and isinstance(found, Bytes):
