@@ -122,7 +122,7 @@ def tokenizer_named(name: str) -> Tokenizer:
 
 
 def text_behind(tokenizer, prompt: list[int], tokens: list[int], skips: bool) -> str:
-    """Return the expected text: what the decoded prompt and tokens have after the part that equals the prompt's text."""
+    """Return the expected text: what the decoded prompt and tokens have after the part in common with the prompt."""
     before = tokenizer.decode(prompt, skip_special_tokens=skips)
     text = tokenizer.decode([*prompt, *tokens], skip_special_tokens=skips)
     return text[len(os.path.commonprefix([before, text])):]
