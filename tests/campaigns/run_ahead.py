@@ -7,8 +7,8 @@ requests with any features. The engine has the scripted model, or `deterministic
 weights. The scenario runs once in lockstep and twice with run-ahead on a device that is late: once without faults, and
 once with steps that fail after the next step was launched. Some requests are stopped.
 
-If a stop or a fault of its own cuts a request short, its output is the beginning of its output in lockstep. Such a
-request does not count as a pair. A run in which no step was launched ahead counts no pairs.
+If a stop or a fault in its row ends a request early, the request's output is the beginning of its output in lockstep.
+Such a request does not count as a pair. A run in which no step was launched ahead counts no pairs.
 """
 
 import itertools

@@ -41,7 +41,7 @@ EARLY_STOPPING = {1: True, 0: False, 2: "never"}
 
 
 def run_seed(seed: int) -> Counter:
-    """Run one model. Prints what was wrong and returns the counts."""
+    """Run one model. Prints each difference and returns the counts."""
     draw, counts = random.Random(seed), Counter(models=1)
     torch.manual_seed(seed)
     config = random_config(draw)

@@ -99,7 +99,7 @@ def num_cuts() -> int:
 
 
 def cuts_of(family: str) -> range:
-    """The numbers of the truncations of one family's checkpoints."""
+    """Return the numbers of the truncations of one family's checkpoints, which are consecutive."""
     places, starts = _cuttable()
     files = [honest_files(*base) for base in _cut_bases() if base[0] == family]
     numbers = [number for number, (of, _) in enumerate(places) if any(of is one for one in files)]

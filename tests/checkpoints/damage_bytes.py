@@ -72,7 +72,7 @@ def _header_longer(data: bytes, piece: bytes, random: Random) -> bytes:
 
 
 def large(random: Random, data: bytes) -> bytes:
-    """Megabytes of JSON in place of the JSON or of the file's header."""
+    """Return a file with megabytes of JSON in place of its JSON or of its header."""
     text = random.choice(list(LARGE_TEXTS.values()))(int(random.choice((1, MEGABYTES)) * 2**20))
     return text if data[:1] == b"{" else len(text).to_bytes(8, "little") + text
 
