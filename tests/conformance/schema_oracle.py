@@ -201,7 +201,10 @@ class FreeOrder:
         raise OutOfBlocks
 
     def claim(self, block: Block, priority: int | None = None, duration: float | None = None) -> None:
-        """Remove a block from the free order, if the order has it. If `priority` is None, the block keeps its own."""
+        """Remove a block from the free order, if the order has it.
+
+        If `priority` is None, the block keeps its priority and duration.
+        """
         if block in self.queues[block.priority]:
             self.queues[block.priority].remove(block)
         if priority is not None:
