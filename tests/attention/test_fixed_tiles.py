@@ -1,4 +1,7 @@
-"""Deterministic attention agrees with the oracles, and a token's result has the same bits however its prompt is cut."""
+"""Deterministic attention agrees with the oracles, and a token's result has the same bits however its prompt is cut.
+
+Blocks that left the window hold NaN, which must not be read.
+"""
 
 import numpy as np
 import pytest

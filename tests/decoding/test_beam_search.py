@@ -1,4 +1,6 @@
-"""Beam search on tables of log-probs agrees with transformers, with all possible sequences and with simple oracles."""
+"""Beam search on tables of log-probs agrees with transformers, with the best of all possible sequences, with its
+definition and with results by hand.
+"""
 
 import itertools
 from dataclasses import replace
@@ -200,7 +202,10 @@ def random_table(seed, vocab_size):
 @pytest.mark.parametrize("stop_words", [
     ((3,),), ((3,), (4,), (5,), (0, 1)), ((1, 2), (6, 0), (2, 5, 2)), ((9, 6, 1), (4, 4))], ids=str)
 def test_texts_that_end_in_a_stop_word_are_finished_with_it(stop_words, early_stopping):
-    """A search with stop words has the hypotheses of its definition. A stop word may begin in the prompt (9, 6)."""
+    """A search with stop words has the hypotheses of its definition. A stop word may begin in the prompt (9, 6).
+
+    Stop words of one token are so likely that they fill all candidates.
+    """
     finishes = []
     for seed, width in itertools.product(range(12), (2, 3, 4)):
         setup, follows = beams(width, 7, 1.0, early_stopping), random_table(seed, 7)
