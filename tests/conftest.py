@@ -1,4 +1,6 @@
-"""Fixtures of all tests: a recording client, a loop without a thread, a manager, and a check for leaked threads."""
+"""Fixtures of all tests: a recording client, a loop without a thread, a manager, and a check for leaked threads and
+files.
+"""
 
 import os
 
@@ -98,9 +100,9 @@ def pytest_unconfigure(config):
 
 @pytest.fixture(scope="module", autouse=True)
 def objects_of_modules_are_not_collected():
-    """Take everything that is alive before the tests of a file out of garbage collection.
+    """Exclude the objects that exist before the tests of a file from garbage collection.
 
-    Every full collection would visit the objects of torch, transformers and 13,000 collected tests.
+    Otherwise every full collection would visit the objects of torch, of transformers and of 13,000 collected tests.
     """
     gc.collect()
     gc.freeze()
@@ -119,7 +121,7 @@ def open_files() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_outlives_its_test():
-    """T12: a test leaves no thread of the package, no thread that keeps the interpreter alive, and no open file."""
+    """T12: a test leaves no thread of the package, no thread that keeps the interpreter alive, and no file open."""
     threads, files = set(threading.enumerate()), open_files()
     yield
     deadline = time.monotonic() + 5

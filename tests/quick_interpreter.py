@@ -1,10 +1,10 @@
-"""Runs a program on interpreted Triton kernels; what the interpreter does at every call of a function is done once.
+"""Runs a program on interpreted Triton kernels, and omits work that the interpreter repeats at each function call.
 
     TRITON_INTERPRET=1 python -m tests.quick_interpreter MODULE [ARGUMENT ...]     as python -m MODULE [ARGUMENT ...]
     TRITON_INTERPRET=1 python -m tests.quick_interpreter -c CODE [ARGUMENT ...]    as python -c CODE [ARGUMENT ...]
 
-The interpreter puts its own functions in the place of those of triton.language when a kernel is launched, and again
-whenever the kernel calls a function of its own. By then all are in place: looking for them takes a quarter of the time.
+The interpreter replaces the functions of triton.language when a kernel is launched, and again whenever the kernel calls
+another Triton function. The repetitions replace nothing and take a quarter of the run time.
 """
 
 import runpy
@@ -16,7 +16,7 @@ replace_functions = interpreter._patch_lang
 
 
 def replace_functions_once(function):
-    """What `_patch_lang` does, unless a kernel that runs has had it done for the same modules."""
+    """Call `_patch_lang`, unless the functions of the same modules are already replaced for a running kernel."""
     language = interpreter.tl
     modules = [value for value in function.__globals__.values() if value is language or value is language.core]
     if modules and not any(language.core.is_builtin(module.load) for module in modules):

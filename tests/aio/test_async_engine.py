@@ -1,4 +1,4 @@
-"""AsyncEngine with a scripted model: what streams yield, how they end, and which requests are stopped."""
+"""With a scripted model, AsyncEngine's streams yield the right tokens, end as documented and stop their requests."""
 
 import asyncio
 import gc

@@ -13,7 +13,7 @@ from batch_manager.aio import AsyncEngine
 from batch_manager.testing.scripted_backend import ScriptedBackend
 
 BACKEND = partial(ScriptedBackend, max_seq_len=60_000, num_blocks=20_000, is_asynchronous=True, step_seconds=0.001)
-LONG = {"input_ids": [1, 2], "request_output_len": 50_000}      # a minute, if it is not stopped
+LONG = {"input_ids": [1, 2], "request_output_len": 50_000}      # runs for a minute if it is not stopped
 SECONDS_TO_STOP = 1.0
 
 

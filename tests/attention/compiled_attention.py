@@ -1,4 +1,4 @@
-"""The attention of a compiled step as an Attention of one layer at a time: rotation, KV cache, result."""
+"""An Attention that compiles and runs one layer's attention per call: rotation, KV cache writes and result."""
 
 import pytest
 import torch

@@ -1,5 +1,7 @@
-"""The deterministic implementation against the oracles, with NaN in other blocks. A row has the same bits in any
-step."""
+"""Deterministic attention agrees with the oracles, and a token's result has the same bits however its prompt is cut.
+
+Blocks that left the window hold NaN, which must not be read.
+"""
 
 import numpy as np
 import pytest
@@ -80,7 +82,7 @@ def test_rows_of_a_prompt_have_the_same_bits_whole_and_one_by_one(softcap, layou
     query, key, value = shape.packed_qkv(length)
 
     def attend(cuts):
-        """Return the rows of each layer, by steps that end at `cuts`. A step of one token is a generation step."""
+        """Return the rows of each layer, computed in steps that end at `cuts`. A step of one token generates."""
         pool, rows = shape.pool(20), [[], []]
         attention = make_attention(shape, pool, deterministic=True)
         for start, stop in zip([0, *cuts], cuts):

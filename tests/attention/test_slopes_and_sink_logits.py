@@ -1,5 +1,7 @@
-"""ALiBi slopes and sink logits of heads: all attentions of a CPU against the oracles, and against a dense attention in
-this file. A layer with sink logits must get them."""
+"""With ALiBi slopes and sink logits, all CPU attentions agree with the oracles and with a dense attention in this file.
+
+Sink logits are refused if the layer has none, and required if it has.
+"""
 
 import dataclasses
 
@@ -46,7 +48,7 @@ def test_every_kind_of_step_equals_the_oracles(implementation, kind, heads, dtyp
 
 
 def dense(query, key, value, how, sink, sink_logits):
-    """Return attention of whole sequences in float64, by matrices of scores, of biases and of visible tokens."""
+    """Return the attention of a whole sequence in float64, from full matrices of scores and of visible tokens."""
     length, heads = query.shape[:2]
     position = torch.arange(length)
     back = position[:, None] - position
@@ -61,7 +63,7 @@ def dense(query, key, value, how, sink, sink_logits):
         slope = torch.tensor(0.0 if how.alibi_slopes is None else how.alibi_slopes[head])
         if how.alibi_bfloat16_factor is None:
             scores[head] -= slope.double() * back
-        else:                                        # of the key alone: terms that are equal in a row do not matter
+        else:                # a bias by the key's position; softmax ignores terms that all keys of a row have in common
             added = (slope.bfloat16() * position.bfloat16()).double() * how.alibi_bfloat16_factor
             scores[head] += added - added[:, None]
     weights = scores.masked_fill(~visible, -torch.inf).exp()

@@ -1,4 +1,7 @@
-"""The torch implementation against the oracles of the kernels, layer by layer, over a pool full of other numbers."""
+"""The torch and the compiled attention agree with the oracles of the kernels, and read and write only their own blocks.
+
+The pool is full of random numbers before each step.
+"""
 
 from types import SimpleNamespace
 
@@ -47,7 +50,7 @@ WIDE_HEADS = {"14 of 2, 64": (14, 2, 64), "3 of 1, 32": (3, 1, 32), "40 of 1, 96
 @pytest.mark.parametrize("heads", WIDE_HEADS)
 @pytest.mark.parametrize("tokens_per_block", [16, 32, 64, 256])
 def test_wide_heads_in_bfloat16(attention_class, heads, tokens_per_block, layout, step_of, by_oracle):
-    """Shapes that the tiles of a matrix unit accept, where there is one."""
+    """Attention agrees with the oracles for head and block sizes that a processor's matrix unit computes in tiles."""
     shape = layout(*WIDE_HEADS[heads], windows=(None, 10, 70, None), softcaps=(None, None, 4.0, 1.5),
                    dtype=torch.bfloat16, tokens_per_block=tokens_per_block)
     blocks = {16: 64, 32: 40, 64: 24, 256: 12}[tokens_per_block]

@@ -1,4 +1,4 @@
-"""Windows and sinks: which tokens are visible, which are read, and that returned blocks have no effect."""
+"""Windows and sinks decide which tokens are visible and which blocks are read. Released blocks have no effect."""
 
 import numpy as np
 import pytest
@@ -88,7 +88,7 @@ def test_a_group_of_sequences_with_different_gaps(attention_class, layout, step_
 
 
 def dense(query, key, value, rotary, window, sink):
-    """Return attention of a whole sequence: rotated by absolute position, with a matrix of visible tokens."""
+    """Return the attention of a whole sequence, rotated by absolute positions, from a matrix of visible tokens."""
     length, heads, head_size = query.shape
     half = head_size // 2
     cos, sin = rotary.cos[:length, None], rotary.sin[:length, None]
@@ -109,7 +109,7 @@ def dense(query, key, value, rotary, window, sink):
 @pytest.mark.parametrize("sink", SINKS)
 @pytest.mark.parametrize("window", [16, 21])
 def test_a_life_in_which_blocks_are_given_back_as_they_leave_the_window(attention_class, window, sink, chunk, layout):
-    # Prompts shorter than, as long as, and longer than the window; then generation far beyond it.
+    # The prompts are shorter than, as long as, and longer than the window. Generation then continues far beyond it.
     shape = layout(4, 2, 16, windows=(window,), sink=sink)
     for prompt in (window - 5, window, window + 1, 130):
         total = prompt + 60

@@ -1,4 +1,4 @@
-"""T8: each option and argument at its limits, just beyond them, and of a wrong type. Errors come before any worker."""
+"""T8: each option and argument at its limits, just beyond them, and of a wrong type. An error starts no worker."""
 
 import inspect
 import threading
@@ -177,7 +177,7 @@ WITH_A_BACKEND = [
 
 @pytest.fixture
 def started(monkeypatch):
-    """Names of the threads that were started. The loading thread has ended when the constructor raises."""
+    """Return a list to which the name of each thread is added when the thread is started."""
     names, start = [], threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda thread: (names.append(thread.name), start(thread))[1])
     return names

@@ -1,4 +1,4 @@
-"""T8: limits of the engine, each just below, at and just beyond the limit: what runs, waits, is refused or is cut."""
+"""T8: requests just below, at and just beyond each limit of the engine run, wait, are refused or are cut short."""
 
 import json
 
@@ -205,7 +205,7 @@ def test_a_static_batch_has_max_batch_size_places(make_world, new_request, besid
 
 
 def test_nothing_that_was_made_waits_to_be_taken(make_world, new_request):
-    """Unsent outputs need no bound: each output is sent in its iteration, and the engine keeps nothing of it."""
+    """Each token is sent in its iteration, and the engine keeps no sent output. Unsent output needs no bound."""
     world = make_world()
     world.client.on_send = lambda request_id, response: None
     world.client.pending = [new_request(1, [1], 40, streaming=True)]

@@ -1,4 +1,4 @@
-"""T2: operations of the block manager in random order, compared with a model. Every other seed has digests of 4 bits.
+"""T2: operations of the block manager in random order, compared with a model. Odd seeds use block digests of 4 bits.
 
     python -m tests.campaigns.blocks SEED        repeats one seed, shrunk to the fewest operations that fail
 """

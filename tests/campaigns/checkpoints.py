@@ -1,6 +1,6 @@
-"""T6: damaged checkpoints, in several processes: all truncations, then seeds.
+"""T6: reads damaged checkpoints in several processes: first all truncations, then consecutive seeds.
 
-With --first-seed, it runs seeds only.
+With --first-seed, the suite runs seeds only.
 """
 
 import os

@@ -1,12 +1,12 @@
-"""T3: the results of a request are the same alone and in all circumstances, bit by bit, on small random models.
+"""T3: a request has the same results alone and in all circumstances, bit by bit, on small random models.
 
     python -m tests.campaigns.deterministic SEED             repeats one seed and prints each difference
     python -m tests.campaigns.deterministic 2 --normal       runs without the deterministic mode; most seeds differ
 
-The reference of a pair is the request alone, in one chunk, never paused and without cached blocks. Its KV cache has
-blocks of 64 tokens, so that a short request is one contiguous block. The other run of the pair differs in one or all of
-these circumstances. A seed chooses a family, a dtype, a block size and requests, and runs the requests in several
-circumstances.
+A seed chooses a family, a dtype, a block size and requests, and runs the requests in several random circumstances. Each
+result of a request is compared with its reference, and the two are a pair. For the reference, the request runs alone,
+in one chunk, without pauses and without cached blocks. The KV cache of the reference has blocks of 64 tokens, so that a
+short request is one contiguous block.
 """
 
 import itertools
@@ -47,7 +47,10 @@ CHANCES = {"austen-4m": 1}                                  # weight of a family
 
 
 def draw_ask(draw: random.Random, vocab: int, block: int, text: list[int], longest: int) -> Ask:
-    """Return an Ask whose prompt begins with blocks of `text`. Its length is k blocks, give or take a token."""
+    """Return an Ask whose prompt begins with a number of blocks of `text`.
+
+    The prompt's length is a multiple of `block`, give or take one token.
+    """
     blocks = draw.randint(1, longest // block)
     length = block * blocks + draw.choice([-1, 0, 1])
     common = min(block * draw.randint(0, blocks), length)
@@ -92,7 +95,7 @@ def kind_of(ask: Ask) -> str:
 
 def count_pair(counts: Counter, ask: Ask, request_id: int, circumstances: Circumstances, block: int,
                reused: int) -> None:
-    """Count the cell of a pair, and its positions on the axes."""
+    """Count a pair in its cell of AXES, and by its chunk size, reused blocks and pauses."""
     length = len(ask.prompt)
     pauses = circumstances.pauses.get(request_id, ())
     is_chunked = circumstances.chunk is not None and circumstances.chunk < length
@@ -161,7 +164,7 @@ def run(options: Options) -> Summary:
 
 
 def along_axes(total: Counter) -> list[tuple[str, str]]:
-    """Return (axis, number of pairs with each value) of each axis."""
+    """Return (axis, counts of each value) for prompt lengths, chunk sizes, reused blocks and pauses."""
     axes = []
     for name in ("prompt", "chunk blocks", "hit at block", "pause at token"):
         values = sorted((key[1] for key in total if isinstance(key, tuple) and key[0] == name),

@@ -1,4 +1,4 @@
-"""Measures the time per token and weight of each family, relative to Llama's, on this machine's CPU.
+"""Measures the step time of each family per byte of weights, relative to Llama's, on this machine's CPU.
 
     python tests/campaigns/family_speed.py [--dtype bfloat16] [--in-flight 1] [--families opt phi ...]
 

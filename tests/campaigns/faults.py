@@ -1,4 +1,6 @@
-"""T4: a fault at each call of each fault point, an exception at each place, many repeats of each end of a process."""
+"""T4: a fault at each call of each fault point, an exception wherever CPython can raise one of another thread, and many
+repeats of each way to end a process.
+"""
 
 import subprocess
 import sys

@@ -1,6 +1,7 @@
-"""T10: all schedules of the scenarios with two preemptions, random schedules, and real threads; see tests/interleaving.
+"""T10: all schedules of the scenarios with few preemptions, random schedules, and real threads; see tests/interleaving.
 
-If each line of the manager is a yield point, there are many more schedules. Those have one preemption.
+ENOUGH has the number of preemptions of each tier. It is smaller for the schedules in which each line of the manager is
+a yield point, because their number is much larger.
 """
 
 import subprocess
@@ -24,8 +25,8 @@ REPORTS = 5
 class Enough:
     """The amount of work of a tier.
 
-    preemptions            at locks, events, threads and callbacks
-    preemptions_at_lines   if each line of the manager is a yield point too
+    preemptions            most preemptions, with yield points at locks, events, threads and callbacks
+    preemptions_at_lines   most preemptions if each line of the manager is a yield point too
     random                 number of random schedules
     """
 
@@ -45,7 +46,7 @@ class Counts:
     """The result of some schedules.
 
     schedules     number of schedules that ran
-    failed        reports
+    failed        reports of schedules with violations
     is_complete   False if the time limit ended the work
     """
 
@@ -56,7 +57,10 @@ class Counts:
 
 
 def portion(name: str, preemptions: int | None, first_seed: int, deadline: float | None) -> Counts:
-    """Run all schedules of a scenario, or random schedules from a seed on if `preemptions` is None."""
+    """Run all schedules of a scenario with at most `preemptions` preemptions.
+
+    If `preemptions` is None, run random schedules instead, from seed `first_seed` on.
+    """
     counts = Counts()
     runs = (systematic(name, preemptions) if preemptions is not None
             else at_random(name, first_seed, RANDOM_A_PORTION))

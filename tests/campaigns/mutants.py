@@ -48,7 +48,10 @@ class Mutant:
 
 
 def mutants() -> Iterator[list[Mutant]]:
-    """Yield the mutants of each place of the core, in an order that is the same on all machines."""
+    """Yield a list of mutants for each position in the core's files that an operator can change.
+
+    The order is the same on all machines.
+    """
     import parso  # noqa: F401  before cosmic_ray, which cannot be imported first
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.plugins import get_operator
@@ -65,14 +68,14 @@ def mutants() -> Iterator[list[Mutant]]:
 
 
 def mutated(mutant: Mutant) -> str:
-    """Return the text of the mutant's file after the change."""
+    """Return the content of the mutant's file after the change."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
     return mutate_code((ROOT / mutant.file).read_text(), get_operator(mutant.operator)(), mutant.occurrence)
 
 
 def change_of(mutant: Mutant, text: str) -> Survivor:
-    """Return the changed lines, before and after, in the form of the list of survivors."""
+    """Return the changed lines, before and after, as an entry for the list of survivors. Its reason is empty."""
     before, after = (ROOT / mutant.file).read_text().splitlines(), text.splitlines()
     for tag, start, stop, new_start, new_stop in difflib.SequenceMatcher(None, before, after).get_opcodes():
         if tag != "equal":
@@ -99,7 +102,7 @@ class Copies:
             self._free.put(copy)
 
     def passes(self, tests: tuple[str, ...], file: str | None = None, text: str = "") -> bool:
-        """Whether the tests pass when the file has this text."""
+        """Whether the tests pass when the file has the content `text`. If `file` is None, no file is changed."""
         copy = self._free.get()
         try:
             if file is not None:

@@ -3,8 +3,8 @@
     python tests/campaigns/openai_server_cpu.py [--streams 256] [--tokens 200] [--step-ms 5] [--runs 3]
 
 Each run is a new process. The client is another process with plain sockets. The program prints the microseconds of CPU
-time per token of the server and of the tasks, each the least of the runs, and their difference. The difference is the
-cost of text, JSON, server-sent events, uvicorn and sockets.
+time per token of the server and of the tasks, and their difference. Each time is the smallest of the runs. The
+difference is the cost of text, JSON, server-sent events, uvicorn and sockets.
 """
 
 import argparse

@@ -7,8 +7,8 @@ requests with any features. The engine has the scripted model, or `deterministic
 weights. The scenario runs once in lockstep and twice with run-ahead on a device that is late: once without faults, and
 once with steps that fail after the next step was launched. Some requests are stopped.
 
-If a stop or a fault of its own cuts a request short, its output is the beginning of its output in lockstep. Such a
-request does not count as a pair. A run in which no step was launched ahead counts no pairs.
+If a stop or a fault in its row ends a request early, the request's output is the beginning of its output in lockstep.
+Such a request does not count as a pair. A run in which no step was launched ahead counts no pairs.
 """
 
 import itertools
@@ -92,7 +92,7 @@ def run_seed(seed: int, parent: Path, family: str | None = None) -> tuple[Counte
 
 
 def where(error: Exception) -> str:
-    """Return an exception with its last stack frames, on one line."""
+    """Return a description of an exception and its last three stack frames, on one line."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     return f"{type(error).__name__}: {error} at " + " < ".join(
         f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
@@ -100,7 +100,7 @@ def where(error: Exception) -> str:
 
 def compare(scenario: RunAheadScenario, ahead: Ahead, lockstep: Run, run: Run, faults: Faults,
             counts: Counter) -> list[str]:
-    """Return the differences, and count the pairs."""
+    """Return the differences of all requests, and add the pairs to `counts`."""
     differences, failed, cut, early, kind = [], 0, 0, 0, "scripted" if scenario.is_scripted else "native"
     for request_id, ask in scenario.asks.items():
         expected, got = lockstep.responses[request_id], run.responses[request_id]

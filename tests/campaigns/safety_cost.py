@@ -1,9 +1,10 @@
 """T16: the cost of the production checks in an iteration of eight requests.
 
-Each check is removed in turn, in one process. Portions of iterations with and without the check alternate. Its cost is
-the difference of the two medians. The loop runs a scripted model, because the time of a real model would hide the
-costs. The share of a cost refers to a real model, which is measured separately: a generation step of a small Llama in
-bf16 with random weights. All times are CPU times of one thread, which do not include other processes.
+Each check is removed in turn, in one process. Portions of iterations with and without the check alternate. The cost of
+the check is the difference of their first deciles. The difference of their medians is printed too. The loop runs a
+scripted model, because the time of a real model would hide the costs. The costs are given as a share of a generation
+step of a real model, which is measured separately: a small Llama in bf16 with random weights. All times are CPU times
+of one thread, which do not include other processes.
 
     check_totals        free + live == total                  step output    its rows, types and finish codes
     check_plan          the rules of a plan                   token ids      each below the vocabulary size
@@ -62,7 +63,7 @@ def nothing(*_: object, **__: object) -> None:
 
 
 def replacements(loop: GenerationLoop) -> dict[str, list[Replacement]]:
-    """Return check -> replacements."""
+    """Return the replacements that remove each check: name of the check -> replacements."""
     callbacks, runner = loop.callbacks, loop._runner
     return {
         "check_totals": [(loop.kv, "check_totals", nothing)],
@@ -153,7 +154,7 @@ def cost(check: str, pairs: int) -> Cost:
 
 
 def ledger_cost(pairs: int) -> Cost:
-    """Return the cost of one request that comes and goes.
+    """Return the cost of the ledger for one request that comes and goes.
 
     With eight requests of 128 output tokens each, one request comes and goes every sixteen iterations.
     """
@@ -174,7 +175,10 @@ def ledger_cost(pairs: int) -> Cost:
 
 
 def watchdog_us(iteration_us: float) -> float:
-    """Return the CPU time of the watchdog per iteration. It wakes four times in hang_warning_s."""
+    """Return the CPU time of the watchdog in microseconds per iteration.
+
+    The watchdog wakes four times in hang_warning_s.
+    """
     default_s, quick_s = 30.0, 0.02
     control = WorkerControl(SystemClock(), quick_s)
     spent: list[float] = []
@@ -195,7 +199,7 @@ def watchdog_us(iteration_us: float) -> float:
 
 
 def finite_costs(pairs: int) -> dict[str, Cost]:
-    """Return the costs of two checks: of the maxima of a step's logits, and of the flags.
+    """Return the cost of the check of the maxima of a step's logits, and the cost of the check of the results' flags.
 
     On a GPU, the sampling kernel checks the maxima.
     """

@@ -41,7 +41,7 @@ EARLY_STOPPING = {1: True, 0: False, 2: "never"}
 
 
 def run_seed(seed: int) -> Counter:
-    """Run one model. Prints what was wrong and returns the counts."""
+    """Run one model. Prints each difference and returns the counts."""
     draw, counts = random.Random(seed), Counter(models=1)
     torch.manual_seed(seed)
     config = random_config(draw)
@@ -115,7 +115,7 @@ def print_errors(model: torch.nn.Module, prompt: list[int], texts: list[list[int
 
 
 def most_blocks(prompt_len: int, count: int, beam_width: int, tokens_per_block: int) -> int:
-    """Return the blocks that a request may hold. Beams share the blocks before the prompt's last token."""
+    """Return the most blocks that a request may hold. Beams share the blocks before that of the prompt's last token."""
     shared = (prompt_len - 1) // tokens_per_block
     return shared + (-(-(prompt_len + count) // tokens_per_block) - shared) * beam_width
 

@@ -160,7 +160,7 @@ def random_engine(draw: random.Random, prompts: dict[int, list[int]], lengths: d
 
 
 def run_seed(seed: int) -> Counter:
-    """Run one model. Prints what was wrong and returns the counts."""
+    """Run one model. Prints each difference and returns the counts."""
     draw, counts = random.Random(seed), Counter(models=1)
     torch.manual_seed(seed)
     config = random_config(draw)

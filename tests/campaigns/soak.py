@@ -1,6 +1,6 @@
-"""T7: a million requests through long-lived engines. The process is checked at every idle point.
+"""T7: up to ten million requests through long-lived engines. Each process is checked at every idle point.
 
-Each job is a process with all engines. Its memory is judged separately, over its own requests.
+Each of the `--jobs` processes has all engines. The memory of a process is judged over the requests of this process.
 """
 
 import json

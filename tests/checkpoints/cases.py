@@ -1,4 +1,4 @@
-"""The files of a checkpoint folder, by key.
+"""The files of a checkpoint folder, by key. These are the forms of a key:
 
 17                    the damaged checkpoint of seed 17
 cut-17                the 17th of all truncations
@@ -28,7 +28,7 @@ STRUCTURAL = {"config": damage_config, "header": damage_header, "index": damage_
 
 @cache
 def honest_files(*base) -> dict[str, Entry]:
-    """The files of honest(*base)."""
+    """The cached files of the checkpoint honest(*base)."""
     return {name: Bytes(data, lasts=True) for name, data in honest(*base).to_files().items()}
 
 
@@ -44,7 +44,7 @@ def case(key: str) -> dict[str, Entry]:
 
 
 def _damaged(seed: int) -> dict[str, Entry]:
-    """A checkpoint with one damage, less often with two or three, seldom with none."""
+    """The files of a checkpoint, mostly with one damage, less often with two or three, seldom with none."""
     random = Random(seed)
     base = (random.choice(list(FAMILIES)), random.choice(DTYPES), random.random() < 0.4, random.random() < 0.5,
             random.random() < 0.5)
@@ -79,9 +79,10 @@ def _cut_bases() -> list[tuple]:
 
 @cache
 def _cuttable() -> tuple[list[tuple[dict[str, Entry], str]], list[int]]:
-    """Every file of one checkpoint of each family, whole and in shards, and the number of truncations before each file.
+    """(files of its checkpoint, name) of each file to truncate, and the number of truncations of the files before it.
 
-    A file is cut at each byte of its JSON or header, including the header's length, and once inside the data.
+    Each family has one checkpoint with a single tensor file and one with shards. A file is cut at each byte of its JSON
+    or header, including the header's length, and once inside the data.
     """
     places, counts = [], []
     for base in _cut_bases():
@@ -98,7 +99,7 @@ def num_cuts() -> int:
 
 
 def cuts_of(family: str) -> range:
-    """The numbers of the truncations of one family's checkpoints."""
+    """Return the numbers of the truncations of one family's checkpoints, which are consecutive."""
     places, starts = _cuttable()
     files = [honest_files(*base) for base in _cut_bases() if base[0] == family]
     numbers = [number for number, (of, _) in enumerate(places) if any(of is one for one in files)]

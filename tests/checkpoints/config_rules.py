@@ -72,7 +72,7 @@ class _Fields:
 
 
 def read_config(config: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """The names of faulty fields, and the attributes that the ModelSpec must have if there are none."""
+    """Return the names of the faulty fields and, if no field is faulty, the attributes that the ModelSpec must have."""
     fields = _Fields(config)
     names = config.get("architectures")
     if type(names) is not list or len(names) != 1 or type(names[0]) is not str or names[0] not in ARCHITECTURES:
@@ -188,7 +188,7 @@ def _qwen_windows(fields: _Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _read_rotary(fields: _Fields) -> float | None:
-    """The base of the rotary frequencies, or None if they are scaled or faulty."""
+    """Return the base of the rotary frequencies, or None if the frequencies are scaled or a field is faulty."""
     theta = fields.number("rope_theta", 10000.0)
     if fields.config.get("rope_scaling") in (None, {}):
         given = fields.config.get("rope_parameters")

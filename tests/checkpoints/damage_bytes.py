@@ -72,7 +72,7 @@ def _header_longer(data: bytes, piece: bytes, random: Random) -> bytes:
 
 
 def large(random: Random, data: bytes) -> bytes:
-    """Megabytes of JSON in place of the JSON or of the file's header."""
+    """Return a file with megabytes of JSON in place of its JSON or of its header."""
     text = random.choice(list(LARGE_TEXTS.values()))(int(random.choice((1, MEGABYTES)) * 2**20))
     return text if data[:1] == b"{" else len(text).to_bytes(8, "little") + text
 
@@ -99,7 +99,7 @@ LARGE_TEXTS: dict[str, Callable[[int], bytes]] = {
 
 
 def stand_in(files: dict[str, Entry], random: Random) -> None:
-    """Replace a file by another entry. Only a link to the file inside the folder is as good as the file."""
+    """Replace a file by another entry. The checkpoint may stay valid only if the entry is a link to the moved file."""
     name = random.choice(sorted(files))
     kind, found = random.random(), files[name]
     if kind < 0.15 and isinstance(found, Bytes):

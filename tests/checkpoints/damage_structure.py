@@ -1,4 +1,7 @@
-"""Damage to a draft that keeps the form of its files: fields of the configuration, tensors of a header, the index."""
+"""Damage to the content of a draft: fields of its configuration, tensors of a header, or its index.
+
+The damage is done before the files are written, so that they keep their form.
+"""
 
 import json
 from collections.abc import Callable
@@ -182,7 +185,10 @@ HEADER_DAMAGE: tuple[Callable[[TensorFile, Random], None], ...] = (
 
 
 def damage_index(draft: Draft, random: Random) -> None:
-    """Damage the index. Of the drafts with one file, half get an index and a new file name. The rest do not change."""
+    """Damage the index of a draft with shards.
+
+    Half of the drafts with one file get a valid index and a new file name. The other half do not change.
+    """
     if SINGLE in draft.files:
         if random.random() < 0.5:
             draft.files["only.safetensors"] = draft.files.pop(SINGLE)

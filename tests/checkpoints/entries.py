@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """A file. With `lasts`, its content is stored once and linked into the folder each time."""
+    """A file. If `lasts` is true, the file is stored once beside the folder and linked into it when it is needed."""
 
     data: bytes
     lasts: bool = field(default=False, compare=False)
@@ -34,7 +34,10 @@ Entry = Bytes | Link | Special
 
 
 class Place:
-    """A folder on disk, with a store beside it for files that last. The folder has hard links to stored files."""
+    """A checkpoint folder on disk, and a second folder beside it that stores the files with `lasts`.
+
+    The checkpoint folder has hard links to the stored files.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self._written = path, {}

@@ -120,9 +120,11 @@ def verdict(data: bytes) -> str:
 
 
 def wrong(data: bytes, honest: Collection[bytes], outcome: Any) -> tuple[str, list[str]]:
-    """Judge the outcome of reading a file. Returns ("good" if it was to be read, else "bad"; what is wrong).
+    """Judge the outcome of reading a file. Returns (verdict, list of what is wrong with the outcome).
 
-    honest    valid files, which must not be refused
+    The verdict is "good" for a GGUF file that was read, and "bad" for a file that was refused or is no GGUF file.
+
+    honest    contents of valid files, which must not be refused
     outcome   the spec and tensors, or the exception
     """
     from batch_manager.errors import ModelLoadError

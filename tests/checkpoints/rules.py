@@ -31,13 +31,16 @@ class Good:
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """An invalid checkpoint: (file, field) of each fault. A refusal names one fault; empty names can be left out."""
+    """An invalid checkpoint: (file, field) of each fault.
+
+    A refusal must name the file and the field of one fault. It need not name an empty file or field.
+    """
 
     faults: list[tuple[str, str]]
 
 
 class Broken(Exception):
-    """A file is invalid. fields: the faulty names, empty where a message would not show the name."""
+    """A file is invalid. `fields` has the faulty names, with "" for a name that a message need not show as it is."""
 
     def __init__(self, *fields: str) -> None:
         self.fields = [field if field.isascii() and field.isprintable() and len(field) < 100 and '"' not in field
@@ -126,7 +129,7 @@ def _content(files: Mapping[str, Entry], name: str) -> tuple[str, bytes]:
 
 
 def _label(files: Mapping[str, Entry], name: str) -> str:
-    """The name that a refusal must show for a file: a link's own name. Empty if the name leads to no file."""
+    """The name that a refusal must show for a file, or "" if the name leads to no file. A link has its own name."""
     try:
         _content(files, name)
     except Broken:

@@ -92,7 +92,7 @@ class Bench:
         counts.failed += [(key, found) for key, found in wrong.items() if found]
 
     def resources(self, key: str) -> list[str]:
-        """Describe what reading this checkpoint leaves or takes too much of."""
+        """Describe the threads and open files that reading this checkpoint leaves, and the excess memory it takes."""
         files = case(key)
         self.place.become(files)
         forget_peak()

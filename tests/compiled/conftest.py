@@ -16,12 +16,13 @@ def library():
         pytest.skip(str(error))
 
 
-MACHINES = {"native": "", "x86-64-v4": "avx512f", "x86-64-v3": "avx2", "x86-64-v2": "sse4_2"}    # and what each needs
+# Processor that the library is compiled for -> the instruction set that it needs.
+MACHINES = {"native": "", "x86-64-v4": "avx512f", "x86-64-v3": "avx2", "x86-64-v2": "sse4_2"}
 
 
 @pytest.fixture(scope="module", params=MACHINES)
 def machine(request, tmp_path_factory):
-    """Load the library as compiled for this processor or an older one. Yield the processor's name."""
+    """Load the library, compiled for this processor or an older one. Yield the name of that processor."""
     if request.param == "native":
         yield request.param
         return
@@ -37,7 +38,7 @@ def machine(request, tmp_path_factory):
 
 @pytest.fixture
 def threads():
-    """Yield a function that sets the thread count of steps. The count is restored afterwards."""
+    """Yield a function that sets the number of threads of a step. The number is restored after the test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)

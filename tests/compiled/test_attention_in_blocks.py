@@ -1,4 +1,4 @@
-"""Attention of many rows in blocks, as processors with AMX or with AVX-512 for bfloat16 compute it."""
+"""Attention that computes many rows at once, with AMX or with AVX-512 for bfloat16, has the results of single rows."""
 
 import shutil
 import subprocess
@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).with_name("attention_in_blocks.c")
 
 @pytest.mark.parametrize("without_amx", [False, True], ids=["native", "without AMX"])
 def test_blocks_of_rows_find_what_rows_find_one_by_one(without_amx, tmp_path):
-    """Heads, blocks, groups, windows, sinks and caps of all kinds. After the last token, the cache holds NaN."""
+    """Results agree for heads, blocks, groups, windows, sinks and caps of all kinds, with NaN after the last token."""
     instruction_sets, compiler = build._processor().split(), shutil.which("gcc")
     if compiler is None or "avx512_bf16" not in instruction_sets:
         pytest.skip("there is no gcc, or this processor has no AVX-512 for bfloat16")

@@ -9,7 +9,7 @@ from batch_manager.triton_kernels.cpu.native import build, library
 
 
 def load():
-    """Return the library, or why there is none, as on the first call of a process."""
+    """Return the library, or the reason why there is none, as the first call of a process does."""
     return library._load(lambda: None)
 
 
@@ -67,7 +67,7 @@ def test_what_killed_processes_left_is_deleted_when_it_is_old(cache):
     lambda content: content[:9000] + bytes([content[9000] ^ 1]) + content[9001:]], ids=[
     "other", "empty", "first page", "last byte missing", "one bit"])
 def test_a_damaged_file_in_the_cache_is_replaced(cache, damage):
-    """Loading it would end the process with a bus error, because mapped pages are missing."""
+    """A damaged library file is compiled again. To load a truncated file would end the process with a bus error."""
     load()
     (built,) = cache.iterdir()
     content = built.read_bytes()

@@ -1,6 +1,6 @@
-"""Products and attention as other processors compute them.
+"""Products and attention, compiled for other processors, agree with sums in float64.
 
-NEON is emulated where QEMU and a cross compiler are installed (Debian: qemu-user-static, gcc-aarch64-linux-gnu).
+NEON is emulated if QEMU and a cross compiler are installed (Debian: qemu-user-static, gcc-aarch64-linux-gnu).
 """
 
 import platform
@@ -14,7 +14,7 @@ from batch_manager.triton_kernels.cpu.native import build
 
 PROGRAM = Path(__file__).with_name("products_and_attention.c")
 NUM_NUMBERS = 168_460
-# Name: (compiler, options, emulator, lanes of a vector).
+# name -> (compiler, options, emulator, float32 lanes of a vector)
 PROCESSORS = {
     "SSE": ("gcc", ["-march=x86-64-v2"], None, 4),
     "AVX2": ("gcc", ["-march=x86-64-v3"], None, 8),

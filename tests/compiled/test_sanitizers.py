@@ -1,4 +1,4 @@
-"""A step has no data race and no access out of bounds, as far as GCC's sanitizers see."""
+"""GCC's sanitizers find no data race and no access out of bounds in a step."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Runs the records of cases/ with the real classes. It has no scheduling or block arithmetic.
+"""Runs the records of cases/ with the product's classes. The module itself computes no schedules and no blocks.
 
 The times of a record are milliseconds.
 """
@@ -86,12 +86,15 @@ def make_ranges(ranges: list[list]) -> tuple[TokenRangeRetentionConfig, ...]:
 
 
 def seconds(milliseconds: float | None) -> float | None:
-    """Return the seconds for a record's milliseconds: one second each, so that sums are exact."""
+    """Return the seconds of the test's clock for a record's milliseconds.
+
+    A millisecond of a record lasts a second here, so that sums of times are exact.
+    """
     return milliseconds
 
 
 def milliseconds(duration: int | None) -> int | None:
-    """Return the milliseconds of a request for a record's duration, whose unit lasts a second here."""
+    """Return the duration in milliseconds that a request gets for a record's duration. See `seconds`."""
     return None if duration is None else 1000 * duration
 
 
@@ -164,7 +167,10 @@ def make_chunking(config: dict) -> ContextChunking | None:
 
 
 def credit_of(policy: SchedulerPolicy, kv: KvCacheManager):
-    """Return the credit function of a policy of TensorRT-LLM for first chunks, at most the tokens a claim will find."""
+    """Return a function that estimates, as TensorRT-LLM does, how many tokens of a request's first chunk are reused.
+
+    The number is at most that of the tokens that a claim will reuse.
+    """
     if not kv.enable_block_reuse:
         return None
     to_completion = policy is SchedulerPolicy.GUARANTEED_NO_EVICT
@@ -235,7 +241,11 @@ def capacity_step(config: dict, requests: list[dict]) -> dict:
 
 
 def micro_batch_step(config: dict, requests: list[dict], inflight: list[int]) -> dict:
-    """A record's chunk of EQUAL_PROGRESS begins at the start of the prompt, the scheduler's after the reused tokens."""
+    """Run one step of the micro-batch scheduler, and return its contexts, generation requests and drafts.
+
+    With EQUAL_PROGRESS, the first chunk of a record begins at the start of the prompt. The scheduler's first chunk
+    begins after the reused tokens, which are therefore added.
+    """
     made = [make_request(record) for record in requests]
     credits = {record["id"]: record.get("estimated_reusable_tokens", 0) for record in requests}
     scheduler = make_micro_batch_scheduler(config, lambda request: credits[request.request_id])

@@ -1,4 +1,4 @@
-"""Makes random records of each type from a seed, with shapes like those of the recorded ones and others."""
+"""Makes random records of each type from a seed. Some have sizes like the recorded ones, and some have other sizes."""
 
 from random import Random
 
@@ -27,7 +27,7 @@ def ceil_div(number: int, by: int) -> int:
 
 
 def trace_like_the_records(random: Random) -> dict:
-    """Return a trace like the recorded random ones: a pool for a few requests, a budget of a few chunks."""
+    """Return a trace like the recorded random ones, with a pool for a few requests and a budget of a few chunks."""
     size = random.choice([4, 8, 16])
     longest_prompt, longest_output = random.choice([(24, 16), (40, 8), (64, 16), (64, 24), (120, 40)])
     return make_trace(random, size, longest_prompt, longest_output, num_requests=random.randint(5, 40),
@@ -57,7 +57,7 @@ def trace_of_chunks_and_priorities(random: Random) -> dict:
 
 
 def trace_of_odd_sizes(random: Random) -> dict:
-    """Return a trace with everything: odd block sizes, small pools, mixed beam widths, long drafts."""
+    """Return a trace with odd block sizes, small pools, mixed beam widths and long drafts."""
     size = random.choice([1, 2, 3, 5, 7, 10])
     return make_trace(random, size, random.randint(1, 30), random.randint(1, 20), num_requests=random.randint(1, 14),
                       drafts=random.choice([0, 3, 20]), beam_widths=random.choice([[1], [3], [1, 2, 4]]))
@@ -150,7 +150,7 @@ def shared_prompt(random: Random, length: int, size: int) -> list[int]:
 
 
 def trace_of_micro_batches(random: Random) -> dict:
-    """Return a trace without a KV cache: the micro-batch scheduler alone, with several batches in flight."""
+    """Return a trace without a KV cache, for the micro-batch scheduler alone, with several batches in flight."""
     config = {"capacity_policy": random.choice([None, None, "MAX_REQUESTS"])}
     if config["capacity_policy"]:
         config["max_num_requests"] = random.randint(1, 10)
@@ -203,7 +203,7 @@ def micro_batch_step(random: Random) -> dict:
 
 
 def give_credits(random: Random, requests: list[dict], policy: str | None) -> None:
-    """Give some context requests cached tokens, but none under the policy FORCE_CHUNK."""
+    """Set the number of reusable tokens of some context requests, except under the policy FORCE_CHUNK."""
     for request in requests:
         is_context = request.get("state", "CONTEXT_INIT") == "CONTEXT_INIT"
         if is_context and policy != "FORCE_CHUNK" and sometimes(random, 0.4):

@@ -51,7 +51,7 @@ def call(module, case: dict) -> dict:
 
 
 def compare_micro_batches(case: dict, expected: dict, found: dict) -> list[str]:
-    """Compare two plans. The product leaves out a chunk of EQUAL_PROGRESS that only covers its credit."""
+    """Compare two plans. The product leaves out a first chunk of EQUAL_PROGRESS that has reused tokens only."""
     of = {request["id"]: request for request in case["requests"]}
     if case["config"].get("chunking", {}).get("policy") == "EQUAL_PROGRESS":
         expected["ctx"] = [[name, size] for name, size in expected["ctx"]
@@ -83,7 +83,7 @@ def compare_operations(expected: list[dict], found: list[dict]) -> list[str]:
 
 
 def compare_traces(adapter, case: dict) -> list[str]:
-    """Compare row by row, until a difference, the last request or the last iteration of the case."""
+    """Compare the iterations of a trace one by one, until they differ, no request is left or the case ends."""
     model, product = schema_oracle.build(case["config"]), adapter.build(copy.deepcopy(case["config"]))
     to_come, known = sorted(case["requests"], key=lambda request: request["arrival"]), False
     for iteration in range(case["fixed_iterations"]):
@@ -118,10 +118,10 @@ def compare_traces(adapter, case: dict) -> list[str]:
 
 
 def estimates_decide(model) -> bool:
-    """Whether blocks are short and the rules' estimates of needs may differ from the blocks that a claim takes.
+    """Whether the pool is too small for all requests, and the rules' estimates may differ from the blocks of a claim.
 
-    They differ with prompts that share blocks, with windows, and with drafts of several beams. The product's budget
-    counts the blocks that a claim takes.
+    The estimates differ for prompts that share blocks, for windows, and for drafts of several beams. The product's
+    budget counts the blocks that a claim takes.
     """
     cache = model.cache
     if cache is None:
@@ -135,9 +135,10 @@ def estimates_decide(model) -> bool:
 
 
 def longer_than_a_step(model) -> bool:
-    """Whether a context is longer than a step, without chunking.
+    """Whether a context has more tokens than a step, without chunking.
 
-    By the rules it never runs again. The product computes it in whole blocks."""
+    By the rules, such a context never runs again. The product computes it in chunks of whole blocks.
+    """
     micro_batch = model.config.get("micro_batch") or {}
     budget = micro_batch.get("max_num_tokens")
     return budget is not None and micro_batch.get("chunking") is None and any(
@@ -145,9 +146,10 @@ def longer_than_a_step(model) -> bool:
 
 
 def first_in_line_waits(model) -> bool:
-    """Whether the first in line waits for a later context between chunks, by the rules. In the product it does not.
+    """Whether, by the rules, the first request in line waits for the blocks of a later context between chunks.
 
-    It can happen under MAX_UTILIZATION with priorities."""
+    This can happen under MAX_UTILIZATION with priorities. In the product, the first request in line does not wait.
+    """
     if model.cache is None or model.config["capacity_policy"] != "MAX_UTILIZATION" or not model.active:
         return False
     return schema_oracle.Duplicates(model.cache, model.cache.reuse, model.active).delay(model.active[0])

@@ -201,7 +201,10 @@ class FreeOrder:
         raise OutOfBlocks
 
     def claim(self, block: Block, priority: int | None = None, duration: float | None = None) -> None:
-        """Remove a block from the free order if it is there. Without a priority, it keeps its priority and duration."""
+        """Remove a block from the free order, if the order has it.
+
+        If `priority` is None, the block keeps its priority and duration.
+        """
         if block in self.queues[block.priority]:
             self.queues[block.priority].remove(block)
         if priority is not None:
@@ -343,9 +346,9 @@ def prefix_tree_ops(config: dict, ops: list[dict]) -> dict:
 @dataclass(eq=False)
 class Sequence:
     request: Request
-    tokens: list[int]  # those in the cache, of beam 0
+    tokens: list[int]  # the tokens of beam 0 that are in the cache
     length: int
-    blocks: list[list[Block]] = field(default_factory=list)  # of each logical block: one, or one per beam
+    blocks: list[list[Block]] = field(default_factory=list)  # by index: one shared block, or one block per beam
     dropped: int = 0
 
     @property
@@ -414,7 +417,7 @@ class Cache:
         return block
 
     def take_copy(self, source: Block, priority: int | None, duration: float | None) -> Block:
-        """Take a block for a copy of `source`, which stays protected. If no other is free, take `source` itself."""
+        """Take a free block for a copy of `source`, but not `source` itself unless it is the only free block."""
         if source.refs == 0 and self.free_blocks == 1:
             lost = [each for each in below(source) if each is not source and each.refs == 0]
             self.evicted += cut_off(source) - 1
@@ -539,7 +542,10 @@ class Cache:
         self.store(sequence, computed - 1, with_partial=False)
 
     def remove(self, sequence: Sequence, store: bool, num_tokens: int | None = None) -> None:
-        """num_tokens: tokens of the request; the last one is not in the cache"""
+        """Release the blocks of a sequence, and first add those of its tokens to the tree if `store` is true.
+
+        num_tokens   tokens of the request; the last one is not in the cache
+        """
         if store and sequence.request.beam_width == 1:
             self.store(sequence, num_tokens - 1, with_partial=True)
         # Beam by beam; shared blocks are released with the last beam.
@@ -733,7 +739,10 @@ class AdapterPages:
         self.tasks: set[int] = set()
 
     def fits(self, request: Request) -> bool:
-        """Whether the pages suffice. If too many are taken, a request without an adapter does not fit either."""
+        """Whether the pages suffice for the adapters of this and all accepted requests.
+
+        If the accepted requests have too many pages already, a request without an adapter does not fit either.
+        """
         if self.config is None:
             return True
         tasks = self.tasks | ({request.lora_task} - {None})
@@ -763,7 +772,7 @@ class FixedNeeds:
 
 
 def blocks_freed_by(cache, paused: list[Request]) -> int:
-    """Return the number of blocks that no other request holds."""
+    """Return the number of blocks that are free once these requests are paused: no other request holds them."""
     if isinstance(cache, FixedNeeds):
         return 0
     refs: dict[Block, int] = {}
@@ -780,7 +789,7 @@ def delays(config: dict, cache) -> bool:
 
 
 class Duplicates:
-    """The first missing blocks that requests of this call will compute."""
+    """The first missing block of each context that a scheduling call runs. Contexts that need the block wait for it."""
 
     def __init__(self, cache, on: bool, active: list[Request]) -> None:
         self.cache, self.on = cache, on

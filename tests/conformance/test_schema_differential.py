@@ -37,7 +37,7 @@ def test_the_product_follows_the_rules(adapter, kind):
 
 
 def test_the_model_follows_the_records():
-    """The model agrees with the records of cache operations and single steps."""
+    """The model agrees with the recorded results of cache operations and single steps."""
     for name in ("kv_alloc", "kv_beam", "kv_reuse", "kv_window", "eviction", "chunking_fcfs", "microbatch_budget"):
         for record in json.loads((RECORDS / f"{name}.json").read_text())["cases"]:
             expected = record["expected"]

@@ -267,7 +267,7 @@ def test_force_chunk(module, lengths, capacity, positions):
 
 
 def test_released_blocks_come_last_or_first(module):
-    """ReleaseBlockTest: a block released to the front is the next one, otherwise it is not."""
+    """ReleaseBlockTest: a block that is released to the front is the next free block. Otherwise it comes last."""
     ops = [{"op": "peek", "as": "a"}, {"op": "claim", "block": "a"}, {"op": "peek", "as": "b"},
            {"op": "release", "block": "a", "front": True}, {"op": "peek", "as": "c"}, {"op": "claim", "block": "a"},
            {"op": "release", "block": "a"}, {"op": "peek", "as": "d"}]
@@ -276,7 +276,7 @@ def test_released_blocks_come_last_or_first(module):
 
 
 def test_the_one_released_first_comes_first(module):
-    """LRUTest."""
+    """LRUTest: the block that was released first is used first."""
     ops = [{"op": "peek", "as": "one"}, {"op": "claim", "block": "one"}, {"op": "peek", "as": "two"},
            {"op": "claim", "block": "two"}, {"op": "release", "block": "two"}, {"op": "release", "block": "one"},
            {"op": "claim_next", "count": 6}, {"op": "peek", "as": "x"}, {"op": "claim", "block": "x"},
@@ -286,7 +286,7 @@ def test_the_one_released_first_comes_first(module):
 
 
 def test_priorities_end_with_time(module):
-    """TimedBlockTest."""
+    """TimedBlockTest: a block whose retention ends falls back to the default priority."""
     ops = [{"op": "peek", "as": "b0"}, {"op": "claim", "block": "b0", "priority": 80, "duration": 1},
            {"op": "release", "block": "b0"}, {"op": "refresh"}, {"op": "advance_time", "ms": 2}, {"op": "refresh"},
            {"op": "peek", "as": "b1"}, {"op": "claim", "block": "b1", "priority": 80, "duration": 3},
@@ -315,7 +315,7 @@ def test_invalid_ranges(module, ranges):
 
 
 def test_pause(module):
-    """LlmRequestTest.pause: a pause drops the tokens beyond the longest prompt."""
+    """LlmRequestTest.pause: a pause adds the output to the prompt and drops the tokens beyond the longest prompt."""
     found = module.request_pause({"id": 77, "prompt_len": 5, "max_new_tokens": 66},
                                  [{"generated": 5, "max_input_len": 12}, {"generated": 4, "max_input_len": 12}])
     assert [(after["prompt_len"], after["max_new_tokens"], after["generated"]) for after in found["after_pause"]] == [
@@ -370,7 +370,7 @@ def test_block_manager_reuse_with_adapters(module):
 
 
 def test_leaf_block(module):
-    """KVCacheManagerLeafBlockTest."""
+    """KVCacheManagerLeafBlockTest: a reused leaf that grows, and an error when the pool is empty."""
     results = run_ops(
         module, 4, add(0, range(4)), {"op": "store_context", "req": 0}, grow(0, 0), remove(0), add(1, [1, 1, 2, 3]),
         add(2, [2, *range(1, 12)]), remove(1), remove(2), add(3, [2, *range(1, 12)]), grow(3, 0), add(4, [42]))

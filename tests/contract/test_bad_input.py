@@ -1,6 +1,6 @@
 """C7, C8, C20: each kind of bad request gets its refusal, and the other requests are not affected.
 
-The rows are the cases that the original batch manager documents for requests that it cannot run.
+The rows of REFUSED are the requests that the original batch manager cannot run, by its documentation.
 """
 
 import json
@@ -107,7 +107,10 @@ def test_a_prompt_that_no_step_can_hold_is_refused_unless_it_may_be_chunked(make
 
 
 def test_a_streamed_request_that_outgrows_a_step_is_not_refused_and_goes_on_after_a_pause(make_world, new_request):
-    """Although chunked context is off, the context after the pause is computed in chunks of whole blocks."""
+    """A request runs to its end although its prompt and output exceed max_num_tokens when it continues after a pause.
+
+    Although chunked context is off, its context is then computed in chunks of whole blocks.
+    """
     world = make_world(max_num_tokens=16, policy=SchedulerPolicy.MAX_UTILIZATION,
                        backend={"num_blocks": 9, "tokens_per_block": 4})
     world.client.pending = [new_request(i, [i] * 10, 14, streaming=i != 2) for i in (1, 2, 3)]

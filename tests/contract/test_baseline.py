@@ -35,14 +35,14 @@ def folder(tmp_path):
 
 
 def held():
-    """Numbers of tensors, Python threads, threads of the process and open files."""
+    """Return the numbers of tensors, Python threads, threads of the process and open files."""
     gc.collect()
     tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
     return (tensors, threading.active_count(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
 
 
 def settled(baseline, parts=()):
-    """The numbers of held() as soon as they equal the baseline and no part is alive, or after 20 s."""
+    """Wait up to 20 s until held() returns the baseline and no part is alive. Return the last result of held()."""
     deadline = time.monotonic() + 20
     while ((now := held()) != baseline or any(part() for part in parts)) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Beam search through the loop, with the scripted model: results, blocks, faults, refusals."""
+"""Beam search with the scripted model gives the results of an oracle, also with small pools, faults and stops."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ END, LENGTH = FinishReason.END_ID, FinishReason.LENGTH
 
 
 def live_beams(prompt, width, steps, rate=0.0):
-    """The beams of a search without an end id after `steps` steps, best first: [(sum of log-probs, tokens)]."""
+    """Return the beams after `steps` steps of a search without an end id, best first: [(sum of log-probs, tokens)]."""
     beams = [(0.0, [])]
     for _ in range(steps):
         beams = step(prompt, beams, width, rate)[:width]
@@ -37,7 +37,7 @@ def live_beams(prompt, width, steps, rate=0.0):
 
 
 def step(prompt, beams, width, rate=0.0, window=None):
-    """The 2 * width best continuations of the beams, best first: [(sum of log-probs, tokens)]."""
+    """Return the 2 * width best continuations of the beams, best first: [(sum of log-probs, tokens)]."""
     found = []
     for total, text in beams:
         follows = expected_candidates([*prompt, *text], 2 * width, vocab_size=VOCAB, window=window)
@@ -50,7 +50,7 @@ def step(prompt, beams, width, rate=0.0, window=None):
 
 def search(prompt, count, *, beam_width, end_id=-1, len_penalty=0.0, early_stopping=1,
            beam_search_diversity_rate=0.0, window=None):
-    """Oracle: a plain beam search. Returns [(tokens, sum of log-probs, finish reason)], best first."""
+    """Return the hypotheses of a plain beam search, best first: [(tokens, sum of log-probs, finish reason)]."""
     beams, finished = [(0.0, [])], []
     for length in range(1, count + 1):
         candidates = step(prompt, beams, beam_width, beam_search_diversity_rate, window)
@@ -82,7 +82,7 @@ def random_requests(new_request, count, seed, widths=(1, 2, 3, 4), longest=16, *
 
 
 def assert_right(world, asked, window=None):
-    """Assert that all responses are those of the oracle. Returns how many hypotheses ended with their end id."""
+    """Assert that all responses are those of the oracle. Return the number of hypotheses that ended with an end id."""
     ended = 0
     for i, (prompt, count, options) in asked.items():
         final = world.client.final(i)
@@ -118,9 +118,9 @@ def paused(world):
     (MAX, {"model_type": V1}),
 ], ids=str)
 def test_requests_of_any_widths_get_what_each_would_get_alone(make_world, new_request, policy, options, seed):
-    """Requests of different widths get the results of the oracle in a pool that is too small for all of them.
+    """Requests of different beam widths get the results of the oracle, although the pool is too small for all of them.
 
-    The loop counts the blocks after every iteration.
+    `World.step` audits the pool after every iteration.
     """
     world = make_world(policy=policy, backend={"num_blocks": 26, "tokens_per_block": 4, "vocab_size": VOCAB},
                        max_beam_width=4, **options)
@@ -286,7 +286,7 @@ def test_a_request_that_is_cut_short_has_its_live_beams(make_world, new_request,
 
 
 class HandedOverWhole(list):
-    """A list whose every slice is the whole list, so that get returns all requests whatever its argument."""
+    """A list of which every slice is the whole list, so that get returns all requests whatever its argument."""
 
     def __getitem__(self, index):
         return list(self) if isinstance(index, slice) else super().__getitem__(index)
@@ -317,9 +317,9 @@ def test_a_request_that_is_stopped_while_it_is_paused_or_waits_has_its_prompt_in
 
 
 def test_a_vocabulary_smaller_than_the_beams(make_world, new_request):
-    """Six beams of a vocabulary of three tokens, one of them the end id.
+    """Six beams search a vocabulary of three tokens, one of which is the end id.
 
-    One step yields two continuations and one hypothesis. The other three rows have a sum of -inf and NOT_FINISHED.
+    After one step, three rows of the response have results. The other three have a sum of -inf and NOT_FINISHED.
     """
     world = make_world(backend={"vocab_size": 3}, max_beam_width=6)
     world.client.pending = [new_request(1, [0], 1, beam_width=6, end_id=2, return_log_probs=True),
@@ -351,7 +351,7 @@ def test_a_step_that_is_run_again_in_parts_changes_no_beam(make_world, new_reque
 
 @pytest.mark.parametrize("where", ["on_step", "on_finish"])
 def test_contexts_that_are_run_again_apart_from_the_beams_of_their_step(make_world, new_request, where):
-    """A failed step is bisected. A half that has only contexts runs without the beams of the other half."""
+    """When a failed step is bisected, a half that has only contexts runs without the beams of the other half."""
     failed = []
 
     def fail_once(batch):
@@ -485,9 +485,9 @@ def test_c8_what_fits_the_pool_runs_and_what_never_could_is_refused_at_once(
 
 
 def test_c21_a_copy_that_cannot_be_made_fails_steps_until_it_is_made_and_the_engine_lives(make_world, new_request):
-    """The next launches repeat a failed copy, whichever requests they run.
+    """Each launch repeats a failed block copy until the copy succeeds, whichever requests the launch runs.
 
-    A live request may hold the block of the copy.
+    The copy is not dropped, because a live request may hold its block.
     """
     class Copies(ScriptedBackend):
         tried, done, is_broken = [], [], True

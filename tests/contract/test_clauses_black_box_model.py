@@ -1,4 +1,4 @@
-"""C13, C18, C21, the constructor and the response tensors, with real and damaged models in the file system."""
+"""C13, C18, C21, the constructor and the response tensors, tested with real and damaged models in the file system."""
 
 import inspect
 import json
@@ -139,7 +139,7 @@ def test_the_tensors_of_every_kind_of_response_are_those_of_the_table(real_manag
 def model_with_a_poisoned_token(tmp_path_factory):
     """A model whose logits are not finite for a prompt with the token POISON.
 
-    The output embedding is a separate, finite copy, so the logits of other prompts stay finite.
+    The output embedding is a separate copy with finite values, so the logits of other prompts stay finite.
     """
     folder = tmp_path_factory.mktemp("poisoned") / "model"
     shutil.copytree(MODEL, folder)

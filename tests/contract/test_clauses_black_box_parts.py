@@ -81,7 +81,7 @@ def test_c15_a_trace_that_raises_is_counted_and_changes_nothing(make_manager, ne
 
 
 class Broken(RequestScheduler):
-    """Scheduler that returns plan(active requests), or raises."""
+    """A scheduler that returns plan(active requests), or raises what `plan` raises."""
 
     def __init__(self, plan):
         self.plan = plan

@@ -86,7 +86,7 @@ def test_c18_a_forked_child_may_make_a_manager_of_its_own():
 
 
 def test_c17_while_the_interpreter_exits_no_manager_can_be_made_that_would_hold_it_up():
-    """A manager cannot be constructed while the interpreter exits."""
+    """The constructor refuses to make a manager while the interpreter exits."""
     result = run("""
         import atexit
         kept = []

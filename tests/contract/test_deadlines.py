@@ -1,4 +1,4 @@
-"""At its deadline a request without a token ends with an error, and any other request with its tokens so far."""
+"""A request that has tokens at its deadline ends with these tokens. A request without tokens ends with an error."""
 
 from batch_manager import FinishReason
 

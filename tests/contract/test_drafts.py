@@ -1,6 +1,6 @@
-"""Draft tokens change only how many tokens a step yields.
+"""Draft tokens change the number of tokens that a step yields, and change no token.
 
-No request can enable drafts yet. These tests propose draft tokens before each iteration, as a drafter would.
+No request can enable drafts yet. These tests propose draft tokens between iterations, as a drafter would.
 """
 
 import random
@@ -17,7 +17,7 @@ MOST = 4
 
 @pytest.fixture
 def drafting_world(make_world, monkeypatch):
-    """make_world, with engines that accept up to MOST draft tokens for a sequence and step."""
+    """Return make_world, whose engines now accept up to MOST draft tokens for a sequence in each step."""
     resolve = build.resolve_limits
     monkeypatch.setattr(build, "resolve_limits",
                         lambda *given: replace(resolve(*given), max_draft_tokens=MOST))
@@ -25,7 +25,10 @@ def drafting_world(make_world, monkeypatch):
 
 
 def run(world, prompts, right, draw, most_steps=400):
-    """Step to the end, proposing draft tokens of which the share `right` is correct. Returns how many were proposed."""
+    """Run all requests to their end with draft tokens. Return the number of draft tokens that were proposed.
+
+    A draft token is the model's next token with probability `right`, and another token otherwise.
+    """
     proposed = 0
     for _ in range(most_steps):
         if not world.step():

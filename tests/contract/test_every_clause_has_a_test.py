@@ -1,4 +1,4 @@
-"""Tests name each clause of docs/contract.md, in their name (`test_c7_...`) or in a docstring."""
+"""Each clause of docs/contract.md is cited by a test, in its name (`test_c7_...`) or in a docstring."""
 
 import ast
 import functools

@@ -28,7 +28,7 @@ def submit_all(world, new_request, **options):
 
 
 def holds_token(batch, backend, token):
-    """Slots of the batch whose sequences start with this token. Tests recognise a request on the device by it."""
+    """Return the slots of the batch whose sequences start with this token, by which tests recognise a request."""
     lengths = [(work.slot, work.start + len(work.token_ids)) for work in batch.context]
     lengths += list(zip(batch.generation.slots.tolist(), (batch.generation.kv_lengths + 1).tolist()))
     return [slot for slot, length in lengths if backend.history(slot, length)[0] == token]
@@ -104,7 +104,7 @@ def test_c21_a_row_with_non_finite_logits_ends_that_request_only_and_its_blocks_
     world = world_with_hook(make_world, poisons_number_two, kv_cache_config=None)
     submit_all(world, new_request)
     world.run()
-    # Blocks that were released without being cleared would fail their next owner.
+    # A block that was released without being cleared would make the next request that holds it fail.
     world.client.pending = [new_request(100 + i, [i + 1] * 40, 6) for i in range(40)]
     world.run()
     assert world.client.final(2).code == "NON_FINITE_LOGITS"
@@ -115,7 +115,7 @@ def test_c21_a_row_with_non_finite_logits_ends_that_request_only_and_its_blocks_
 
 
 class BrokenOutput(ScriptedBackend):
-    """Backend that returns change(output of the step)."""
+    """A backend that replaces the output of each step by change(output)."""
 
     def __init__(self, change):
         super().__init__()
@@ -177,7 +177,7 @@ def test_c21_a_lost_device_fails_the_engine_and_answers_everybody_until_shutdown
 
 
 def test_c2_who_was_refused_in_the_iteration_that_loses_the_device_is_told_why(make_world, new_request):
-    """Requests that are refused in the iteration that loses the device get the reason of their refusal."""
+    """A request that is refused in the iteration in which the device is lost gets the reason of its refusal."""
     def lost(batch):
         raise DeviceLostError("gone")
 
@@ -207,7 +207,7 @@ def test_the_scripted_oracle_agrees_with_itself():
 
 
 class Launches:
-    """A backend whose launches fail until it is mended. It records the table updates and operations of each batch."""
+    """A backend whose launches raise until `is_mended` is set. It records each batch's table updates and operations."""
 
     def __init__(self):
         self.told, self.operations, self.is_mended = [], [], False
@@ -230,7 +230,7 @@ def table_updates(*entries):
 
 
 def launched(runner):
-    """Run a batch of slots 0 and 1 with everything that is pending, bisect it if it fails, and return its output."""
+    """Run a batch of slots 0 and 1 with all pending device work. Bisect it if it fails. Return its output."""
     both = np.array([0, 1], np.int32)
     batch = ScheduledBatch(1, generation=GenerationWork(both, both + 5))
     step = runner.start(batch)
@@ -239,7 +239,7 @@ def launched(runner):
 
 
 def test_c21_the_next_launch_says_what_those_that_raised_had_to_say():
-    """A launch repeats the table updates and operations of failed launches, also of slot 2, which is in no batch."""
+    """A launch repeats the table updates and operations of failed launches, also for slot 2, which is in no batch."""
     device, device_work = Launches(), DeviceWork()
     runner = StepRunner(device, device_work, 100, Guard())
     copy, clear, load, last = BlockCopy(3, 4, 2), BlockClear(5, 1), AdapterLoad(7, (1, 2)), BlockClear(6)
@@ -265,7 +265,7 @@ def test_c21_the_next_launch_says_what_those_that_raised_had_to_say():
 
 
 def test_what_is_pending_for_rows_in_which_a_sequence_starts_was_of_another():
-    """When a sequence starts in a slot, pending table updates of the slot's last sequence are dropped."""
+    """When a sequence starts in a slot, the pending table updates of the slot's previous sequence are dropped."""
     device, device_work = Launches(), DeviceWork()
     runner = StepRunner(device, device_work, 100, Guard())
     device_work.update_tables(table_updates((2, 0, 10), (2, 1, 11), (3, 0, 12)), [2, 3])
@@ -277,9 +277,9 @@ def test_what_is_pending_for_rows_in_which_a_sequence_starts_was_of_another():
 
 
 def test_operations_are_repeated_until_a_step_that_had_them_was_read():
-    """An asynchronous device may fail in an operation after the next step was launched.
+    """Each launch repeats an operation until a step that had the operation was read.
 
-    The next step therefore repeats the operation.
+    An asynchronous device may fail in the operation after the next step was launched.
     """
     device, device_work = Launches(), DeviceWork()
     device.is_mended = True

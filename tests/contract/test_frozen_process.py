@@ -1,4 +1,4 @@
-"""A process that was stopped and continues is not reported as hanging. A callback that blocks is reported."""
+"""A process that was stopped and then continues is not reported as hanging. A callback that blocks is reported."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""C15, C19: one guard around all foreign code."""
+"""C15, C19: all foreign code runs in guarded blocks, which contain its exceptions and write the heartbeat."""
 
 import json
 import logging
@@ -218,7 +218,7 @@ def test_c15_c19_a_request_is_read_in_a_block(make_world, new_request):
 
 
 def test_c19_foreign_code_runs_in_a_block_that_names_it(make_world, new_request):
-    """Callbacks run in a guarded block with their name, and so does the code of the objects that they return."""
+    """While a callback or the code of an object that it returns runs, the heartbeat has the name of the callback."""
     seen: list[tuple[str, str]] = []
 
     def see(what: str) -> None:

@@ -20,7 +20,7 @@ from batch_manager import (
 
 @pytest.fixture
 def hooked(make_world):
-    """make(**options) -> a world that adds `after` to the events of its client for each call of after_responses"""
+    """make(**options) returns a world whose client's events have an "after" for each call of after_responses."""
     def make(**options):
         parts = {"after_responses": lambda: world.client.events.append("after"), **options.pop("parts", {})}
         world = make_world(parts=parts, **options)
@@ -66,7 +66,7 @@ def test_refusals_of_an_engine_that_is_idle_have_the_call_behind_them(hooked, ne
 @pytest.mark.parametrize("policy", list(SchedulerPolicy))
 def test_finals_of_a_shutdown_have_one_call_behind_them_then_the_end_is_told_once(
         make_manager, new_client, new_request, policy):
-    """A shutdown calls after_responses once after its final responses, and then at_end once."""
+    """A shutdown calls after_responses once after its final responses, and then calls at_end once."""
     client, told, started = new_client(), [], threading.Event()
     client.pending = [new_request(number, [1], 50_000 if number else 2, streaming=True) for number in range(3)]
     client.on_send = lambda *_: started.set()
@@ -87,7 +87,7 @@ def test_finals_of_a_shutdown_have_one_call_behind_them_then_the_end_is_told_onc
 
 def test_the_finals_of_an_engine_that_failed_have_a_call_behind_them_and_the_end_says_why(
         make_manager, new_client, new_request):
-    """A failed engine calls after_responses after its final responses. At the shutdown, at_end gets the failure."""
+    """A failed engine calls after_responses after its final responses, and at_end with the failure at the shutdown."""
     client, told = new_client(), []
 
     class Lost(Exception):
@@ -165,7 +165,7 @@ def test_c18_a_process_that_is_forked_in_a_hook_ends_there(make_manager, new_cli
 
 
 async def wakes_nobody():
-    """An async function, which a hook must not be."""
+    """An async function, which is refused as a hook."""
 
 
 @pytest.mark.parametrize("parts, named", [
@@ -231,7 +231,7 @@ def test_c15_a_get_that_returns_a_request_is_told_so(make_world, new_request, ca
 
 @pytest.mark.parametrize("logs_texts", [False, True])
 def test_what_a_callback_says_is_logged_where_that_was_asked_for_alone(make_world, new_request, caplog, logs_texts):
-    """The text of a callback's exception is logged only with log_callback_errors."""
+    """The text of a callback's exception is logged if log_callback_errors is set, and otherwise only its type."""
     world = make_world(log_callback_errors=logs_texts)
 
 
@@ -289,6 +289,6 @@ def test_a_field_of_another_configuration_and_a_name_on_a_hub_are_told_as_such(m
     ("stop", "stop_words_list"), ("eos_token_id", "called end_id"), ("n", "one request for each output"),
     ("user", "map ids to users yourself"), ("seed", "called random_seed"), ("messages", "chat template")])
 def test_words_of_other_engines_are_answered_with_ours(new_request, name, said):
-    """A parameter name of another engine is refused, and the error names what to use here."""
+    """A parameter name of another engine is refused. The error names this engine's parameter or says what to do."""
     with pytest.raises(InvalidRequestError, match=f"Invalid tensor name: '{name}'.*{said}"):
         new_request(1, [1], 2, **{name: 3})

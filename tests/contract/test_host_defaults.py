@@ -32,7 +32,7 @@ def defaults_as_before():
 
 @pytest.fixture
 def answers(make_manager, new_client, new_request):
-    """answers(before, between, on_the_worker, **options) -> {request id: tensors of the final response}.
+    """answers(before, between, on_the_worker, **options) runs REQUESTS and returns id -> tensors of the final response.
 
     before          called before the manager is made
     between         called after the manager is made and before get returns the requests
@@ -86,7 +86,7 @@ def test_c13_the_hosts_default_dtype_changes_nothing(answers, options):
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
 def test_c13_the_hosts_default_device_changes_nothing(answers, options):
-    """A default device belongs to a thread. The test sets the constructor's, and a callback sets the worker's."""
+    """Default devices change no result. Each thread has its own: the test's thread and the worker get one."""
     expected = answers(**options)
     with torch.device("meta"):
         found = answers(on_the_worker=lambda: torch.set_default_device("meta"), **options)

@@ -77,7 +77,7 @@ def test_c14_a_shutdown_without_draining_answers_the_rest_with_shutdown(make_man
 
 
 def test_c14_who_waits_long_looks_again_and_again(make_manager, new_client, new_request, monkeypatch):
-    """A wait that is longer than one look at the worker returns when the worker has stopped, or at its timeout."""
+    """A wait looks at the worker repeatedly. It returns when the worker has stopped, or at its timeout."""
     monkeypatch.setattr("batch_manager.gpt_manager.SECONDS_BETWEEN_LOOKS", 0.001)
     client = new_client()
     client.pending = [new_request(1, [1], 5)]
@@ -130,7 +130,7 @@ def test_c14_from_inside_a_callback_shutdown_only_asks(make_manager, new_client,
     client, results = new_client(), []
     manager = make_manager(client)
     client.on_send = lambda request_id, response: results.append(manager.shutdown())
-    # Both are returned by one get: the shutdown in the first final callback ends the calls of get.
+    # One call of get returns both requests, because the shutdown in the first final callback ends the calls of get.
     client.pending = [new_request(1, [1], 3), new_request(2, [1], 30)]
     assert manager.wait_until_terminate(timeout=20)
     assert results and not any(results)

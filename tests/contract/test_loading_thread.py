@@ -13,7 +13,7 @@ from batch_manager.testing.scripted_backend import ScriptedBackend
 
 @pytest.fixture
 def interrupted(monkeypatch):
-    """interrupted[0] = n: Ctrl-C interrupts the next n waits for the loading thread."""
+    """Return a list. After interrupted[0] = n, the next n waits for the loading thread raise KeyboardInterrupt."""
     left, wait = [0], Loading.wait
 
     def interrupted_wait(self):
@@ -34,7 +34,7 @@ def endless():
 
 @pytest.mark.parametrize("times", [1, 2, 5])
 def test_c17_an_interrupt_reaches_what_loads_and_passes_when_that_has_ended(interrupted, times):
-    """An interrupt stops the loading, and is raised when the loading thread has ended."""
+    """An interrupt stops the loading. The caller gets the KeyboardInterrupt after the loading thread has ended."""
     interrupted[0] = times
     with pytest.raises(KeyboardInterrupt, match="of the caller"):
         load_in_own_thread(endless, undo=lambda loaded: pytest.fail("nothing was loaded"))

@@ -27,7 +27,7 @@ def asking(request_id, prompt, count, processor, **options):
 
 
 class Recorder:
-    """Logits post-processor that chooses token (number of tokens so far) % 50 and records its calls."""
+    """A logits post-processor that makes (number of tokens so far) % 50 the likeliest token and records its calls."""
 
     def __init__(self):
         self.calls = {}

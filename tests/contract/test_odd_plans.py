@@ -17,7 +17,7 @@ def split(active):
 
 
 class Planned(RequestScheduler):
-    """Scheduler that returns plan(context requests, generation requests)."""
+    """A scheduler that returns plan(context requests, generation requests)."""
 
     def __init__(self, plan):
         self.plan = plan
@@ -105,7 +105,7 @@ def test_a_plan_of_ones_own_class_is_asked_once(make_world, new_request):
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int64])
 def test_chunk_sizes_may_be_narrow_integers(make_world, new_request, dtype):
-    """The sum of the chunk sizes overflows the narrow dtypes."""
+    """Chunk sizes of any integer dtype are valid. The sum of two chunk sizes overflows int8."""
     def in_chunks_of_64(contexts, generation):
         sizes = np.array([min(request.remaining_context, 64) for request in contexts], dtype)
         return SchedulerOutput(contexts, generation, [], sizes)

@@ -19,7 +19,10 @@ ASKS = {"return_log_probs": True, "return_generation_logits": True, "return_cont
 
 
 class Spoiled(ScriptedBackend):
-    """Backend that changes its first `times` outputs with a row of request ODD, by `spoil(output, slot of ODD)`."""
+    """A backend that spoils the output of the first `times` steps that have a row of request ODD.
+
+    It returns spoil(output, slot of ODD) as the output of such a step.
+    """
 
     def __init__(self, spoil, times=10**9, **options):
         super().__init__(**options)
@@ -81,7 +84,7 @@ def failure(code=ErrorCode.MODEL_ERROR, message="x", kind=RowFailure):
 
 
 def with_starts(change):
-    """Return a `spoil` that sets `row_starts` to change(starts [rows + 1] int32, row of the slot)."""
+    """Return a `spoil` that sets `row_starts` to change(the right `row_starts`, row of the slot)."""
     def spoil(output, slot):
         starts = np.arange(len(output.slots) + 1, dtype=np.int32)
         return replace(output, row_starts=change(starts, output.slots.tolist().index(slot)))
@@ -172,7 +175,7 @@ WRONG_FOR_WHO_ASKED = {
                                             *((spoil, ASKS) for spoil in WRONG_FOR_WHO_ASKED.values())],
                          ids=[*WRONG, *WRONG_FOR_WHO_ASKED])
 def test_c21_only_the_request_whose_row_is_wrong_even_alone_is_lost(make_world, new_request, spoil, odd, caplog):
-    """A row that is still wrong when its request runs alone ends that request with MODEL_ERROR."""
+    """If the output is still wrong when request ODD runs alone, only this request ends, with MODEL_ERROR."""
     with caplog.at_level(logging.ERROR, "batch_manager"):
         world = run(make_world, new_request, Spoiled(spoil), odd)
     assert world.client.final(ODD).code == "MODEL_ERROR" and not world.client.final(ODD).tensors
@@ -191,7 +194,7 @@ def test_c21_a_wrong_output_that_does_not_come_again_costs_nobody_anything(make_
 
 
 def test_c21_context_logits_that_do_not_come_cost_who_asked_for_them(make_world, new_request):
-    """Missing or narrow context logits end only the request with return_context_logits."""
+    """Context logits that are missing or have too few columns end only the request with return_context_logits."""
     for spoil in with_all(context_logits=lambda logits, slot: {}), with_all(
             context_logits=lambda logits, slot: {slot: rows[:, 1:] for slot, rows in logits.items()}):
         world = run(make_world, new_request, Spoiled(spoil), ASKS)
@@ -229,7 +232,10 @@ def test_a_wide_integer_that_is_no_token_is_none_either_way(make_world, new_requ
 
 
 def test_c21_a_log_probability_that_is_no_number_ends_its_request_and_clears_its_blocks(make_world, new_request):
-    """NaN comes from logits that are not finite, so the blocks of the request are cleared before any reuse."""
+    """A log-probability that is NaN ends only its request, and the request's blocks are cleared before their reuse.
+
+    NaN comes from logits that are not finite.
+    """
     cleared = []
 
     class Clears(Spoiled):
@@ -254,7 +260,7 @@ def test_what_is_meaningless_is_not_looked_at(make_world, new_request):
 
 
 def test_what_a_slot_asked_for_is_not_asked_of_who_has_it_next(make_world, new_request):
-    """A request without optional outputs needs none, even in a slot whose last request had them."""
+    """The check of a request without optional outputs needs none, even if the slot's previous request had them."""
     def nothing_but_tokens(output, slot):
         return replace(output, log_probs=None, generation_logits={}, context_logits={})
 
@@ -275,7 +281,7 @@ BEAMS = {"beam_width": 2, **ASKS, "return_context_logits": False, "return_top_lo
 
 
 def row_of(output, slot):
-    """The slice of the output's arrays that belongs to the slot's row."""
+    """Return the slice of the output's arrays that has the row of the slot."""
     row = output.slots.tolist().index(slot)
     return slice(int(output.row_starts[row]), int(output.row_starts[row + 1]))
 
@@ -299,7 +305,7 @@ def unless_it_ends(**changes):
 
 
 def with_length(change):
-    """Return a `spoil` that gives the row of the search change(number of its tokens) tokens."""
+    """Return a `spoil` that cuts or pads the row of the slot from n to change(n) tokens."""
     def spoil(output, slot):
         lengths = np.diff(output.row_starts)
         row = output.slots.tolist().index(slot)

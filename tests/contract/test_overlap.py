@@ -15,7 +15,7 @@ POLICIES = list(SchedulerPolicy)
 
 
 class Deferred(ScriptedBackend):
-    """Backend that computes a step when the step is read. It records the batches launched, read and in flight."""
+    """A backend that computes a step only when it is read, and records the batches launched, read and in flight."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -123,7 +123,7 @@ def test_one_request_alone_runs_too_and_a_failing_one_costs_nobody_else_anything
 @pytest.mark.parametrize("fault", ["raises", "not finite"])
 def test_a_request_stopped_in_flight_is_cleared_up_after_before_its_blocks_are_anybody_elses(
         make_world, new_request, fault):
-    """A fault in a row of a stopped request fails no other request, and its block is cleared before its next use."""
+    """A fault in the row of a stopped request ends no other request. Its block is cleared before the next use."""
     slots, alive_when_read, operations = [], [], []
 
     class Listens(ScriptedBackend):
@@ -146,14 +146,15 @@ def test_a_request_stopped_in_flight_is_cleared_up_after_before_its_blocks_are_a
     world.step(2)
     next_one = next(request for request in world.loop.active if not world.loop.window.holds(request))
     (block_id,) = world.loop.kv.block_ids(next_one)
-    slots.append(next_one.seq_slot)                              # the next step has a row of this request, which
-    stopped = next_one.request_id                                # is stopped before the step is read
+    # The next step has a row of this request, which is stopped before that step is read.
+    slots.append(next_one.seq_slot)
+    stopped = next_one.request_id
     world.client.stops = {stopped}
     world.step()
     world.client.stops = set()
     assert world.client.final(stopped).finish_reason == 5
     assert world.loop.kv.used_blocks == 3 and not any(operations), "its block is free at once"
-    prompts = {i: [i] * 4 for i in range(10, 13)}                # they get the free block
+    prompts = {i: [i] * 4 for i in range(10, 13)}                # one of these requests gets the free block
     world.client.pending = [new_request(i, prompt, 4) for i, prompt in prompts.items()]
     world.run()
     for i, prompt in {**prompts, **{i: [i] for i in range(4) if i != stopped}}.items():
@@ -162,5 +163,5 @@ def test_a_request_stopped_in_flight_is_cleared_up_after_before_its_blocks_are_a
     assert alive_when_read == [False], "its step is read, or run again, without it"
     if fault == "raises":
         assert json.loads(world.client.stats[-1])["Failed Steps"] == 1
-    # The clear starts after the last token that was read, and comes before the block's next owner writes.
+    # The clear starts after the last token that was read. It runs before the next request writes to the block.
     assert next(filter(None, operations)) == (BlockClear(block_id, 1),)

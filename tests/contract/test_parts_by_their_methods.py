@@ -104,7 +104,7 @@ def test_a_backend_is_refused_by_the_name_of_the_method_it_lacks(make_manager, n
 
 def test_a_backend_with_these_methods_is_all_there_need_be_and_copies_are_needed_by_nobody_who_copies_no_blocks(
         make_manager, new_client, new_request):
-    """A backend needs no base class, and no copies of blocks if the engine has no beams and no block reuse."""
+    """A backend needs no base class. It need not copy blocks if the engine has no beams and no block reuse."""
     whole = ScriptedBackend()
     client = new_client()
     client.pending = [new_request(1, [5, 6], 3)]
@@ -125,7 +125,7 @@ def test_an_attention_that_is_none_is_refused_by_what_it_lacks(make_manager, new
 
 
 def test_a_factory_of_attention_is_given_what_it_was_given_before():
-    """The checked factory passes all its arguments to the factory in Parts.attention."""
+    """The engine's wrapper of the factory in Parts.attention passes all arguments to the factory."""
     whole = SimpleNamespace(plan=print, run=print, dispatch="torch")
     given = []
 

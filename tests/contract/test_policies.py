@@ -1,4 +1,4 @@
-"""C9 to C11 through the loop: what each policy promises, and that a wrong scheduler cannot break the engine."""
+"""C9 to C11: each scheduler policy keeps its promises in the loop, and a wrong scheduler cannot break the engine."""
 
 import json
 import random
@@ -81,7 +81,10 @@ def test_a_streamed_position_is_never_sent_again_after_a_pause(make_world, new_r
 @pytest.mark.parametrize("seed", range(4))
 def test_a_stream_that_was_paused_with_more_tokens_than_a_step_runs_goes_on_where_it_was(
         make_world, new_request, seed, overlap):
-    """Although chunked context is off, the context after a pause is computed in chunks. No token is sent twice."""
+    """A paused stream continues although its prompt and output exceed max_num_tokens. No token is sent twice.
+
+    Although chunked context is off, the context after the pause is computed in chunks.
+    """
     draw, trace = random.Random(seed), Trace()
     world = make_world(policy=MAX, backend={"num_blocks": 16, "tokens_per_block": 4}, max_num_tokens=10,
                        enable_trt_overlap=overlap, parts={"trace": trace.append})
@@ -101,7 +104,7 @@ def test_a_stream_that_was_paused_with_more_tokens_than_a_step_runs_goes_on_wher
 
 
 class PausesAtEveryLength(RequestScheduler):
-    """Pauses each generating request that is longer than at its last pause, as long as another request runs."""
+    """A scheduler that pauses each generating request that has grown since its last pause, and leaves one request."""
 
     def __init__(self, limits, kv_cache_manager):
         self.scheduler, self.paused_at = make_scheduler(limits, kv_cache_manager), {}
@@ -150,7 +153,7 @@ def test_contexts_come_before_generation_and_chunks_but_the_last_are_whole_block
 
 
 class Everything(CapacityScheduler):
-    """Fits every request, whatever the pool holds."""
+    """A scheduler that plans every request, however few blocks are free."""
 
     def schedule_request(self, active_requests):
         return list(active_requests), []

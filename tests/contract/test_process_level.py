@@ -1,6 +1,6 @@
 """C17 and C18: how a process with a manager ends, and which responses it sends before. Each test runs a process.
 
-A process imports torch only where its test says so. Without torch it starts in a fifth of the time.
+Only the processes of tests that need torch import it. Without torch, a process starts in a fifth of the time.
 """
 
 import json
@@ -140,9 +140,9 @@ def test_c18_a_callback_that_forks_answers_nobody_in_the_child(ending):
 @pytest.mark.parametrize("ending", ["return", "sys.exit(5)"])
 @pytest.mark.parametrize("place", ["trace", "scheduler", "clock", "step"])
 def test_c18_a_child_that_is_forked_in_other_code_of_the_users_answers_nobody(place, ending):
-    """A child that is forked in a trace, scheduler, clock or step ends at its next callback or step.
+    """A child that is forked in a trace, scheduler, clock or step sends no response and ends.
 
-    All responses come from the parent.
+    It ends where the fork's code ends it, or at its next callback or step.
     """
     result = run(f"""
         forked, sent = [], []
@@ -199,7 +199,7 @@ def test_c18_a_child_that_is_forked_in_other_code_of_the_users_answers_nobody(pl
 
 @pytest.mark.parametrize(("caught", "status"), [(False, -2), (True, 0)])
 def test_c17_an_interrupt_while_a_model_is_loaded_passes_and_leaves_no_thread(tmp_path, caught, status):
-    """Exit status and error text are those of Python, and no thread still computes when the interpreter ends."""
+    """An interrupt while a model is loaded has Python's exit status and error text. No thread computes afterwards."""
     (tmp_path / "config.json").write_text(json.dumps({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4000, "hidden_size": 1024,
         "intermediate_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 8, "num_key_value_heads": 8,

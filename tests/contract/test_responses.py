@@ -153,7 +153,7 @@ def test_context_logits_of_a_request_stopped_inside_its_prompt_are_the_dummy(mak
 
 
 def test_a_response_holds_rows_of_its_own_only(make_world, new_request):
-    """Logits that are kept for a request are not a view of an array that also holds rows of other requests."""
+    """The logits that the engine keeps for a response are no view of an array that also has rows of other requests."""
     world = make_world(backend={"vocab_size": 50})
     world.client.pending = [new_request(i, [i], 5, return_generation_logits=True) for i in (1, 2)]
     world.step(2)

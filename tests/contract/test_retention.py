@@ -36,7 +36,7 @@ def make_small_world(make_world):
 
 @pytest.fixture
 def found(new_request):
-    """found(world, prompt, retention=None) -> how many tokens of the prompt a request that runs alone reuses."""
+    """found(world, prompt, retention=None) runs a request alone and returns the number of cached tokens it reuses."""
 
     def run(world, prompt, retention=None, count=3, **tensors):
         world.asked += 1
@@ -193,9 +193,9 @@ def test_the_beginning_of_a_block_is_used_again_unless_that_is_switched_off(make
 
 
 def test_a_block_whose_content_is_lost_is_not_kept_for_its_priority(make_small_world, found):
-    """When the block of the prompt is evicted, the blocks of the output after it lose their priority of 100.
+    """When the block of a prompt is evicted, the blocks of its output lose their retention priority of 100.
 
-    No prompt can find them any more.
+    No prompt can find the blocks of the output any more.
     """
     world = make_small_world()
     found(world, FIRST[:4], keep(1, decode_retention_priority=100), count=18)      # one block of prompt, 4 of output

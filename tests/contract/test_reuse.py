@@ -1,4 +1,4 @@
-"""C12 and C13: prompts share cached blocks of earlier ones, and no output changes."""
+"""C12 and C13: prompts reuse cached blocks of earlier requests, and no output changes."""
 
 import json
 import random
@@ -30,7 +30,7 @@ def world_with(make_world, kv=REUSE, num_blocks=40, **options):
 
 
 def chunks(world, request_id):
-    """(start, size) of every chunk of a request."""
+    """Return (start, size) of every chunk of a request."""
     return [chunk[1:] for iteration in world.trace.iterations for chunk in iteration.context if chunk[0] == request_id]
 
 
@@ -139,7 +139,7 @@ def test_prompts_with_different_salts_share_nothing(make_world, new_request, sal
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_context_logits_are_those_of_every_token_of_the_prompt(make_world, new_request, policy):
-    """Cached blocks have no logits, so a request with return_context_logits computes its whole prompt."""
+    """A request with return_context_logits computes its whole prompt, because cached blocks have no logits."""
     world = world_with(make_world, policy=policy, num_blocks=10)
     ask(world, new_request, 1, TRUNK)
     follow = [world.expected(TRUNK[:n], 1)[0] for n in range(1, len(TRUNK) + 1)]
@@ -286,7 +286,7 @@ def test_a_step_that_is_narrowed_down_does_not_repeat_its_copies(make_world, new
 
 
 class CannotCopy(ScriptedBackend):
-    """Backend whose first `times` block copies raise `error`."""
+    """A backend whose first `times` block copies raise `error`. It records the copies that succeed."""
 
     def __init__(self, error, times=10**9):
         super().__init__(num_blocks=40, tokens_per_block=SIZE)
@@ -323,7 +323,7 @@ def test_c21_a_copy_that_fails_is_a_step_that_failed(make_world, new_request, er
 
 
 def test_c21_a_copy_that_fails_for_a_time_costs_nobody_anything_but_who_was_alone(make_world, new_request):
-    """A copy that fails once fails the step of both requests, and both complete when the step is bisected."""
+    """A block copy that fails once makes the step of two requests fail. Both run to their end after the bisection."""
     backend = CannotCopy(RuntimeError(), times=1)
     world = world_with(make_world, backend=backend)
     ask(world, new_request, 1, TRUNK)
@@ -432,7 +432,11 @@ def test_streams_of_prompts_with_common_beginnings_in_a_small_pool(make_world, n
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("length", [15, 16, 17])
 def test_prompts_that_arrive_together_wait_for_one_another_once(make_world, new_request, policy, length):
-    """The block of a prompt's last token is not published while the request runs, so no prompt waits for it."""
+    """Of eight equal prompts, the first is computed alone, and then the other seven are computed together.
+
+    The seven do not wait for one another, because the block of a prompt's last token is not published while its request
+    runs.
+    """
     world = world_with(make_world, num_blocks=80, policy=policy, max_batch_size=8)
     prompt = TRUNK[:length]
     world.client.pending = [new_request(i, prompt, 12) for i in range(8)]

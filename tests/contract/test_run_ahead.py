@@ -1,4 +1,4 @@
-"""Run-ahead: a step can be launched before the last one is read, and the responses are those of lockstep."""
+"""With run-ahead, a step is launched before the last one is read, and the responses equal those of lockstep."""
 
 import json
 import random
@@ -62,7 +62,7 @@ def world_ahead(make_world, *, backend=None, **options):
 
 
 def received(world, request_id):
-    """Everything that the client received for a request, with the bytes of every tensor."""
+    """Return everything that the client received for a request, with the bytes of every tensor."""
     return [(response.final, response.error, response.names,
              [(tensor.dtype, tensor.shape, tensor.tobytes()) for tensor in response.tensors.values()])
             for response in world.client.responses[request_id]]
@@ -77,7 +77,7 @@ def last_record(world):
 
 
 def run_both(make_world, make_requests, **options):
-    """Run the same requests in lockstep and ahead, check that all responses are equal, and return both worlds."""
+    """Run the same requests in lockstep and with run-ahead. Assert equal responses. Return both worlds."""
     worlds = []
     for build in (lockstep_world, world_ahead):
         world = build(make_world, **options)
@@ -93,12 +93,12 @@ def run_both(make_world, make_requests, **options):
 
 
 def plain(new_request, world, count=8, new_tokens=9):
-    """Requests without log-probabilities and logits. Every other request streams."""
+    """Return requests without log-probabilities and logits. Every other request streams."""
     return [new_request(i, [i + 1] * (i + 2), new_tokens, streaming=i % 2 == 1) for i in range(count)]
 
 
 def mixed(new_request, seed, world, count=12):
-    """Requests of all kinds. Some prompts share a prefix, and some requests end with an end id."""
+    """Return requests of all kinds. Some prompts share a prefix, and some requests end with an end id."""
     draw, requests = random.Random(seed), []
     trunk = [draw.randrange(VOCAB) for _ in range(20)]
     for i in range(count):
@@ -147,7 +147,7 @@ def test_every_response_is_that_of_lockstep(make_world, new_request, way, seed):
 
 
 def test_the_worlds_above_pause_reuse_and_leave_windows(make_world, new_request):
-    """The worlds of WAYS recompute tokens, reuse blocks and evict blocks."""
+    """The test above runs the rare cases: the worlds of WAYS recompute tokens, reuse blocks and evict blocks."""
     recomputed = reused = evicted = 0
     for way in WAYS:
         _, ahead = run_both(make_world, partial(mixed, new_request, 0), **WAYS[way])
@@ -165,7 +165,7 @@ def test_responses_come_in_the_order_of_lockstep(make_world, new_request, policy
 
 @pytest.mark.parametrize("policy", [MAX, GUARANTEED])
 def test_lengths_alone_cost_no_token_twice(make_world, new_request, policy):
-    """No token is discarded if all requests end at their lengths."""
+    """If all requests end at their lengths, no token is discarded."""
     _, ahead = run_both(make_world, partial(plain, new_request), policy=policy)
     assert last_record(ahead)["Discarded Tokens"] == ahead.loop.window.num_discarded_tokens == 0
 
@@ -214,7 +214,7 @@ def test_beams_take_their_turn_in_lockstep_beside_requests_that_run_ahead(make_w
 
 
 class Recorder:
-    """Logits post-processor that chooses token (number of tokens so far) % VOCAB and records its calls."""
+    """A logits post-processor that makes token (tokens so far) % VOCAB the likeliest one and records its calls."""
 
     def __init__(self):
         self.seen = {}
@@ -263,7 +263,7 @@ def test_what_no_step_can_follow_is_read_in_the_iteration_that_launched_it(make_
 
 
 def test_a_first_token_waits_for_no_more_than_a_launch(make_world, new_request):
-    """The first token is sent one iteration after its step, after the next launch. Then each iteration sends one."""
+    """The first token is sent in the iteration after its launch. Then each iteration sends one token."""
     world = world_ahead(make_world)
     world.client.pending = [new_request(1, [1, 2], 6, streaming=True)]
     assert steps_until(world, lambda: world.client.streamed(1)) == 2
@@ -275,7 +275,7 @@ def test_a_first_token_waits_for_no_more_than_a_launch(make_world, new_request):
 
 @pytest.mark.parametrize("policy", [MAX, GUARANTEED])
 def test_who_waits_for_blocks_of_a_running_request_starts_when_its_last_step_is_read(make_world, new_request, policy):
-    """The running request fills the pool. The other one starts once the last step of the running request is read."""
+    """A request that waits for the blocks of a running request starts when the last step of that request is read."""
     world = world_ahead(make_world, policy=policy, backend={"num_blocks": 3})
     world.client.pending = [new_request(1, [1] * 8, 4), new_request(2, [2] * 8, 4)]
     assert steps_until(world, lambda: world.client.finals(1)) == 5
@@ -323,7 +323,7 @@ def test_a_stop_at_any_point_costs_a_row_and_leaves_no_trace(make_world, new_req
     assert final.finish_reason == (FinishReason.LENGTH if len(tokens) == 8 else FinishReason.CANCELLED)
     assert not streaming or len(world.client.responses[1]) - told <= 2, "what was read, and the end"
 
-    # Its id, its slot and its blocks go to other requests at once.
+    # Other requests get the id, the slot and the blocks of the stopped request at once.
     before = len(world.client.responses[1])
     world.client.pending += [new_request(1, [7] * 9, 6, streaming=True)]
     world.client.pending += [new_request(i, [i] * 15, 6) for i in range(10, 16)]
@@ -418,7 +418,7 @@ def test_a_manager_that_runs_ahead_shuts_down_as_any_other(make_manager, new_cli
 # Steps that fail while the next one is in flight
 
 def failing(where, at, raised):
-    """Options of a backend whose step of iteration `at` raises once and appends `at` to `raised`."""
+    """Return the options of a backend in which the step of iteration `at` raises once and appends `at` to `raised`."""
     def hook(batch):
         if batch.iteration == at and not raised:
             raised.append(at)
@@ -454,7 +454,7 @@ def test_a_step_that_raises_once_costs_nobody_anything_at_any_point(make_world, 
     assert as_many_as_planted(ahead.loop._runner.num_failed_steps, len(raised), where)
     for i in set(range(12)) - failed:
         assert received(ahead, i) == received(lockstep, i)
-    if failed:      # it was alone in its step, and the tokens sent before are right
+    if failed:      # the request was alone in its step, and the tokens that it had been sent are right
         (i,) = failed
         told = ahead.client.streamed(i)
         assert ahead.client.final(i).code == "MODEL_ERROR"
@@ -512,7 +512,7 @@ def test_a_launch_that_raises_while_a_step_is_in_flight_costs_nobody_anything(ma
 
 
 def starts_with(backend, batch, token):
-    """Slots of the batch whose sequences start with this token."""
+    """Return the slots of the batch whose sequences start with this token."""
     lengths = [(work.slot, work.start + len(work.token_ids)) for work in batch.context]
     lengths += zip(batch.generation.slots.tolist(), (batch.generation.kv_lengths + 1).tolist())
     return [slot for slot, length in lengths if backend.history(slot, length)[0] == token]
@@ -534,7 +534,7 @@ def test_c21_one_who_fails_alone_is_lost_and_the_others_get_what_they_get_in_loc
         world.client.pending = plain(new_request, world, 5)
         world.run()
         assert world.client.final(2).code == ("MODEL_ERROR" if fault == "raises" else "NON_FINITE_LOGITS")
-        world.client.pending = [new_request(i, [9, i] * 10, 6) for i in range(20, 30)]    # they use all blocks again
+        world.client.pending = [new_request(i, [9, i] * 10, 6) for i in range(20, 30)]    # these use all blocks again
         world.run()
         for i in (0, 1, 3, 4):
             prompt = [i + 1] * (i + 2)
@@ -549,7 +549,10 @@ def test_c21_one_who_fails_alone_is_lost_and_the_others_get_what_they_get_in_loc
 @pytest.mark.parametrize("fault", ["raises", "not finite", "always raises"])
 @pytest.mark.parametrize("end", ["end id", "stop"])
 def test_a_fault_in_a_row_that_is_discarded_is_nobodys(make_world, new_request, end, fault, where):
-    """The request has its final response already, and its blocks, which the fault may have spoilt, go to others."""
+    """A fault in the row of a request that has its final response already fails no other request.
+
+    Other requests get the blocks of this request, which the fault may have spoilt.
+    """
     struck = []
 
     def hook(batch):
@@ -711,7 +714,10 @@ def test_logits_and_log_probs_are_those_of_their_tokens(make_world, new_request)
 
 
 class PausesTheYoungest(CapacityScheduler):
-    """Reads no tokens. Pauses the last request in every fourth plan, whether or not it is in flight."""
+    """A scheduler that pauses the last request in every fourth plan, whether or not the request is in flight.
+
+    It says that it plans by lengths only, so that the engine runs ahead.
+    """
 
     plans_by_lengths = True
 
@@ -727,7 +733,10 @@ class PausesTheYoungest(CapacityScheduler):
 
 @pytest.mark.parametrize("new_tokens", [3, 4, 5, 6, 7, 20])
 def test_a_plan_that_pauses_who_is_in_flight_is_asked_for_again(make_world, new_request, new_tokens):
-    """A capacity scheduler cannot see which requests are in flight. Such a plan is made again when the step is read."""
+    """A plan that pauses a request in flight is made again after the step is read.
+
+    A capacity scheduler cannot see which requests are in flight.
+    """
     paused = 0
     for build in (lockstep_world, world_ahead):
         world = build(make_world, parts={"scheduler": PausesTheYoungest()})
@@ -742,7 +751,10 @@ def test_a_plan_that_pauses_who_is_in_flight_is_asked_for_again(make_world, new_
 @pytest.mark.parametrize(("num_blocks", "ahead"), [(2, False), (3, True)])
 def test_a_request_that_a_pool_holds_in_lockstep_is_not_refused_for_running_ahead(
         make_world, new_request, caplog, num_blocks, ahead):
-    """A window of 16 tokens needs 2 blocks of 16 in lockstep, and 3 if the token before it may be needed again."""
+    """An engine does not run ahead if its pool can hold a request in lockstep only, and the request runs.
+
+    A window of 16 tokens needs 2 blocks of 16 tokens in lockstep, and 3 if the token before it may be needed again.
+    """
     world = world_ahead(make_world, backend={"tokens_per_block": 16, "num_blocks": num_blocks, "window": 16,
                                              "max_seq_len": 128},
                         policy=GUARANTEED, kv_cache_config=KvCacheConfig(tokens_per_block=16, max_attention_window=16))

@@ -1,7 +1,11 @@
 """TrtGptModelType.V1: a batch runs in lockstep until its last member ends, and no request joins it.
 
-In the pictures, rows are iterations and columns are requests. C5: computed five context tokens. G: generated. -: is
-done and keeps an empty row. !: its final response was sent in this iteration.
+In the pictures, a line is an iteration and a column is a request:
+
+    C5   the request computed five context tokens
+    G    it generated
+    -    it is done and keeps an empty row of the batch
+    !    its final response was sent in this iteration
 """
 
 import json
@@ -25,7 +29,7 @@ END = 7
 
 
 class Recorded(ScriptedBackend):
-    """Backend that records its batches."""
+    """A backend that records its batches."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -38,7 +42,7 @@ class Recorded(ScriptedBackend):
 
 @pytest.fixture
 def static_world(make_world):
-    """make_world with V1, and the attributes `trace` and `records` of the world."""
+    """Return a function like make_world that makes V1 worlds with the attributes `trace` and `records`."""
     def make(*, backend=None, model_type=V1, **options):
         trace = Trace()
         backend = backend if isinstance(backend, ScriptedBackend) else Recorded(**(backend or {}))
@@ -52,7 +56,10 @@ def static_world(make_world):
 
 @pytest.fixture
 def submit(new_request):
-    """submit(world, [(prompt length, new tokens), ...], **options) -> prompts, each beginning with its request's id."""
+    """submit(world, [(prompt length, new tokens), ...], **options) hands requests over and returns their prompts.
+
+    Each prompt begins with the id of its request.
+    """
     def hand_over(world, shapes, **options):
         prompts = [[i, *range(100, 99 + length)] for i, (length, _) in enumerate(shapes)]
         world.client.pending += [new_request(i, prompts[i], new, **options) for i, (_, new) in enumerate(shapes)]
@@ -80,7 +87,10 @@ def assert_right(world, prompts, counts):
 
 
 def fails_for(first_token, failure):
-    """Backend whose step raises `failure`, or reports it for the row, if a sequence begins with this token."""
+    """Return a backend in which a step with a sequence that begins with this token fails.
+
+    The step raises `failure` if it is an exception. Otherwise it reports `failure` for the row of the sequence.
+    """
     def hook(batch):
         lengths = [(work.slot, work.start + len(work.token_ids)) for work in batch.context]
         lengths += list(zip(batch.generation.slots.tolist(), (batch.generation.kv_lengths + 1).tolist()))
@@ -196,7 +206,7 @@ def test_c3_c4_an_id_is_taken_until_the_batch_is_done_and_free_from_then_on(stat
 
 
 def test_get_is_asked_for_the_room_that_members_leave_done_or_not(static_world, submit):
-    """A member of a running batch takes room in the argument of get, even when it is done."""
+    """A member of a running batch reduces the argument of get, even when the member is done."""
     world = static_world(max_batch_size=4)
     submit(world, [(5, 2), (3, 4), (1, 1)])
     world.run()
@@ -208,7 +218,7 @@ def test_get_is_asked_for_the_room_that_members_leave_done_or_not(static_world, 
 
 def test_those_who_differ_in_what_must_be_shared_wait_for_their_own_batch_and_the_first_in_line_forms_the_next(
         static_world, new_request):
-    """Requests with different end ids or pad ids run in different batches. The first in line forms the next batch."""
+    """Requests with different end ids or pad ids run in different batches. The first waiting request starts each."""
     world = static_world()
     options = [{}, {"end_id": 3}, {}, {"pad_id": 0}, {"end_id": 3}, {"end_id": -1}, {"pad_id": 0}]
     world.client.pending = [new_request(i, [i], 2, **given) for i, given in enumerate(options)]
@@ -521,9 +531,9 @@ def test_tensors_that_v1_does_not_take_are_refused_by_name(static_world, new_req
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_streams_give_the_tokens_of_in_flight_batching(static_world, new_request, seed):
-    """Every request gets one final response with the tokens of in-flight batching.
+    """Every request gets one final response with the tokens that it gets with in-flight batching.
 
-    A stopped request gets the beginning of them. Some requests end with their end id.
+    A stopped request gets the first of these tokens. Some requests end with their end id.
     """
     draw = random.Random(seed)
     requests = [(i, [draw.randrange(1000) for _ in range(draw.randrange(1, 20))], draw.randrange(1, 16),

@@ -1,4 +1,4 @@
-"""Code of the worker that otherwise only runs in a race of threads or in a forked child."""
+"""Tests of worker code that otherwise runs only in a race of threads or in a forked child."""
 
 import threading
 
@@ -10,7 +10,7 @@ from batch_manager.worker import WorkerControl, run_worker
 
 
 class Wake:
-    """A wake-up that stops the worker at its third wait, as a constructor that failed does."""
+    """A wake event that stops the worker at its third wait, as a constructor that failed does."""
 
     def __init__(self, control: WorkerControl) -> None:
         self.control, self.waits = control, 0

@@ -1,4 +1,4 @@
-"""Stages see the sequence of each beam, wherever it is in the batch. Beams whose next tokens are all banned end."""
+"""Stages see the sequence of each beam, whatever its row in the batch. Beams whose next tokens are all banned end."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def upload(arrays):
 
 
 class Recorder(LogitsStage):
-    """A stage after all others, which records the rows of beams."""
+    """A stage that runs after all others and records the logits of the beams."""
 
     def is_active(self, setup):
         return True
@@ -30,7 +30,7 @@ class Recorder(LogitsStage):
 
 
 class Engine:
-    """A decoder, and the steps of all its sequences; sequence i is in slot i."""
+    """Runs the steps of all sequences of a decoder. Sequence i is in slot i."""
 
     def __init__(self, decoder_with, setups, prompts):
         self.setups = [setup.continuing(prompt) for setup, prompt in zip(setups, prompts)]
@@ -40,9 +40,8 @@ class Engine:
         self.ended = {}
 
     def step(self, logits_of, times=1):
-        """Run one step. Return the rows of beams after all stages, {slot: [beams, vocab]}, and the results.
-
-        logits_of(sequence) -> [vocab]
+        """Run one step. Return the beams' logits after all stages, {slot: [beams, vocab]}, and the slots' outputs.
+        logits_of   returns the logits [vocab] of the token after a sequence
         """
         going = [slot for slot in range(len(self.setups)) if slot not in self.ended]
         owners = np.array([slot for slot in going for _ in self.texts[slot]], np.int32)
@@ -72,8 +71,10 @@ def strange_logits(text):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_each_beam_has_the_bans_and_penalties_of_its_own_text(decoder_with, times):
-    """By definition: no token of the sequence, prompt included, comes again; the presence penalty counts each token
-    once."""
+    """The n-gram ban and the presence penalty of a beam use the tokens of its own sequence, prompt included.
+
+    With n-grams of one token, no token comes twice. The presence penalty counts each token once.
+    """
     setups = [SlotSetup(SamplingConfig(no_repeat_ngram_size=1, beam_width=3), max_new_tokens=6),
               SlotSetup(SamplingConfig(no_repeat_ngram_size=1, temperature=0)),
               SlotSetup(SamplingConfig(presence_penalty=3.0, beam_width=2), max_new_tokens=6),
@@ -141,7 +142,7 @@ def test_what_changes_the_log_probabilities_of_beams_and_looks_at_their_tokens(
 
 
 def test_a_beam_that_may_not_go_on_leaves_the_others_alone(decoder_with):
-    """After 1 and 2 only banned tokens may follow, so their beams end. The beam of 3 goes on."""
+    """After tokens 1 and 2, only banned tokens are possible, so their beams end. The beam of token 3 continues."""
     table = {1: {1: 0.0}, 2: {2: 0.0}, 3: {4: 0.0, 5: -1.0}, 0: {1: 0.0, 2: -0.1, 3: -2.0}}
 
     def logits_of(text):
@@ -163,8 +164,11 @@ def test_a_beam_that_may_not_go_on_leaves_the_others_alone(decoder_with):
 
 
 def test_a_search_in_which_nothing_may_go_on_fails_unless_a_text_is_finished(decoder_with):
-    """Only one token and the end id are possible, and the token is banned the second time. One of the two searches may
-    not end there."""
+    """A search in which no beam can continue ends with its hypotheses, and fails if it has none.
+
+    Only token 3 and the end id are possible, and token 3 is banned the second time. In one of the two searches, the end
+    id is banned too, by min_length.
+    """
     logits = torch.full((VOCAB,), -torch.inf)
     logits[[3, 4]] = torch.tensor([0.0, -1.0])
     setups = [SlotSetup(SamplingConfig(no_repeat_ngram_size=1, beam_width=2, min_length=min_length), max_new_tokens=5,
@@ -173,5 +177,5 @@ def test_a_search_in_which_nothing_may_go_on_fails_unless_a_text_is_finished(dec
     engine = Engine(decoder_with, setups, [[0], [0]])
     engine.step(lambda text: logits.clone())
     engine.step(lambda text: logits.clone())
-    assert engine.ended[1] is None                                     # as for a row without a possible token
+    assert engine.ended[1] is None                                     # it failed, as a row without a possible token
     assert sorted(tuple(text.tokens.tolist()) for text in engine.ended[0]) == [(), (3,)]

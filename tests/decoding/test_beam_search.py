@@ -1,5 +1,6 @@
-"""Beam search on tables of log-probs, compared with transformers, with all possible sequences, and with results by
-hand."""
+"""Beam search on tables of log-probs agrees with transformers, with the best of all possible sequences, with its
+definition and with results by hand.
+"""
 
 import itertools
 from dataclasses import replace
@@ -16,7 +17,10 @@ EARLY_STOPPING = {1: True, 0: False, 2: "never"}
 
 
 def candidates(search, rows):
-    """`beam_topk`, one candidate at a time. rows: [beams, vocab] float32 log-probs of the next tokens"""
+    """Return the best candidates as the operation `beam_topk` does, but compute them one at a time.
+
+    rows   [beams, vocab] float32 log-probs of the next tokens
+    """
     found, diversity = [], search.sampling.beam_search_diversity_rate
     for beam, row in enumerate(rows):
         if search.cum_log_probs[beam] > -np.inf:
@@ -31,15 +35,17 @@ def candidates(search, rows):
 
 
 def beams(width, max_new_tokens, len_penalty=0.0, early_stopping=1, diversity_rate=0.0):
-    """Return the setup of a sequence with beams."""
+    """Return the setup of a request with `width` beams."""
     sampling = SamplingConfig(beam_width=width, len_penalty=len_penalty, early_stopping=early_stopping,
                               beam_search_diversity_rate=diversity_rate)
     return SlotSetup(sampling, max_new_tokens=max_new_tokens)
 
 
 def run(setup, end_id, follows, stop_words=(), prompt=(0,)):
-    """Return the hypotheses, and the outputs of all steps. follows(outputs so far) -> [beams, vocab] log-probs of the
-    next token"""
+    """Run a search to its end. Return its hypotheses and the outputs of all steps.
+
+    follows   returns the log-probs [beams, vocab] of the next token for the outputs so far of all beams
+    """
     end_ids = [end_id] if isinstance(end_id, int) else end_id
     search, texts, outputs = BeamSearch.of(
         replace(setup, end_id=end_ids[0], more_end_ids=tuple(end_ids[1:]), stop_words=stop_words).continuing(prompt)
@@ -73,7 +79,7 @@ def tiny_model():
 
 @pytest.fixture(scope="module")
 def follows_in(tiny_model):
-    """follows_in(prompt): the function `follows` of `run`, computed without a cache."""
+    """follows_in(prompt) returns a function `follows` for `run`, which runs `tiny_model` without a KV cache."""
     import torch
 
     known = {}
@@ -196,7 +202,10 @@ def random_table(seed, vocab_size):
 @pytest.mark.parametrize("stop_words", [
     ((3,),), ((3,), (4,), (5,), (0, 1)), ((1, 2), (6, 0), (2, 5, 2)), ((9, 6, 1), (4, 4))], ids=str)
 def test_texts_that_end_in_a_stop_word_are_finished_with_it(stop_words, early_stopping):
-    """A word may begin in the prompt, which ends in 9 6. Single tokens are so likely that they fill all candidates."""
+    """A search with stop words has the hypotheses of its definition. A stop word may begin in the prompt (9, 6).
+
+    Stop words of one token are so likely that they fill all candidates.
+    """
     finishes = []
     for seed, width in itertools.product(range(12), (2, 3, 4)):
         setup, follows = beams(width, 7, 1.0, early_stopping), random_table(seed, 7)
@@ -230,7 +239,10 @@ def test_single_stop_words_are_more_end_ids_of_transformers(tiny_model, follows_
 
 
 def test_thirty_stop_words_with_thirty_two_beams_are_more_end_ids_of_transformers_too():
-    """If most likely tokens end a beam, more than half of the best 2 * 32 continuations are ended ones."""
+    """Thirty stop words of one token with 32 beams have the results of thirty more end ids in transformers.
+
+    The likeliest tokens end a beam, so that more than half of the best 2 * 32 continuations have ended.
+    """
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(5)
     config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=64,
@@ -299,7 +311,10 @@ def test_the_end_id_is_in_the_sum_and_the_length_but_not_in_the_text():
 
 @pytest.mark.parametrize(("early_stopping", "steps"), [(1, 2), (0, 3), (7, 6), (-1, 6)])
 def test_when_the_search_is_over(early_stopping, steps):
-    """Two sequences end soon. The third token makes the live ones worth less than both, unless they get long."""
+    """`early_stopping` decides in which step a search ends that has two hypotheses after two steps.
+
+    The third token makes the live beams worth less than both hypotheses, unless the beams get long.
+    """
     likely = {0: 0.5, 1: 0.5, 2: 0.04}                       # of token 0, by position; 0.9 afterwards
     end = {0: 0.3, 1: 0.3, 2: 0.01}
 

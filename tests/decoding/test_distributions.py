@@ -1,4 +1,4 @@
-"""Sampled tokens have the exact distribution: transformers' processors and warpers in float64, by a chi-square test."""
+"""Sampled tokens have the distribution of transformers' processors and warpers in float64, by a chi-square test."""
 
 import numpy as np
 import pytest

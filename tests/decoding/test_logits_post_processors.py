@@ -35,7 +35,7 @@ def processor(function, request_id=5, tokens=((1, 2),), is_batched=False):
 
 @pytest.fixture
 def post_processors():
-    """post_processors({slot: LogitsPostProcessor or None}) -> LogitsPostProcessors; keeps the processors alive"""
+    """post_processors({slot: LogitsPostProcessor or None}) returns LogitsPostProcessors and keeps the values alive."""
     held = []
 
     def make(of_slot):
@@ -196,7 +196,10 @@ def test_the_token_and_its_log_prob_are_of_the_changed_logits_and_what_is_return
 
 
 def test_a_child_that_is_forked_in_a_function_ends_where_it_leaves_it():
-    """Threads that the child does not have would compute the rest of the step."""
+    """A child that a post-processor forks ends when it leaves the post-processor.
+
+    It lacks the threads that compute the rest of the step.
+    """
     result = subprocess.run([sys.executable, "-c", textwrap.dedent("""
         import os, sys
         import numpy as np, torch

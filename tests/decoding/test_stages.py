@@ -1,4 +1,4 @@
-"""Stages change logits, and end sequences, as transformers does, whatever else is in the batch."""
+"""Stages change logits and end sequences as transformers does, whatever other rows are in the batch."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def random_logits(rows, seed=0):
 
 
 def random_setup(random, prompt_length):
-    """Return a random mixture of features, each off half of the time."""
+    """Return a setup with a random mixture of features, each of which is off half of the time."""
     def maybe(value, neutral):
         return value() if random.random() < 0.5 else neutral
 
@@ -194,8 +194,12 @@ class Writer:
         self.logits = random_logits(len(setups) * 100, seed=9).view(len(setups), 100, VOCAB)
 
     def run(self, decoder, members, slots, resume_every=0, twice=False):
-        """Return the tokens and log-probs of the members in these slots. Set them up again every `resume_every`
-        tokens."""
+        """Sample `count` tokens for each member. Return member -> (tokens, log-probs).
+
+        slots          slots of the members
+        resume_every   number of tokens after which the members are set up again in other slots; 0: never
+        twice          each step runs twice, as after a failure
+        """
         tokens = {member: list(self.prompts[member]) for member in members}
         log_probs = {member: [] for member in members}
         for step in range(self.count):

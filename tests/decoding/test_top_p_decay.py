@@ -17,7 +17,7 @@ SETUPS = [SlotSetup(SamplingConfig(top_p=0.9, top_p_decay=0.7, top_p_min=0.2, to
 
 
 def by_definition(setup, generated):
-    """Return top_p of each token, in float32, by definition."""
+    """Return the top_p in float32 with which each token is sampled, by the definition of the decay."""
     top_p, trace = np.float32(setup.sampling.top_p), []
     for token in generated:
         trace.append(float(top_p))
@@ -28,7 +28,7 @@ def by_definition(setup, generated):
 
 
 def trace(rows_of, generated, resume_every=0, twice=False):
-    """Return top_p of each token of the four sequences, which run together."""
+    """Run the four sequences together. Return the top_p with which each token of each sequence is sampled."""
     state = SlotState(1, CPU)
     state.add_columns(TopPDecay.reads)
     decay = TopPDecay(state)

@@ -1,8 +1,8 @@
-"""Compares a request's tokens, log-probabilities and logits, bit by bit, between a run alone and a run in company.
+"""Compares a request's tokens, log-probabilities and logits, bit by bit, between a run alone and another run.
 
-The tests and the campaign use it. A *pair* is the outcome of one request alone and its outcome in another run. A
-request that runs alone computes its whole context in one step, is never paused and reuses no cached block. In the other
-run, everything except the request may be different.
+The tests and the campaign use this module. A *pair* is the outcome of one request alone and its outcome in another run.
+A request that runs alone computes its whole context in one step, is never paused and reuses no cached block. In the
+other run, everything except the request may be different.
 """
 
 import json
@@ -73,7 +73,7 @@ FAMILIES = [*CONFIGS, "austen-4m"]
 
 
 class _RecordedWeights(DummyWeights):
-    """Random weights that make every part of a model matter. It keeps them by name."""
+    """A source of random weights with which every part of a model affects the result. It keeps the weights by name."""
 
     def __init__(self) -> None:
         super().__init__(0, torch.device("cpu"), torch.float32)
@@ -92,7 +92,7 @@ class _RecordedWeights(DummyWeights):
 
 
 def make_checkpoint(family: str, parent: Path) -> Path:
-    """A folder with a small model of the family and random weights, or the folder of the shipped model."""
+    """Return a folder with a small model of the family and random weights, or the folder of the shipped model."""
     if family == "austen-4m":
         return SHIPPED
     folder = parent / family
@@ -143,8 +143,8 @@ class Circumstances:
     """The properties of a run that must not change any output.
 
     chunk      tokens of each chunk except the last; None: whole contexts; 0: a random number of blocks
-    pauses     request id -> numbers of generated tokens after which it is paused
-    arrivals   request id -> iteration in which it is handed over; 0 if it is missing
+    pauses     request id -> numbers of generated tokens after which the request is paused
+    arrivals   request id -> iteration in which the request is handed over; 0 if the id is missing
     laziness   probability that the scheduler leaves out a request that could run
     solitary   each step runs a single request
     reuse      a prompt starts after its cached blocks
@@ -232,7 +232,7 @@ class Laboratory:
         self.reused: dict[int, int] = {}
 
     def backend(self, layout: str):
-        """The backend of this layout, with its count of operations set to 0 for a new engine."""
+        """Return the backend of this layout. Its count of operations is set to 0 for a new engine."""
         if layout not in self._backends:
             self._backends[layout] = build_native_backend(
                 self.folder, self.params, layout=LAYOUTS[layout], num_slots=32, max_beam_width=self.max_beam_width)
@@ -268,7 +268,10 @@ class Laboratory:
         return outcomes
 
     def differences(self, asks: dict[int, Ask], circumstances: Circumstances) -> dict[int, list[str]]:
-        """Request id -> names of the outputs that differ from those of the request alone; {} if none differs."""
+        """Run the requests. Return request id -> names of the outputs that differ from those of the request alone.
+
+        Requests without a difference are left out.
+        """
         outcomes = self.run(asks, circumstances)
         found = {request_id: self.alone(ask).differences(outcomes[request_id]) for request_id, ask in asks.items()}
         return {request_id: names for request_id, names in found.items() if names}
@@ -309,7 +312,7 @@ def drive(params: TrtGptModelOptionalParams, backend, arrivals: list[tuple[int, 
 
 
 def outcome_of(tensors: dict[str, np.ndarray]) -> Outcome:
-    """The outcome in the tensors of a final response whose output excludes the prompt."""
+    """Return the outcome in the tensors of a final response whose output excludes the prompt."""
     length = int(tensors["sequence_length"][0, 0])
     return Outcome(tuple(tensors["output_ids"][0, 0][:length].tolist()), tensors["output_log_probs"].tobytes(),
                    tensors["generation_logits"].tobytes(), tensors["context_logits"].tobytes(),
@@ -343,9 +346,9 @@ SAMPLINGS = ({}, {"runtime_top_p": 0.9, "temperature": 0.8}, {"runtime_top_k": 4
 def draw_ask(draw: random.Random, vocab: int, block: int, longest: int = 100) -> Ask:
     """Generate the content of a request: greedy or sampled, with or without penalties and other changes of logits.
 
-    Every other prompt is a whole number of blocks long, give or take one token.
+    About half of the prompts are a whole number of blocks long, give or take one token.
 
-    longest   about the most tokens of a prompt
+    longest   approximate largest number of tokens of a prompt
     """
     blocks = max(1, longest // block)
     length = draw.choice([draw.randint(1, longest), block * draw.randint(1, blocks) + draw.choice([-1, 0, 1])])

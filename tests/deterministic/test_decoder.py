@@ -1,4 +1,4 @@
-"""Sampling: a row's token and log-probability have the same bits beside any other rows, also on several threads."""
+"""A row's sampled token and log-probability have the same bits beside any other rows, also on several threads."""
 
 import numpy as np
 import pytest

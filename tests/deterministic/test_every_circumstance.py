@@ -1,4 +1,4 @@
-"""One seed of suite T3 of tests.campaigns, with beams, steps of a single request, and prompts with cached blocks."""
+"""A seed of suite T3 has no differences, with beams, steps of a single request, and prompts with cached blocks."""
 
 from tests.campaigns.deterministic import run_seed
 

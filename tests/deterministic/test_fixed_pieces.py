@@ -1,4 +1,4 @@
-"""Operations on pieces of fixed shape give the same bits, and `agreeing_sizes` finds the shapes that do."""
+"""Operations on pieces of a fixed size give each row the same bits, and `agreeing_sizes` finds the sizes that do so."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Parts and machines that cannot be deterministic are refused by name, before anything runs."""
+"""In deterministic mode, parts and machines that cannot be deterministic are refused by name before any step runs."""
 
 import pytest
 

@@ -1,6 +1,7 @@
-"""The Triton kernels are deterministic too: they run in Triton's interpreter, in a separate process.
+"""The Triton kernels are deterministic too. They run in Triton's interpreter, in a separate process.
 
-Interpreted products are added up in one order for every element, as a matrix unit does. The products of numpy are not.
+The interpreter's matrix products are replaced by products that sum every element in the same order, as a matrix unit
+does. The products of numpy do not.
 """
 
 import json

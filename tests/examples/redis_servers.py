@@ -26,7 +26,7 @@ NEEDED = "redis-server 7 or later"
 
 
 def what_is_missing() -> str:
-    """The reason why no Redis server can be started here, or an empty text."""
+    """Return the reason why no Redis server can be started on this machine, or "" if one can be started."""
     path = shutil.which("redis-server")
     if path is None:
         return f"{NEEDED} is not installed; apt-get install redis-server"
@@ -84,12 +84,12 @@ class WorkerProcess:
         return self.log_path.read_text()
 
     def pending(self) -> list[str]:
-        """The names of the entries that the worker holds."""
+        """Return the names of the entries that the worker holds."""
         return [entry["message_id"].decode() for entry in
                 self.client.xpending_range(STREAM, GROUP, "-", "+", 1000, consumername=self.name)]
 
     def is_in_the_middle(self, least_tokens: int = 5) -> bool:
-        """Whether the worker holds two or more entries and has streamed tokens of each of them."""
+        """Whether the worker holds two or more entries, each with at least `least_tokens` streamed tokens."""
         names = self.pending()
         return len(names) >= 2 and all(len(streamed(self.client, name)[0]) >= least_tokens for name in names)
 
@@ -109,7 +109,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def drawn(draw: random.Random, shortest: int = 60, longest: int = 120) -> dict:
-    """The tensors of a random request."""
+    """Return the tensors of a random request."""
     tensors = {"input_ids": [draw.randrange(3, 4096) for _ in range(draw.choice([1, 4, 17, 40]))],
                "request_output_len": draw.randrange(shortest, longest), "random_seed": draw.getrandbits(40),
                "temperature": draw.uniform(0.3, 1.5)}
@@ -136,7 +136,10 @@ def wait_for_answers(client: redis.Redis, names: list[str], seconds: float = 120
 
 
 def streamed(client: redis.Redis, name: str) -> tuple[list[int], dict | None]:
-    """(tokens, answer) that a client reads from the token stream of an entry. Asserts that the pieces are numbered."""
+    """Return the (tokens, answer) that a client reads from the token stream of an entry.
+
+    The name of each piece must have the number of tokens up to the end of the piece.
+    """
     tokens, answer = [], None
     for piece, fields in client.xrange(f"{STREAM}:tokens:{name}"):
         assert answer is None, f"{name}: a piece behind the answer"
@@ -172,6 +175,6 @@ def wrong(client: redis.Redis, names: list[str], expected: list[tuple[list[int],
 
 
 def undisturbed(requests: list[dict]) -> list[tuple[list[int], str]]:
-    """(tokens, finish reason) of each request, on an engine in this process."""
+    """Return the (tokens, finish reason) that each request gets from an engine in this process."""
     found = outcomes(MODEL, [InferenceRequest(number, tensors) for number, tensors in enumerate(requests)], **ENGINE)
     return [(found[number][0], FinishReason(found[number][1]).name) for number in range(len(requests))]

@@ -1,4 +1,4 @@
-"""examples/chat.py in a terminal with Ctrl-C, and in a pipe."""
+"""examples/chat.py answers in a terminal, where Ctrl-C stops an answer, and in a pipe."""
 
 import fcntl
 import json
@@ -26,7 +26,7 @@ FIGURES = (r"\[(\d+) tokens, first after [\d.]+ s, then (\d+) tokens/s"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The model of the repository with a chat template and without end ids, so that its answers have full length."""
+    """A copy of the repository's model with a chat template and without end ids, so that answers have full length."""
     folder = tmp_path_factory.mktemp("chat") / "model"
     shutil.copytree(AUSTEN, folder)
     (folder / "generation_config.json").unlink()
@@ -53,7 +53,7 @@ def environment(**more):
 
 
 class Terminal:
-    """The example in a pseudo-terminal."""
+    """A process of the example in a pseudo-terminal."""
 
     def __init__(self, *arguments):
         self._here, there = os.openpty()
@@ -164,7 +164,7 @@ def test_one_question_in_a_pipe_prints_the_answer_and_nothing_else(kind, request
 
 
 def test_what_stdin_may_hold(model):
-    """A line end after the prompt is dropped, bytes that are not text are replaced, and an empty prompt is refused."""
+    """A final line end of a prompt from stdin is dropped, invalid bytes are replaced, an empty prompt is refused."""
     def answer(stdin, *arguments, closed=False, **more):
         return subprocess.run([*CHAT, model, "--max-tokens", "20", "--temperature", "0", *arguments], timeout=120,
                               **{"input": stdin} if not closed else {"preexec_fn": lambda: os.close(0)},
@@ -190,7 +190,7 @@ def test_a_full_disk_is_told_in_one_line(model):
 
 
 def test_a_long_prompt_is_computed_in_steps(model):
-    """Steps compute up to 512 tokens of the prompt, since Ctrl-C waits for the running step."""
+    """A step computes at most 512 tokens of a prompt, because Ctrl-C waits for the running step."""
     questions = "Who is Emma? " * 150 + "\n/stats\n"
     done = subprocess.run([*CHAT, model, "--max-tokens", "2"], env=environment(), input=questions, text=True,
                           capture_output=True, timeout=120)

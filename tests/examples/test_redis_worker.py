@@ -1,6 +1,6 @@
-"""examples/redis_worker.py with a real Redis: a worker's decisions, and kills of workers and of Redis.
+"""examples/redis_worker.py answers each entry once, with a real Redis, although workers and Redis are killed.
 
-python tests/campaigns/redis_workers.py runs more of it and counts the results.
+python tests/campaigns/redis_workers.py causes more faults and counts the results.
 """
 
 import importlib
@@ -61,7 +61,7 @@ def no_connection_is_left(server):
 
 
 class Driven:
-    """A Worker on its own stream, without an engine. The test calls its callbacks."""
+    """A Worker with its own Redis stream and without an engine. The test calls the Worker's callbacks."""
 
     def __init__(self, server: Server, stream: str, consumer: str = "a", lease: float = 60.0) -> None:
         if str(REPOSITORY) not in sys.path:

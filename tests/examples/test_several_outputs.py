@@ -1,4 +1,4 @@
-"""Several outputs for one prompt, requested as docs/requests.md shows."""
+"""The code in docs/requests.md for several outputs of one prompt gives these outputs."""
 
 import re
 from pathlib import Path

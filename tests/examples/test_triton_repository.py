@@ -1,4 +1,4 @@
-"""The Triton example without Triton's binary: its files, and the host with a fake of the server's Python API."""
+"""The files and the host of the Triton example work with a fake of the server's Python API, without Triton's binary."""
 
 import importlib
 import json

@@ -15,7 +15,7 @@ SPECIAL = ["<|begin|>", "<|im_start|>", "<|im_end|>"]
 
 
 def trained_merges(pre_tokenizer, normalizer=None, size=700):
-    """Return (vocabulary, merges) of byte-level BPE, trained on TEXT, without special tokens."""
+    """Return the (vocabulary, merges) of a byte-level BPE trained on TEXT, without special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer
     if normalizer is not None:
@@ -27,7 +27,10 @@ def trained_merges(pre_tokenizer, normalizer=None, size=700):
 
 
 def trained_pieces(size=600):
-    """Return [(piece, score, kind)] as in SentencePiece: three special tokens, 256 bytes, then pieces."""
+    """Return a vocabulary in the order of SentencePiece: three special tokens, 256 bytes, then pieces of TEXT.
+
+    Its entries are (piece, score, kind).
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=size, show_progress=False, limit_alphabet=80))
@@ -40,7 +43,7 @@ def trained_pieces(size=600):
 
 
 def write(path, values, architecture="llama"):
-    """Write a GGUF file with metadata only: key -> string, bool, unsigned integer, or list."""
+    """Write a GGUF file without tensors. `values` is its metadata: key -> string, bool, unsigned integer or list."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in values.items():
         if isinstance(value, bool):
@@ -79,8 +82,7 @@ CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_
 
 
 def write_model(path, seed=0):
-    """Write a whole GGUF file: a Llama with random weights and 512 positions, a tokenizer of 303 tokens, a chat
-    template."""
+    """Write the GGUF file of a Llama with random weights, 512 positions, 303 tokens and a chat template."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

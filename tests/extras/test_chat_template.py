@@ -1,4 +1,4 @@
-"""Chat templates render as in transformers, and hostile ones reach nothing."""
+"""Chat templates render as in transformers, and hostile templates reach no Python object outside the sandbox."""
 
 import enum
 import json
@@ -187,20 +187,20 @@ def test_no_template_reaches_a_python_object(tmp_path, template):
         text = chat_prompt(here, talk)
     except (ConfigError, InvalidRequestError) as error:
         assert type(error) is ConfigError or "violated the sandbox" not in str(error)
-    else:    # what a template may not read prints as nothing, or as Undefined within a list
+    else:    # a value that a template may not read prints as nothing, or as Undefined in a list
         assert text in ("|end", "[Undefined]|end", f"[(Undefined, {talk})]|end")
     assert talk == [{"role": "user", "content": "secret"}], "what was passed has not changed"
 
 
 def test_these_templates_do_reach_something_without_the_sandbox(tmp_path):
-    """Most of the list works in jinja2's ordinary environment, so the tests of the sandbox mean something."""
+    """At least 25 of the hostile templates work in jinja2's ordinary environment, so the sandbox is what stops them."""
     environment = jinja2.Environment(extensions=["jinja2.ext.do"])
     environment.globals.update(raise_exception=chat_prompt, strftime_now=chat_prompt)
     reached = 0
     for template in ESCAPES:
         try:
             text = environment.from_string(template + "|end").render(messages=[{"role": "user", "content": "secret"}])
-        except Exception:    # the ordinary environment stops some too
+        except Exception:    # the ordinary environment stops some templates too
             continue
         reached += text != "|end"
     assert reached >= 25

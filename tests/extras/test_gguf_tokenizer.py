@@ -1,4 +1,4 @@
-"""Tokenizers from GGUF files give the ids of the originals for random texts. Unknown ones are refused."""
+"""Tokenizers from GGUF files give the ids of the original tokenizers for random texts. Unknown kinds are refused."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ def random_texts(count, seed=0):
 
 
 def originals():
-    """pre -> (pre-tokenizer, normalizer), from transformers' class or from the tokenizer.json"""
+    """Return name -> (pre-tokenizer, normalizer), as a class of transformers or the tokenizer.json has them."""
     transformers = pytest.importorskip("transformers")
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as PATTERNS
     from transformers.models.cohere.tokenization_cohere import CohereTokenizer
@@ -76,7 +76,7 @@ def originals():
 
 @pytest.fixture(scope="module")
 def smollm(tmp_path_factory):
-    """A GGUF file without weights, with a chat template."""
+    """A GGUF file with a tokenizer and a chat template, without weights."""
     vocabulary, merges = trained_merges(pre_tokenizers.ByteLevel(add_prefix_space=False))
     values = byte_level_values("smollm", vocabulary, merges, user_defined=["<think>", "   "])
     values["tokenizer.chat_template"] = "{{ bos_token }}" + CHATML
@@ -178,7 +178,7 @@ def test_a_conversation_by_the_files_template(smollm):
 
 
 def test_texts_of_a_model_that_is_one_file(tmp_path):
-    """Random weights give random bytes; the stream still yields whole characters."""
+    """LLM runs a GGUF file, and its stream yields whole characters although random weights give random bytes."""
     talk = [{"role": "user", "content": "Who is Emma?"}]
     with LLM(write_model(tmp_path / "model.gguf"), max_batch_size=2, num_threads=1) as llm:
         assert llm.info.end_ids == (len(load_tokenizer(tmp_path / "model.gguf").get_vocab()) - 1,)

@@ -1,4 +1,4 @@
-"""Guided decoding on the shipped model: the sampled text matches, however the requests run."""
+"""With guided decoding, the texts of the shipped model match their schema or pattern, however the requests run."""
 
 import json
 import re

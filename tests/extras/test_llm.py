@@ -1,5 +1,4 @@
-"""LLM returns completions in the order of the prompts, also if some prompts fail. It can be interrupted, dropped or
-closed."""
+"""LLM returns completions in the order of the prompts, even if some fail. It can be interrupted, dropped or closed."""
 
 import asyncio
 import gc
@@ -42,7 +41,7 @@ def scripted(script=None, *, folder=MODEL, step_seconds=0.0, return_stats=None, 
 
 
 def saying(text, prompt_length=1):
-    """Return a script that repeats the text after prompts of that length."""
+    """Return a script for the scripted model that repeats the text after prompts of `prompt_length` tokens."""
     tokens = TOKENIZER.encode(text, add_special_tokens=False).ids
     return lambda history: tokens[(len(history) - prompt_length) % len(tokens)]
 

@@ -1,4 +1,7 @@
-"""OpenAIService over a scripted model, without sockets: how bodies are read, what is refused, how answers look."""
+"""OpenAIService reads or refuses request bodies, and forms its answers, as the OpenAI API does.
+
+It runs on a scripted model, without sockets.
+"""
 
 import asyncio
 import json
@@ -22,12 +25,12 @@ from batch_manager.extras.sampling import Sampling  # noqa: E402
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
 TOKENIZER = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 TEXT = "We walked to the village — and then home again. "
-HASHED = object()    # no script: every history and every seed has its own text
+HASHED = object()    # for a backend without a script: each prompt and seed has a text of its own
 TOKENS = TOKENIZER.encode(TEXT, add_special_tokens=False).ids
 
 
 def run(test, script=None, folder=MODEL, **backend):
-    """Run test(service) on a new event loop. After prompts of one token the model repeats TEXT."""
+    """Run test(service) on a new event loop. Without another script, the model repeats TEXT after one token."""
     async def inside():
         says = None if script is HASHED else script or (lambda history: TOKENS[(len(history) - 1) % len(TOKENS)])
         scripted = ScriptedBackend(vocab_size=4096, max_seq_len=4000, num_blocks=2000, verify=False, script=says,

@@ -1,4 +1,4 @@
-"""Statistics of a running engine for Prometheus and OpenTelemetry, and as JSON lines."""
+"""The hooks for Prometheus, OpenTelemetry and JSON lines give the statistics of a running engine."""
 
 import errno
 import gc
@@ -81,7 +81,7 @@ def test_what_is_scraped_is_what_happened(model_type):
 
 
 def collected(reader):
-    """Return (name, attributes) -> point, from a reader of the SDK."""
+    """Return the data points of an SDK reader: (metric name, attributes) -> point."""
     data, points = reader.get_metrics_data(), {}
     for resource in data.resource_metrics if data else ():
         for metric in (metric for scope in resource.scope_metrics for metric in scope.metrics):
@@ -188,7 +188,10 @@ def test_a_request_is_a_span_within_the_one_of_its_caller():
 
 
 def test_a_global_provider_may_come_later():
-    """Runs in a separate process: the global provider can be set only once."""
+    """Hooks that were made before the global provider was set report to it too.
+
+    The test runs a process, because the global provider can be set only once.
+    """
     pytest.importorskip("opentelemetry.sdk.metrics", reason="NOT RUN: opentelemetry-sdk is not installed")
     code = """
 from opentelemetry import metrics

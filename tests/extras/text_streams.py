@@ -1,6 +1,6 @@
 """Random texts through TextStream, compared with decoding all tokens at once. One seed is one text: `run(seed)`.
 
-tests/extras/test_text.py runs a few hundred of each tokenizer. This runs ten thousand in all:
+tests/extras/test_text.py runs 60 texts of each tokenizer. A campaign runs ten thousand in all:
 
     python tests/campaigns/text_streams.py --first-seed 0 --texts 10000
 
@@ -68,7 +68,7 @@ def llama_decoder() -> decoders.Decoder:
 
 
 def odd_decoder() -> decoders.Decoder:
-    """Return a decoder of every kind that supports pieces, in an order that no real tokenizer has."""
+    """Return a decoder with every kind of step that supports pieces, in an order that no real tokenizer has."""
     return decoders.Sequence([decoders.Sequence([decoders.Strip("a", 1, 0)]), decoders.ByteFallback(),
                               decoders.Metaspace(prepend_scheme="first"), decoders.Fuse(), decoders.Strip(" ", 3, 0),
                               decoders.Replace("aab", "\N{WHITE STAR}"), decoders.Replace("  ", " ")])
@@ -122,15 +122,17 @@ def tokenizer_named(name: str) -> Tokenizer:
 
 
 def text_behind(tokenizer, prompt: list[int], tokens: list[int], skips: bool) -> str:
-    """Return the expected text: what decoding everything adds to decoding the prompt."""
+    """Return the expected text: what the decoded prompt and tokens have after the part in common with the prompt."""
     before = tokenizer.decode(prompt, skip_special_tokens=skips)
     text = tokenizer.decode([*prompt, *tokens], skip_special_tokens=skips)
     return text[len(os.path.commonprefix([before, text])):]
 
 
 def up_to_stop(text: str, stop: list[str]) -> tuple[str, str | None]:
-    """Return (the text before the first complete stop string, that string). If several complete at once, the
-    shortest."""
+    """Return (the text before the first complete stop string, that string).
+
+    If several stop strings are complete with the same character, the shortest one counts.
+    """
     for end in range(1, len(text) + 1):
         found = [string for string in stop if text[:end].endswith(string)]
         if found:
@@ -144,7 +146,7 @@ def random_text(draw: random.Random, most: int = 14) -> str:
 
 
 def random_tokens(draw: random.Random, tokenizer, most: int = 14) -> list[int]:
-    """Return tokens of a text, cut anywhere; or any tokens; or runs of bytes; or a mixture of these."""
+    """Return tokens of a text, random tokens, byte tokens of a text, or a mixture. Some lists are cut at both ends."""
     size = tokenizer.get_vocab_size()
     byte_ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
     kind = draw.randrange(5)
@@ -166,7 +168,7 @@ def random_tokens(draw: random.Random, tokenizer, most: int = 14) -> list[int]:
 
 
 def random_stop(draw: random.Random, text: str) -> list[str]:
-    """Return pieces of the text, pieces that overlap them, and strings that begin like them and then differ."""
+    """Return stop strings: pieces of the text, strings that overlap them, and strings that begin like them."""
     stop: list[str] = []
     for _ in range(draw.choice([0, 0, 1, 1, 2, 3, 6])):
         if text and draw.random() < 0.8:
@@ -191,7 +193,7 @@ def cut(draw: random.Random, tokens: list[int]) -> list[list[int]]:
 
 
 def owes_nothing(name: str, tokenizer, tokens: list[int], skips: bool, text: str) -> bool:
-    """Return whether all of the text is certain with this tokenizer, so that none of it may be kept back."""
+    """Return whether no later token can change the text. TextStream then keeps back the start of a stop string only."""
     if name == "byte level":
         return not text.endswith("\N{REPLACEMENT CHARACTER}")
     if name in ("word piece", "no decoder"):
@@ -204,9 +206,9 @@ def owes_nothing(name: str, tokenizer, tokens: list[int], skips: bool, text: str
 
 
 def run(seed: int, name: str, seen: Counter | None = None) -> None:
-    """Run one prompt, list of tokens, set of stop strings and way to cut. Raises AssertionError if the text is wrong.
+    """Run TextStream on the prompt, tokens, stop strings and pieces of a seed. Raises AssertionError on a wrong text.
 
-    seen: counts what happened, mutated
+    seen   counts of events, to which this run is added
     """
     seen = Counter() if seen is None else seen
     draw, tokenizer = random.Random(f"{name} {seed}"), tokenizer_named(name)

@@ -1,8 +1,8 @@
 """The cost of the statistics hooks per iteration: python -m tests.extras.time_statistics_hooks
 
-Prints microseconds per record: the median and the range of seven rounds of 20,000 calls, with the hooks in turn. The
-record comes from an engine with a scripted model. OpenTelemetry runs with the SDK and a reader in memory. `observe` is
-timed too.
+The program prints the microseconds per call of each hook and of `observe`: the median and the range of seven rounds of
+20,000 calls. The hooks run in turn. The record comes from an engine with a scripted model. OpenTelemetry runs with the
+SDK and a reader in memory.
 """
 
 import statistics

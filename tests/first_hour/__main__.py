@@ -1,14 +1,14 @@
-"""T11: run everything for the first hour on a new GPU machine, in calls of at most ten minutes.
+"""T11: runs all tests and measurements for the first hour on a new GPU machine, in calls of at most ten minutes.
 
-    python -m tests.first_hour --prepare .wheels        with a package registry: download wheels
-    python -m tests.first_hour --wheels .wheels --call 1 --out FOLDER --commit COMMIT          on the GPU; then 2, 3
-    python -m tests.first_hour --part kernels report --out FOLDER                              single parts
-    python -m tests.first_hour --out FOLDER --dry-run                     the parts of it that run on a CPU
+    python -m tests.first_hour --prepare .wheels        downloads wheels, on a machine with a package registry
+    python -m tests.first_hour --wheels .wheels --call 1 --out FOLDER --commit COMMIT      on the GPU; then call 2 and 3
+    python -m tests.first_hour --part kernels report --out FOLDER                          runs single parts
+    python -m tests.first_hour --out FOLDER --dry-run                      runs on a CPU what needs no GPU
 
-Run it in the root of the repository. Each part has a time limit, a log FOLDER/PART.log and a line in
-FOLDER/summary.json, which is printed at the end. Before the parts, wheels are installed into a separate folder, the
-kernels are linked into the package if the checkout lacks the link, and torch, triton and the package are imported. Exit
-status 0: all parts succeeded.
+Run the program in the root of the repository. Each part has a time limit, a log FOLDER/PART.log and a line in
+FOLDER/summary.json, which is printed at the end. Before the parts, the program installs the wheels into a separate
+folder, links the kernels into the package if the checkout lacks the link, and imports torch, triton and the package.
+The exit status is 0 if all parts succeeded.
 """
 
 import argparse
@@ -35,7 +35,7 @@ LAST_LINES = 12
 
 
 def prepare(folder: Path) -> None:
-    """Download the wheels, exclude them from git if they are in the checkout, and print the calls."""
+    """Download the wheels, exclude them from git if they are in the checkout, and print the command of each call."""
     download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--python-version",
                 "3.12", "--implementation", "cp", *(f"--platform={name}" for name in PLATFORMS), "-d", str(folder)]
     subprocess.run([*download, *REQUIRED_WHEELS], check=True)
@@ -47,7 +47,7 @@ def prepare(folder: Path) -> None:
 
 
 def keep_from_git(folder: Path, repository: Path) -> None:
-    """Add the folder to the excludes of this clone, once."""
+    """Add the folder to the files that git excludes in this clone, unless it is excluded already."""
     found = subprocess.run(["git", "rev-parse", "--git-path", "info/exclude"], cwd=repository, capture_output=True,
                            text=True, check=True)
     exclude, line = repository / found.stdout.strip(), f"/{folder.as_posix()}/"
@@ -58,9 +58,9 @@ def keep_from_git(folder: Path, repository: Path) -> None:
 
 
 def prerequisites(wheels: Path | None, link: Path = ROOT / "batch_manager" / "triton_kernels") -> dict[str, str]:
-    """Make the package importable, and return the environment for the parts.
+    """Make the package importable, and return the environment variables for the parts.
 
-    Raises RuntimeError if that fails.
+    Raises RuntimeError if the wheels cannot be installed or the package cannot be imported.
     """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -85,7 +85,7 @@ def prerequisites(wheels: Path | None, link: Path = ROOT / "batch_manager" / "tr
 
 def run_part(part: Part, out: Path, environment: dict[str, str], seconds: float, *, is_dry: bool,
              commit: str | None = None) -> dict[str, Any]:
-    """Run a part with its output in a file, kill leftover processes, and return its line of the summary."""
+    """Run a part with its output in a file, kill its leftover processes, and return the part's line of the summary."""
     log, began = out / f"{part.name}.log", time.monotonic()
     line: dict[str, Any] = {"part": part.name, "what": part.text}
     try:
@@ -112,7 +112,7 @@ def run_part(part: Part, out: Path, environment: dict[str, str], seconds: float,
 
 def run(parts: Sequence[Part], out: Path, wheels: Path | None, minutes: float, *, is_dry: bool,
         commit: str | None = None) -> list[dict[str, Any]]:
-    """Run the parts and return the summary: one line per part, including parts that no time was left for."""
+    """Run the parts. Return the summary, with one line per part, including parts for which no time was left."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * minutes
     environment = prerequisites(wheels)

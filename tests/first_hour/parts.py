@@ -11,18 +11,18 @@ REQUIRED_WHEELS = ("orjson",)            # needed by the package and missing in 
 PROCESSES = 4                            # for tests that share one GPU
 TINY_RUN = ("-m", "tests.first_hour.tiny_run")
 BF16_TEST = "tests/runtime/test_bf16_engine.py"
-# They compile for other GPUs.
+# Kernel tests that compile for other GPUs and run none.
 WITHOUT_A_GPU = ("tests/kernels/test_ahead_of_time.py", "tests/kernels/test_argument_sets.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part.
+    """A part of the first hour: a command and its time limit.
 
-    seconds     time limit
-    arguments   arguments of the interpreter; {out}: the output folder
-    dry         arguments for a machine without a GPU
-    program     command in front of the interpreter
+    seconds           time limit
+    arguments         arguments of the Python interpreter; {out} stands for the output folder
+    dry               arguments for a machine without a GPU
+    program           command in front of the interpreter, except in a dry run
     dry_environment   additional environment variables in a dry run
     """
 
@@ -35,7 +35,10 @@ class Part:
     dry_environment: tuple[tuple[str, str], ...] = ()
 
     def command(self, out: Path, *, is_dry: bool) -> list[str]:
-        """Return the command, for the folder ROOT. Raises FileNotFoundError if the program is not installed."""
+        """Return the command, which runs in the folder ROOT.
+
+        Raises FileNotFoundError if `program` is not installed.
+        """
         before = () if is_dry else self.program
         if before and shutil.which(before[0]) is None:
             raise FileNotFoundError(f"{before[0]} is not installed on this machine")

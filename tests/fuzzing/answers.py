@@ -14,7 +14,7 @@ from .oracle import Verdict
 class Outcome:
     """The result of one block.
 
-    wrong   (number of the request or None, description of the fault)
+    wrong   (number of the request or None, description of the fault) of each fault
     """
 
     requests: int = 0
@@ -29,7 +29,7 @@ class Outcome:
     slow: list[int] = field(default_factory=list)
 
 
-Answer = tuple[dict[str, Any], bool, str]        # tensors, whether it is final, text
+Answer = tuple[dict[str, Any], bool, str]        # tensors, whether the answer is final, error text
 
 
 def check_items(engine: Engine, built: list[tuple[Draw, Verdict]], sent: Mapping[int, list[Answer]],
@@ -39,7 +39,7 @@ def check_items(engine: Engine, built: list[tuple[Draw, Verdict]], sent: Mapping
     The items were handed over in one iteration, in the order of `built`, while the companions were running.
 
     sent       the answers that were sent under each id
-    expected   returns the tokens that the backend generates, see ScriptedBackend.expected
+    expected   returns the tokens that the backend generates, as ScriptedBackend.expected does
     """
     places = engine.max_num_sequences if engine.max_num_sequences > 0 else 1 << 30
     alive, room = set(companions), places - len(companions)
@@ -76,10 +76,10 @@ def _code_of(error: str) -> str:
 
 def _check_answers(engine: Engine, items: list[tuple[Draw, Verdict, set[str]]], answers: list[Answer],
                    expected: Callable[..., list[int]], outcome: Outcome) -> None:
-    """Compare all answers under one id with the verdicts on its items.
+    """Compare all answers under one id with the verdicts on the items with this id.
 
-    A duplicate is answered while the first request with its id still runs. The answers are therefore told apart by
-    their content: refusals come in the order of the items, and at most one request ran.
+    A duplicate is answered while the first request with its id still runs. The check therefore uses the content of the
+    answers to find the item of each one: refusals come in the order of the items, and at most one request ran.
     """
     refusals = [answer for answer in answers if answer[2] and not _ended_later(answer[2])]
     rest = [answer for answer in answers if not (answer[2] and not _ended_later(answer[2]))]

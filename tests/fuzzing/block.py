@@ -3,10 +3,10 @@
 These rules are checked:
 
 - Every item is refused or run as the oracle says, with exactly one final response.
-- A request that runs gives the tokens of what was handed over, even if another thread changes the request later.
-- Nothing raises.
-- No item takes long to read.
-- No item takes more than twice the memory that a request may have.
+- A request that runs gets the tokens of the request that was handed over, even if another thread changes it later.
+- The loop raises no exception.
+- The engine reads an item in at most SECONDS_FOR_ONE.
+- Reading an item takes at most twice the memory that a request may have, and BYTES_FOR_SMALL_THINGS.
 - The companions get the responses that they get alone, bit by bit.
 """
 
@@ -33,7 +33,7 @@ from .items import NOBODY, Draw
 from .oracle import Verdict, judge
 
 BLOCK = 400                         # requests in a block
-SECONDS_FOR_ONE = 0.1               # processor time to read one item
+SECONDS_FOR_ONE = 0.1               # most CPU seconds to read one item
 BYTES_FOR_SMALL_THINGS = 1 << 16    # allowed in addition to twice `max_request_bytes`
 MOST_ITERATIONS = 20_000
 MOST_VIRTUAL_IDS = 1 << 20
@@ -62,9 +62,9 @@ class TakesEmbeddings(ScriptedBackend):
 
 
 class BlockClient(Client):
-    """Hands over the items of `handed_over` once, and keeps the parts of each response that are compared.
+    """A client that hands over the items of `handed_over` once, and keeps the compared parts of each response.
 
-    sent   request id -> its answers
+    sent   request id -> answers to this id
     """
 
     has_poll = has_stats = False
@@ -85,7 +85,7 @@ class BlockClient(Client):
 
 
 def world_of(engine: Engine) -> World:
-    """An engine without a thread, with a client that keeps everything that it sends."""
+    """Return an engine without a thread, with a BlockClient."""
     backend = TakesEmbeddings(vocab_size=engine.vocab_size, max_seq_len=engine.max_seq_len,
                               num_blocks=engine.num_blocks, tokens_per_block=engine.tokens_per_block, num_slots=64,
                               window=engine.window)
@@ -105,7 +105,7 @@ def companions(engine: Engine) -> list[InferenceRequest]:
 
 
 def heard(responses: list) -> dict[str, Any]:
-    """All output of a request, with its pieces concatenated."""
+    """Return all output of a request, with the pieces of its responses concatenated."""
     pieces: dict[str, Any] = {"errors": [error for _, _, error in responses if error]}
     for name in ("output_ids", "output_log_probs"):
         pieces[name] = np.concatenate([tensors[name] for tensors, _, _ in responses if tensors], -1).tobytes() \
@@ -116,7 +116,7 @@ def heard(responses: list) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def alone(engine: Engine) -> dict[int, dict[str, Any]]:
-    """The output of each companion when it runs alone."""
+    """Return request id -> output of each companion when the companion runs alone."""
     told = {}
     for position, companion in enumerate(companions(engine)):
         world = world_of(engine)
@@ -152,7 +152,7 @@ def run_block(block: int, only: int | None = None) -> Outcome:
     outcome.nobody, nobody = world.loop.intake.unaddressable, sum(drawn.kind is NOBODY for drawn, _ in built)
     if outcome.nobody != nobody:
         outcome.wrong.append((None, f"{outcome.nobody} items without an id were counted, there were {nobody}"))
-    if only is None:                     # garbage collection may slow down one reading, but not three in a row
+    if only is None:                     # garbage collection may slow down one reading of an item, but not four
         outcome.wrong += [(number, "takes too long to read") for number in outcome.slow
                           if all(run_block(block, number).slow for _ in range(3))]
     for request_id, expected in alone(engine).items():

@@ -70,7 +70,7 @@ def _tensors(random: Random, drawn: Draw, engine: Engine) -> None:
 
 
 def _extra_ids(random: Random, tensors: dict) -> None:
-    """Give one request in ten extra ids, mostly one for each token of the prompt."""
+    """Give 10 % of the requests extra ids, mostly one for each token of the prompt, and sometimes a wrong value."""
     if random.random() < 0.1:
         prompt = tensors["input_ids"].plain if "input_ids" in tensors else []
         length = len(prompt) if isinstance(prompt, list) and random.random() < 0.8 else random.randrange(4)
@@ -81,7 +81,7 @@ def _extra_ids(random: Random, tensors: dict) -> None:
 
 
 def _log_probs(random: Random, tensors: dict) -> None:
-    """Let one request in ten return log-probabilities of the likeliest tokens or of the model's own distribution."""
+    """Set `return_top_log_probs` in 7 % of the requests and `raw_log_probs` in 3 %, sometimes to a wrong value."""
     if random.random() < 0.07:
         tensors["return_top_log_probs"] = of_scalar(random, random.choice((0, 1, 5, 20, 20, -1, 21)))
     if random.random() < 0.03:
@@ -151,7 +151,7 @@ def _ragged(random: Random, number: Any) -> Value:
 
 
 def _one_changed(random: Random, value: Value, number: Any) -> Value:
-    """A copy of `value` as plain lists, with one of its numbers replaced by `number`."""
+    """Return a copy of `value` as plain lists, with one of its numbers replaced by `number`."""
     def copied(part: Any) -> Any:
         return [copied(inner) for inner in part] if isinstance(part, list | tuple) else part
 
@@ -185,7 +185,7 @@ def _word_list(random: Random, vocab: int) -> Value:
 
 
 def _large(random: Random, drawn: Draw, engine: Engine) -> None:
-    """Give the request tensors whose size is near `max_request_bytes`."""
+    """Give the request tensors of a fifth to four times `max_request_bytes`."""
     tensors, most = drawn.tensors, engine.max_request_bytes
     tensors["input_ids"], tensors["request_output_len"] = of_list(random, [1, 2]), of_scalar(random, 2)
     name = random.choice(["prompt_embedding_table", "prompt_embedding_table", "lora_weights", "lora_config"])
@@ -199,7 +199,8 @@ def _large(random: Random, drawn: Draw, engine: Engine) -> None:
         given = [row if random.random() < 0.9 else list(map(np.dtype(letter).type, row))] * rows
     else:
         given = np.broadcast_to(np.array(fill, letter), (rows, len(row)))
-    # Too large for a list of its numbers. `plain` is (rows, columns, value of each number, is a list, dtype letter).
+    # The tensor is too large for a list of its numbers, which are all equal. `plain` is (rows, columns, value, whether
+    # the tensor is a list, dtype letter).
     tensors[name] = Value(given, LARGE, (rows, len(row), fill, is_list, letter))
     if name == "prompt_embedding_table":
         tensors["prompt_vocab_size"] = of_scalar(random, rows)

@@ -38,7 +38,7 @@ class Engine:
         return self.model_type is TrtGptModelType.V1
 
     def options(self) -> dict:
-        """Arguments of TrtGptModelOptionalParams."""
+        """Return the engine's arguments of TrtGptModelOptionalParams."""
         names = ("max_batch_size", "max_num_tokens", "max_num_sequences", "max_queued_requests", "max_queued_tokens",
                  "max_request_bytes", "enable_chunked_context", "enable_trt_overlap")
         return {name: getattr(self, name) for name in names} | {
@@ -69,5 +69,5 @@ CYCLE = [*ENGINES, *ENGINES, STATIC, *ENGINES, *ENGINES, STATIC, *ENGINES, ROOMY
 
 
 def engine_of(block: int) -> Engine:
-    """The engine of a block. Consecutive blocks go through all engines."""
+    """Return the engine of a block. Consecutive blocks take turns with the engines of CYCLE."""
     return CYCLE[block % len(CYCLE)]

@@ -43,10 +43,10 @@ class Draw:
                    STRANGER: an object that is not a request, but has an id; NOBODY: an object without a usable id
     item           the object that is handed over; None if it could not be built
     tensors        wire name -> value
-    options        name -> value; a Value for is_streaming, priority and deadline_s, the plain object for cache_salt
-                   and logits_post_processor
-    build_error    the exception that the constructor raised
-    is_rewritten   whether another thread changes all of it after it was handed over
+    options        name -> value; a Value for is_streaming, priority and deadline_s, and the object itself for
+                   cache_salt and logits_post_processor
+    build_error    the exception that the constructor of the request raised
+    is_rewritten   whether another thread changes the item after it was handed over
     """
 
     number: int

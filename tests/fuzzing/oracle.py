@@ -1,7 +1,7 @@
 """Decides from the documents alone whether a request must be run, and which response it must get.
 
 The oracle imports none of the product's code that reads, checks or admits requests. Its rules are those of the table of
-request tensors and of the promises in the README. The ranges are TensorRT-LLM's.
+request tensors and of the promises in the README. The ranges of values are those of TensorRT-LLM.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +15,8 @@ from .values import BOOL, FLOAT, INT, LARGE, PYTHON, STRANGE, Value
 INT32, UINT64, FLOAT32 = 2**31 - 1, 2**64 - 1, 3.4028234663852886e38
 FLAGS = ("return_log_probs", "return_context_logits", "return_generation_logits", "streaming",
          "return_perf_metrics", "raw_log_probs")
-SCALARS: dict[str, tuple[type, float, float]] = {       # type, lowest and highest value; 5e-324 stands for "above 0"
+# name -> (type, lowest value, highest value). 5e-324 stands for "above 0", and None for the last token id.
+SCALARS: dict[str, tuple[type, float, float]] = {
     "request_output_len": (int, 1, INT32), "pad_id": (int, -1, None),
     "runtime_top_p_reset_ids": (int, -1, None), "beam_width": (int, 1, INT32), "runtime_top_k": (int, 0, 1024),
     "early_stopping": (int, -INT32 - 1, INT32), "no_repeat_ngram_size": (int, 0, INT32),
@@ -61,7 +62,7 @@ class Verdict:
 
 
 def judge(draw: Draw, engine: Engine, now: float = 0.0) -> Verdict:
-    """The verdict on one item that is alone in the engine. `check_items` judges duplicates and full queues."""
+    """Return the verdict on an item that is alone in the engine. `check_items` judges duplicates and full queues."""
     verdict = Verdict()
     if draw.kind is NOBODY:
         return verdict
@@ -119,7 +120,7 @@ class _Reading:
     # one value
 
     def single(self, value: Value) -> Any:
-        """(kind, number) of a scalar, or WRONG."""
+        """Return the (kind, number) of a scalar, or WRONG if the value is no scalar."""
         if value.kind in (STRANGE, LARGE):
             return WRONG
         plain = value.plain
@@ -149,7 +150,7 @@ class _Reading:
         return found[1]
 
     def row(self, name: str, kind: type) -> list | None:
-        """The numbers of a tensor of `ROWS`; None if it is wrong."""
+        """Return the numbers of a tensor of `ROWS`, or None if the tensor is wrong."""
         value = self.tensors[name]
         plain = value.plain
         if isinstance(plain, list) and len(plain) == 1 and isinstance(plain[0], list):
@@ -166,7 +167,7 @@ class _Reading:
         return value.kind in allowed and not (numbers and isinstance(numbers[0], list))
 
     def rows(self, name: str, kind: type) -> tuple[int, int, list] | None:
-        """(rows, columns, numbers) of a tensor of `TABLES`; None if it is wrong."""
+        """Return the (rows, columns, numbers) of a tensor of `TABLES`, or None if the tensor is wrong."""
         value = self.tensors[name]
         if value.kind is LARGE:
             return self.large(name, value, kind)
@@ -321,7 +322,7 @@ class _Reading:
                 and all(-(2**63) <= token < 2**63 for token in tokens))
 
     def sizes(self) -> None:
-        """Check that the engine can ever run a request of this size."""
+        """Check that the request is small enough for the engine: prompt, bytes and KV cache blocks."""
         engine, verdict = self.engine, self.verdict
         length = len(verdict.prompt)
         verdict.count = min(self.scalars["request_output_len"], engine.max_seq_len - length)

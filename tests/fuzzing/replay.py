@@ -17,7 +17,7 @@ LONGEST = 160
 
 
 def command(number: int) -> str:
-    """The command that repeats a request."""
+    """Return the command that repeats a request."""
     return f"python -m tests.fuzzing.replay {number}"
 
 
@@ -34,7 +34,7 @@ def describe(number: int) -> str:
 
 
 def report(block: int, wrong: list[tuple[int | None, str]]) -> str:
-    """Describe what went wrong in a block of requests, with a command that repeats each case."""
+    """Describe the first five faults of a block of requests, each with the command that repeats it."""
     lines = [f"block {block} (engine '{engine_of(block).name}'):"]
     for number, text in wrong[:5]:
         if number is None:
@@ -57,7 +57,7 @@ def _of(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The repr of a value, or a description of it if its repr raises."""
+    """Return the repr of a value, cut to LONGEST characters, or a description of its type if its repr raises."""
     try:
         return repr(value)[:LONGEST]
     except BaseException as error:  # noqa: B036

@@ -1,4 +1,7 @@
-"""T5, quick: fuzzed requests to all engines, the report of a failure, and the oracle on requests written by hand."""
+"""T5, quick: all engines treat fuzzed requests as the oracle says, and the oracle is right on requests written by hand.
+
+The report of a failure is tested too.
+"""
 
 import numpy as np
 import pytest

@@ -27,9 +27,9 @@ class Value:
     """A value for a tensor, with the facts that the oracle needs.
 
     given   the object that is handed over
-    kind    the kind of its elements. PYTHON: plain Python numbers, whose types count; STRANGE: not a valid tensor;
-            LARGE: see draws.py
-    plain   its numbers, as a number or nested lists; None for STRANGE
+    kind    the kind of the elements of `given`. INT, FLOAT, BOOL: the dtype of an array; PYTHON: Python numbers, each
+            with its own type; STRANGE: not a valid tensor; LARGE: see draws.py
+    plain   the numbers of `given`, as a number or nested lists; None for STRANGE
     """
 
     given: Any
@@ -41,7 +41,7 @@ class Value:
 
 
 def of_scalar(random: Random, number: Any) -> Value:
-    """One number, in one of the ways a scalar may be written."""
+    """Return a scalar in one of its valid forms: a number, lists of one number, or an array of one element."""
     way = random.randrange(8)
     if way < 3:
         plain = (number, [number], [[number]])[way]
@@ -51,7 +51,7 @@ def of_scalar(random: Random, number: Any) -> Value:
 
 
 def of_list(random: Random, numbers: list) -> Value:
-    """A row of numbers, in one of the ways a row may be written."""
+    """Return a row of numbers in one of its valid forms: a list, tuple or array, with or without a batch dimension."""
     way = random.randrange(8)
     if way < 4:
         plain = [numbers] if way == 3 else numbers
@@ -64,7 +64,7 @@ def of_list(random: Random, numbers: list) -> Value:
 
 
 def of_table(random: Random, rows: list[list]) -> Value:
-    """A table of numbers: [rows, columns], or with a batch dimension of 1."""
+    """Return a table of numbers, [rows, columns], with or without a batch dimension of 1, as lists or an array."""
     plain = [rows] if random.random() < 0.4 else rows
     if random.random() < 0.3:
         return Value([list(map(list, part)) if part and isinstance(part[0], list) else list(part) for part in plain],
@@ -73,7 +73,7 @@ def of_table(random: Random, rows: list[list]) -> Value:
 
 
 def of_array(random: Random, array: np.ndarray) -> Value:
-    """An array, or a tensor of torch, with the numbers of `array` in some type that holds them and some layout."""
+    """Return an array or a torch tensor with the numbers of `array`, in a random dtype that holds them and layout."""
     array = _retyped(random, array)
     plain, kind = array.tolist(), KIND_OF.get(array.dtype.kind, STRANGE)
     if random.random() < 0.15 and array.dtype.char not in "gqQ":
@@ -84,7 +84,7 @@ def of_array(random: Random, array: np.ndarray) -> Value:
 
 
 def fits(number: Any) -> bool:
-    """Whether an array of numbers can hold the number."""
+    """Whether the number fits the dtype of an array, which has at most 64 bits."""
     return type(number) is not int or -(2**63) <= number < 2**64
 
 
@@ -109,7 +109,7 @@ def _laid_out(random: Random, array: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(array[::-1])[::-1]
     elif way == 3 and array.ndim:
         return np.repeat(array, 2, axis=array.ndim - 1)[..., ::2]
-    elif way == 4 and array.ndim:                                  # asfortranarray makes a row of a scalar
+    elif way == 4 and array.ndim:                                  # asfortranarray would turn a scalar into a row
         return np.asfortranarray(array)
     elif way == 5 and array.size and (array == array.flat[0]).all():
         return np.broadcast_to(array.flat[0], array.shape)
@@ -161,7 +161,7 @@ class LyingList(list):
 
 
 class LyingArray(np.ndarray):
-    """An array that claims to be small."""
+    """An array whose shape and size are those of an array with one element of 4 bytes."""
 
     shape, ndim, size, nbytes = (1,), 1, 1, 4
 
@@ -172,7 +172,7 @@ class OfHostileType(metaclass=type("HostileType", (type,), {"__name__": property
 
 
 class LyingClass:
-    """An object whose `__class__` is a lie, or raises."""
+    """An object whose `__class__` is another type. If the type is None, reading `__class__` raises."""
 
     def __init__(self, claims: type | None) -> None:
         self.claims = claims
@@ -225,7 +225,7 @@ def strange(random: Random) -> Value:
 
 
 def scribble(given: Any) -> None:
-    """Overwrite the value that was handed over, as far as it can be changed."""
+    """Overwrite the contents of the value that was handed over, if its type allows changes."""
     if isinstance(given, list):
         if given and isinstance(given[0], list):
             for inner in given:

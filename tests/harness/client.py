@@ -44,15 +44,15 @@ def nothing(*_: Any) -> None:
 class Client:
     """The callbacks of one engine.
 
-    pending      items that get returns, at most as many as the engine requests
+    pending      items that get returns; each call takes at most its argument, or all items if it is negative
     stops        ids that poll returns
-    responses    request id -> its responses, in order
+    responses    request id -> responses to this id, in order
     stats        the records that return_stats received
     asked        the arguments of the calls of get
     events       the calls in order: "get", "send 3", "poll", "stats"
-    threads      idents of the threads that called
-    complaints   broken rules of callbacks (I26, I27)
-    over         the reason why no callback may begin any more; "" while callbacks may begin
+    threads      idents of the threads that called the callbacks
+    complaints   descriptions of calls that break a rule of callbacks (I26, I27)
+    over         the reason why no callback may begin any more; "" as long as callbacks may begin
     has_poll, has_stats   whether the engine gets these two callbacks
 
     on_get, on_send, on_poll, on_stats   called at the end of their callback; on_send gets the request id and the
@@ -117,7 +117,7 @@ class Client:
         return items
 
     def received(self, request_id: int, tensors: list, final: bool, error: str) -> Any:
-        """Keep a response. `on_send` gets the result of this method as its second argument."""
+        """Keep a response and return it. `on_send` gets the returned object as its second argument."""
         response = Response({t.name: np.asarray(t.tensor) for t in tensors}, [t.name for t in tensors], final, error)
         self.responses[request_id].append(response)
         return response
@@ -137,7 +137,7 @@ class Client:
         return _Callback(self, name, event or name)
 
     def begins(self, name: str) -> None:
-        """Note that a callback begins."""
+        """Record that a callback begins, and whether it breaks a rule."""
         if self._running:
             self.wrong(f"I27: {name} began inside {self._running[-1]}")
         if self.over:
@@ -146,11 +146,11 @@ class Client:
         self.threads.add(threading.get_ident())
 
     def ends(self, name: str) -> None:
-        """Note that a callback ends, with or without an exception."""
+        """Record that a callback ends, with or without an exception."""
         self._running.pop()
 
     def wrong(self, complaint: str) -> None:
-        """Note a broken rule."""
+        """Record a broken rule."""
         self.complaints.append(complaint)
 
     # questions
@@ -174,7 +174,7 @@ class Client:
 
 
 class ArrivingClient(Client):
-    """A client that hands over each request in its iteration. The code that steps the loop increments `iteration`.
+    """A client that hands over each request in a given iteration. The code that steps the loop increments `iteration`.
 
     arrivals   [(iteration, request)]; requests of the same iteration keep their order
     """
@@ -192,7 +192,7 @@ class ArrivingClient(Client):
 
 
 class StaggeredClient(Client):
-    """Hands over at most as many items in each call of get as a random element of `numbers`, which may be 0."""
+    """A client that limits the items of each call of get to a random element of `numbers`, which may be 0."""
 
     def __init__(self, items: list, draw: Random, numbers: list[int]) -> None:
         super().__init__()

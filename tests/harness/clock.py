@@ -6,9 +6,9 @@ from batch_manager.testing import ManualClock
 
 
 class VirtualClock(ManualClock):
-    """A `ManualClock` that can also act when it is read.
+    """A `ManualClock` that can also call a function when it is read.
 
-    Other threads can act while an engine reads the clock. `interrupt` simulates such a thread without starting one.
+    `interrupt` simulates another thread that acts while the engine reads the clock, without starting a thread.
     """
 
     def __init__(self, now: float = 1000.0) -> None:
@@ -24,5 +24,5 @@ class VirtualClock(ManualClock):
         return self.now
 
     def interrupt(self, readings: int, action: Callable[[], None]) -> None:
-        """Call `action` once, after `readings` readings, at the next one."""
+        """Call `action` once, at the reading that follows the next `readings` readings of the clock."""
         self._readings_left, self._at_reading = readings, action

@@ -1,4 +1,4 @@
-"""Functions that fork often run in a process without torch, whose forks take a fraction of the time."""
+"""Runs functions that fork often in a process without torch, because its forks take a fraction of the time."""
 
 import multiprocessing
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The control block of the worker, without a thread or real waiting."""
+"""Control blocks of the worker for tests without a thread and without real waiting."""
 
 from batch_manager import interpreter_exit
 from batch_manager.clock import reliable
@@ -21,14 +21,14 @@ class VirtualWake:
 
 
 def virtual_control(clock: VirtualClock) -> WorkerControl:
-    """Return a real control block whose sleep is virtual."""
+    """Return a WorkerControl whose waits advance the clock and return at once."""
     control = WorkerControl(reliable(clock), 0.0)
     control.wake = VirtualWake(clock)
     return control
 
 
 def exit_of_the_interpreter(control: WorkerControl) -> None:
-    """Run the package's exit handler, which `threading` calls at the interpreter's exit, for this worker only."""
+    """Run the package's handler of the interpreter's exit, which `threading` calls, for this worker only."""
     others, interpreter_exit._controls = interpreter_exit._controls, {control: None}
     try:
         interpreter_exit._abort_all_workers()

@@ -1,4 +1,4 @@
-"""Engines of the tests, with a scripted or a real model: a loop without a thread, or a manager with one.
+"""Engines of the tests, with a scripted or a real model: a loop without a thread, or a manager with a thread.
 
 `make_loop` and `make_manager` build them. A `World` is a loop with its client, clock and model.
 """
@@ -53,10 +53,10 @@ def make_loop(client: Client, *, model_path: Any = None, backend: Any = None, cl
     """Return a loop without a thread.
 
     backend     a backend, or the options of a scripted one; ignored if `model_path` is set
-    clock       None: a VirtualClock
+    clock       the clock; None: a VirtualClock
     parts       fields of `Parts` other than the backend and the clock
-    params      None: built from `options`
-    as_arrays   responses contain numpy arrays, so that torch is not imported
+    params      TrtGptModelOptionalParams; None: they are made of `options`
+    as_arrays   whether responses contain numpy arrays, so that torch is not imported
     options     policy, model_type, max_beam_width, terminate_req_id, exclude_input; others: fields of
                 TrtGptModelOptionalParams
     """
@@ -103,7 +103,7 @@ class World:
         return busy
 
     def run(self, limit: int = 10_000) -> None:
-        """Run until no request is live. Then check that no block is held."""
+        """Run until no request is live. Then assert that no block is held and that no callback rule was broken."""
         for _ in range(limit):
             if not self.step() and self.loop.is_empty and not self.client.pending:
                 break
@@ -127,7 +127,7 @@ def build_world(*, client: Client | None = None, clock: VirtualClock | None = No
 
 @contextmanager
 def quiet_log() -> Iterator[None]:
-    """Turn the package's log off, for tests that inject thousands of faults."""
+    """Turn the package's log off. Tests that inject thousands of faults use this context."""
     log = logging.getLogger("batch_manager")
     level = log.level
     log.setLevel(logging.CRITICAL + 1)
