@@ -238,8 +238,8 @@ class TextPieces:
     Dropping the iterator, for example by leaving the loop, also stops the request. Thread-safe; each piece goes to one
     thread.
 
-    If the request is refused or fails, the iterator first returns the pieces generated before. Then `next` raises
-    RequestFailed once.
+    If the request is refused or fails, the iterator first returns the pieces generated before the failure. Then `next`
+    raises RequestFailed once.
     """
 
     def __init__(self, request: "_Request", inbox: "_Inbox") -> None:

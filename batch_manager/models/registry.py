@@ -22,8 +22,8 @@ class Model(Protocol):
                        `__init__` does not request is refused by name
     understands        optional. Fields of config.json that change what a model computes and that `read_spec` reads,
                        such as "sliding_window". The tables in model_spec.py list all fields that change what a model
-                       computes. A checkpoint is refused if it sets one that is missing here to a value that changes
-                       the computation
+                       computes. A checkpoint is refused if a field of the tables that is missing here has a value
+                       that changes the computation
     prompt_tuning_scale   optional; absent means 1. Factor of prompt-tuning rows, which replace rows of `embed`. A
                        prompt-tuning table contains embeddings before the model scales them
     deterministic      optional; absent means False. True if the class computes only with layers of

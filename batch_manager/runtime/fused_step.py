@@ -83,7 +83,7 @@ def _touched_by(step: Operation | FusedProduct) -> list[int]:
 
 
 def _launch(step: Operation | FusedProduct, widths: list[int], device: torch.device) -> Launch:
-    """Return the launch of one operation. Everything that is known before its inputs is resolved here."""
+    """Return the launch of one operation. Everything that does not depend on the inputs is resolved here."""
     result = step.result.register
     match step:
         case FusedProduct():

@@ -55,7 +55,7 @@ class StepShape(NamedTuple):
 def graph_rows(most_rows: int) -> tuple[int, ...]:
     """Return the row counts of generation steps with graphs, in ascending order.
 
-    The last is the first that is at least `most_rows`, or MOST_ROWS.
+    They end with the first count that is at least `most_rows`, or with MOST_ROWS if that is smaller.
     """
     rows = [*SMALL_ROWS, *range(STEP, LARGE_ROWS, STEP), *range(LARGE_ROWS, MOST_ROWS + 1, LARGE_STEP)]
     return _up_to(rows, most_rows)

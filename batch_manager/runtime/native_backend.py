@@ -226,10 +226,10 @@ def _with_windows(spec: ModelSpec, windows: Sequence[int | None]) -> ModelSpec:
 class NativeBackend:
     """The seams.ModelBackend that runs a loaded model.
 
-    pool               the KV cache pool that the attention was made with
+    pool               the KV cache pool of `attention`
     max_beam_width     largest number of beams of a sequence
-    windows            attention window of each layer, as the attention was made with; None: no window
-    sink_tokens        number of sink tokens, as the attention was made with
+    windows            window of each layer in `attention`; None: no window
+    sink_tokens        number of sink tokens in `attention`
     host_pool          blocks in host memory
     num_threads        threads of a step on a CPU; None: torch's setting
     own_stages         custom stages

@@ -58,7 +58,7 @@ def fuse(recording: LaunchRecording, pays: Callable[[int, int, bool, str], bool]
         return pays(product.matrix.weight.shape[1], outputs, gated, norm)
 
     def takes_norm(norm_at: int, index: int) -> bool:
-        """Whether a product can read the norm's input and apply the norm itself, and saves time by this."""
+        """Whether a product can read the norm's input and apply the norm itself, if this saves time."""
         norm, operation = operations[norm_at], operations[index]
         if not isinstance(operation, Product) or not can_fuse(operation):
             return False

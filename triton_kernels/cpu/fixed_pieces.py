@@ -53,7 +53,7 @@ def row_by_row(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Ten
 
 def agreeing_sizes(operation: Callable[..., torch.Tensor], *operands: torch.Tensor,
                    sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return those of `sizes`, ascending, with which pieces give the same bits as with the largest of `sizes`.
+    """Return the sizes, ascending, with which the result has the same bits as with the largest of `sizes`.
 
     Returns () if even with the largest size the bits of a row depend on its index or on other rows.
 

@@ -274,7 +274,10 @@ def _choose_by_weight(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Ten
 
 def _log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor,
                wants_log_prob: torch.Tensor | None) -> torch.Tensor:
-    """Return log_softmax(logits / temperature) at the tokens, [r] float32; arbitrary where not wanted."""
+    """Return log_softmax(logits / temperature) at the tokens, [r] float32.
+
+    Rows that need no log-prob get arbitrary values.
+    """
     if wants_log_prob is None or bool(wants_log_prob.all()):
         return chosen_log_probs(logits, tokens, temperature)
     log_probs, wanted = torch.empty(len(tokens), dtype=torch.float32, device="cpu"), wants_log_prob.nonzero()[:, 0]

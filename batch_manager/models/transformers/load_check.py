@@ -26,8 +26,8 @@ ROWS_WITHIN_IN_HALF = 0.9
 def refuse_different_logits(wrapped: Any, model: Any, spec: Any, context: LayerContext) -> None:
     """Raise UnsupportedModelError if the logits of the wrapped model differ from those of `model` with eager attention.
 
-    Both compute two prompts of random tokens from a fixed seed. The wrapped model computes the prompts packed, in
-    chunks, and their last tokens as generation rows. TOLERANCES are the differences allowed for rounding.
+    Both models compute two prompts of random tokens from a fixed seed. The wrapped model computes the prompts packed,
+    in chunks, and their last tokens as generation rows. TOLERANCES are the differences allowed for rounding.
 
     wrapped   the TransformersModel of `model`
     """

@@ -72,7 +72,7 @@ def hold_helpers(owner: Any) -> None:
 
 
 def release_helpers(owner: Any) -> None:
-    """End the hold of `owner`, and stop the helper threads if no other owner holds them."""
+    """Stop the helper threads, unless another owner holds them. Has no effect if `owner` does not hold them."""
     if owner in _holders:
         _holders.discard(owner)
         if not _holders:
