@@ -1,7 +1,7 @@
 """The activation of an ungated MLP.
 
     out = f(hidden)        f: "gelu"      x * Phi(x), with the error function
-                              "gelu_new"  the tanh approximation of it (GPT-2)
+                              "gelu_new"  the tanh approximation of "gelu" (GPT-2)
                               "silu"      x * sigmoid(x)
                               "relu"      max(x, 0)
 

@@ -1,7 +1,7 @@
 """The ALiBi bias (Press et al. 2022) of both attention kernels, whose scores are multiplied by log2(e).
 
     log2(e) * (f(key position) - f(query position))
-    f(p) = slope * p                                         without alibi_bfloat16_factor
+    f(p) = slope * p for a position p                        without alibi_bfloat16_factor
     f(p) = factor * bfloat16(slope * bfloat16(p))            with it; slopes representable in bfloat16
 """
 

@@ -17,7 +17,7 @@ Shapes      logits          [R, V]   any float dtype, contiguous rows, any row s
 Returns     log_probs       [G, K] float32   log-prob of the token alone; -inf past the last candidate of a group
             parents         [G, K] int32   row within the group; 0 past the last candidate
             tokens          [G, K] int32   0 past the last candidate
-            finite          [R] bool   False for a row with NaN or +inf, or only -inf; it has no candidates
+            finite          [R] bool   False for a row with NaN or +inf, or only -inf, which has no candidates
 Oracle      triton_kernels/reference/beam_topk.py
 Source      top-k of blocks, then rows, then groups; written for this project.
 
@@ -27,9 +27,9 @@ of each of its blocks.
 
 A program of the first kernel finds the K largest logits of one block. It removes the maximum K times while the block
 stays in registers, so each logit is read once. The second kernel merges the lists of the blocks of a row. The third
-kernel merges the lists of the rows of a group. Both hold the first remaining entry of each list. They take the best of
-these entries K times, and each time load the next entry of its list. K is unlimited, because registers hold only a
-block, or one entry per block or row.
+kernel merges the lists of the rows of a group. Both hold the first remaining entry of each list. K times, they take the
+best of these entries and load the next entry of the list that it came from. K is unlimited, because registers hold only
+a block, or one entry per block or row.
 """
 
 import torch

@@ -1,9 +1,10 @@
 """The work list of `paged_attention_context`: one row per tile of a sequence's new tokens. Pure host arithmetic.
 
-A tile of new tokens has as many tokens as a program's tile of queries has rows. A row of the list starts one program
-per query head, which is the number of programs that the queries of a full tile need.
+A tile of new tokens has as many tokens as a tile of queries, which one program computes, has rows. Each token has one
+query per query head. The queries of a full tile of tokens therefore need one program per query head, and a row of the
+list starts this number of programs.
 
-The tile height depends only on the head size and the element size, so the list does not depend on the device.
+The size of a tile depends only on the head size and the element size, so the list does not depend on the device.
 """
 
 import numpy as np
@@ -14,8 +15,8 @@ WORK_COLUMNS = 2
 def context_tile_rows(head_size: int, element_size_bytes: int) -> int:
     """Return the number of rows of a tile of queries, which is also the number of tokens of a tile of new tokens.
 
-    Registers limit the number. float32 has smaller tiles: no matrix instruction keeps its precision, and other products
-    take more registers.
+    Registers limit the number. Tiles of float32 are smaller: no matrix instruction keeps its precision, and products
+    without matrix instructions take more registers.
     """
     if element_size_bytes == 4:
         return 32 if head_size <= 64 else 16

@@ -11,7 +11,7 @@ class DeviceLimits(NamedTuple):
 
     shared_bytes         shared memory available to one program
     multiprocessors      number of multiprocessors
-    operands_in_shared   matrix instructions read operands from shared memory (sm_90 to sm_11x); otherwise from
+    operands_in_shared   whether matrix instructions read operands from shared memory (sm_90 to sm_11x); otherwise from
                          registers, which then limit the size of a tile
     """
 

@@ -1,5 +1,6 @@
 """Causal attention of each sequence's new tokens (a whole prompt or a chunk) over its pages.
 
+    query_length[c] = cu_seqlens[c + 1] - cu_seqlens[c]
     token r of sequence c has position p = kv_lengths[c] - query_length[c] + r
     and sees the keys k <= p with k > p - window or k < sink
 
@@ -28,8 +29,8 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
             without a window. Positions are absolute: a key is rotated once, by its position, when it is written to the
             pool. It is not rotated again when tokens between it and the query leave the window.
             uniform_rows: rows of a tile, at least 16, which is also the tile height of work_list; None = chosen from
-            the shapes. When set, the bits of a row depend on its query and keys alone: a token has the same bits as a
-            generation row (a context of one token) and in the middle of a prompt.
+            the shapes. When set, the bits of a row depend on its query and keys alone. A token then has the same bits
+            as a generation row (a context of one token) and in the middle of a prompt.
 Mutates     out, rows below cu_seqlens[C]. Later rows (generation, padding) are neither read nor written.
 Needs       pages with a visible key hold finite numbers for all B tokens: zero the pool once.
 Oracle      triton_kernels/reference/paged_attention_context.py
@@ -38,8 +39,8 @@ Source      FlashAttention-2 (Dao 2023) over pages (Kwon et al. 2023), a group's
 
 One program per tile of queries of one kv head. It walks the keys in tiles of at most 64 tokens of one page. The queries
 of a kv head are numbered token by token, with the heads of the group next to each other, so that a chunk of few tokens
-needs one tile for the whole group, not one per query head. A row of the work list starts one program per query head. A
-full tile of tokens keeps all of them busy; with a shorter tile, programs without queries exit immediately.
+needs one tile for the whole group. A row of the work list starts one program per query head. A full tile of tokens
+keeps all these programs busy. With a shorter tile, programs without queries exit immediately.
 
 Tiles of keys that all rows see are walked without a mask. The tiles at the edge of the window come before these tiles
 and need a mask. The tiles on the diagonal come after them and also need a mask. The tiles of the sinks are walked in
@@ -264,8 +265,8 @@ def context_settings(
 ) -> ContextSettings:
     """Return the launch settings. They depend only on shapes.
 
-    Shared memory holds a tile of keys and a tile of values per stage, and the queries if matrix instructions read them
-    from shared memory. If they read registers, a tile of 64 keys of a large head does not fit.
+    Shared memory holds a tile of keys and a tile of values per stage. It also holds the queries if matrix instructions
+    read them from shared memory. If these instructions read registers, a tile of 64 keys of a large head does not fit.
     """
     rows = context_tile_rows(head_size_pow2, element_size_bytes) if uniform_rows is None else uniform_rows
     row_bytes = head_size_pow2 * element_size_bytes

@@ -11,7 +11,7 @@ def num_digits(element_size_bytes: int) -> int:
 
 
 def num_histograms(digits: int) -> int:
-    """Return the number of histograms of a row, without the counts of its first digits.
+    """Return the number of histograms of a row, in addition to the counts by first digit.
 
     A row has counts and weights for top-k by each digit after the first, and weights for top-p by each digit.
     """
@@ -19,7 +19,7 @@ def num_histograms(digits: int) -> int:
 
 
 def scratch_bytes(num_rows: int, vocabulary: int, element_size_bytes: int) -> int:
-    """Return the bytes of scratch memory for rows of logits, none of which has to be greedy."""
+    """Return the bytes of scratch memory for `num_rows` rows of logits if `only_greedy` is not set."""
     digits, pieces = num_digits(element_size_bytes), -(-vocabulary // MAX_BLOCK)
     histograms = 4 * BUCKETS + num_histograms(digits) * BUCKETS * LONG
     return num_rows * (histograms + 4 * digits * LONG + 4 * (4 * pieces + 1))

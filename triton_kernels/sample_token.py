@@ -188,7 +188,7 @@ def _threshold_of(digits, DIGITS: tl.constexpr):
 
 @triton.jit
 def _kept_by_top_k(histogram_ptr, row, digits, DIGITS: tl.constexpr):
-    """Return [BUCKETS] the weights that top-k keeps, by first digit. `digits` are those of its threshold."""
+    """Return [BUCKETS] the weights that top-k keeps, by first digit. `digits` are the digits of top-k's threshold."""
     weights = _histogram(histogram_ptr, row, 2 * DIGITS - 2, DIGITS)
     if digits != KEEPS_ALL:
         bucket = tl.arange(0, BUCKETS)

@@ -13,14 +13,17 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def soft_cap(doubled, CAP_LOG2: tl.constexpr):
-    """Return CAP_LOG2 * tanh(x), where `doubled` is 2 x log2(e). Overflow and underflow of the power give the cap."""
+    """Return CAP_LOG2 * tanh(x), where `doubled` is 2 x log2(e).
+
+    If the power overflows or underflows, the result is CAP_LOG2 or -CAP_LOG2.
+    """
     return CAP_LOG2 - 2.0 * CAP_LOG2 / (1.0 + tl.exp2(doubled))
 
 
 def score_factors(scale, softcap):
     """Return (score_factor, CAP_LOG2) for the kernels.
 
-    Without a cap, CAP_LOG2 is 0. With one, the score factor gives the argument `doubled` of `soft_cap`.
+    Without a cap, CAP_LOG2 is 0. With a cap, score * score_factor is the argument `doubled` of `soft_cap`.
     """
     assert scale > 0 and (softcap is None or softcap > 0)
     if softcap is None:

@@ -2,5 +2,6 @@
 
 Owns     adapters from third-party libraries to the engine's documented hooks (Parts, callbacks)
 Not      anything the engine needs to run; request tensors, blocks, the loop
-Yours    one file per adapter; its library in an extra of pyproject.toml; a ConfigError when it is not installed
+Yours    a new adapter is one file, with its library in an extra of pyproject.toml. It raises ConfigError if the library
+         is not installed
 """

@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import ConfigError, InvalidRequestError, printable, type_name
 from .gguf_tokenizer import is_gguf_file, load_gguf_chat
 
-# The file name is the template's name, as in transformers' save_pretrained.
+# The name of an additional file is the template's name, as in transformers' save_pretrained.
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -28,10 +28,12 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
     """Format `messages` as a prompt with the model's chat template.
 
     folder      a tokenizer folder with a template, or a `.gguf` file with templates in its metadata. In a folder, the
-                template is chat_template.jinja, or `chat_template` in tokenizer_config.json: a string or a list of
-                named templates. The template named `tool_use` is used if there are tools, otherwise `default`
-    messages    dictionaries with `role`, `content` and other keys that the template reads; keys whose value is None are
-                omitted
+                default template is chat_template.jinja, and named templates are additional_chat_templates/NAME.jinja.
+                Without such files, `chat_template` in tokenizer_config.json is read: a string or a list of named
+                templates. If there are tools, the template named `tool_use` is used if it exists. Otherwise the
+                default template is used
+    messages    dictionaries with `role`, `content` and other keys that the template reads. The template does not get
+                keys whose value is None
     tools       JSON schemas of functions, as the template expects them
     variables   variables of the template, such as `documents` or `enable_thinking`. `add_generation_prompt` defaults to
                 True (False in transformers), which ends the prompt where the model's answer begins. The special tokens
@@ -110,7 +112,10 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _files(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Return (path, mtime in ns, size in bytes) of every file that can contain templates, as a key of the caches."""
+    """Return the key of the caches: (path, mtime in ns, size in bytes) of each file with templates or special tokens.
+
+    For a folder, (path of the folder, 0, 0) comes first.
+    """
     if is_gguf_file(folder):
         return (_gguf_state(folder),)
     try:
@@ -184,7 +189,7 @@ def _special_tokens(*files: tuple[str, int, int]) -> dict[str, str]:
 
 @lru_cache(maxsize=32)
 def _template(*files: tuple[str, int, int], has_tools: bool) -> Any:
-    """Return the compiled template."""
+    """Return the compiled template: `tool_use` if it exists and there are tools, otherwise `default`."""
     folder, templates = files[0][0], _templates(files)
     wanted = "tool_use" if has_tools and "tool_use" in templates else "default"
     if wanted not in templates:
@@ -206,7 +211,7 @@ def _template(*files: tuple[str, int, int], has_tools: bool) -> Any:
 
 
 def _templates(files: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
-    """Return the templates by name; an unnamed template is `default`.
+    """Return name -> template; an unnamed template is `default`.
 
     Template files take precedence over tokenizer_config.json.
     """
@@ -253,9 +258,9 @@ def _environment() -> Any:
                           "pip install -U jinja2")
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %} ... {% endgeneration %}`, which marks the model's answer for training.
+        """The block `{% generation %} ... {% endgeneration %}`, which marks the model's answer for training.
 
-        Renders its content.
+        It renders the content of the block unchanged.
         """
 
         tags = {"generation"}

@@ -11,8 +11,8 @@ from .text import TextStream
 class GeneratedText:
     """Accumulates the deltas of one request. The result does not depend on how tokens are grouped into deltas.
 
-    ends_in_stop_words   the request passed its end ids as one-token stop words. If a stop word ends the output, the
-                         last token adds no text
+    ends_in_stop_words   whether the request passed its end ids as one-token stop words. If so, and a stop word ends
+                         the output, the last token adds no text
     tokens, log_probs, top_log_probs   up to the token that completed a stop string, if any; see Delta
     finish_reason        STOP_WORDS after a stop string; NOT_FINISHED while the request runs
     """
@@ -52,7 +52,7 @@ class GeneratedText:
     def rest(self) -> str:
         """Return the text held back so far.
 
-        Used for a request that failed or was abandoned and gets no further delta.
+        Call this for a request that gets no further delta, because it failed or was abandoned.
         """
         return self._stream.finish()
 

@@ -38,10 +38,10 @@ class _PreTokenizer:
     """How text is split into words before merging.
 
     pattern         regular expression that matches words; None: GPT-2's pattern, built into tokenizers
-    digits          split off every digit before the pattern is applied
-    normalizes      apply Unicode NFC normalization first
-    ignore_merges   do not split a word that is a token, whatever the merges are
-    adds_bos        prepend the bos token if the file does not specify it
+    digits          whether every digit is split off before the pattern is applied
+    normalizes      whether Unicode NFC normalization is applied first
+    ignore_merges   whether a word that is a token stays whole, whatever the merges are
+    adds_bos        whether the bos token is prepended if the file does not specify this
     """
 
     pattern: str | None = None
@@ -90,7 +90,7 @@ def load_gguf_tokenizer(path: str | os.PathLike) -> Any:
     """Build the `tokenizers.Tokenizer` of a GGUF file: byte-level BPE ("gpt2") or SentencePiece BPE ("llama").
 
     Control tokens and user-defined tokens are matched as a whole in text. Control tokens are special. The tokenizer
-    adds the bos and eos tokens if the file specifies it.
+    adds a bos token and an eos token if the file says so.
 
     Raises ConfigError if the library is not installed, the tokenizer is unsupported or the file is broken.
     """

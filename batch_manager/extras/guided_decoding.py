@@ -80,7 +80,7 @@ class GuidedDecoding:
     def regex(self, pattern: str) -> Grammar:
         """Compile a regular expression that the whole output must match.
 
-        Look-around and back-references are not supported. Raises InvalidRequestError if it does not compile.
+        Look-around and back-references are not supported. Raises InvalidRequestError if `pattern` does not compile.
         """
         return self._compile(self._make_matcher.grammar_from_regex(pattern))
 
@@ -100,7 +100,7 @@ class GuidedDecoding:
     def lark(self, grammar: str) -> Grammar:
         """Compile a context-free grammar in llguidance's Lark syntax.
 
-        Raises InvalidRequestError if it does not compile.
+        Raises InvalidRequestError if `grammar` does not compile.
         """
         return self._compile(self._make_matcher.grammar_from_lark(grammar))
 
@@ -172,7 +172,10 @@ def forbid(logits: torch.Tensor, masks: np.ndarray) -> None:
 
 
 def _catch_up(session: _Session, tokens: list[int]) -> None:
-    """Pass the new tokens to the matcher. A step that runs again has no new tokens."""
+    """Pass the new tokens to the matcher. A step that runs again has no new tokens.
+
+    If `tokens` is shorter than before, the matcher starts again after the prompt.
+    """
     if session.prompt_length is None:                # the first call is for the first token after the prompt
         session.prompt_length = session.num_tokens = len(tokens)
     if session.num_tokens > len(tokens):

@@ -18,9 +18,9 @@ class JsonlStatistics:
     """A statistics callback that appends each record to a file, one line per record.
 
     path         path of the file; existing lines stay
-    max_bytes    size limit of the file. Before a write would exceed it, the file is renamed to `path.1`, an existing
-                 `path.1` to `path.2`, and so on
-    num_kept     number of renamed files to keep
+    max_bytes    size limit of the file. Before a write that would exceed the limit, the file is renamed to `path.1`, an
+                 existing `path.1` to `path.2`, and so on
+    num_kept     number of renamed files to keep; 0: the file is emptied and not renamed
 
     Lines are written once a second, when the engine becomes idle, and at `close`. A write error, such as a full disk,
     raises OSError in the callback and loses the pending lines. The engine counts and logs the error. Later records are

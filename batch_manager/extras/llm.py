@@ -176,7 +176,8 @@ class LLM:
         tools              JSON schemas of functions, for templates that support tools
         template_options   variables of the template, such as enable_thinking
 
-        Raises ConfigError if there is no template, and InvalidRequestError if it rejects the messages.
+        Raises ConfigError if there is no template, InvalidRequestError if the template rejects the messages, and the
+        exceptions of `generate`.
         """
         prompt = chat_prompt(self._source, messages, tools, **(template_options or {}))
         return self.generate([encode(self._tokenizer, prompt, add_special_tokens=False)], **options)[0]
@@ -237,7 +238,8 @@ class TextPieces:
     Dropping the iterator, for example by leaving the loop, also stops the request. Thread-safe; each piece goes to one
     thread.
 
-    `next` raises RequestFailed if the request was refused or failed, after the pieces generated before the failure.
+    If the request is refused or fails, the iterator first returns the pieces generated before the failure. Then `next`
+    raises RequestFailed once.
     """
 
     def __init__(self, request: "_Request", inbox: "_Inbox") -> None:
@@ -289,7 +291,7 @@ _NO_MORE = object()
 
 
 class _Inbox:
-    """Takes the place of an event loop for the switchboard. A blocking thread waits here."""
+    """Replaces the event loop that the switchboard expects. A thread waits in `get`."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[list[Mailbox]] = SimpleQueue()
@@ -298,7 +300,7 @@ class _Inbox:
         self._queue.put(mailboxes)
 
     def wake(self) -> None:
-        """Let one `get` return."""
+        """Make one call of `get` return an empty list."""
         self._queue.put([])
 
     def get(self) -> list[Mailbox]:
@@ -331,7 +333,7 @@ class _Request:
         self._switchboard.check_process()
 
     def read(self) -> str:
-        """Return the new text and add it to the completion."""
+        """Take the new delta, add it to the completion, and return its final text; "" if there is none."""
         delta = None if self.is_over else self.mailbox.take()
         if delta is None:
             return ""

@@ -95,7 +95,7 @@ class OpenTelemetryStatistics(LatestStatistics):
 
 
 class _Instruments:
-    """The instruments of one meter, shared by all statistics objects on it: a meter accepts each name once."""
+    """The instruments of one meter, which all its statistics objects share, because a meter accepts each name once."""
 
     def __init__(self) -> None:
         self.histograms: dict[str, Histogram] = {}
@@ -142,7 +142,8 @@ def _global_meter() -> Meter:
 def _name_and_unit(family: Family) -> tuple[str, str]:
     """Return the name and the unit of a family.
 
-    A Prometheus exporter restores the family names of prometheus.py from them, without the engine prefix.
+    From the name and the unit, a Prometheus exporter restores the family name of prometheus.py, without the engine
+    prefix.
     """
     name = family.names[0]
     if family.is_nv_trt_llm:

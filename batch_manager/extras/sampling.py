@@ -18,7 +18,7 @@ LARGEST_BIAS = 100.0    # OpenAI's
 class Sampling:
     """Options for generating one output, with the defaults of OpenAI-style servers.
 
-    The defaults of the request tensors differ.
+    Request tensors have other defaults.
 
     max_tokens           most tokens to generate; None: as many as max_seq_len leaves
     temperature          0: greedy. 1: sample from the model's own distribution
@@ -73,10 +73,10 @@ class Sampling:
         return cls(**options)
 
     def tensors(self, prompt_ids: Sequence[int], info: EngineInfo) -> dict[str, Any]:
-        """Return the tensors of a request for one output. The engine validates the other values.
+        """Return the tensors of a request for one output.
 
         Raises InvalidRequestError if logit_bias or stop_token_ids has a wrong type, or if logit_bias has a token
-        outside the vocabulary or a value out of range.
+        outside the vocabulary or a value out of range. The engine validates all other options.
         """
         tensors: dict[str, Any] = {"input_ids": prompt_ids, "request_output_len": self._output_length(prompt_ids, info),
                                    "temperature": self.temperature, "random_seed": self.seed}
@@ -110,7 +110,10 @@ class Sampling:
         return self.stop_token_ids
 
     def _output_length(self, prompt_ids: Sequence[int], info: EngineInfo) -> int:
-        """Return the output length, at least 1. The engine refuses a prompt that leaves no room."""
+        """Return `max_tokens`, or for None the rest of max_seq_len, but at least 1.
+
+        The engine refuses a prompt that leaves no room for an output.
+        """
         if self.max_tokens is not None:
             return self.max_tokens
         return max(info.max_seq_len - len(prompt_ids), 1)

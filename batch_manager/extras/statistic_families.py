@@ -92,11 +92,11 @@ class LatestStatistics:
 class Family:
     """A metric family.
 
-    names         metric names to publish it under, for dashboards of different engines
+    names         metric names under which to publish the family, for dashboards of different engines
     description   help text
     label         name of the label that distinguishes the values; "": a single value
-    values        function that returns {label value: number}; empty: nothing to publish
-    is_counter    values only grow
+    values        function that returns {label value: number}; an empty result means nothing to publish
+    is_counter    whether values only grow
     """
 
     names: tuple[str, ...]

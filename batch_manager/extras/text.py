@@ -66,14 +66,14 @@ class TextStream:
     The text ends before the stop string that is completed first. If one character completes two stop strings, the text
     ends before the shorter one. `stopped_by` is the stop string that ended the text, otherwise None.
 
-    `comes_in_pieces` is False for a tokenizer that cannot be detokenized incrementally: its decoder is CTC, BPEDecoder,
-    a custom decoder or a decoder that replaces regular expressions, or its class overrides `decode`, as slow
-    SentencePiece tokenizers do. In this case a warning is logged, and `finish` returns the whole text and searches stop
-    strings in it. A tokenizer is examined once, for a few milliseconds, and again after its decoder, vocabulary size or
-    special tokens have changed.
+    `comes_in_pieces` is False for a tokenizer whose tokens cannot be decoded incrementally. Its decoder is CTC,
+    BPEDecoder, a custom decoder or a decoder that replaces regular expressions, or its class overrides `decode`, as
+    slow SentencePiece tokenizers do. In this case a warning is logged, and `finish` searches the whole text for stop
+    strings and returns it. A tokenizer is examined once, for a few milliseconds, and again after its decoder,
+    vocabulary size or special tokens have changed.
 
-    A token takes a few microseconds, at any length; prompt tokens cost the same. Not thread-safe; several threads may
-    use streams of the same tokenizer.
+    A token takes a few microseconds, whatever the length of the sequence. Prompt tokens cost the same. Not thread-safe,
+    but several threads may use streams of the same tokenizer.
 
     Raises ConfigError for an object that is not a tokenizer and for an empty stop string, and InvalidRequestError for
     token ids that are not integers or out of range. Ids beyond the vocabulary are skipped, as `decode` does.
@@ -94,8 +94,8 @@ class TextStream:
     def push(self, tokens: Iterable[int]) -> str:
         """Add token ids, as a list or a one-dimensional array or tensor, and return the new final text.
 
-        Returns "" after a stop string. Raises InvalidRequestError for invalid token ids, and after `finish`; the stream
-        is not changed then.
+        Returns "" after a stop string. Raises InvalidRequestError for invalid token ids and after `finish`, without
+        changing the stream.
         """
         if self.stopped_by is not None:
             return ""
@@ -146,7 +146,7 @@ class TextStream:
 
 
 class _StopStrings:
-    """An Aho-Corasick automaton, which reads each character once, for any number of strings.
+    """An Aho-Corasick automaton for stop strings. It reads each character once, for any number of strings.
 
     A state is the longest prefix of a stop string that is a suffix of the text. `depths[state]` is the length of this
     prefix. `_found[state]` is the shortest stop string that is a suffix of this prefix, or None.
@@ -182,7 +182,7 @@ class _StopStrings:
     def scan(self, state: int, text: str) -> tuple[int, int, str | None]:
         """Return (state, position after the first stop string, the stop string).
 
-        The string is None if there is none.
+        The string is None if no stop string is completed.
         """
         position = 0
         while position < len(text):

@@ -1,7 +1,7 @@
 """Incremental decoding for tokenizers with known decoders.
 
-`tokenizers` decodes a whole list of tokens at once. Its decoders are small programs over the list. tokenizer.json
-names the decoders of a tokenizer. Here, each decoder is a step that takes tokens as they arrive and returns text
+`tokenizers` decodes a whole list of tokens at once. Its decoders are small programs over the list. tokenizer.json names
+the decoders of a tokenizer. In this module, each decoder is a step that takes tokens as they arrive and returns text
 that no later token can change:
 
     tokens -> pieces (cached per token id) -> bytes or runs of byte tokens -> text -> steps over the joined text
@@ -48,7 +48,11 @@ class Text(Protocol):
 
 
 class TextStep(Protocol):
-    """A step over joined text. `rest` takes the last piece and does not change the step."""
+    """A step over joined text.
+
+    feed   take the next piece of text and return the new final text
+    rest   return the text that would follow if `text` were the last piece; changes nothing
+    """
 
     def feed(self, text: str) -> str: ...
 
@@ -62,7 +66,7 @@ Each = Callable[[str, bool], str]
 
 
 def _with_space(token: str, is_first: bool) -> str:
-    """Decode like `tokenizers` without a decoder, and like transformers' slow tokenizers."""
+    """Put a space before every token but the first, as `tokenizers` without a decoder and slow tokenizers do."""
     return token if is_first else " " + token
 
 
@@ -105,7 +109,7 @@ _EACH: dict[str, Callable[[dict], Each | None]] = {
 
 
 class _StripStart:
-    """Removes up to `count` leading characters `content`."""
+    """Removes the character `content` up to `count` times from the start of the text."""
 
     def __init__(self, content: str, count: int) -> None:
         self._content, self._count = content, count
@@ -196,7 +200,10 @@ BYTE_LEVEL = Rule(joins="bytes")
 
 
 def read_rule(decoder: dict[str, Any] | None) -> Rule | None:
-    """Return the rule for a decoder of tokenizer.json, or None if it is unknown or cannot be applied incrementally."""
+    """Return the rule for a decoder of tokenizer.json, or None if it is unknown or cannot be applied incrementally.
+
+    decoder   None: the tokenizer has no decoder, and spaces join its tokens
+    """
     if decoder is None:
         return JOINED_BY_SPACES
     before: list[Each] = []
@@ -241,7 +248,7 @@ class Pieces(dict):
 
     Filled on lookup, and shared by all texts of a tokenizer.
 
-    token_of   function from an id to its token string, or None for an unknown id; may raise for an invalid id
+    token_of   function that returns the token string of an id, or None for an unknown id; may raise for an invalid id
     skips      function (id, token) -> whether the token is omitted
     """
 
@@ -289,7 +296,7 @@ def not_a_token(token_id: object) -> InvalidRequestError:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the characters that GPT-2's tokenizer uses for bytes, with their bytes."""
+    """Return character -> byte, for the characters that represent bytes in GPT-2's tokenizer."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     return {**{chr(byte): byte for byte in printed}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
@@ -315,7 +322,7 @@ def _bytes_of(token: str) -> bytes:
 class _InPieces:
     """A text made of pieces.
 
-    is_first   whether the first token of the text has a different piece
+    is_first   whether the next token is the first of the text, if its piece differs at the start
     """
 
     def __init__(self, pieces: Pieces, is_first: bool) -> None:
@@ -408,7 +415,7 @@ class _TextInSteps:
 
 
 class WholeText:
-    """Decodes everything at the end. Works for any tokenizer."""
+    """A text that is decoded as a whole at the end. Works for any tokenizer."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
@@ -437,7 +444,7 @@ _JOINS: dict[str, Callable[[Pieces], Text]] = {"text": _JoinedText, "bytes": _By
 
 
 def text_of(pieces: Pieces) -> Text:
-    """Return an empty text that is decoded with these pieces."""
+    """Return an empty text whose tokens are decoded with these pieces."""
     text = _JOINS[pieces.rule.joins](pieces)
     return _TextInSteps(text, [make() for make in pieces.rule.steps]) if pieces.rule.steps else text
 

@@ -38,7 +38,8 @@ DEFAULT_POSITIONS = 2048       # the models' training length; ALiBi has no limit
 class BloomSpec(ModelSpec):
     """The spec of BLOOM models.
 
-    adds_to_normed   attention and the MLP add their outputs to the normed rows; otherwise to the rows before the norm
+    adds_to_normed   whether attention and the MLP add their outputs to the normed rows; otherwise to the rows before
+                     the norm
     """
 
     adds_to_normed: bool

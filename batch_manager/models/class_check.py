@@ -65,7 +65,7 @@ def _refuse_no_strings(class_name: str, member: str, value: object, what: str) -
 
 
 def refuse_wrong_spec(model_class: type, spec: object) -> None:
-    """Raise ConfigError unless `spec` is a ModelSpec with valid fields. `check_spec` checks that they fit together."""
+    """Raise ConfigError unless `spec` is a ModelSpec with valid fields. `check_spec` compares the fields."""
     name = f"{model_class.__name__}.read_spec"
     if not isinstance(spec, ModelSpec):
         raise ConfigError(f"{name} returned {shown(spec)}", "expected a ModelSpec", "")

@@ -37,8 +37,8 @@ from .model_spec import (
 class FalconSpec(ModelSpec):
     """The spec of Falcon models.
 
-    is_parallel     attention and the MLP read the same rows; otherwise the MLP follows attention
-    has_own_norms   parallel attention and MLP have separate norms
+    is_parallel     whether attention and the MLP read the same rows; otherwise the MLP follows attention
+    has_own_norms   whether parallel attention and MLP have separate norms; False if `is_parallel` is False
     """
 
     is_parallel: bool

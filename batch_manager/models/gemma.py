@@ -1,4 +1,4 @@
-"""Gemma: Llama with scaled embeddings, norms with weights stored minus one, an explicit head size and tanh GELU.
+"""Gemma: Llama with scaled embeddings, norm weights that are stored minus one, an explicit head size and tanh GELU.
 
 Source   "Gemma" (arXiv 2403.08295); checkpoints of transformers' GemmaForCausalLM.
 """

@@ -11,9 +11,9 @@ NATIVE, TRANSFORMERS = "native", "transformers"
 def choose_implementation(config: Fields, architecture: str, wanted: str) -> str:
     """Return NATIVE or TRANSFORMERS for a checkpoint.
 
-    wanted   "native", "transformers" or "auto", as for load_model
-    Raises   UnsupportedModelError if transformers must run the model and the model type is not proven to run in the
-             engine. Transformers must run it if `wanted` says so or if no class of this package is known
+    wanted   "native", "transformers" or "auto", as for load_model. "auto" chooses NATIVE if a class is known for
+             the architecture, except for a model type that only transformers runs
+    Raises   UnsupportedModelError if the choice is transformers and the model type is not proven to run in the engine
     """
     if wanted == NATIVE:
         return NATIVE
@@ -41,7 +41,7 @@ def choose_implementation(config: Fields, architecture: str, wanted: str) -> str
 
 
 def _has_foreign_type(config: Fields, architecture: str) -> bool:
-    """Whether a shipped architecture comes with a model type that transformers runs and no shipped class runs."""
+    """Whether a shipped class is known for the architecture, but only transformers runs the model type."""
     expected = model_type_of(architecture)
     if expected is None or not is_shipped(architecture, find_model(architecture)):
         return False

@@ -22,7 +22,7 @@ from .registry import Model, find_model, is_shipped, known_architectures, model_
 class LoadedModel:
     """A model ready to run.
 
-    weight_bytes     size of the tensors, and of the copies that layers keep for speed
+    weight_bytes     total size of the tensors and of the copies that layers keep for speed
     end_ids          tokens that end a sequence, from the checkpoint
     implementation   "native" or "transformers"
     """
@@ -50,9 +50,10 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
                free_bytes: int | None = None, model_implementation: str = "auto") -> LoadedModel:
     """Load the checkpoint at `path`.
 
-    dtype           a torch dtype or its name; "auto": the checkpoint's dtype on a GPU, float32 on a CPU
+    dtype           a torch dtype or its name; "auto": on a GPU the checkpoint's dtype, or float32 if it
+                    states none; on a CPU float32
     load_format     "auto": safetensors or GGUF; "dummy": random weights from `seed`, which need only config.json
-    deterministic   a row's bits depend on that row only; ConfigError if the model class does not support this
+    deterministic   make a row's bits depend on that row only; ConfigError if the model class does not support this
     compiled_step   on a CPU: store matrices for the compiled step, see triton_kernels/cpu/native
     free_bytes      free device memory; larger weights are refused before any allocation. None: no check
     model_implementation   "native": a class of this package, or a registered one; "transformers": transformers' own
@@ -120,8 +121,8 @@ def refuse_too_many_weights(num_weights: int, checkpoint: Checkpoint, device: to
                            free_bytes: int | None) -> None:
     """Raise InsufficientMemoryError if the weights alone are larger than the free memory.
 
-    The system provides the pages of a large allocation when they are written. An allocation that is too large can
-    therefore succeed, and the system kills the process during loading.
+    The system provides the pages of a large allocation only when they are written. An allocation that is too large
+    can therefore succeed, and the system would kill the process later, during loading.
     """
     num_bytes = num_weights * dtype.itemsize
     if free_bytes is not None and num_bytes > free_bytes:
@@ -166,7 +167,7 @@ def _read_native_spec(config: Fields, name: str) -> tuple[type[Model], ModelSpec
 
 
 def _refuse_composite(config: Fields, architecture: str) -> None:
-    """Raise UnsupportedModelError for a model of text and other inputs, such as images."""
+    """Raise UnsupportedModelError for a model that combines text with other inputs, such as images."""
     text = config.values.get("text_config")
     if architecture in known_architectures() or not isinstance(text, dict) or not text:
         return

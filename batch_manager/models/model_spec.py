@@ -100,7 +100,7 @@ _ALIASES = (
     ("rope_scaling", "rope_parameters"),
 )
 
-# activation name in transformers -> name here; some are spellings of the same function
+# Activation name in transformers -> name here. Several names mean the same function.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
                 "gelu_pytorch_tanh": "gelu_new",
                 "gelu_fast": "gelu_new", "relu": "relu"}
@@ -115,17 +115,18 @@ class ModelSpec:
 
     head_size                entries of one attention head; hidden_size / num_heads unless the configuration states it
     vocab_size               rows of the embedding
-    max_position_embeddings  positions that the model supports; with longrope, those before stretching
+    max_position_embeddings  positions that the model supports; with longrope, its positions before stretching
     attention                one LayerAttention for each layer: scale, window, softcap, ALiBi slopes, sink logits
     norm_epsilon             epsilon of all norms
     tie_word_embeddings      whether the head uses the embedding's matrix
-    rotary                   None: the model has learned positions, or ALiBi slopes in `attention`
+    rotary                   None: the model has learned positions, or ALiBi slopes in `attention`, or transformers
+                             computes its positions
     rotary_size              leading entries of each head that are rotated; None: all
     qkv_bias, out_bias       whether the attention's projections have biases
     mlp_bias                 whether the projections of the feed-forward network have biases
-    qk_norm                  whether queries and keys are normed per head
+    qk_norm                  whether queries and keys are normed, per head or over all heads
     gated_mlp                whether the feed-forward network has three matrices; otherwise two
-    dtype                    "float32", "float16" or "bfloat16", from config.json; None: not stated there
+    dtype                    "float32", "float16" or "bfloat16", from config.json; None: the file does not state it
     """
 
     architecture: str
@@ -170,7 +171,7 @@ Spec = TypeVar("Spec", bound=ModelSpec)
 
 
 def refuse_unsupported_fields(config: Fields, understood: Collection[str], *, is_shipped: bool) -> None:
-    """Raise ModelLoadError for a field that changes what the model computes, if the model class does not read it.
+    """Raise ModelLoadError if a field changes what the model computes and the model class does not read this field.
 
     understood   `understands` of the class: the fields that it reads
     is_shipped   whether the class is the shipped one of its architecture
@@ -198,9 +199,9 @@ def refuse_unsupported_fields(config: Fields, understood: Collection[str], *, is
 
 
 def refuse_unread_aliases(config: Fields, understood: Collection[str]) -> None:
-    """Raise ModelLoadError for an unread alias whose value differs from all values that the model class read.
+    """Raise ModelLoadError if a name in _ALIASES has a value that the class read under no name of the same group.
 
-    config       after the class has read it
+    config       the fields, after the class has read its own
     understood   as in `refuse_unsupported_fields`
     """
     for names in _ALIASES:
@@ -211,8 +212,8 @@ def refuse_unread_aliases(config: Fields, understood: Collection[str]) -> None:
 
 
 def _names_shipped_class(config: Fields) -> bool:
-    """Whether `auto_map` names the class in `architectures`. Such code is older than the class in transformers, and
-    transformers uses its own class."""
+    """Whether `auto_map` names the class in `architectures`. The code of the checkpoint is then older than the class
+    of that name in transformers, and transformers uses its own class."""
     by_task = config.values["auto_map"]
     text = by_task.get("AutoModelForCausalLM") if isinstance(by_task, dict) else None
     return isinstance(text, str) and [text.rpartition(".")[2]] == config.values["architectures"]
@@ -331,7 +332,7 @@ def check_spec(config: Fields, spec: ModelSpec, class_name: str, *, is_shipped: 
 
 
 def even_share(config: Fields, name: str, whole: int, parts: int) -> int:
-    """Return whole / parts: the head size, if the configuration does not state it. Raises ModelLoadError."""
+    """Return whole / parts, the default head size. Raises ModelLoadError, which names `name`, for a remainder."""
     if whole % parts:
         raise config.fault(name, f"a multiple of the number of attention heads, {parts}")
     return whole // parts
@@ -388,8 +389,10 @@ def read_alternating_windows(config: Fields, period: int) -> tuple[int | None, .
 
 
 def read_uniform_windows(config: Fields, window: int | None) -> tuple[int | None, ...]:
-    """Return `window` for each layer, for a family that ignores `layer_types`. A file whose `layer_types` contradict
-    this is refused, because it describes another model."""
+    """Return `window` for each layer, for a family that ignores `layer_types`.
+
+    Raises ModelLoadError if `layer_types` states other windows, because the file then describes another model.
+    """
     num_layers, kind = layer_count(config), "full_attention" if window is None else "sliding_attention"
     if set(read_layer_types(config, [kind] * num_layers)) != {kind}:
         raise config.fault("layer_types", f"{kind} for every layer, to match sliding_window")
@@ -448,8 +451,8 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
     """Read the rotary parameters from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`.
 
     default_theta   used if the file has no `rope_theta`; None: the file must have the field
-    is_partial      whether the family can rotate a part of each head; otherwise a file that does so is refused
-    rope            the parameters, for a family with several sets; None: the parameters in the fields above
+    is_partial      whether the family can rotate a part of each head; False: a file that rotates a part is refused
+    rope            the parameters to read, for a family with several sets; None: those in the fields named above
     """
     rope = _rope_fields(config) if rope is None else rope
     if not is_partial and "partial_rotary_factor" in rope and rope.number("partial_rotary_factor") != 1.0:
@@ -502,7 +505,8 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
 def rope_fields_by_kind(config: Fields) -> tuple[Fields, Fields]:
     """Return the rotary parameters of full layers and of sliding layers, for a family with a table for each kind.
 
-    They are in `rope_parameters`, by kind of layer. Older files have `rope_scaling`, for full layers only.
+    `rope_parameters` contains them by kind of layer. Older files have `rope_scaling`, which applies to full layers
+    only.
     """
     nothing = Fields({}, config.where)
     by_kind = config.fields("rope_parameters", nothing)
@@ -522,7 +526,7 @@ def rope_fields_by_kind(config: Fields) -> tuple[Fields, Fields]:
 
 
 def _rope_fields(config: Fields) -> Fields:
-    """Return `rope_scaling`, the older name, or `rope_parameters`; empty if the file has neither."""
+    """Return `rope_scaling`, which is the older name, else `rope_parameters`; empty if the file has neither."""
     rope = config.fields("rope_scaling", Fields({}, config.where))
     return rope if rope.values else config.fields("rope_parameters", rope)
 

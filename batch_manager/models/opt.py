@@ -40,9 +40,9 @@ class OptSpec(ModelSpec):
 
     embedding_size       width of the embedding. If it differs from the hidden size, one matrix maps embeddings to the
                          hidden size, and another maps hidden states back before the head
-    norms_first          norms come before attention and the MLP; otherwise after the residual sums
-    has_last_norm        there is a norm after the last layer
-    norms_have_weights   norms have weights and biases
+    norms_first          whether norms come before attention and the MLP; otherwise after the residual sums
+    has_last_norm        whether there is a norm after the last layer
+    norms_have_weights   whether norms have weights and biases
     """
 
     embedding_size: int
@@ -116,7 +116,7 @@ class Opt:
                          tied_to=self.tokens if spec.tie_word_embeddings else None)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings mapped to the hidden size. Rows of a prompt-tuning table must also have the hidden size."""
+        """Embeddings, mapped to the hidden size. Rows of a prompt-tuning table must already have the hidden size."""
         rows = self.tokens(token_ids)
         return rows if self.project_in is None else self.project_in(rows)
 

@@ -52,8 +52,10 @@ class Phi3:
 
 
 def _with_longrope(config: Fields) -> Fields:
-    """Return the configuration with current names and defaults. Early files call longrope "su".
-    `original_max_position_embeddings` is 4096 by default."""
+    """Return the configuration with current names and defaults.
+
+    Early files call longrope "su". The default of `original_max_position_embeddings` is 4096.
+    """
     values = dict(config.values)
     for name in ("rope_scaling", "rope_parameters"):
         rope = config.fields(name, Fields({}, config.where))

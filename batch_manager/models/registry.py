@@ -17,12 +17,13 @@ from .model_spec import ModelSpec
 class Model(Protocol):
     """One model on one device, used by one thread.
 
-    harmless_tensors   regular expressions that match whole names of tensors which a checkpoint may contain but the
-                       model does not need, such as "model.rotary.inv_freq". Any other tensor that `__init__` does not
-                       request is refused by name
+    harmless_tensors   regular expressions for tensors that a checkpoint may contain but the model does not need, such
+                       as "model.rotary.inv_freq"; an expression matches the whole name. Any other tensor that
+                       `__init__` does not request is refused by name
     understands        optional. Fields of config.json that change what a model computes and that `read_spec` reads,
-                       such as "sliding_window"; the tables in model_spec.py list all such fields. A checkpoint is
-                       refused if it sets such a field that is not listed here, except to a value that changes nothing
+                       such as "sliding_window". The tables in model_spec.py list all fields that change what a model
+                       computes. A checkpoint is refused if a field of the tables that is missing here has a value
+                       that changes the computation
     prompt_tuning_scale   optional; absent means 1. Factor of prompt-tuning rows, which replace rows of `embed`. A
                        prompt-tuning table contains embeddings before the model scales them
     deterministic      optional; absent means False. True if the class computes only with layers of
@@ -98,9 +99,9 @@ _MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "Mistral
 
 
 def register_model(architecture: str, model_class: type[Model]) -> None:
-    """Run checkpoints whose config.json names `architecture` with `model_class`, which implements `Model`.
+    """Register `model_class`, which implements `Model`, for checkpoints whose config.json names `architecture`.
 
-    Replaces an earlier class for that name. Raises ConfigError if a member is missing or invalid.
+    Replaces the class registered before for `architecture`. Raises ConfigError if a member is missing or invalid.
     """
     if not isinstance(architecture, str) or not architecture:
         raise ConfigError(f"the architecture is {shown(architecture)}",
@@ -132,13 +133,13 @@ def find_model(architecture: str, named_by: str = "") -> type[Model]:
 
 
 def is_shipped(architecture: str, model_class: type[Model]) -> bool:
-    """Whether this is the package's own class for `architecture`."""
+    """Whether `model_class` is the package's own class for `architecture`."""
     module, name = _SHIPPED.get(architecture, ("", ""))
     return (model_class.__module__, model_class.__qualname__) == (f"{__package__}.{module}", name)
 
 
 def model_type_of(architecture: str) -> str | None:
-    """Return transformers' model type of a shipped architecture; None for any other."""
+    """Return transformers' model type of a shipped architecture; None for any other architecture."""
     return _MODEL_TYPES.get(architecture)
 
 

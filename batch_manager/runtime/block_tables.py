@@ -6,9 +6,9 @@ from ..handover import BlockTableUpdates, ScheduledBatch
 
 
 def generation_rows(batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the slots of the generation rows, their tokens in the KV cache before the step, and their table rows.
+    """Return (slots, numbers of tokens in the KV cache before the step, block table rows) of the generation rows.
 
-    Each is an array [g * beam width] int32, with one row for each beam.
+    Each is an array [g * beam width] int32 for g generation requests, with one entry for each beam.
     """
     generation, per_slot = batch.generation, np.int32(batch.max_beam_width)
     slots, kv_lengths, width = generation.slots, generation.kv_lengths, generation.beam_width
@@ -19,8 +19,9 @@ def generation_rows(batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 class BlockTables:
-    """Block ids of each sequence in order: one row per slot, or per beam of each slot. The capacity doubles when a
-    larger slot or a longer table arrives.
+    """The block ids of each sequence, in order: one row per slot, or per beam of each slot.
+
+    The capacity at least doubles when a larger slot or a longer table arrives.
 
     rows     [slots * beams, max_blocks] int32. Entries after the sequence's last block are undefined (any id, or -1),
              and so are entries of blocks that were released when they left the window

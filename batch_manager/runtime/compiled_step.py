@@ -39,7 +39,7 @@ class CompiledStep:
         self._capacity = 0
 
     def run(self, hidden: torch.Tensor, step: PackedStep) -> torch.Tensor:
-        """Return the hidden states after the model's last layer.
+        """Return the hidden states that the model's forward computes, after the last norm.
 
         hidden    [T, hidden size]; may be overwritten
         Mutates   the entries of the step's tokens in the KV cache pool
@@ -89,7 +89,7 @@ class CompiledStep:
         return self._head.largest(hidden, self.threads)
 
     def _make_room(self, rows: int) -> None:
-        """Allocate zeroed registers for this many rows. The entries after the last column of a row stay zero."""
+        """Allocate zeroed registers for at least `rows` rows. The entries after the last column of a row stay zero."""
         capacity, itemsize = max(rows, 2 * self._capacity), self._recording.dtype.itemsize
         self._memory = allocate(capacity * self._row_entries * itemsize)
         start = self._memory.ctypes.data
@@ -100,8 +100,8 @@ class CompiledStep:
 def arrange(recording: Recording) -> tuple[list[int], int]:
     """Return the offset of each register, in entries per row, and the total number of entries per row.
 
-    The memory of a register is reused after its last use, for another register of the same stride. A register with
-    padding after its rows keeps its memory, because the padding must stay zero.
+    After the last use of a register, another register of the same stride can get its memory. A register whose rows end
+    in padding keeps its memory, because the padding must stay zero.
     """
     last_use = {register: index for index, used in enumerate(recording.uses) for register in used}
     offsets, free, total = [0] * len(recording.strides), {}, 0

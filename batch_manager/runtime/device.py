@@ -39,7 +39,7 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 def named_device(name: str) -> torch.device:
-    """Return the device of this name, whether it exists or not. Raises ConfigError for an unknown name."""
+    """Return the device of this name, which need not exist. Raises ConfigError for an unknown name."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
@@ -73,17 +73,17 @@ def device_name(device: torch.device) -> str:
 
 
 class AllocatedMemory:
-    """Bytes that torch has allocated to tensors on a GPU in this process; 0 for a CPU.
+    """Reads the bytes that torch has allocated to tensors on a GPU in this process; 0 for a CPU.
 
     Reading the value from torch takes 50 microseconds, which is too long for the statistics of every iteration. The
-    value is therefore refreshed at most once in MEMORY_SECONDS.
+    value is therefore read at most once in MEMORY_SECONDS.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._num_bytes, self._asked_at = device, 0, -math.inf
 
     def num_bytes(self) -> int:
-        """Return the bytes, at most MEMORY_SECONDS old."""
+        """Return the number of bytes, at most MEMORY_SECONDS old."""
         if self._device.type == "cuda" and time.monotonic() - self._asked_at >= MEMORY_SECONDS:
             self._num_bytes, self._asked_at = torch.cuda.memory_allocated(self._device), time.monotonic()
         return self._num_bytes
@@ -211,8 +211,8 @@ class Uploads:
 class CapturedGraph:
     """A CUDA graph: the launches of a function, captured once and replayed in one call.
 
-    memory_of   a graph whose memory pool the new graph shares. Only one of the two graphs may run at a time, and its
-                run overwrites the results of the other in the pool. None: the new graph gets a new pool
+    memory_of   a graph whose memory pool the new graph shares. Only one of the two graphs may run at a time, and it
+                overwrites the other's results in the pool. None: the new graph gets a new pool
 
     A replay uses the addresses of the capture, and reads their contents at the time of the replay.
     """
@@ -285,7 +285,7 @@ def _fetch(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate pinned host memory, for asynchronous copies. torch caches it when it is freed."""
+    """Allocate pinned host memory, for asynchronous copies. torch caches freed pinned memory."""
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 
@@ -302,7 +302,7 @@ def _is_lost(device: torch.device, error: RuntimeError) -> bool:
 
 
 def _free_host_memory() -> int:
-    """Return MemAvailable, or the free bytes of the control group if these are fewer. Both count page cache as free."""
+    """Return the smaller of MemAvailable and the free bytes of the control group. Both count page cache as free."""
     free = _meminfo_available()
     if free is None:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

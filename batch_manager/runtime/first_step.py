@@ -20,7 +20,7 @@ def first_step(num_tokens: int, vocab_size: int) -> PackedStep:
 
 
 def describe_difference(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:
-    """Return how far two tensors of the same shape differ, for a message; "" if they agree.
+    """Return how far two tensors of the same shape differ, for a message; "" if they agree or `expected` is not finite.
 
     tolerance   upper limit of the largest difference, as a share of the largest expected value
     """

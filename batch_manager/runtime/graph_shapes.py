@@ -1,12 +1,12 @@
 """The padded shapes of plain steps that have graphs, and the choice among them. Pure arithmetic.
 
-A padding row costs as much as a real row in matrix products, and nothing elsewhere. The shapes are therefore close
-together. A generation step has at most as many padding rows as real rows. From 8 rows on it has at most 7 padding rows,
-and from 256 rows on at most 31.
+A padding row costs as much as a real row in matrix products, and nothing elsewhere. The row counts of shapes are
+therefore close together. A generation step has at most as many padding rows as real rows. From 8 rows on it has at most
+7 padding rows, and from 256 rows on at most 31.
 
 In a step with contexts, the generation rows and the context tokens are padded. A few shapes suffice for two reasons.
-Padding is free while a product takes longer to read its weights than to compute. Larger steps have no graph, because
-they compute for longer than their launches take.
+Padding is free in a step so small that its products take longer to read their weights than to compute. Larger steps
+have no graph, because they compute for longer than their launches take.
 """
 
 import bisect
@@ -30,8 +30,8 @@ class StepShape(NamedTuple):
     """The padded shape of a plain step. It determines the step's addresses, sizes and launches.
 
     rows             generation rows, padding included
-    is_split         attention may split generating sequences into parts
-    samples          some rows may not be greedy
+    is_split         whether attention may split generating sequences into parts
+    samples          whether some rows may not be greedy
     context_tokens   tokens of contexts, padding included
     contexts         number of contexts, padding included
     """
@@ -53,14 +53,16 @@ class StepShape(NamedTuple):
 
 
 def graph_rows(most_rows: int) -> tuple[int, ...]:
-    """Return the row counts of generation steps with graphs, ascending, up to the first that holds `most_rows`; at most
-    MOST_ROWS."""
+    """Return the row counts of generation steps with graphs, in ascending order.
+
+    They end with the first count that is at least `most_rows`, or with MOST_ROWS if that is smaller.
+    """
     rows = [*SMALL_ROWS, *range(STEP, LARGE_ROWS, STEP), *range(LARGE_ROWS, MOST_ROWS + 1, LARGE_STEP)]
     return _up_to(rows, most_rows)
 
 
 def mixed_sizes(most_rows: int, most_tokens: int, num_weights: int) -> frozenset[tuple[int, int]]:
-    """Return the (generation rows, context tokens) of steps with contexts that have graphs.
+    """Return the sizes (generation rows, context tokens) of the steps with contexts that have graphs.
 
     most_rows     generation rows of the largest step
     most_tokens   context tokens of the largest step

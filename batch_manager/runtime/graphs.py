@@ -1,10 +1,10 @@
 """CUDA graphs of plain steps: the launches of `PlainSteps.run_step` for one shape, replayed in one call.
 
 For each row count in graph_shapes.py there is one graph for generation steps in which all rows are greedy, and one for
-all other generation steps. If attention may split sequences into parts, there are two more graphs. Steps with contexts
-have one graph for each size. All graphs are captured before the first request. The largest graph comes first, so that
-the others can share its memory. A shape runs once before its capture, because kernels are tuned and compiled at their
-first use, and neither can be captured.
+all other generation steps. If attention may split sequences into parts at this row count, there are two more graphs for
+it. Steps with contexts have one graph for each size. All graphs are captured before the first request. The largest
+graph is captured first, so that the others can share its memory. A shape runs once before its capture, because kernels
+are tuned and compiled at their first use, and neither can be captured.
 """
 
 import time
@@ -53,7 +53,7 @@ def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, layout: L
 class Graphs:
     """The captured graphs, by shape.
 
-    run_step   launches a step; the shape determines its launches
+    run_step   launches a step of a shape, which determines the launches
     """
 
     def __init__(self, device: torch.device, run_step: Callable[[StepShape], None]) -> None:
@@ -61,7 +61,9 @@ class Graphs:
         self._graphs: dict[StepShape, CapturedGraph] = {}
 
     def capture(self, shapes: Sequence[StepShape], prepare: Callable[[StepShape], None]) -> bool:
-        """Capture a graph for each shape, largest first. If one fails, log a warning, drop all graphs and return False.
+        """Capture a graph for each shape, largest first. Returns True.
+
+        If a capture fails, logs a warning, drops all graphs and returns False.
 
         prepare   (shape) -> None: sends inputs that consist of padding only
         """

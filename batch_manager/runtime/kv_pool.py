@@ -1,8 +1,8 @@
 """The KV cache pool: a tensor [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size], indexed by block id.
 
-The layers of a block are contiguous, so that a block is copied as one piece. The page of a head is contiguous too. The
-pool is filled with zeros at the start: attention multiplies the entries after a sequence's last token by zero, and
-these entries must be finite.
+The layers of a block are contiguous, so that a block is copied as one piece. A page, which is the keys or the values of
+one head in a block, is contiguous too. The pool is filled with zeros at the start: attention multiplies the entries
+after a sequence's last token by zero, and these entries must be finite.
 """
 
 import math
@@ -57,10 +57,10 @@ def make_host_pool(spec: ModelSpec, num_blocks: int, tokens_per_block: int, dtyp
 
 
 def pinned_pieces(num_blocks: int, block_bytes: int) -> list[int]:
-    """Divide `num_blocks` blocks into allocations. Returns the number of blocks of each.
+    """Divide `num_blocks` blocks into allocations. Returns the number of blocks in each allocation.
 
-    torch rounds each pinned allocation up to a power of two, which can double its size. The size of each piece is
-    therefore a power of two less a remainder smaller than one block.
+    torch rounds each pinned allocation up to a power of two, which can double its size. Each allocation is therefore
+    smaller than a power of two by less than one block.
     """
     pieces = []
     while num_blocks:

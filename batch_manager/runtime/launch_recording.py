@@ -67,7 +67,7 @@ Operation = Norm | Product | Activation | Sum | Attend
 
 
 def is_whole(rows: Rows, widths: list[int]) -> bool:
-    """Whether `rows` are all columns of their register, without heads."""
+    """Whether `rows` have all columns of their register and are not divided into heads."""
     return rows.heads is None and rows.width == widths[rows.register]
 
 

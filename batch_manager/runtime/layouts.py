@@ -2,8 +2,8 @@
 
     fused    one packed call
     split    a call for the contexts, then a call for the generation rows
-    padded   the calls of split, padded. Contexts are padded to the longest one. Generation has one row for each member
-             of the static batch, and the row of a finished member is padding
+    padded   the calls of split, with padding. Contexts are padded to the longest one. The generation call has one row
+             for each member of the static batch, and the row of a finished member is padding
 
 Except for rounding, the result of a row does not depend on the layout.
 """
@@ -24,7 +24,8 @@ class ModelCall:
     """One call of the model.
 
     padding      rows of the packed tokens in a padded call; None: the call is packed
-    embeddings   [v, hidden size] float32: embeddings of the call's prompt-tuning tokens, in order; None: no such tokens
+    embeddings   [v, hidden size] float32: embeddings of the call's v prompt-tuning tokens, in order; None: no such
+                 tokens
     """
 
     step: PackedStep

@@ -11,7 +11,7 @@ class CheckedModel:
     """A model whose results are checked against the description in models.registry.Model.
 
     vocab_size, hidden_size   sizes in the model's spec
-    dtype                     dtype of the weights; hidden states and logits may also be float32
+    dtype                     dtype of the weights; each result has this dtype or float32
     Raises                    ConfigError, from `embed`, `forward` and `logits`
     """
 

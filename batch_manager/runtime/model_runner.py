@@ -27,7 +27,7 @@ class CallResult:
     hidden           [r, hidden size]: hidden states to sample from
     rows             slots and positions of these rows
     context_finite   [context tokens] bool: whether the hidden state of each context token is finite; None: no contexts
-    context_logits   slot -> [chunk tokens, vocab] float32 on the host, for the slots with this feature
+    context_logits   slot -> [chunk tokens, vocab] float32 on the host, for the slots that return context logits
     """
 
     hidden: torch.Tensor
@@ -39,9 +39,9 @@ class CallResult:
 class ModelRunner:
     """Runs calls of one model over one KV cache pool.
 
-    compiled   runs the forward of calls without padding; None: the model's layers run it
-    fused      runs the forward of `generate` for few rows; None: the model's layers run it
-    table      [vocab, hidden size]: the embedding table, if the model's `embed` is a plain lookup in it; else None
+    compiled   runs the forward of calls without padding; None: the model's layers run the forward
+    fused      runs the forward of `generate` for few rows; None: the model's layers run the forward
+    table      [vocab, hidden size]: the embedding table, if the model's `embed` is a plain lookup; otherwise None
     """
 
     def __init__(self, model: Model, attention: Attention, uploads: Uploads, vocab_size: int) -> None:
@@ -53,7 +53,7 @@ class ModelRunner:
 
     @contextmanager
     def checking(self, hidden_size: int, dtype: torch.dtype) -> Iterator[None]:
-        """Context manager: check the model's results and raise ConfigError for a wrong one; see CheckedModel."""
+        """Context manager: check the model's results and raise ConfigError for a wrong result; see CheckedModel."""
         model, self._model = self._model, CheckedModel(self._model, self._vocab_size, hidden_size, dtype)
         try:
             yield

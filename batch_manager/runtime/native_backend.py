@@ -83,7 +83,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                          ) -> "NativeBackend":
     """Load a checkpoint, allocate the KV cache pool, and run a warm-up.
 
-    layout              how a step is divided into calls of the model, one of layouts.py
+    layout              a function of layouts.py, which divides a step into calls of the model
     num_slots           number of sequences to allocate state for; the state grows if more arrive
     max_beam_width      largest number of beams of a sequence
     attention_factory   (spec, kv_pool) -> Attention. spec.attention has the effective windows, which are the model's
@@ -91,7 +91,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                         this parameter fails here
     own_stages          (num_slots, device) -> custom stages, see decoding/stages.py
     is_engine_thread    (threading.Thread) -> whether the thread runs only the engine, so that it may keep num_threads
-    Raises              ConfigError and its subclasses, after freeing everything
+    Raises              ConfigError and its subclasses, after freeing all memory
     """
     device = resolve_device(params.device)
     captures = may_capture(params, device, layout, attention_factory is not None)
@@ -224,11 +224,12 @@ def _with_windows(spec: ModelSpec, windows: Sequence[int | None]) -> ModelSpec:
 
 
 class NativeBackend:
-    """The seams.ModelBackend that runs a loaded model. `pool` is the KV cache pool of its attention.
+    """The seams.ModelBackend that runs a loaded model.
 
+    pool               the KV cache pool of `attention`
     max_beam_width     largest number of beams of a sequence
-    windows            attention window of each layer, with which the attention was made; None: no window
-    sink_tokens        number of sink tokens, with which the attention was made
+    windows            window of each layer in `attention`; None: no window
+    sink_tokens        number of sink tokens in `attention`
     host_pool          blocks in host memory
     num_threads        threads of a step on a CPU; None: torch's setting
     own_stages         custom stages
@@ -286,9 +287,9 @@ class NativeBackend:
     def start(self, batch: ScheduledBatch) -> "NativeStep | PlainStep":
         """Launch a step; see seams.ModelBackend.
 
-        After an exception, the step can run again. Its updates of block tables and slots can be repeated, device
-        operations that are done are skipped, and the KV cache entries of its tokens are written again. Sampled tokens
-        are stored last, and by position.
+        After an exception, the step can run again. The new run repeats the updates of block tables and slots, skips the
+        device operations that are done, and writes the KV cache entries of the tokens again. Sampled tokens are stored
+        last, and by position.
         """
         if batch.generation.num_drafts is not None or batch.context and any(work.num_drafts for work in batch.context):
             raise NotImplementedError("draft tokens are not verified by this backend yet")
@@ -346,15 +347,15 @@ class NativeBackend:
             self._allocated = AllocatedMemory(self._device)
 
     def warm_up(self, max_beam_width: int = 1) -> None:
-        """Run a context step and a generation step of several sequences in block 0, and zero the block afterwards.
+        """Run a context step and a generation step for each of several sequences in block 0, then zero the block.
 
         The sequences are:
             one with all features
             one that is sampled, without other features
             one without features, long enough for attention to split it
-            with beams, one for each power of two below max_beam_width, and one of max_beam_width beams
+            if max_beam_width > 1: one with 2, 4, 8, ... beams each, and one with max_beam_width beams
 
-        This compiles the kernels of all variants of a step, so that no kernel is compiled while requests wait.
+        The steps compile the kernels of all variants of a step, so that no kernel is compiled while requests wait.
         """
         zero = np.zeros(1, np.int32)
         every_parameter = {name: parameter.other for name, parameter in PARAMETERS.items() if name != "beam_width"}
@@ -394,8 +395,9 @@ class NativeBackend:
             self._plain_steps.capture_graphs()
 
     def fuse_steps(self, loaded: LoadedModel, spec: ModelSpec) -> None:
-        """Use the fused step for plain generation steps of few rows from now on, if the device runs Triton kernels and
-        the model can be recorded. Call after the warm-up.
+        """Use the fused step for plain generation steps of few rows from now on. Call after the warm-up.
+
+        Has no effect if the device does not run Triton kernels. Logs a message if the model cannot be fused.
 
         spec   the model's spec with the effective windows
         """
@@ -413,7 +415,7 @@ class NativeBackend:
                 clear_block(self._pool, 0)
 
     def _cached_by_a_long_sequence(self) -> int:
-        """Return the number of cached tokens of a sequence that attention splits into parts, if it splits any.
+        """Return a number of cached tokens with which attention splits a sequence into parts, if it splits sequences.
 
         The next token is the first of its block, because a window then spans the largest number of blocks.
         """
@@ -448,7 +450,10 @@ class NativeBackend:
 
     @contextmanager
     def _naming_stages(self) -> Iterator[None]:
-        """Context manager: turn an exception of a custom stage, except out of memory, into a ConfigError naming it."""
+        """Context manager: turn an exception of a custom stage into a ConfigError that names the stage.
+
+        Out-of-memory exceptions stay unchanged.
+        """
         try:
             yield
         except Exception as error:

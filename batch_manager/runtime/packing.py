@@ -26,11 +26,11 @@ class Padding:
 
 
 def padding(step: PackedStep, num_generation_rows: int) -> Padding | None:
-    """Return the padding of contexts to the longest one, or of generation rows to `num_generation_rows`.
+    """Return the padding of contexts to the longest context, or of generation rows to `num_generation_rows`.
 
     Returns None if no row is padding.
 
-    step   has only contexts, or only generation rows
+    step   contains only contexts, or only generation rows
     """
     count = len(step.slots)
     if step.num_contexts:
@@ -108,13 +108,13 @@ def pack(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> P
 
 
 def prompt_tuning_embeddings(context: tuple[ContextWork, ...]) -> np.ndarray | None:
-    """Return the embeddings [v, hidden size] of the contexts' prompt-tuning tokens, in packed order, or None."""
+    """Return the embeddings [v, hidden size] of the v prompt-tuning tokens, in packed order; None if v is 0."""
     given = [work.embeddings for work in context if work.embeddings is not None]
     return np.concatenate(given) if given else None
 
 
 def slots_not_finite(context: tuple[ContextWork, ...], finite: np.ndarray) -> list[int]:
-    """Return the slots of the contexts with at least one token that is not finite.
+    """Return the slots of the contexts in which the hidden state of at least one token is not finite.
 
     finite   [context tokens] bool, in packed order: whether the hidden state of each token is finite
     """
@@ -165,7 +165,7 @@ class ContextRows(NamedTuple):
 
     step            the packed contexts, without the generation rows
     table_rows      [c] int32   row of the block tables
-    is_last_chunk   [c] bool   whether this is the last chunk of the prompt, so that a token is sampled after it
+    is_last_chunk   [c] bool   whether the chunk is the last of its prompt, so that a token is sampled after it
     """
 
     step: PackedStep
@@ -213,7 +213,7 @@ def _pool_slots(blocks: np.ndarray, positions: np.ndarray, tokens_per_block: int
 
 def _logits_rows(context: tuple[ContextWork, ...], num_drafts: np.ndarray | None,
                  query_starts: np.ndarray) -> np.ndarray:
-    """Return the rows of the last 1 + drafts tokens of generating sequences and of contexts with their last chunk."""
+    """Return the rows of the last 1 + drafts tokens of each generating sequence and of each context's last chunk."""
     counts, ends = np.ones(len(query_starts) - 1, np.int64), query_starts[1:].astype(np.int64)
     counts[:len(context)] = [work.is_last_chunk * (1 + work.num_drafts) for work in context]
     if num_drafts is not None:
@@ -223,7 +223,7 @@ def _logits_rows(context: tuple[ContextWork, ...], num_drafts: np.ndarray | None
 
 
 def _check(table_rows: np.ndarray, kv_lengths: np.ndarray, tables: BlockTables, tokens_per_block: int) -> int:
-    """Check that all sequences fit into their blocks. Returns the number of blocks of the longest sequence."""
+    """Assert that all sequences fit into their blocks. Returns the number of blocks of the longest sequence."""
     assert len(table_rows), "an empty batch"
     mapped = tables.mapped[table_rows]
     outside = kv_lengths > mapped * tokens_per_block

@@ -10,8 +10,11 @@ from ..models.registry import Model
 
 
 class PaddedAttention:
-    """Wraps an attention for padded calls. The attention gets the rows of tokens only, so padding rows are neither
-    written to the KV cache nor attended to. Padding rows of the result are zeros."""
+    """Wraps an attention for padded calls.
+
+    The attention gets only the rows of tokens. Padding rows are neither written to the KV cache nor attended to, and
+    their results are zeros.
+    """
 
     def __init__(self, attention: Attention, rows: torch.Tensor, num_rows: int) -> None:
         self.dispatch = attention.dispatch

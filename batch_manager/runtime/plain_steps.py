@@ -40,8 +40,8 @@ def can_bind(attention: Attention) -> bool:
 class PlainSteps:
     """Runs plain steps of one engine.
 
-    attention        one for which `can_bind` is true
-    decoder          made for num_slots + 1 sequences; padding rows use the last slot
+    attention        an attention for which `can_bind` is true
+    decoder          a decoder for num_slots + 1 sequences; padding rows use the last slot
     tables           the host's block tables
     num_slots        number of sequences in the largest step
     max_beam_width   rows of the block tables per slot

@@ -13,7 +13,7 @@ from .launch_recording import Activation, LaunchRecording, Norm, Operation, Prod
 
 @dataclass(frozen=True, slots=True)
 class FusedProduct:
-    """A product and the operations fused into its launch. Reads `x` and writes `result`, as an Operation does.
+    """A product and the operations fused into its launch. The launch reads `x` and writes `result`.
 
     norm         applied to `x` first; None: no norm
     activation   applied to the product; None: no activation
@@ -42,7 +42,7 @@ def fuse(recording: LaunchRecording, pays: Callable[[int, int, bool, str], bool]
         return is_whole(product.x, widths) and is_whole(product.result, widths)
 
     def activation_after(index: int) -> int | None:
-        """Return the index of a product's only reader if it is an activation of the whole product, else None."""
+        """Return the index of a product's only reader if this is an activation of the whole product, else None."""
         product = operations[index]
         found = readers.get(product.result.register, [])
         if product.adds or len(found) != 1 or product.result.register == recording.result:
@@ -58,7 +58,7 @@ def fuse(recording: LaunchRecording, pays: Callable[[int, int, bool, str], bool]
         return pays(product.matrix.weight.shape[1], outputs, gated, norm)
 
     def takes_norm(norm_at: int, index: int) -> bool:
-        """Whether a product can read the norm's input and apply the norm itself."""
+        """Whether a product can read the norm's input and apply the norm itself, if this saves time."""
         norm, operation = operations[norm_at], operations[index]
         if not isinstance(operation, Product) or not can_fuse(operation):
             return False

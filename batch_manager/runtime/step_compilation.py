@@ -59,7 +59,7 @@ def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, attention
 
 def compile_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, kv_pool: torch.Tensor,
                  sink: int, threads: int) -> CompiledStep:
-    """Return the compiled forward of a model, after comparing it with torch on a first step.
+    """Return the compiled forward of a model, after comparing its results on a first step with those of torch.
 
     spec      the model's spec with the effective windows
     threads   largest number of threads

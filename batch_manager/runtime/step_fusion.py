@@ -18,12 +18,12 @@ COMPARED_TOKENS = (1, 5)           # tokens of compared steps. Products fused fo
 
 
 class WrongStepError(NotRecordableError):
-    """The fused step differs from the model."""
+    """The results of the fused step differ from those of the model."""
 
 
 def make_fused_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, uploads: Uploads,
                     tokens_per_block: int) -> FusedStep:
-    """Return the fused forward of a model, with its head if that is a product, after comparing it with the model.
+    """Return the fused forward of a model, and its head if this can be recorded, after a comparison with the model.
 
     spec      the model's spec with the effective windows
     Mutates   block 0 of the KV cache pool, used for the comparison

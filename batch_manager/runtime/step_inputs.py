@@ -1,8 +1,8 @@
 """Inputs and results of plain steps, in device memory whose addresses depend on the padded shape only.
 
 A step is *plain* if each sequence generates one token or computes a chunk of its prompt, and if temperature, top-k,
-top-p and min-p alone determine the sampled tokens. `plain_steps.py` checks that and runs the step; `graphs.py` replays
-its launches.
+top-p and min-p alone determine the sampled tokens. `plain_steps.py` checks these conditions and runs the step;
+`graphs.py` replays its launches.
 
 Computed on the host, without waiting for the device:
     slots and positions of the rows; tokens of the contexts and their entries in the KV cache pool; the work lists of
@@ -69,7 +69,7 @@ class StepTensors:
 
 
 class StepInputs:
-    """The input buffer and the result buffer of all steps on the device, and their division for each shape.
+    """The input buffer and the result buffer of all steps on the device, divided into arrays for each shape.
 
     largest        the shapes that need the largest buffers
     attention      determines the size of its work lists
@@ -88,7 +88,7 @@ class StepInputs:
         self._shapes: dict[StepShape, tuple[dict[str, np.ndarray], StepTensors, int]] = {}
 
     def arrays(self, shape: StepShape) -> dict[str, np.ndarray]:
-        """Return the arrays of the next step by name. They hold values of an earlier step: write every entry."""
+        """Return the next step's arrays on the host, by name. They contain old values, so write every entry."""
         return self._of(shape)[0]
 
     def tensors(self, shape: StepShape) -> StepTensors:

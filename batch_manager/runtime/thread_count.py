@@ -21,9 +21,12 @@ from ..errors import ConfigError
 @contextlib.contextmanager
 def compute_threads(device: torch.device, count: int | None,
                     is_engine_thread: Callable[[threading.Thread], bool] = lambda thread: False) -> Iterator[None]:
-    """Compute on `count` threads if the device is a CPU. None: do not change the calling thread's count.
+    """Context manager: compute on `count` threads if the device is a CPU.
 
     Restores the count afterwards, except on threads of the engine, where the count stays set for the next step.
+
+    count              None: do not change the calling thread's count
+    is_engine_thread   whether a thread is a thread of the engine
 
     Raises   ConfigError, see `require_openmp`
     """
@@ -55,7 +58,10 @@ def has_openmp() -> bool:
 
 
 def _set_for_this_thread(count: int, mkl_count: int | None = None) -> int:
-    """Set the calling thread's counts. mkl_count: 0 makes MKL follow OpenMP. Returns MKL's previous count."""
+    """Set the calling thread's counts, and return MKL's previous count.
+
+    mkl_count   None: `count`; 0: MKL uses the count of OpenMP
+    """
     openmp, mkl = _libraries()
     openmp.omp_set_num_threads(count)
     return mkl.MKL_Set_Num_Threads_Local(count if mkl_count is None else mkl_count) if mkl else 0

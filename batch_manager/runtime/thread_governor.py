@@ -19,7 +19,8 @@ from ..contained_log import log
 STEPS_LOOKED_AT = 8                # steps observed before a trial
 PAIRS_OF_A_TRIAL = 4               # a pair: a step with the current number of threads and a step with the other
 WORTH_A_CHANGE = 0.95              # change if the other number takes less than this share of the current time
-NOT_WORTH_A_TRIAL = 1.5            # stop a trial if all steps with the other number take this many times longer
+NOT_WORTH_A_TRIAL = 1.5            # stop a trial if the fastest step with the other number takes this many
+                                   # times as long as the slowest step with the current number
 LOST_SHARE = 0.1                   # lost share of the available processor time above which fewer threads are tried
 FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 1.0, 30.0       # between trials; doubled after a trial without change
 
@@ -54,7 +55,10 @@ class ThreadGovernor:
         self._decisions: dict[int, _Decision] = {}
 
     def threads_for(self, rows: int) -> int:
-        """Return the number of threads for a step of `rows` rows. Call `report` with its times before the next call."""
+        """Return the number of threads for a step of `rows` rows.
+
+        Call `report` with the times of this step before the next call.
+        """
         if self.most == 1:
             return 1
         decision = self._decision(rows)

@@ -1,4 +1,4 @@
-"""CPU versions of operations that an oracle computes slowly: same file name and signature, torch and numpy only.
+"""CPU versions of operations whose oracle is slow. File name and signature are the kernel's; torch and numpy only.
 
 Owns     how a CPU computes an operation; `dispatch.kernel` returns these functions. Without a file here the oracle runs
 Not      the definition of an operation: see the kernel's docstring. A file here explains only its algorithm

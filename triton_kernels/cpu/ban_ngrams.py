@@ -17,7 +17,7 @@ def ban_ngrams(logits, history, history_row, length, size):
 
 
 def repeating_tokens(tokens: np.ndarray, size: int) -> np.ndarray:
-    """Return the tokens that would repeat a sequence of `size` tokens if they were appended to `tokens` [n]."""
+    """Return the tokens that, appended to `tokens` [n], would repeat one of its n-grams of `size` tokens."""
     others = size - 1
     if len(tokens) < size:
         return tokens[:0]

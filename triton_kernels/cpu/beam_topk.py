@@ -31,10 +31,13 @@ def beam_topk(logits, temperature, cum_log_probs, diversity_rate, group_starts, 
 
 
 def _largest_in_order(x: torch.Tensor, blocks: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (values, ids) [r, count] of the largest logits of each row, descending; ties by ascending id."""
+    """Return (values, ids) [r, count] of the largest logits of each row, descending; ties by ascending id.
+
+    blocks   maxima of the blocks of x
+    """
     values, ids = largest(x, blocks, min(count + 1, x.shape[1]))
     if values.shape[1] > count:
-        # Which ties at the boundary were taken is arbitrary.
+        # `largest` takes arbitrary ties of the last value. Take those with the lowest ids.
         tied = (values[:, count] == values[:, count - 1]).nonzero()[:, 0]
         values, ids = values[:, :count].clone(), ids[:, :count].clone()
         if len(tied):
@@ -46,7 +49,7 @@ def _largest_in_order(x: torch.Tensor, blocks: torch.Tensor, count: int) -> tupl
 
 
 def _log_probs(x: torch.Tensor, maxima: torch.Tensor, values: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Return log_softmax(x / temperature) of the logits `values` [r, count]."""
+    """Return log_softmax(x / temperature) at the logits `values` [r, count] of x. `maxima` [r] are the largest of x."""
     inverse = inverse_temperature_of(temperature)[:, None]
     total = (x - maxima[:, None]).mul_(inverse).exp_().sum(1, keepdim=True)
     return (values - maxima[:, None]) * inverse - total.log_()

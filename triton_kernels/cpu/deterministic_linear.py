@@ -2,8 +2,9 @@
 
 Same contract as triton_kernels/deterministic_linear.py; the weight can also be packed for oneDNN.
 
-Torch multiplies the rows in pieces. Their sizes are limited to those that measurably give the same bits for the shape
-of the weight, on this machine, with this number of threads. The first call measures and caches them for the process.
+Torch multiplies the rows in pieces, whose sizes were measured to give the same bits as the largest size, for the shape
+of the weight, on this machine, with this number of threads. The first call measures the sizes and caches them for the
+process.
 """
 
 import torch
@@ -19,7 +20,7 @@ _sizes: dict[tuple, tuple[int, ...]] = {}
 
 
 class NoAgreeingSizeError(RuntimeError):
-    """On this machine the bits of a product depend on the row index, for every piece size that was tried."""
+    """No piece size is usable: on this machine, the bits of a row of the product depend on its index or other rows."""
 
 
 def deterministic_linear(x, weight, bias=None, out=None):
@@ -37,7 +38,10 @@ def deterministic_linear(x, weight, bias=None, out=None):
 
 
 def _find_sizes(x, weight, bias):
-    """Measure the usable sizes. The engine makes the first call at startup, on the threads that compute all steps."""
+    """Measure and return the usable sizes.
+
+    The engine makes the first call at startup, with the number of threads of all later steps.
+    """
     rows, tried = cancelling(x.shape[1], weight.shape[0], x.dtype)
     if weight.is_mkldnn:
         tried = torch.ops.mkldnn._reorder_linear_weight(tried)

@@ -5,7 +5,7 @@ depends on whether an element is in the vectorized loop or in its tail, and on h
 same shape use the same code. `in_pieces` splits the rows of an operation into pieces of a few fixed sizes and pads the
 last piece. `agreeing_sizes` measures which sizes give the same bits on this machine with this number of threads.
 
-    elementwise      pieces of ELEMENTS elements: no vectorized loop has a tail, and a single thread computes the piece
+    elementwise      pieces of ELEMENTS elements: no vectorized loop has a tail, and a single thread computes a piece
     row by row       pieces of about ELEMENTS elements, in whole rows
 """
 
@@ -21,7 +21,7 @@ SMALL = 8                    # products of up to this many rows take the same ti
 def in_pieces(operation: Callable[..., torch.Tensor], *operands: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """Return operation(*operands), computed in pieces along the first dimension; the last piece is padded.
 
-    Row i of the result must depend on row i of the operands.
+    Row i of the result must depend on row i of the operands only.
 
     sizes   sizes of pieces, ascending
     """
@@ -53,11 +53,11 @@ def row_by_row(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Ten
 
 def agreeing_sizes(operation: Callable[..., torch.Tensor], *operands: torch.Tensor,
                    sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes that give the same bits as the largest of `sizes`, ascending.
+    """Return the sizes, ascending, with which the result has the same bits as with the largest of `sizes`.
 
     Returns () if even with the largest size the bits of a row depend on its index or on other rows.
 
-    operands   random; the number of rows is a multiple of the largest size
+    operands   operands with random values, whose number of rows is a multiple of the largest size
     """
     largest = sizes[-1]
     expected = in_pieces(operation, *operands, sizes=(largest,))

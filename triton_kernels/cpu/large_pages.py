@@ -36,7 +36,7 @@ def allocate(num_bytes: int) -> np.ndarray:
 
 
 def allocate_shared(num_bytes: int) -> np.ndarray:
-    """Like `allocate`, for small arrays: they share large pages and are aligned to 4,096 bytes."""
+    """Return zeros like `allocate`, but small arrays share large pages and are aligned to 4,096 bytes only."""
     global _shared
     if num_bytes >= SHARED_BYTES:
         return allocate(num_bytes)

@@ -1,5 +1,7 @@
-"""Finds the largest logits of rows in blocks of 64. One vectorized pass computes the maximum of each block. The largest
-logits are in the few blocks with the largest maxima, and only these blocks are searched.
+"""Finds the largest logits of rows, which it divides into blocks of 64 logits.
+
+One vectorized pass computes the maximum of each block. The largest logits are in the few blocks with the largest
+maxima, and only these blocks are searched.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """RMSNorm on a CPU. Same contract as triton_kernels/rms_norm.py.
 
-Takes five torch operations, instead of eight for the formula as written; one more for 16-bit dtypes. At least as fast
-as torch's own norm, and faster for few rows.
+Takes five torch operations, or six for 16-bit dtypes. The formula as written would take eight. At least as fast as
+torch's own norm, and faster for few rows.
 """
 
 import functools

@@ -74,7 +74,7 @@ def sample(logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top
            position: np.ndarray, min_p: np.ndarray | None = None) -> torch.Tensor:
     """Sample one token per row. Returns [r] int64.
 
-    Shapes   logits [r, vocab] float32; the others [r]; min_p None: 0
+    Shapes   logits [r, vocab] float32; the other arguments [r]. min_p None: no min-p
     Needs    no row is greedy, and all rows have a finite maximum
     """
     min_p = np.zeros_like(top_p) if min_p is None else min_p
@@ -94,8 +94,9 @@ def sample(logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top
 
 
 def uniform(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Return u in [0, 1), float64 [r]: the upper 24 bits of word 0 of Philox-4x32-10, with seed as key and position as
-    counter.
+    """Return u in [0, 1), float64 [r], from word 0 of Philox-4x32-10 with seed as key and position as counter.
+
+    u is the upper 24 bits of the word, times 2^-24.
 
     Shapes   seed [r] int64, the bits of an unsigned seed; position [r]
     Oracle   triton_kernels/reference/philox.py, which names the source
@@ -162,7 +163,7 @@ def _solve_rest(batch: _Batch, tokens: torch.Tensor, solved: torch.Tensor) -> to
 def _from_largest(batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample with top-k from candidates. Returns (tokens, whether they are valid).
 
-    A token is invalid if the logit after the k-th equals the k-th, unless both are -inf.
+    A token is invalid if the k-th largest logit of its row equals the next largest, unless both are -inf.
     """
     values, ids = largest(batch.logits, block_maxima(batch.logits), int(batch.top_k.max()) + 1)
     last = batch.top_k[:, None] - 1
@@ -206,7 +207,7 @@ def _from_all(batch: _Batch) -> torch.Tensor:
 
 
 def _by_sorting(batch: _Batch) -> torch.Tensor:
-    """Sample with any filters: find the smallest logit that they keep by sorting."""
+    """Sample with any filters: sorting finds the smallest logit that they keep."""
     # Row by row, because one row fits the cache.
     smallest = torch.tensor([
         _smallest_of_row(row, inverse, count, mass) for row, inverse, count, mass in zip(
@@ -273,7 +274,10 @@ def _choose_by_weight(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Ten
 
 def _log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor,
                wants_log_prob: torch.Tensor | None) -> torch.Tensor:
-    """Return log_softmax(logits / temperature) at the tokens, [r] float32. Arbitrary in rows that do not need it."""
+    """Return log_softmax(logits / temperature) at the tokens, [r] float32.
+
+    Rows that need no log-prob get arbitrary values.
+    """
     if wants_log_prob is None or bool(wants_log_prob.all()):
         return chosen_log_probs(logits, tokens, temperature)
     log_probs, wanted = torch.empty(len(tokens), dtype=torch.float32, device="cpu"), wants_log_prob.nonzero()[:, 0]

@@ -17,7 +17,7 @@ Shapes      logits          [R, V]   any float dtype, contiguous rows, any row s
 Returns     log_probs       [G, K] float32   log-prob of the token alone; -inf past the last candidate of a group
             parents         [G, K] int32   row within the group; 0 past the last candidate
             tokens          [G, K] int32   0 past the last candidate
-            finite          [R] bool   False for a row with NaN or +inf, or only -inf; it has no candidates
+            finite          [R] bool   False for a row with NaN or +inf, or only -inf, which has no candidates
 
 The result of a group depends on that group alone, and its first k candidates do not depend on K.
 """
@@ -50,7 +50,10 @@ def beam_topk(logits, temperature, cum_log_probs, diversity_rate, group_starts, 
 
 
 def best_of_groups(row, token, log_prob, rank, cum_log_probs, diversity_rate, group_starts, num_candidates):
-    """Return (log_probs, parents, tokens) of the best of the candidates [c] of all rows."""
+    """Return (log_probs, parents, tokens), each [G, K], of the best candidates of each group.
+
+    row, token, log_prob, rank   [c] candidates of all rows; the other arguments as in `beam_topk`
+    """
     num_groups, device = len(diversity_rate), log_prob.device
     group = torch.searchsorted(group_starts.long(), row, right=True) - 1
     score = cum_log_probs[row] + log_prob - diversity_rate[group] * rank
@@ -67,9 +70,9 @@ def best_of_groups(row, token, log_prob, rank, cum_log_probs, diversity_rate, gr
 
 
 def _ranked(bin, value, num_bins, *columns):
-    """Sort the columns by bin, then by descending value. The sort is stable.
+    """Sort the entries by bin, then by descending value. The sort is stable.
 
-    Returns the sorted columns and the rank of each entry in its bin.
+    Returns each of `columns` in this order, then the rank of each entry in its bin.
     """
     order = value.argsort(descending=True, stable=True)
     order = order[bin[order].argsort(stable=True)]

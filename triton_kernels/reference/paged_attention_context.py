@@ -1,5 +1,6 @@
 """Causal attention of each sequence's new tokens (a whole prompt or a chunk) over its pages.
 
+    query_length[c] = cu_seqlens[c + 1] - cu_seqlens[c]
     token r of sequence c has position p = kv_lengths[c] - query_length[c] + r
     and sees the keys k <= p with k > p - window or k < sink
 

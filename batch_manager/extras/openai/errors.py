@@ -14,7 +14,7 @@ class OpenAIError(Exception):
 
     status    HTTP status
     message   text for the client
-    param     field of the body that caused it, or None
+    param     field of the body that caused the error, or None
     code      machine-readable code, or None
     """
 

@@ -38,7 +38,7 @@ class ParsedBody:
 
     prompts          strings or lists of token ids; for a chat, one list of messages
     count            outputs per prompt
-    generates        False: return only the prompt, because max_tokens is 0 and echo is set
+    generates        whether to return generated tokens; False: only the prompt, because max_tokens is 0 and echo is set
     response_format  JSON schema that the output must match, or None
     """
 
@@ -219,9 +219,9 @@ def _response_format(fields: _Body) -> dict[str, Any] | None:
 
 
 def _max_tokens(fields: _Body, is_chat: bool) -> int | None:
-    """Return the most tokens to generate, by default 16 for a completion and None for a chat, as at OpenAI.
+    """Return the maximum number of tokens to generate; None: as many as the model's context leaves.
 
-    None means the rest of the context.
+    As at OpenAI, the default is 16 for a completion and None for a chat.
     """
     older = fields.count("max_tokens", None if is_chat else 16)
     return fields.count("max_completion_tokens", older) if is_chat else older

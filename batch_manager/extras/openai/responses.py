@@ -16,8 +16,8 @@ LARGEST_BODY = 32 * 1024 * 1024
 async def answer_to(request: Request, service: OpenAIService, *, is_chat: bool) -> Response:
     """Return the response to a POST to /v1/completions or /v1/chat/completions.
 
-    A request stops when its client disconnects, streaming or not. A failure before the first byte is an error response
-    with a status.
+    When the client disconnects, the answer's requests stop, streaming or not. For a failure before the first byte, the
+    response is an error with its HTTP status.
     """
     watcher = None
     try:

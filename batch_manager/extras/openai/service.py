@@ -36,10 +36,10 @@ class OpenAIService:
     engine      an AsyncEngine. With takes_all=True, a full queue is answered with 429, and waiting requests are ordered
                 by priority
     folder      model folder with tokenizer and chat template, or a `.gguf` file
-    names       model names that clients may use; answers contain the first if the body names no model. Empty: the name
-                of the folder
+    names       model names that clients may use. If a body names no model, its answer contains the first name. Empty:
+                the name of the folder
     tokenizer   None: the tokenizer in the folder
-    observe     called with the timings and the number of tokens of each finished request, like
+    observe     called with the PerfMetrics and the number of output tokens of each finished request, as for
                 PrometheusStatistics.observe; not called for an output that a stop string ended
 
     Set `is_draining` to answer new requests with 503 while running requests continue.
@@ -60,8 +60,8 @@ class OpenAIService:
     async def accept(self, body: bytes, is_chat: bool) -> "Answer":
         """Parse a body and submit its requests to the engine.
 
-        Raises OpenAIError for an invalid body, without submitting a request. If the engine refuses a request, the
-        answer raises the error.
+        Raises OpenAIError for an invalid body and while the server drains, without submitting a request. If the engine
+        refuses a request, the methods of the answer raise OpenAIError.
         """
         arrived = monotonic()
         if self.is_draining:
@@ -133,8 +133,8 @@ class OpenAIService:
 class _Choice:
     """One output of an answer.
 
-    waits_for_prompt   log-probabilities of the prompt were requested and have not arrived yet
-    prompt             log-probabilities of the prompt that have not been sent yet, or None
+    waits_for_prompt   whether log-probabilities of the prompt were requested and have not arrived yet
+    prompt             log-probabilities of the prompt that have arrived and have not been sent; None: there are none
     """
 
     __slots__ = ("index", "stream", "text", "prompt_ids", "waits_for_prompt", "prompt", "first_token", "offset",
@@ -163,9 +163,9 @@ class _Choice:
 
 
 class Answer:
-    """The answer to one request. Call `events` once if `is_streaming`, otherwise call `whole` once.
+    """The answer to one HTTP request. Call `events` once if `is_streaming`, otherwise call `whole` once.
 
-    identity   id in the answer
+    identity   id of the answer, as its JSON contains it
     """
 
     def __init__(self, service: OpenAIService, parsed: ParsedBody, prompts: list[list[int]], grammar: Any,
@@ -217,7 +217,7 @@ class Answer:
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events; the last is `[DONE]`.
 
-        Raises OpenAIError before the first event. Later errors are events.
+        An error before the first event raises OpenAIError. A later error is an event.
         """
         has_begun = False
         try:
@@ -316,8 +316,7 @@ class Answer:
     def _usage(self) -> dict[str, Any]:
         """Return the usage object.
 
-        `cached_tokens` counts the first output of each prompt. It is omitted until all of these outputs have
-        metrics.
+        `cached_tokens` counts the first output of each prompt only. It is omitted until all first outputs have metrics.
         """
         all_metrics = [choice.metrics for choice in self._choices[:: self._parsed.count]]
         cached = None if None in all_metrics else sum(metrics.cached_tokens for metrics in all_metrics)

@@ -1,4 +1,4 @@
-"""The JSON of answers and chunks. Chunks are concatenated from parts that are serialized once per answer."""
+"""The JSON of answers and chunks. The constant parts of chunks are serialized once per answer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -46,7 +46,7 @@ class Shapes:
 
     def last(self, index: int, text: str, log_probs: dict[str, Any] | None, reason: FinishReason,
              usage: dict[str, Any] | None) -> bytes:
-        """Return the last piece of an output, with its finish reason."""
+        """Return the end of an output, with its finish reason. In a chat, the text is in a separate chunk before it."""
         reason_json = orjson.dumps(finish_reason(reason))
         if self._is_chat:
             before = self.chunk(index, text, log_probs, usage) if text or log_probs else b""
@@ -55,7 +55,7 @@ class Shapes:
                          b"null" if log_probs is None else orjson.dumps(log_probs), self._end(reason_json, usage)))
 
     def usage(self, usage: dict[str, Any] | None, timings: dict[str, float | None] | None) -> bytes:
-        """Return the chunk with usage and timings, which follows the last piece."""
+        """Return the chunk with usage and timings, which follows the last chunks of all outputs."""
         more = {"usage": usage} if timings is None else {"usage": usage, "timings": timings}
         return b"data: " + orjson.dumps({**self._of_chunks, "choices": [], **more}) + b"\n\n"
 
@@ -97,9 +97,9 @@ class Shapes:
         return {"token": text, "logprob": max(value, LEAST_LOG_PROB), "bytes": content}
 
     def _by_text(self, token: int, value: float, others: dict[int, float]) -> dict[str, float]:
-        """Return log-probabilities by token text, including the text of `token`, as at OpenAI.
+        """Return token text -> log-probability of `token` and the likeliest tokens, `others`, as at OpenAI.
 
-        Of several tokens with equal text, the likeliest counts.
+        If several tokens have the same text, the likeliest determines the value.
         """
         by_text: dict[str, float] = {}
         for other, log_prob in (*others.items(), (token, value)):

@@ -6,7 +6,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Return GPT-2's characters for bytes, which byte-level tokenizers use, with their bytes."""
+    """Return character -> byte, for the characters that represent bytes in byte-level tokenizers such as GPT-2's."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {**{chr(byte): byte for byte in printable}, **{chr(256 + n): byte for n, byte in enumerate(others)}}

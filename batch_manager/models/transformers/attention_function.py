@@ -76,7 +76,7 @@ def _describe_mask(*_: Any, mask_function: Callable[..., Any], **__: Any) -> Mas
 
 
 def register(library: Any) -> None:
-    """Register the functions with transformers. Repeated calls have no effect."""
+    """Register the attention functions and the mask function with transformers. Repeated calls have no effect."""
     library.AttentionInterface.register(RUNNING, _attend)
     library.AttentionInterface.register(DISCOVERING, _attend)
     library.AttentionMaskInterface.register(DISCOVERING, _describe_mask)

@@ -30,7 +30,7 @@ _SIZES = (("num_hidden_layers", MOST_LAYERS), ("hidden_size", MAX_WIDTH), ("voca
 
 
 def make_configuration(config: Fields, model_type: str) -> Any:
-    """Create transformers' configuration object for a model type of the list, with bounded sizes.
+    """Create transformers' configuration object for a model type in PROVEN, with bounded sizes.
 
     Raises ModelLoadError, which names file and field.
     """
@@ -67,9 +67,10 @@ def make_configuration(config: Fields, model_type: str) -> Any:
 
 
 def most_positions(configuration: Any, where: str) -> int | None:
-    """Return the number of positions that the model can run; None if the configuration does not state it.
+    """Return the number of positions that the model supports; None if the configuration does not state it.
 
-    With longrope, these are the positions before stretching: longer sequences would change the keys of earlier tokens.
+    With longrope, this is the number of positions before stretching. In a longer sequence, the keys of earlier tokens
+    would change.
     """
     positions = getattr(configuration, "max_position_embeddings", None)
     if positions is None:
@@ -108,14 +109,14 @@ def refuse_untested_kinds(configuration: Any, where: str) -> None:
 
 
 def _ropes(parameters: Any) -> list[dict[str, Any]]:
-    """Return the rotary parameters: one set for all layers, or one for each kind of layer."""
+    """Return all sets of rotary parameters: `parameters`, and the sets for kinds of layers that it contains."""
     if not isinstance(parameters, dict):
         return []
     return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
 
 
 def _refuse_large_numbers(values: dict[str, Any], where: str) -> None:
-    """Raise ModelLoadError for an integer, at any depth, that is too large for a size of a model."""
+    """Raise ModelLoadError for an integer, at any depth, that is too large to be a size of a model."""
     left: list[tuple[str, Any]] = list(values.items())
     while left:
         name, value = left.pop()

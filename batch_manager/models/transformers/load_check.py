@@ -26,8 +26,10 @@ ROWS_WITHIN_IN_HALF = 0.9
 def refuse_different_logits(wrapped: Any, model: Any, spec: Any, context: LayerContext) -> None:
     """Raise UnsupportedModelError if the logits of the wrapped model differ from those of `model` with eager attention.
 
-    wrapped   the TransformersModel of `model`. It computes two prompts of seeded tokens: packed, in chunks, and with
-              the last tokens as generation rows
+    Both models compute two prompts of random tokens from a fixed seed. The wrapped model computes the prompts packed,
+    in chunks, and their last tokens as generation rows. TOLERANCES are the differences allowed for rounding.
+
+    wrapped   the TransformersModel of `model`
     """
     windows = [layer.window for layer in spec.attention if layer.window is not None]
     wanted = max([NUM_TOKENS, *(window + BLOCK for window in windows if window + BLOCK <= MOST_TOKENS)])

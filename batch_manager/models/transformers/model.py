@@ -46,8 +46,8 @@ class TransformersSpec(ModelSpec):
 class TransformersModel:
     """A decoder of transformers, run with the engine's attention and KV cache. PROVEN must list its model type.
 
-    Each layer calls the engine's attention in place of transformers' attention. Nothing else is replaced. When the
-    model is loaded, it computes prompts with both attentions, and is refused if the logits differ. Rows of a
+    Each layer calls the engine's attention in place of transformers' attention. Nothing else is replaced. The
+    constructor computes prompts with both attentions and refuses the model if the logits differ. Rows of a
     prompt-tuning table correspond to transformers' `inputs_embeds`.
 
     Raises   ModelLoadError, or UnsupportedModelError for a model that the engine's attention does not support
@@ -122,7 +122,7 @@ class _Head:
 
 
 class _StandIn(torch.nn.Module):
-    """Replaces a base model, or the decoder in a base model. Returns its input embeddings as hidden states."""
+    """Replaces a base model, or the decoder in a base model. `forward` returns its input embeddings unchanged."""
 
     @property
     def decoder(self) -> "_StandIn":
@@ -157,7 +157,7 @@ def _base_of(model: Any, where: str) -> Any:
 
 
 def _check_tokens(model: Any, configuration: Any, where: str) -> None:
-    """Raise if the embedding's width is not the hidden size, as in OPT-350m."""
+    """Raise UnsupportedModelError unless the embedding is [vocab_size, hidden_size]; in OPT-350m it is narrower."""
     tokens = model.get_input_embeddings()
     sizes = tuple(getattr(getattr(tokens, "weight", None), "shape", ()))
     if sizes != (configuration.vocab_size, configuration.hidden_size):
@@ -168,7 +168,7 @@ def _check_tokens(model: Any, configuration: Any, where: str) -> None:
 
 
 def _check_tables_and_logits(model: Any, configuration: Any, positions: int, where: str) -> None:
-    """Raise if a position table has too few rows, or if there is not one logit for each token of the vocabulary."""
+    """Raise UnsupportedModelError for a position table with too few rows, or logits that are not [1, vocab_size]."""
     tokens = model.get_input_embeddings()
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding) and module is not tokens and module.num_embeddings < positions and (
@@ -191,7 +191,7 @@ def _check_tables_and_logits(model: Any, configuration: Any, positions: int, whe
 
 
 def _widest(model: Any) -> int:
-    """Return the widest intermediate row of a layer, in elements per token, for the estimate of a step's memory."""
+    """Return the elements per token of a layer's widest intermediate result, for the estimate of a step's memory."""
     head = model.get_output_embeddings()
     widths = [max(module.weight.shape) for module in model.modules() if module is not head
               and isinstance(getattr(module, "weight", None), torch.Tensor) and module.weight.dim() == 2

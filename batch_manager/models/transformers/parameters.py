@@ -15,7 +15,8 @@ def fill(model: Any, weights: Weights, device: torch.device, dtype: torch.dtype,
     """Replace the parameters and buffers of a model on the meta device with real ones.
 
     The files have the layout in which transformers saves a model. For example, files have one tensor for each expert,
-    where the model has a single tensor for all experts. Raises ModelLoadError.
+    where the model has a single tensor for all experts. Raises ModelLoadError, and ConfigError for a dtype in which
+    the model cannot be loaded.
     """
     _refuse_other_dtypes(model, dtype, where)
     _compute_buffers(model, device, where)
@@ -110,7 +111,10 @@ def _set(model: Any, name: str, tensor: torch.Tensor) -> None:
 
 
 def _compute_buffers(model: Any, device: torch.device, where: str) -> None:
-    """Let transformers compute the buffers that no file stores. Parameters stay on the meta device."""
+    """Let transformers compute the buffers that no file stores. Parameters stay on the meta device.
+
+    Raises UnsupportedModelError if a buffer gets no value.
+    """
     buffers = list(model.named_non_persistent_buffers(remove_duplicate=False))
     for name, buffer in buffers:
         _set(model, name, torch.full_like(buffer, _placeholder(buffer.dtype), device=device))
@@ -131,14 +135,14 @@ def _compute_buffers(model: Any, device: torch.device, where: str) -> None:
 
 
 def _placeholder(dtype: torch.dtype) -> float | int | bool:
-    """Return the value of a buffer before it is computed. No computed value equals it, except for booleans."""
+    """Return a value that marks a buffer as not computed. Computed values differ from it, except for booleans."""
     if dtype.is_floating_point:
         return torch.nan
     return False if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 def _refuse_other_dtypes(model: Any, dtype: torch.dtype, where: str) -> None:
-    """Raise ConfigError for a model with parameters that stay in float32, if `dtype` is another."""
+    """Raise ConfigError if the model keeps some parameters in float32 and `dtype` is not float32."""
     kept = set(model._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
         kept |= set(model._keep_in_fp32_modules or ())

@@ -35,8 +35,8 @@ class _Bounded(TorchFunctionMode):
 def make_skeleton(configuration: Any, architecture: str, where: str, attention: str, experts: str | None = None) -> Any:
     """Create the model of class `architecture` on the meta device, in float32 and evaluation mode.
 
-    attention   registered name of its attention function
-    experts     registered name of its implementation of experts; None: transformers chooses
+    attention   registered name of the model's attention function
+    experts     registered name of the model's implementation of experts; None: transformers chooses
     Raises      ModelLoadError, which names `where`
     """
     library = transformers()

@@ -102,7 +102,10 @@ def _loaded(compiler: Compiler, name: str, functions: Sequence[str], check_inter
 
 
 def _opened(path: Path, functions: Sequence[str]) -> ctypes.CDLL:
-    """Load the library after verifying its checksum. Raises OSError for any other content."""
+    """Load the library after verifying its checksum.
+
+    Raises OSError for a wrong checksum, or if the library lacks one of `functions`.
+    """
     content = path.read_bytes()
     if hashlib.sha256(content[:-DIGEST_BYTES]).digest() != content[-DIGEST_BYTES:]:
         raise OSError(f"{path} is damaged")

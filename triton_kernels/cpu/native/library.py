@@ -19,14 +19,14 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class Matrix(ctypes.Structure):
-    """`Matrix` of products.h."""
+    """The structure `Matrix` of products.h."""
 
     _fields_ = [("inputs", ctypes.c_int64), ("outputs", ctypes.c_int64), ("panels", ctypes.c_void_p),
                 ("bias", ctypes.c_void_p), ("type", ctypes.c_int)]
 
 
 class Cache(ctypes.Structure):
-    """`Cache` of attention.h."""
+    """The structure `Cache` of attention.h."""
 
     _fields_ = [("pool", ctypes.c_void_p), ("num_layers", ctypes.c_int64), ("kv_heads", ctypes.c_int64),
                 ("block_tokens", ctypes.c_int64), ("head_size", ctypes.c_int64), ("query_heads", ctypes.c_int64),
@@ -34,7 +34,7 @@ class Cache(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """`Step` of step.c."""
+    """The structure `Step` of step.c."""
 
     _fields_ = [("rows", ctypes.c_int64), ("registers", ctypes.c_void_p),
                 ("cache", ctypes.c_void_p), ("positions", ctypes.c_void_p), ("pool_slots", ctypes.c_void_p),
@@ -72,7 +72,7 @@ def hold_helpers(owner: Any) -> None:
 
 
 def release_helpers(owner: Any) -> None:
-    """Stop the helper threads, unless another owner holds them. Does nothing if `owner` does not hold them."""
+    """Stop the helper threads, unless another owner holds them. Has no effect if `owner` does not hold them."""
     if owner in _holders:
         _holders.discard(owner)
         if not _holders:

@@ -18,7 +18,7 @@ from .library import (
 
 
 class PackedMatrix:
-    """W [outputs, inputs] and b [outputs] or None, copied into panels of 16 outputs. Not thread-safe.
+    """A copy of W [outputs, inputs], in panels of 16 outputs, and of b [outputs] or None. Not thread-safe.
 
     type      type of W, as numbered in vectors.h
     address   address of the `Matrix` structure that the compiled code reads
