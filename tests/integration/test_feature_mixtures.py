@@ -22,7 +22,8 @@ MIXED = [
 def random_tensors(random) -> dict:
     """Return the tensors of a request with random features. Each feature is absent from most requests.
 
-    Many token ids are below 9, so that banned words, stop words and repeated n-grams occur in the outputs."""
+    Many token ids are below 9, so that banned words, stop words and repeated n-grams occur in the outputs.
+    """
     def words():
         return [random.integers(0, 9, random.integers(1, 4)).tolist() for _ in range(random.integers(1, 5))]
 
