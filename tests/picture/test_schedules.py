@@ -1,6 +1,7 @@
-"""Schedules as text.
+"""The schedulers make the expected schedules, which are written as tables.
 
-Rows are iterations, columns requests; C5 computed five context tokens, G generated, P was paused.
+A table has a row for each iteration and a column for each request. C5: five context tokens were computed; G: a token
+was generated; P: the request was paused.
 """
 
 from batch_manager.names import ContextChunkingPolicy, SchedulerPolicy
