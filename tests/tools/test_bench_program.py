@@ -1,4 +1,4 @@
-"""The benchmark runs from its arguments to its files: sweeps, saturation, gates, failures, interruptions."""
+"""The benchmark program makes the right files from its arguments, with sweeps, saturation, gates and interruptions."""
 
 import csv
 import json
@@ -139,7 +139,7 @@ def test_a_sweep_of_the_concurrency_loads_once(setting, capsys):
 
 
 def measured(workload, *more):
-    """Return each serving with the records of its iterations."""
+    """Return [(a served workload, the statistics records of its iterations)]."""
     options = parse_options(["--model", "none", "--workload", "ten.json", "--tokens-per-block", "8", "--quiet", *more])
     options.keep_stats = True
     measurement = Measurement(options, workload)
