@@ -89,7 +89,7 @@ def reachable_objects(root: object, without: Collection[object]) -> tuple[Counte
     """Return (objects by type, entries of all containers) that `root` keeps alive.
 
     without   objects to skip, and with them all objects that only they keep alive. Modules, classes and frames are
-    skipped too
+              skipped too
     """
     counts: Counter[str] = Counter()
     entries = 0
