@@ -138,9 +138,9 @@ class BlockModel:
         return block_ids
 
     def begun(self, domain: tuple, tokens: Sequence[int], start: int, partial: bool) -> int:
-        """Return the largest number of tokens from `start` on with which a cached block begins.
+        """Return the largest number of the prompt's tokens from `start` on with which a cached block begins.
 
-        Without `partial`, only a block that holds exactly these tokens counts.
+        Without `partial`, a block counts only if it holds exactly the prompt's next tokens.
         """
         end = min(start + self.unit, len(tokens) - 1)
         wanted, before, most = tuple(tokens[start:end]), tuple(tokens[:start]), 0
