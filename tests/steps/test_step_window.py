@@ -177,7 +177,10 @@ def test_the_only_sequence_of_a_step_that_failed_is_lost_and_its_void_row_with_i
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_chunk_that_ran_on_one_that_failed_is_launched_again(ahead, new_request, failing):
-    """After a chunk of two prompts fails, the next chunk is launched again. Each prompt has three chunks."""
+    """After a chunk of two prompts fails, the next chunk, which ran on it, is launched again.
+
+    A prompt has three chunks.
+    """
     device = Device(fails={failing})
     prompts = {1: [1] * 10, 2: [2] * 10}
     world = ahead([new_request(i, prompt, 6) for i, prompt in prompts.items()], device, enable_chunked_context=True,
