@@ -49,11 +49,12 @@ NO_ORDER = Order()
 class SimulatedDevice(ScriptedBackend):
     """A scripted backend that chooses faults, and checks what a batch reads and writes.
 
-    blame        (request, code, iteration, must) called for each request that a fault of step `iteration` must or may
-    fail blocks_of    (request, beam=0) -> the blocks that one of its beams holds table_of     (request) -> [beams,
-    blocks] block table, in which released blocks keep their index before_step  (batch) called once for each batch,
-    before it runs check        (holds, rule) notes a violation of the rule unless it holds stamps       block -> (salt,
-    checksum of the tokens before it); None without block reuse
+    blame        (request, code, iteration, must) called for each request that a fault of this step must or may fail
+    blocks_of    (request, beam=0) -> the blocks that one of the request's beams holds
+    table_of     (request) -> [beams, blocks] block table, in which released blocks keep their index
+    before_step  (batch) called once for each batch, before the batch runs
+    check        (holds, rule) notes a violation of the rule unless it holds
+    stamps       block -> (salt, checksum of the tokens before the block); None without block reuse
     """
 
     def __init__(self, *, faults: Faults, owner_of: Callable[[int], LlmRequest],
@@ -300,7 +301,7 @@ class SimulatedDevice(ScriptedBackend):
         return table[:beams, start // size:(end - 1) // size + 1].T.ravel().tolist()
 
     def _blame_readers_of(self, blocks: list[int], batch: ScheduledBatch, victim: int) -> None:
-        """Blame the victim, and the requests of the batch that hold one of the blocks, which may fail."""
+        """Blame the victim. Other requests of the batch that hold one of the blocks may fail too."""
         self._blame(self._owner_of(victim), ErrorCode.NON_FINITE_LOGITS, batch.iteration)
         for slot in batch.slots():
             owner = self._owner_of(slot)
