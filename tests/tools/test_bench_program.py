@@ -1,4 +1,7 @@
-"""The benchmark program makes the right files from its arguments, with sweeps, saturation, gates and interruptions."""
+"""The benchmark program makes the right files from its arguments, also after failures and interruptions.
+
+The arguments request sweeps, saturation and gates, among others.
+"""
 
 import csv
 import json
