@@ -1,4 +1,4 @@
-"""Admission: which tensors and options it accepts, refuses or cuts, and that it copies what it accepts."""
+"""Admission accepts, refuses or cuts the right tensors and options, and copies the tensors that it accepts."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Which retention configurations are valid, and how admission copies them."""
+"""Valid retention configurations are accepted and copied at admission, and invalid ones are refused."""
 
 import numpy as np
 import pytest
