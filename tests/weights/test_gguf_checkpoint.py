@@ -1,4 +1,4 @@
-"""GGUF checkpoints: shards, valid metadata, refusals by key, and the cost of loading."""
+"""GGUF checkpoints load whole and in shards at a bounded cost, and wrong metadata is refused by its key."""
 
 import builtins
 import struct
