@@ -175,7 +175,7 @@ G  .
 
 def test_under_no_evict_a_half_computed_prompt_finishes_behind_a_more_important_one_that_cannot_start(timeline):
     # Request 0 holds 8 of 10 blocks between its chunks. Request 1 is more important, needs 6 and has to wait for them;
-    # if request 0 waited behind it, neither would ever run.
+    # if request 0 waited too, neither would ever run.
     assert timeline([(16, 2), (10, 2, 1, 0.9)], policy=NO_EVICT, chunking=FCFS, num_blocks=10,
                     max_num_tokens=6) == """\
 C6 .
