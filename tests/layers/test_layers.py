@@ -39,7 +39,7 @@ class RandomWeights(DummyWeights):
 
 
 def made(kind, dtype, deterministic, *arguments, **options):
-    """Return (a layer, its tensors by name in float64)."""
+    """Make a layer with random weights. Returns (the layer, {name: tensor in float64})."""
     weights = RandomWeights(dtype)
     context = LayerContext(device=CPU, dtype=dtype, deterministic=deterministic)
     return kind(weights, context, *arguments, **options), weights.given
