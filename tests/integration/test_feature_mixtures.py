@@ -20,7 +20,10 @@ MIXED = [
 
 
 def random_tensors(random) -> dict:
-    """Return a request with random features, each of which is mostly off. With small ids, words and n-grams occur."""
+    """Return the tensors of a request with random features. Each feature is absent from most requests.
+
+    Many token ids are below 9, so that banned words, stop words and repeated n-grams occur in the outputs.
+    """
     def words():
         return [random.integers(0, 9, random.integers(1, 4)).tolist() for _ in range(random.integers(1, 5))]
 
@@ -60,7 +63,7 @@ def mixture():
 
 @pytest.fixture
 def serve(make_manager, new_client, llama_reference):
-    """serve(mixture, **options) -> ({id: (tokens, log-probs, finish reasons), of all beams}, number of pauses)"""
+    """serve(mixture, **options) -> ({id: (tokens, log-probs and finish reasons of all beams)}, number of pauses)"""
     def run(mixture, *, pool=300, chunked=False, tokens=512, overlap=False, **options):
         client = new_client()
         client.pending = [InferenceRequest(i, tensors, is_streaming=streams(i, tensors))

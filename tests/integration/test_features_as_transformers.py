@@ -92,7 +92,7 @@ class Transformers:
         return tokens[len(prompt):], FinishReason.LENGTH, log_probs
 
     def completed(self, prompt, feature):
-        """Return the tensors of a feature. Values that are `...` or SEVERAL come from the output without it."""
+        """Return the tensors of a feature. Tokens of the output without them replace the values `...` and SEVERAL."""
         tensors = {name: value for name, value in feature.items() if value is not ... and value is not SEVERAL}
         if "embedding_bias" in tensors:
             bias = np.random.default_rng(0).normal(size=self.vocab_size) * tensors["embedding_bias"]

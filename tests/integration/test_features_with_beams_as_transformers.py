@@ -49,7 +49,7 @@ FEATURES = {
 
 
 class Feature(processors.LogitsProcessor):
-    """The features for which transformers has no processor."""
+    """The presence and frequency penalties, for which transformers has no processor."""
 
     def __init__(self, tensors, vocab_size, prompt_length):
         self.tensors, self.vocab_size = tensors, vocab_size

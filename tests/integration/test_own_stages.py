@@ -100,7 +100,7 @@ def test_beams_compete_with_what_stages_leave_of_them(make_manager, new_client, 
 def test_deterministic_samples_are_the_same_bits_alone_and_among_others(make_manager, new_client, new_request,
                                                                         llama_reference):
     class Sharpen(LogitsStage):
-        """A stage with one operation on all rows. Its bits may depend on the number of rows."""
+        """A stage with one operation on all rows. The last bits of its results may depend on the number of rows."""
 
         reads = ("temperature",)
 

@@ -105,7 +105,7 @@ def test_a_table_of_another_width_is_refused_with_the_models(make_manager, new_c
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_table_of_the_models_own_embeddings_changes_nothing(make_manager, new_client, llama_reference, dtype):
-    """A table of the model's own embeddings gives logits with the same bits, also for a bfloat16 model."""
+    """A table of the model's own embeddings gives the logits of the plain prompt bit by bit, also in bfloat16."""
     prompt, client = [7, 100, 3, 7, 55, 200], new_client()
     with torch.inference_mode():
         table = llama_reference.model.get_input_embeddings()(torch.tensor(prompt)).numpy()[None]

@@ -162,7 +162,8 @@ class Streaming:
     def greedy(self, prompt, count, guess):
         """Return the `count` tokens of greedy generation.
 
-        One forward pass confirms a right guess, in which each token is the argmax after the tokens before it.
+        guess   expected tokens, which one forward pass confirms: they are right if each token is the argmax after the
+                tokens before it
         """
         tokens = self._known.setdefault(tuple(prompt), list(prompt))
         if len(guess) == count > len(tokens) - len(prompt) and self._next_tokens(prompt + guess[:-1], count) == guess:

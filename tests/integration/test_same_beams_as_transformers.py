@@ -80,7 +80,7 @@ def run(make_manager, client, new_request, model, asked, **options):
 def test_every_width_penalty_and_way_to_stop(make_manager, new_client, new_request, random_model):
     """The beams are right if requests with different widths, length penalties and ways to stop run together.
 
-    Each family has other combinations.
+    Each model family gets different combinations.
     """
     draw = random.Random(random_model.folder.name.rstrip("0123456789"))        # the family
     client, asked, i = new_client(), {}, 0
@@ -239,9 +239,9 @@ def test_a_logits_post_processor_sees_every_beam(make_manager, new_client, new_r
 
 
 def test_thirty_two_beams_with_thirty_stop_words(make_manager, new_client, new_request, austen):
-    """32 beams with 30 stop words are right. The stop words are end ids for transformers.
+    """32 beams with 30 stop words are right. transformers gets the stop words as end ids.
 
-    A step considers (1 + 30 words + end id) * 32 continuations.
+    A step considers (1 + 30 stop words + 1 end id) * 32 continuations.
     """
     draw, client, width, asked, expected = random.Random(4), new_client(), 32, [], {}
     for i in range(3):

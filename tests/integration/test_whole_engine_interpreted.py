@@ -1,7 +1,8 @@
 """The whole engine on interpreted Triton kernels gives the tokens and log-probs of the engine in torch, in every mode.
 
-CI thus runs the GPU code of decoding, attention and models. It finds a kernel that is called wrongly, a column that is
-packed in one way and read in another, and a padded row that is sampled. The kernels run in a separate process.
+So CI runs the GPU code of decoding, attention and models without a GPU. The test fails if a kernel gets wrong
+arguments, if a column is packed in one way and read in another, or if a padded row is sampled. The kernels run in a
+separate process.
 """
 
 import json

@@ -126,7 +126,7 @@ class Thread:
 
     @property
     def has_finished(self) -> bool:
-        """Whether the thread has ended. The rules read it, so it is not a yield point."""
+        """Whether the thread has ended. The property is not a yield point, because the checks of world.py read it."""
         return self.task is not None and self.task.has_finished
 
     def freeze(self) -> None:
@@ -155,7 +155,7 @@ def managers_over(threading: object) -> Iterator[None]:
 
 @contextmanager
 def installed(scheduler: Scheduler) -> Iterator[Threading]:
-    """Run managers on this scheduler."""
+    """Run managers on this scheduler within the context. Yields the replacement of `threading`."""
     threading = Threading(scheduler)
     with managers_over(threading):
         yield threading

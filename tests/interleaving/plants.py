@@ -21,7 +21,7 @@ from .scheduler import Abandoned
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """A bug and the scenario that finds it. `preemptions` is the number that a schedule needs to find it."""
+    """A bug and the scenario that finds it. `preemptions` is the number of preemptions that it takes."""
 
     break_it: Callable[[pytest.MonkeyPatch], None]
     scenario: str
@@ -116,7 +116,7 @@ def nobody_is_told_that_the_interpreter_ends(patch) -> None:
 
 
 class _WeakList(weakref.WeakKeyDictionary):
-    """A list of workers that a Python loop copies."""
+    """A list of workers that a Python loop copies, so that another thread can change the list during the copy."""
 
 
 def the_list_of_workers_changes_while_it_is_read(patch) -> None:

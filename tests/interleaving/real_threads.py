@@ -1,7 +1,7 @@
 """Runs the scenarios on real threads, which the interpreter switches as often as it can.
 
-Classes that pass all calls through take the place of the scheduler and of its replacements for `threading`. The rules
-are the same, except those that need the virtual clock.
+RealTime and RealThreading, which use real time and the real `threading`, replace the scheduler and its `threading`. The
+rules are the same, except those that need the virtual clock.
 """
 
 import argparse
@@ -25,7 +25,10 @@ SECONDS_UNTIL_GIVEN_UP = 60.0
 
 
 def has_ended(thread: threading.Thread) -> bool:
-    """Wait for a thread to end. Returns False if neither it nor any other thread of this process makes progress."""
+    """Wait for a thread to end. Returns False if the process uses almost no CPU time for SECONDS_UNTIL_DEADLOCKED.
+
+    It also returns False after SECONDS_UNTIL_GIVEN_UP.
+    """
     deadline = time.monotonic() + SECONDS_UNTIL_GIVEN_UP
     while time.monotonic() < deadline:
         before = time.process_time()
@@ -93,7 +96,7 @@ class RealThreading:
                 return self.ident is not None and not self.is_alive()
 
             def freeze(self) -> None:
-                """Do nothing: only the end of the process stops a real thread."""
+                """Do nothing, because only the end of the process stops a real thread."""
 
         self.Thread = Thread
 

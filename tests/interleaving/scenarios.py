@@ -23,7 +23,7 @@ class Scenario:
     """A body with its yield points.
 
     watched_files   files whose every line is a yield point, besides locks, events, threads and callbacks
-    is_timeless     whether the scenario waits for no timeout on real threads
+    is_timeless     whether the scenario finishes on real threads without waiting for a timeout
     """
 
     body: Callable[[InterleavedWorld], None]

@@ -28,12 +28,12 @@ SECONDS_UNTIL_STUCK = 30.0
 
 
 class Abandoned(BaseException):
-    """Ends each unfinished task when the run is over."""
+    """Raised in each unfinished task when the run is over, to end the task."""
 
 
 @dataclass(slots=True)
 class Decision:
-    """A choice.
+    """A choice at one yield point.
 
     options         the possible choices, the default first
     is_preempting   whether every option except the default costs a preemption

@@ -164,7 +164,7 @@ class InterleavedWorld:
                  from_callback: bool = False, may_block: bool = False) -> bool:
         """Shut a manager down, and check what the contract promises.
 
-        may_block   a callback waits for the clock or for the calling thread
+        may_block   whether a callback may wait for the clock or for the calling thread
         """
         manager, scheduler = self.managers[name], self.scheduler
         forced_moves, started = scheduler.forced_moves, scheduler.clock.monotonic()

@@ -3,8 +3,9 @@
     BATCH_MANAGER_ARGUMENT_SETS=FILE pytest tests/kernels          writes every call of a kernel to FILE
     python tests/kernels/compile_argument_sets.py FILE sm_90       compiles them
 
-A line of the file is one call as JSON: module, function, args, kwargs. A tensor is recorded as its shape, strides,
-dtype and the offset of its first element from a multiple of 16 bytes. Other values are recorded unchanged.
+A line of the file is one call as a JSON object with the keys module, function, args and kwargs. A tensor is recorded as
+its shape, strides, dtype and the offset of its first element from a multiple of 16 bytes. Other values are recorded
+unchanged.
 """
 
 import inspect
@@ -82,14 +83,14 @@ def in_bfloat16(call):
 
 
 def launcher(call):
-    """Return the package's function that is called."""
+    """Return the function of the package that the call names."""
     import importlib
 
     return getattr(importlib.import_module(f"batch_manager.triton_kernels.{call['module']}"), call["function"])
 
 
 def arguments(call):
-    """Return (args, kwargs) with uninitialized tensors on this machine."""
+    """Return (args, kwargs) of the call, with uninitialized tensors."""
     return [_made(value) for value in call["args"]], {name: _made(value) for name, value in call["kwargs"].items()}
 
 

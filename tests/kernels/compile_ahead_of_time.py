@@ -78,7 +78,7 @@ def pool(num_kv_heads, head_size, tokens_per_block=64):
 
 
 def tables(head_size, rotary_size=None):
-    """Return cosines and sines for heads whose leading rotary_size entries rotate; None: all entries."""
+    """Return cosines and sines for heads whose first `rotary_size` entries are rotated; None: all entries."""
     half = (head_size if rotary_size is None else rotary_size) // 2
     return {name: tensor(4096, half, dtype=torch.float32) for name in ("cos_table", "sin_table")}
 
@@ -90,7 +90,10 @@ def packed_heads(num_tokens, group, num_kv_heads, head_size):
 
 
 def of_heads(heads, slopes, sink_logits):
-    """slopes: "float32" or "bfloat16", the dtype in which they are multiplied; None: no slopes"""
+    """Return the arguments of attention that have a value per head.
+
+    slopes   "float32" or "bfloat16": the dtype in which ALiBi slopes are multiplied; None: no slopes
+    """
     given = {}
     if slopes is not None:
         given = {"alibi_slopes": tensor(heads, dtype=torch.float32),
@@ -129,7 +132,10 @@ def linear(size, columns, dtype=torch.bfloat16):
 
 
 def fused(size, columns, *, rows=16, norm="rms", dtype=torch.bfloat16, **options):
-    """columns: output columns; with a gate, the weight has twice as many rows"""
+    """Launch a fused product.
+
+    columns   number of output columns; with a gate, the weight has twice as many rows
+    """
     from batch_manager.triton_kernels.fused_linear import fused_linear
 
     norms = {"none": (None, None), "rms": (tensor(size, dtype=dtype), None),
@@ -181,7 +187,7 @@ def sampling():
 
 
 def plain_step():
-    """Launch what a step without other features launches around its layers: sampled, then greedy."""
+    """Launch the kernels that a plain step launches before and after its layers: a sampled step, then a greedy step."""
     from batch_manager.triton_kernels.prepare_step import prepare_step
     from batch_manager.triton_kernels.sample_token import sample_token
 
@@ -274,7 +280,7 @@ CASES = {
 
 
 def variants_by_alignment():
-    """Return {kernel: compiled variants} for index tensors that are slices from the first, or the second, entry."""
+    """Return {kernel: compiled variants} for index tensors that are slices from the first and from the second entry."""
     from batch_manager.triton_kernels.ban_ngrams import ban_ngrams
     from batch_manager.triton_kernels.ban_words import ban_words
     from batch_manager.triton_kernels.beam_topk import beam_topk
@@ -329,7 +335,7 @@ def variants_by_alignment():
 
 
 def refusals_of_an_unknown_kind():
-    """Return {kernel: text of the error}, from kernels as they are compiled."""
+    """Return {kernel: text of the error} of kernels that are compiled for an unknown activation."""
     from batch_manager.triton_kernels.activation import activation
     from batch_manager.triton_kernels.fused_linear import fused_linear
     from batch_manager.triton_kernels.gated_activation import gated_activation
@@ -345,7 +351,7 @@ def refusals_of_an_unknown_kind():
 
 
 def nvidia_figures(kernel, with_instructions):
-    """Return registers, stack and spills of a cubin, from the disassembler in triton's wheel."""
+    """Return registers, stack and spills of a cubin, which the disassembler in triton's wheel reports."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()

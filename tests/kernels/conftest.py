@@ -4,11 +4,11 @@ With a GPU the kernels run on it, in this process. Without one they run in trito
 that starts on first use. They cannot run in this process: TRITON_INTERPRET must be set before the first import of
 triton, so anything that imports triton earlier (transformers, torch's compiler) would break these tests, and the
 variable would affect other tests (`dispatch.use_triton`). The compile tests need the opposite setting and also have
-their own process. So this folder needs nothing of the pytest process and changes nothing in it.
+their own process. So the tests of this folder neither depend on the pytest process nor change it.
 
 With BATCH_MANAGER_ARGUMENT_SETS=FILE in the environment no kernel runs. Every call of a kernel is written to the file
-for compile_argument_sets.py, also in bfloat16, and the oracle computes the result. The tests then pass too, which only
-proves that every call was reached.
+for compile_argument_sets.py, also in bfloat16, and the oracle computes the result. The tests pass in this case too,
+which only proves that they reached every call.
 """
 
 import importlib
@@ -30,7 +30,7 @@ TWIN_ROUNDINGS = 2      # roundings to the storage dtype that a CPU form may hav
 
 
 def _load(path):
-    """Load a helper from this folder, which is no package and not on sys.path."""
+    """Load a helper module from this folder, which is not a package and not on sys.path."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -81,7 +81,7 @@ def interpreter():
 def run_kernel(interpreter):
     """run_kernel(name, *args, function=None, dots_in_one_order=False, **kwargs): runs the Triton side of `name`.
 
-    Mutates its arguments. For comparisons of bits, `dots_in_one_order` makes the interpreter add up as a GPU does.
+    The kernel mutates the arguments. For bitwise comparisons, `dots_in_one_order` makes the interpreter sum like a GPU.
     """
 
     def run(module, *args, function=None, dots_in_one_order=False, **kwargs):
@@ -141,7 +141,7 @@ def _oracle_in_its_place(module, function, args, kwargs):
 
 @pytest.fixture(scope="session")
 def run_oracle():
-    """run_oracle(name, *args, **kwargs): runs the torch side of `name` on the arguments themselves."""
+    """run_oracle(name, *args, **kwargs): runs the torch side of `name` on the arguments, not on copies."""
 
     def run(module, *args, function=None, **kwargs):
         found = importlib.import_module(f"batch_manager.triton_kernels.reference.{module}")
@@ -152,8 +152,9 @@ def run_oracle():
 
 @pytest.fixture(scope="session")
 def run_twin(run_oracle):
-    """run_twin(name, *args, **kwargs): runs the CPU form of `name` on the arguments themselves; on a GPU, the
-    oracle."""
+    """run_twin(name, *args, **kwargs): runs the CPU form of `name` on the arguments, not on copies; on a GPU, the
+    oracle.
+    """
 
     def run(module, *args, **kwargs):
         return _twin_of(module)(*args, **kwargs) if DEVICE == "cpu" else run_oracle(module, *args, **kwargs)
@@ -162,8 +163,9 @@ def run_twin(run_oracle):
 
 
 def _copies(values, dtype=None):
-    """Return copies, floating-point ones in `dtype`. A tensor that is given twice (an output that is an input) stays
-    one."""
+    """Return copies of the values, with floating-point tensors in `dtype`. A tensor that occurs twice, as input and
+    output, is copied once.
+    """
     copies = {}
     for value in values:
         if isinstance(value, torch.Tensor) and id(value) not in copies:
@@ -181,12 +183,12 @@ def _twin_of(module):
 def assert_equals_oracle(run_kernel, run_oracle):
     """Runs both sides, the oracle on float64 copies, and compares the result and every tensor argument after the call.
 
-    An operation with a CPU form is compared in that form too, on copies of the arguments. It may round more often.
+    The CPU form of an operation, if there is one, is compared with the oracle too. It may round more often.
 
     The largest allowed error is (roundings * eps(dtype) + reduction * eps(float32)) * largest expected value:
-    `roundings` counts the values rounded to the storage dtype on the way to a result (the result itself: 1),
-    `reduction` the terms that float32 sums on the way. NaN must be exactly where the oracle has NaN: outputs start
-    NaN-filled, so this proves which entries are written.
+    `roundings` is the number of roundings to the storage dtype that lead to a result, including its own (1), and
+    `reduction` is the number of terms that are summed in float32. NaN must be exactly where the oracle has NaN: outputs
+    start filled with NaN, so the comparison proves which entries are written.
     """
 
     def check(module, *args, roundings=1, reduction, dtype, **kwargs):
@@ -259,9 +261,9 @@ def integers():
 class PagedCache:
     """Sequences of random keys and values in a pool of two layers; unused pages hold NaN.
 
-    pool           [N, 2, HK, B, D]: the second layer's view, strided
+    pool           [N, 2, HK, B, D]: a strided view, the second layer of the pool
     block_table    [sequences, max_blocks] int32, pages in random order; unused entries name a page of NaN
-    contents       of each sequence, [2, HK, length, D]: its keys and values as in the pool
+    contents       list with the keys and values [2, HK, length, D] of each sequence, as in the pool
     """
 
     def __init__(self, random, kv_lengths, num_kv_heads, head_size, tokens_per_block, dtype):
@@ -286,9 +288,9 @@ class PagedCache:
         self.kv_lengths = torch.tensor(kv_lengths, dtype=torch.int32, device=DEVICE)
 
     def take_newest(self):
-        """Remove the newest token of each sequence: its page holds NaN from its position on.
+        """Remove the newest token of each sequence: the page of the token gets NaN from the token's position on.
 
-        Returns its key and value, [sequences, HK, D] each; NaN for a sequence of length 0.
+        Returns the keys and the values of the removed tokens, [sequences, HK, D] each; NaN for a sequence of length 0.
         """
         tokens_per_block = self.pool.shape[3]
         taken = torch.full((2, len(self.contents), *self.pool.shape[2:5:2]), torch.nan, dtype=self.pool.dtype,
@@ -301,9 +303,9 @@ class PagedCache:
         return taken.unbind()
 
     def give_back(self, sequence, first_position, window, sink):
-        """Remove the pages that no query from first_position on sees: their entries name a page of NaN, or nothing.
+        """Remove the pages that no query from first_position on sees. Returns the number of removed pages.
 
-        Returns their number.
+        The table entries of these pages then name a page of NaN, or a page far before the pool.
         """
         tokens_per_block = self.pool.shape[3]
         left = range(-(-sink // tokens_per_block), max(first_position - window + 1, 0) // tokens_per_block)
@@ -318,8 +320,8 @@ def streaming_attention():
     """streaming_attention(query [T, HQ, D], contents [2, HK, length, D], scale, window, sink, ...): attention of the
     last T tokens of a sequence under the mask of StreamingLLM, entry by entry.
 
-    added         (head, key position, query position) -> what is added to the score
-    sink_logits   [HQ], of one more key each whose value is zeros
+    added         (head, key position, query position) -> the number that is added to the score
+    sink_logits   [HQ]: for each head, the score of one more key, whose value is zeros
     """
 
     def attend(query, contents, scale, window, sink, softcap=None, added=None, sink_logits=None):

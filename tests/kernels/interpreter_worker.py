@@ -2,7 +2,7 @@
 
 Reads requests from standard input: (kernel name, function name, args, kwargs, whether dots go in one order, name of a
 function whose calls are counted, or None). Answers with (result, tensors after the call), or with the text of an
-exception. The number of calls replaces the result if calls are counted. A message is eight bytes of length, then a
+exception. If calls are counted, their number replaces the result. A message is eight bytes of length, then a
 torch.save.
 """
 
@@ -38,7 +38,7 @@ def tensors_of(args, kwargs):
 
 @contextlib.contextmanager
 def dots_in_one_order():
-    """Make interpreted `tl.dot` add up every element of a tile in the same order, as a matrix unit does.
+    """Make interpreted `tl.dot` sum the products of every element of a tile in the same order, as a matrix unit does.
 
     The interpreter uses numpy's product, in which the bits of a row depend on its position in the tile.
     """

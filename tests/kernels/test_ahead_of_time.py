@@ -31,9 +31,9 @@ KNOWN_STACK_BYTES = {("sm_100", "context D64 window"): 24, ("sm_100", "context D
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Return {gpu: records}; one process compiles all.
+    """Return {gpu: records}. One process compiles all kernels.
 
-    "variants" has one record {kernel: variants}, "refusals" one {kernel: text of its error}.
+    The key "variants" has one record {kernel: variants}. The key "refusals" has one record {kernel: text of its error}.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "1"          # the default changes between versions of triton

@@ -1,6 +1,6 @@
 """Recorded calls of kernels compile in another process: no call is lost, and errors are found.
 
-The whole, every call of this folder for four GPUs and two versions of triton: `python -m tests.campaigns --suite T18`.
+`python -m tests.campaigns --suite T18` compiles every call of this folder for four GPUs and two versions of triton.
 """
 
 import importlib.util
@@ -59,7 +59,10 @@ def test_every_launcher_knows_what_is_of_the_model(argument_sets):
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    """Return calls of one test file, and two invented ones, compiled for four GPUs by the installed triton."""
+    """Return the records of three calls that the installed triton compiled for four GPUs.
+
+    Two calls are recorded from a test file. The third is the first with strides that the kernel refuses.
+    """
     if sys.platform != "linux":
         pytest.skip("triton is there for Linux only")
     file = tmp_path_factory.mktemp("calls") / "calls"

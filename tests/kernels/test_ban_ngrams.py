@@ -4,7 +4,7 @@ import torch
 
 @pytest.fixture
 def assert_same_bans(run_kernel, run_twin, run_oracle, random, integers):
-    """Runs both sides on the histories and returns, per row, the ids that were forbidden."""
+    """Compares kernel, CPU form and oracle on the histories, and returns the banned ids of each row."""
 
     def check(histories, sizes, vocabulary=50):
         rows, capacity = len(histories), max(map(len, histories)) + 2

@@ -4,7 +4,7 @@ import torch
 
 @pytest.fixture
 def packed(integers):
-    """packed(lists) -> lists [L], list_start [R], count [R], most; something else stands before and between them."""
+    """packed(lists) -> lists [L], list_start [R], count [R], largest count. Lists have other numbers around them."""
 
     def make(lists):
         numbers, starts = [-9, -9], []
@@ -20,7 +20,7 @@ def packed(integers):
 
 @pytest.fixture
 def assert_same_bans(run_kernel, run_twin, run_oracle, random, integers, packed):
-    """Runs both sides and returns, per row, the ids that were forbidden."""
+    """Compares kernel, CPU form and oracle, and returns the banned ids of each row."""
 
     def check(histories, lists, vocabulary=50):
         rows, capacity = len(histories), max(map(len, histories)) + 2

@@ -6,7 +6,7 @@ from batch_manager.triton_kernels.cpu.beam_topk import beam_topk as beam_topk_on
 
 @pytest.fixture
 def groups(integers):
-    """groups([rows of each group], rates=None): group_starts, diversity_rate and max_rows."""
+    """groups([number of rows of each group], rates=None) -> group_starts, diversity_rate, max_rows"""
 
     def make(sizes, rates=None):
         starts = [sum(sizes[:group]) for group in range(len(sizes) + 1)]
@@ -17,7 +17,7 @@ def groups(integers):
 
 @pytest.fixture(params=["kernel", "twin of the CPU"])
 def run_kernel(request, run_kernel):
-    """The Triton side, and its CPU form."""
+    """Each test runs with the Triton kernel and with the CPU form."""
     if request.param == "kernel":
         return run_kernel
 
@@ -34,8 +34,10 @@ def run_kernel(request, run_kernel):
 
 @pytest.fixture
 def assert_same_candidates(run_kernel, run_oracle):
-    """Parents and tokens are equal; log-probs are within the float32 error of a sum over the vocabulary. The oracle
-    computes in float64. Its scores differ by more than that error, unless they are equal."""
+    """Compares parents and tokens exactly, and log-probs within the float32 error of a sum over the vocabulary.
+
+    The oracle computes in float64. Any two of its scores are equal or differ by more than that error.
+    """
 
     def check(logits, temperature, cum_log_probs, starts, rates, max_rows, num_candidates):
         got = run_kernel("beam_topk", logits, temperature, cum_log_probs, rates, starts, num_candidates, max_rows)
@@ -55,7 +57,7 @@ def assert_same_candidates(run_kernel, run_oracle):
 
 
 def by_hand(logits, temperature, cum_log_probs, sizes, rates, num_candidates):
-    """Compute the candidates by definition, one at a time: [(log_prob, row in its group, token)] of each group."""
+    """Return [(log_prob, row in its group, token)] of each group: the candidates by definition, one at a time."""
     result, row = [], 0
     for size, rate in zip(sizes, rates):
         candidates = []

@@ -9,14 +9,14 @@ ROUNDINGS = {"none": 1, "norm": 8, "both": 12}       # a rounded norm is multipl
 
 
 def poisoned(values, spare_rows=1, spare_columns=3):
-    """Return the same values in memory that holds NaN after each row and after the last one."""
+    """Return the same values in memory that holds NaN after each row and after the last row."""
     whole = values.new_full((len(values) + spare_rows, values.shape[1] + spare_columns), torch.nan)
     whole[: len(values), : values.shape[1]] = values
     return whole[: len(values), : values.shape[1]]
 
 
 def contiguous_and_poisoned(values):
-    """Return the same values, contiguous, with NaN after the last one."""
+    """Return the same values in contiguous memory, with NaN after the last value."""
     whole = values.new_full((values.numel() + 64,), torch.nan)
     whole[: values.numel()] = values.flatten()
     return whole[: values.numel()].view(values.shape)
@@ -79,7 +79,7 @@ def test_strided_rows_into_strided_rows(assert_equals_oracle, random):
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_it_is_what_separate_launches_give(run_kernel, is_recording, made, dtype, norm):
-    """The fused kernel rounds where separate launches round. They differ only in the order of sums."""
+    """The fused kernel rounds where separate launches round. The results differ only by the order of sums."""
     x, weight, bias, norm_weight, norm_bias, epsilon = made(7, 200, 96, True, norm)
     if norm == "rms":
         normed = run_kernel("rms_norm", x, norm_weight, epsilon)

@@ -1,4 +1,4 @@
-"""Every kernel has an oracle and a test of its name, with one signature. Also: which modules import triton."""
+"""Every kernel has an oracle with its signature and a test of its name, and only some modules import triton."""
 
 import ast
 import importlib

@@ -4,7 +4,7 @@ import torch
 
 @pytest.fixture
 def ends(run_kernel, run_twin, run_oracle, integers):
-    """ends(histories, tokens, lists) -> per row, whether the token ends a word; both sides agree"""
+    """ends(histories, tokens, lists) -> for each row, whether the token ends a stop word. All implementations agree."""
 
     def run(histories, tokens, lists):
         rows, capacity = len(histories), max(map(len, histories)) + 2

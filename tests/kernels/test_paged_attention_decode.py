@@ -27,7 +27,7 @@ def work(integers):
 
 @pytest.fixture
 def rotation(random):
-    """rotation(size) -> the table arguments of heads whose leading entries rotate; none for 0"""
+    """rotation(size) -> the cosine and sine arguments of heads whose first `size` entries are rotated; none for 0"""
 
     def make(size, positions=200):
         if size == 0:
@@ -319,7 +319,10 @@ LENGTHS = [1, 2, B, B + 1, B + 2, 3 * B, 3 * B + 1, 5 * B + 3]
 def test_the_newest_token_is_rotated_appended_and_attended_to(
     assert_equals_oracle, paged_cache, random, dtype, rotary_size, window, sink, pages_per_part, work, rotation
 ):
-    """Its page is full of NaN from its position on, and so are the pages that it does not see."""
+    """The newest token is rotated, appended and attended to.
+
+    Before the call, its page holds NaN from its position on, and so do the pages that it does not see.
+    """
     cache = paged_cache(LENGTHS, 2, 32, B, dtype)
     for sequence, length in enumerate(LENGTHS):
         if window:
@@ -358,7 +361,7 @@ def test_the_pool_holds_what_rope_kv_append_writes(
 def test_beams_share_the_pages_before_those_they_append_to(
     assert_equals_oracle, paged_cache, random, integers, width, work, rotation
 ):
-    """The beams of a sequence are rows of the table that name the same pages, except the last one."""
+    """Beams are right whose rows of the block table name the same pages, except for the last page of each beam."""
     cache = paged_cache([2 * B + 5] * width, 2, 32, B, torch.float32)
     cache.block_table[1:, :2] = cache.block_table[0, :2].clone()
     cache.take_newest()
@@ -383,7 +386,7 @@ def test_beams_share_the_pages_before_those_they_append_to(
 def test_attention_over_the_work_list_of_a_step(
     assert_equals_oracle, paged_cache, random, integers, lengths, window, sink
 ):
-    """The list is for a device with two resident programs, and has padded rows at its end."""
+    """Attention is right over a work list for a device with two resident programs, with padded rows at its end."""
     cache = paged_cache(lengths, 2, 32, B, torch.float32)
     work_list, part_starts = decode_work_list(lengths, B, 2, 2, window, sink, padded_to=40)
     assert len(work_list) == 40 and (part_starts[-1] or window or not any(lengths))
@@ -396,7 +399,7 @@ def test_attention_over_the_work_list_of_a_step(
 
 
 def visible_pages(length, window, sink, block):
-    """Return the pages of a sequence with a key that its newest token sees, checked key by key."""
+    """Return the pages of a sequence that have a key that its newest token sees. Each key is checked."""
     return sorted({key // block for key in range(length) if not window or key >= length - window or key < sink})
 
 

@@ -6,8 +6,9 @@ SLOTS, COLUMNS, VOCABULARY = 7, 4, 50
 
 @pytest.fixture
 def arguments(random, integers):
-    """arguments(generating rows, tokens of contexts, changes of the table) -> arguments of prepare_step without
-    options"""
+    """arguments(number of generating rows, of context tokens, of changes of the table) -> the arguments of prepare_step
+    without options
+    """
 
     def make(num_slots, num_fed, num_changes):
         draw = torch.Generator().manual_seed(num_slots + 10 * num_fed)

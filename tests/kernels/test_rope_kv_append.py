@@ -4,8 +4,9 @@ import torch
 
 @pytest.fixture
 def check(assert_equals_oracle, random, integers):
-    """check(...): compares kernel and oracle on one packed qkv tensor; returns it, its copy from before, and the
-    result."""
+    """check(...): compares kernel and oracle on one packed qkv tensor. Returns the tensor, its copy from before
+    and the result.
+    """
 
     def run(num_heads=4, num_kv_heads=2, head_size=32, rotary_size=None, slots=(5, 70, -1, 0), dtype=torch.float32,
             positions=(3, 11, 0, 40), in_place=True):

@@ -19,7 +19,7 @@ def row_parameters(integers):
 
 @pytest.fixture
 def assert_same_draw(run_kernel, run_twin, run_oracle):
-    """Tokens and flags are equal; log-probs are within the float32 error of a sum over the vocabulary."""
+    """Compares tokens and flags exactly, and log-probs within the float32 error of a sum over the vocabulary."""
 
     def check(logits, parameters, **more):
         tokens, log_probs, finite = run_kernel("sample_token", logits, *parameters, **more)

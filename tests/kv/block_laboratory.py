@@ -53,7 +53,7 @@ class BlockLaboratory:
     # Requests.
 
     def request(self, prompt: int, beams: int = 1) -> LlmRequest:
-        """Make a request without a slot. Its prompt is the start of one of two texts, with a tail and a salt."""
+        """Make a request without a slot. `prompt` encodes the tokens, the salt and the adapter."""
         prompt, shared = divmod(prompt, SHARED)
         prompt, tail = divmod(prompt, len(TAILS))
         salt, which = divmod(prompt, 4)
@@ -84,7 +84,7 @@ class BlockLaboratory:
         return new[:len(free)]
 
     def needed(self, new: list[LlmRequest], growing: list[LlmRequest]) -> int:
-        """Return the free blocks that a claim takes. Blocks that other requests hold are not counted."""
+        """Return the number of free blocks that a claim takes. Reused blocks that a request holds are not counted."""
         blocks, used, unit = 0, self.model.used(), self.unit
         to_wake: set[object] = set()
         for request in new:
@@ -247,7 +247,7 @@ class BlockLaboratory:
         return [block_id for _, block_id in sorted(self.model.tables[request.seq_slot, 0].items())]
 
     def compare(self) -> None:
-        """Check the invariants."""
+        """Audit the accounting, and compare block tables, contents and cached blocks with the model."""
         kv, model = self.kv, self.model
         audit(kv)
         used = model.used()

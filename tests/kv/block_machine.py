@@ -1,8 +1,8 @@
 """Operations of the block manager in random order, against the model of dicts and sets in block_model.py.
 
-The rules do to a request what the loop does: allocate its prompt, compute and commit it chunk by chunk, fork its beams,
-extend it token by token, free it. Computed tokens are written into the blocks of the model. So each block that a prompt
-finds in the cache is compared with its expected content, and every wrong reuse is found.
+The rules do to a request what the loop does: they allocate its prompt, compute and commit it chunk by chunk, fork its
+beams, extend it token by token, and free it. Computed tokens are written into the blocks of the model. Each block that
+a prompt finds in the cache is compared with its expected content, so every wrong reuse is found.
 """
 
 from itertools import chain
@@ -30,7 +30,10 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
 
     @rule(prompts=PAIRS, number=NUMBERS)
     def allocate(self, prompts, number):
-        """Claim one or two first chunks, sometimes with generating requests. Some are computed at once."""
+        """Claim blocks for one or two new requests, sometimes with generating requests.
+
+        Some prompts are computed at once.
+        """
         self.calls["allocate"] += 1
         number, kind = divmod(number, 8)
         beams = [1 + number // 4**place % self.model.max_beam_width for place in range(2)]
@@ -54,7 +57,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: any(request.is_generating for request in self.running.values()))
     @rule(number=NUMBERS, drafts=NUMBERS)
     def draft(self, number, drafts):
-        """Claim several drafts each, and accept some."""
+        """Claim several drafts of each of some requests, and accept some drafts."""
         self.calls["draft"] += 1
         growing = self.chosen(number, generating=True)
         counts = [drafts // 7**place % (MOST_DRAFTS + 1) for place in range(len(growing))]
@@ -83,7 +86,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
                                    for request in self.running.values()))
     @rule(number=NUMBERS)
     def reorder(self, number):
-        """Replace each beam by a copy of its parent: some beams are forked, some end."""
+        """Replace each beam of a request by a copy of its parent: some beams are forked, and some end."""
         self.calls["reorder"] += 1
         request = self.any_of(number, (request for request in self.running.values()
                                        if request.is_generating and request.beam_width > 1))
@@ -127,7 +130,10 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def double_free(self, number):
-        """A second release has no effect. The pool refuses a free block, and a block twice in one list."""
+        """A second release has no effect.
+
+        The pool does not take back a free block, or a block that a list has twice.
+        """
         self.calls["double_free"] += 1
         before = self.state()
         if self.gone:
@@ -164,7 +170,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
 
     @rule(rarely=st.integers(0, 5))
     def clear(self, rarely):
-        """After all requests end and an unrelated one overwrites the whole pool, nothing is cached."""
+        """After all requests end and an unrelated request overwrites the whole pool, nothing is cached."""
         if rarely < 5:
             return
         self.calls["clear"] += 1
@@ -180,7 +186,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: self.running or self.gone)
     @rule(number=NUMBERS)
     def strangers_are_refused(self, number):
-        """A start in a taken slot and a step of a request without blocks are refused."""
+        """The manager refuses to start a request in a taken slot, and to extend a request without blocks."""
         self.calls["strangers"] += 1
         before = self.state()
         if self.running:

@@ -1,7 +1,8 @@
 """A model of blocks in dicts and sets: their contents, owners and cached texts. It uses none of the manager's code.
 
 A *text* is a domain and all tokens up to a position. The content of a block is the text that ends in it, because the KV
-of a token depends on all tokens before it. A block whose text has other tokens before is the wrong block.
+of a token depends on all tokens before it. A block with the same tokens after other tokens is therefore a different
+block.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +27,7 @@ class BlockModel:
 
     tables    (slot, beam) -> {index: block id}, from the table updates
     written   block id -> the text that ends in it; missing: garbage
-    host      host block id -> the same
+    host      host block id -> the text that ends in it
     found     text -> block id, for texts that were committed and not overwritten since
     evicted   number of cached texts that were overwritten
     """
@@ -76,7 +77,7 @@ class BlockModel:
             self.written[block_id] = Text(domain, tuple(tokens[:(index + 1) * self.unit]))
 
     def spoil(self, slot: int, beam: int, start: int) -> None:
-        """Replace the content from a position on by garbage, as a failed step does."""
+        """Forget the content of all blocks from the block of position `start` on, as a failed step spoils it."""
         for index, block_id in self.tables[slot, beam].items():
             if index >= start // self.unit:
                 self.written.pop(block_id, None)
@@ -115,7 +116,10 @@ class BlockModel:
                 self.found[text] = row[index]
 
     def overwrite(self, block_id: int) -> None:
-        """Evict the text of a block and the cached texts that continue it. Only texts of full blocks are continued."""
+        """Evict the text of a block and the cached texts that continue it.
+
+        Only texts of full blocks have continuations.
+        """
         for text in [text for text, where in self.found.items() if where == block_id]:
             is_full = len(text.tokens) % self.unit == 0
             for below in [other for other in self.found if other == text or (
@@ -134,7 +138,10 @@ class BlockModel:
         return block_ids
 
     def begun(self, domain: tuple, tokens: Sequence[int], start: int, partial: bool) -> int:
-        """Return how many tokens after `start` one more cached block begins with: all or none, unless `partial`."""
+        """Return the largest number of the prompt's tokens from `start` on with which a cached block begins.
+
+        Without `partial`, a block counts only if it holds exactly the prompt's next tokens.
+        """
         end = min(start + self.unit, len(tokens) - 1)
         wanted, before, most = tuple(tokens[start:end]), tuple(tokens[:start]), 0
         for text in self.found:

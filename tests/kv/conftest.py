@@ -11,13 +11,13 @@ def make(slot: int, prompt_len: int, max_new_tokens: int = 16, **options) -> Llm
 
 @pytest.fixture(scope="session")
 def make_request():
-    """make_request(slot, prompt_len, max_new_tokens=16, ...)"""
+    """make_request(slot, prompt_len, max_new_tokens=16, ...) -> a request in this slot"""
     return make
 
 
 @pytest.fixture(scope="session")
 def start():
-    """start(kv, request): claim and compute the context, and add the first token"""
+    """start(kv, request) -> the request, after its context was claimed and computed and it got its first token"""
 
     def run(kv, request):
         kv.claim([request], [])

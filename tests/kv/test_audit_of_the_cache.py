@@ -13,9 +13,9 @@ UNIT = 4
 
 @pytest.fixture
 def kv(make_request, start):
-    """Request 0 generates in a block of its own. Requests 1 and 2 share two full blocks; request 2 has two beams.
+    """Return a manager in which request 0 generates in its own block, and requests 1 and 2 share two full blocks.
 
-    Some host blocks hold evicted content.
+    Request 2 has two beams. Some host blocks hold evicted content.
     """
     kv = KvCacheManager(16, UNIT, 100, max_beam_width=2, enable_block_reuse=True, host_blocks=20)
     evicted = make_request(5, 8, cache_salt="evicted")

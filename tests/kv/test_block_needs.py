@@ -1,4 +1,4 @@
-"""Block arithmetic, against sequences that grow token by token."""
+"""The computed numbers of blocks are those of sequences that grow token by token."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ def endless(tokens_per_block: int) -> AttentionWindow:
 
 
 def grown(length: int, tokens: int, tokens_per_block: int, beam_width: int) -> int:
-    """Blocks added while `tokens` tokens are appended one by one."""
+    """Return the number of blocks that are added while `tokens` tokens are appended one by one."""
     return sum(beam_width for position in range(length, length + tokens) if position % tokens_per_block == 0)
 
 

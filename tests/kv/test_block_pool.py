@@ -1,4 +1,4 @@
-"""Free blocks and their order."""
+"""The pool hands out free blocks in the right order, and refuses wrong releases."""
 
 import pytest
 from hypothesis import settings
@@ -52,7 +52,7 @@ def test_out_of_blocks_is_a_bug_of_ours_unless_the_loop_knows_better():
 
 
 class PoolAgainstAList(RuleBasedStateMachine):
-    """The pool against a model: a list of the free blocks in order, and the blocks of each take."""
+    """Compares the pool with a model: a list of the free blocks in order, and the taken blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""A claim takes several drafts of a request, and a rewind takes several requests.
+"""A claim can include several drafts of a request, and a rewind several requests.
 
-A rewind after which a request could not continue is refused and changes nothing.
+The manager refuses a rewind after which a request could not continue, and changes nothing.
 """
 
 import pytest

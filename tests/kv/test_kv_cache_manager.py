@@ -1,4 +1,4 @@
-"""Claim, release, and the numbers for schedulers."""
+"""Claims and releases work, and the numbers that schedulers get are right."""
 
 import numpy as np
 import pytest

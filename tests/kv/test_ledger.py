@@ -1,4 +1,4 @@
-"""The budget of a plan."""
+"""The ledger gives a plan the right budget of blocks."""
 
 from batch_manager.kv.kv_cache_manager import KvCacheManager
 

@@ -1,4 +1,4 @@
-"""Reservations suffice, whichever blocks are shared and whichever leave the window."""
+"""Reservations suffice, no matter which blocks are shared and which blocks leave the window."""
 
 from random import Random
 
@@ -39,7 +39,10 @@ def test_the_most_a_sequence_holds_is_what_growing_it_shows(prompt_len, new, uni
 
 @given(**lengths, window=st.integers(1, 30), drafts=st.integers(1, 5))
 def test_the_most_a_sequence_with_drafts_holds_is_enough(prompt_len, new, unit, window, sinks, unread, drafts):
-    """The reservation covers every sequence of draft and accepted counts. Its excess is at most 2 * drafts tokens."""
+    """The reservation suffices for any numbers of drafted and accepted tokens in the steps.
+
+    It exceeds the need by at most the blocks of 2 * `drafts` tokens. A step has at most `drafts` draft tokens.
+    """
     sink_blocks, end, most = -(-sinks // unit), prompt_len + new, -(-prompt_len // unit)
     seen, waiting = set(), [(prompt_len, 0)]                    # length, blocks that left the window
     while waiting:
@@ -58,7 +61,7 @@ def test_the_most_a_sequence_with_drafts_holds_is_enough(prompt_len, new, unit, 
 
 @pytest.mark.parametrize("seed", range(150))
 def test_what_is_reserved_is_enough_whatever_is_drafted_accepted_and_taken_back(seed):
-    """No claim fails in a pool of the most blocks that all sequences together can need."""
+    """No claim fails in a pool that has as many blocks as the reservations of all sequences together."""
     draw = Random(seed)
     unit, window = draw.randint(1, 4), draw.choice([None, draw.randint(1, 12), draw.randint(1, 12)])
     unread, drafts = draw.randint(0, 2), draw.randint(0, 3)
@@ -101,7 +104,10 @@ def test_what_is_reserved_is_enough_whatever_is_drafted_accepted_and_taken_back(
 
 
 def prompts_that_slide(num_blocks, make_request):
-    """Return two requests that share the first two blocks of their prompts and slide past them."""
+    """Return (manager, two requests that share the first two blocks of their prompts).
+
+    The window moves past these blocks while the requests generate.
+    """
     kv = KvCacheManager(num_blocks, 4, 100, window=9, enable_block_reuse=True)
     requests = [make_request(slot, 9, 16) for slot in range(2)]
     for request in requests:

@@ -1,4 +1,7 @@
-"""The manager against a model of dicts and sets, with calls in random order. Suite T2 of tests.campaigns runs more."""
+"""The manager agrees with a model of dicts and sets when calls come in random order.
+
+Suite T2 of tests.campaigns runs more calls.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Layers by themselves: what a call computes, what `add_to` adds, and what the context's ports refuse."""
+"""A single layer computes the right results, also with `add_to`, and the context's ports refuse wrong calls."""
 
 import json
 
@@ -26,7 +26,7 @@ FUNCTIONS = {"silu": functional.silu, "gelu": functional.gelu, "relu": functiona
 
 
 class RandomWeights(DummyWeights):
-    """Norms and biases random too, so that none of them can be left out unseen; `given` keeps them by name."""
+    """Random weights, norms and biases, so that a test notices if one is left out. `given` has them by name."""
 
     def __init__(self, dtype):
         super().__init__(5, CPU, dtype)
@@ -39,7 +39,7 @@ class RandomWeights(DummyWeights):
 
 
 def made(kind, dtype, deterministic, *arguments, **options):
-    """(the layer, its tensors by name in float64)"""
+    """Make a layer with random weights. Returns (the layer, {name: tensor in float64})."""
     weights = RandomWeights(dtype)
     context = LayerContext(device=CPU, dtype=dtype, deterministic=deterministic)
     return kind(weights, context, *arguments, **options), weights.given
@@ -168,7 +168,7 @@ def test_a_split_that_there_is_not_is_refused():
       for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")),
     ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 64})])
 def test_every_family_says_how_its_maps_divide(architecture, fields, tmp_path):
-    """By columns into attention and the network's inside, by rows out of them: so a sum follows each of the latter."""
+    """Projections into attention and the MLP are split by columns. Projections out of them are split by rows."""
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **fields}))
     model = load_model(tmp_path, device="cpu", load_format="dummy").model
     (layer,) = model.layers

@@ -257,8 +257,11 @@ class OwnDeque(deque):
 
 
 def answered_meanwhile(make_world, make_collection):
-    """Return the ids of the answered requests, of ten, and the size of the collection at the end. Its owner removes
-    each answered request, and an iteration reads four."""
+    """Return (the ids of the answered requests, the size of the collection at the end).
+
+    The get callback returns a collection of ten requests. An iteration reads four of them. When a request is answered,
+    the client removes it from the collection.
+    """
     world = make_world(max_admissions_per_iteration=4, max_num_sequences=-1)
     handed_over, given, take_out = make_collection()
     calls = [given]
@@ -333,7 +336,7 @@ class Hinting:
 @pytest.mark.parametrize("reading", ["what has a size", "an iterator over what grows", "a list that grows",
                                      "an iterator with a hint"])
 def test_c14_the_end_comes_although_what_was_handed_over_grows(make_world, new_request, reading):
-    """A client may put refused items back into the returned collection."""
+    """The shutdown ends although a client puts items into the returned collection while the loop reads it."""
     world = make_world(max_admissions_per_iteration=2)
     items = [new_request(i, [1], 9) for i in range(6)]
     if reading == "what has a size":

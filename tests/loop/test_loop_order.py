@@ -1,4 +1,4 @@
-"""Section 3: the calls of an iteration, their order and their arguments."""
+"""Section 3: an iteration makes its calls in the right order, with the right arguments."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Timings of a request: `return_perf_metrics`, and `arrival_time`."""
+"""The timings of a request are right: `return_perf_metrics` and `arrival_time`."""
 
 import asyncio
 import time

@@ -13,7 +13,7 @@ from batch_manager.scheduling.policies import make_scheduler
 
 
 class Forgetful(RequestScheduler):
-    """Leaves a request out of all plans once it holds blocks, except every `nap`th plan."""
+    """Leaves a request out of all plans once it holds blocks. Every `nap`th plan is unchanged."""
 
     def __init__(self, limits, kv_cache_manager, forgotten=1, nap=0):
         self.scheduler, self.kv = make_scheduler(limits, kv_cache_manager), kv_cache_manager
@@ -33,7 +33,7 @@ class Forgetful(RequestScheduler):
 
 @pytest.fixture
 def soon(monkeypatch):
-    """Check every plan, and fail after 20 checks."""
+    """Make the engine check every plan, and fail if 20 plans pass over a request."""
     monkeypatch.setattr(starvation, "CHECK_EVERY", 1)
     monkeypatch.setattr(starvation, "MAX_CHECKS", 20)
 
@@ -99,9 +99,11 @@ def test_one_who_holds_nothing_is_waiting_and_not_forgotten(make_world, new_requ
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_our_own_policies_pass_nobody_over(make_world, new_request, monkeypatch, policy, overlap, chunked, seed):
-    """With tiny budgets, priorities, long chunk queues and pauses, no plan passes over a request: a request waits only
-    if it has no room or no later request is scheduled. With overlap, which keeps two micro-batches even, at most two
-    checks without progress in between find a request passed over."""
+    """No plan of the package's policies passes over a request, with tiny budgets, priorities, many chunks and pauses.
+
+    A request waits only if it has no room, or if no later request is scheduled. Overlap keeps two micro-batches even.
+    With overlap, a request is passed over in at most two checks between two of its steps.
+    """
     monkeypatch.setattr(starvation, "CHECK_EVERY", 1)
     monkeypatch.setattr(starvation, "MAX_CHECKS", 3 if overlap else 1)
     draw = random.Random(seed)

@@ -21,7 +21,7 @@ TINY_BLOOM = {"vocab_size": 97, "hidden_size": 64, "n_layer": 3, "n_head": 4}
 
 
 def make_reference(family: str, **options):
-    """Return a transformers model whose weights make every part matter: norms are not one, biases are not zero."""
+    """Return a transformers model whose weights give every part an effect: norms differ from 1, and biases from 0."""
     import transformers
 
     base = TINY_GPT2 if family in ("GPT2", "GPTJ") else TINY_BLOOM if family == "Bloom" else TINY
@@ -61,7 +61,7 @@ def reference(tmp_path_factory):
 
 @dataclass
 class Driver:
-    """Runs packed steps of a loaded model on its own pool; allocates blocks as needed."""
+    """Runs packed steps of a loaded model on its own pool of blocks, and allocates blocks when sequences need them."""
 
     loaded: object
     tokens_per_block: int = 16
@@ -129,7 +129,7 @@ class Driver:
             return model.logits(hidden[torch.from_numpy(step.logits_rows)])
 
     def prefill(self, prompts, chunk=None):
-        """Run all prompts together, whole or in chunks. Return the logits of their last rows."""
+        """Run all prompts together, whole or in chunks. Return the logits [prompts, vocab] of their last tokens."""
         if chunk is None:
             return self.run([(i, prompt, True) for i, prompt in enumerate(prompts)])
         logits = {}
@@ -187,7 +187,7 @@ def prompts():
 
 @pytest.fixture
 def check_against():
-    """Generate with the driver and compare every row with transformers."""
+    """check_against(model, driver, prompts, ...): generate with the driver and compare all logits with transformers."""
 
     def check(model, run, prompts, steps=20, chunk=None, tolerance=1e-4):
         sequences, logits = run.generate(prompts, steps, chunk)

@@ -1,8 +1,7 @@
 """Writes GGUF files of transformers' models as llama.cpp's converter does, by its rules and without the product's code.
 
 The gguf library's own map names the tensors. This module applies the converter's changes to them. The library then
-decodes each whole tensor, and its numbers are put back where they came from: the result is a transformers model to
-compare with.
+decodes each whole tensor. The decoded numbers replace those of the transformers model, which tests compare with.
 """
 
 import copy
@@ -24,9 +23,9 @@ ARCHITECTURES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3"
 
 def write_gguf(model: torch.nn.Module, path, family: str, kind: str = "F32", without: tuple[str, ...] = (),
                fused: bool = False, **changed) -> torch.nn.Module:
-    """Write `model`, and return a copy of it with the numbers that the file holds.
+    """Write `model` to a GGUF file, and return a copy of the model with the numbers that the file holds.
 
-    kind      type of the matrices; norms and biases are F32
+    kind      GGUF type of the matrices; norms and biases are F32
     fused     store queries, keys and values in one tensor
     without   keys of the metadata that are left out
     changed   metadata that differs from the converter's; "__" in a name stands for "."
@@ -102,7 +101,7 @@ def plus_one(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def changes(architecture: str, name: str, config) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the converter's change to the tensor."""
+    """Return the function that the converter applies to the tensor."""
     if architecture in ("llama", "granite", "smollm3") and re.search(r"\.[qk]_proj\.", name):
         heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
         return lambda tensor: tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)

@@ -292,7 +292,7 @@ def _of_stacked(read: Any, model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _positions(read: Any) -> int:
-    """With longrope, the positions before stretching: the frequencies beyond them are not implemented."""
+    """Return the number of positions. With longrope, the engine implements only the positions before stretching."""
     if read.rope_parameters.get("rope_type") == "longrope":
         return min(read.max_position_embeddings, read.rope_parameters["original_max_position_embeddings"])
     return read.max_position_embeddings

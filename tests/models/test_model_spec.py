@@ -445,7 +445,7 @@ CHANGES_NUMBERS = {
 
 @pytest.mark.parametrize("name", CHANGES_NUMBERS)
 def test_a_field_that_a_registered_class_does_not_name_is_refused_by_name(name, registered_spec_of):
-    """The shipped families read their windows themselves; a user's class must declare that it does."""
+    """A field that changes the numbers is refused by name, unless the registered class lists it in `understands`."""
     with pytest.raises(ModelLoadError, match=f"{name} is .*; expected only fields .*; .*lists it in `understands`"):
         registered_spec_of(**{name: CHANGES_NUMBERS[name]})
     members = {"understands": (name,)}

@@ -1,4 +1,4 @@
-"""Configurations as in published checkpoints, of the families' first files and of later ones."""
+"""Configurations of published checkpoints are read, both of the families' first files and of later ones."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""The models on the Triton kernels, in Triton's interpreter, in a separate process.
+"""Models on the Triton kernels give the logits of transformers. The kernels are interpreted, in a separate process.
 
-The first model runs a second time, with another window, sinks, slopes and sink logits, which transformers does not
-support for it.
+The first model runs a second time with another window, sinks, slopes and sink logits. transformers does not support
+them for this model.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Gemma 2 as a user would add it: one file that imports only public names of batch_manager.
 
-A layer has norms before and after its attention, and before and after its MLP. A norm stores its factor minus one.
-Attention has a sliding window in every other layer, soft-capped scores and a configured scale. Embeddings are scaled,
-and logits are soft-capped.
+A layer has norms before and after its attention, and before and after its MLP. The weight of a norm is its factor minus
+one. Attention has a sliding window in every other layer, soft-capped scores and a configured scale. Embeddings are
+scaled, and logits are soft-capped.
 
 Source   "Gemma 2" (arXiv 2408.00118); checkpoints as transformers saves Gemma2ForCausalLM.
 """

@@ -1,8 +1,8 @@
 """Real schedulers, real KV cache accounting and real requests; only the model is missing.
 
-    play        runs requests to their end, checking plan and books in every iteration
-    timeline    the same as a text: rows are iterations, columns requests; C5 computed five context tokens, G generated,
-                P was paused
+    play        runs requests to their end, and checks the plan and the accounting in every iteration
+    timeline    runs requests like `play`, and returns a table: a row for each iteration, a column for each request.
+                C5: five context tokens were computed; G: a token was generated; P: the request was paused
 """
 
 from collections.abc import Callable
@@ -25,7 +25,10 @@ MOST_ITERATIONS = 20_000
 
 @dataclass
 class Play:
-    """requests: (prompt tokens, new tokens[, arrival iteration[, priority]]) each."""
+    """A run of requests.
+
+    requests   list of (prompt tokens, new tokens[, arrival iteration[, priority]])
+    """
 
     requests: list[tuple]
     policy: SchedulerPolicy = SchedulerPolicy.MAX_UTILIZATION

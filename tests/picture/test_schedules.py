@@ -1,6 +1,7 @@
-"""Schedules as text.
+"""The schedulers make the expected schedules, which are written as tables.
 
-Rows are iterations, columns requests; C5 computed five context tokens, G generated, P was paused.
+A table has a row for each iteration and a column for each request. C5: five context tokens were computed; G: a token
+was generated; P: the request was paused.
 """
 
 from batch_manager.names import ContextChunkingPolicy, SchedulerPolicy
@@ -174,7 +175,7 @@ G  .
 
 def test_under_no_evict_a_half_computed_prompt_finishes_behind_a_more_important_one_that_cannot_start(timeline):
     # Request 0 holds 8 of 10 blocks between its chunks. Request 1 is more important, needs 6 and has to wait for them;
-    # if request 0 waited behind it, neither would ever run.
+    # if request 0 waited too, neither would ever run.
     assert timeline([(16, 2), (10, 2, 1, 0.9)], policy=NO_EVICT, chunking=FCFS, num_blocks=10,
                     max_num_tokens=6) == """\
 C6 .

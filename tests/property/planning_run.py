@@ -1,7 +1,7 @@
 """A small loop around the real schedulers, the real KV cache manager and the real plan check, with a shadow device.
 
-After each step, the accounting is audited. The content that a sequence reads must match its history. A block that is
-written must be in no other table. Every live request must advance.
+The loop audits the accounting after each step. It checks three more rules: the content that a sequence reads matches
+the sequence's history, a block that is written is in no other table, and every live request advances.
 """
 
 from collections import Counter, deque
@@ -215,7 +215,7 @@ class PlanningRun:
         return drafted
 
     def run_ahead(self, generation: list[LlmRequest]) -> None:
-        """Claim blocks for steps that never run, and take the claims back. All blocks that a sequence reads must stay.
+        """Claim blocks for steps that never run, and take the claims back. Blocks that a sequence reads must stay.
 
         Requests with drafts are left out, because their next position is known only after the last step was read. With
         a depth above 1, nothing is claimed, because the plan of the first step does not allow for these claims.
@@ -403,7 +403,7 @@ def make_scheduler(options: Options, limits: Limits, kv: KvCacheManager, peft: P
 
 
 def make_limits(scenario: Scenario, num_blocks: int) -> Limits:
-    """Return the smallest limits with which every request can run, plus the spare tokens of the scenario."""
+    """Return the smallest limits with which every request can run, increased by the scenario's spare tokens."""
     options, unit = scenario.options, scenario.options.tokens_per_block
     widest = max(plan.beam_width + plan.draft_len for plan in scenario.requests)
     least = (options.max_batch_size - 1) * widest + max(unit + most_drafts(scenario), widest)
@@ -430,10 +430,11 @@ def most_drafts(scenario: Scenario) -> int:
 
 
 def blocks_of_largest(plan: RequestPlan, options: Options, most_drafts: int) -> int:
-    """Return the number of blocks with which the request can run alone, also after a pause, counted token by token.
+    """Return the number of blocks with which the request can run alone, also after a pause.
 
-    With a look-ahead or drafts, blocks that leave the window are not subtracted. For drafts with a window and no
-    pauses, the function uses the product's own number, which test_reservations.py compares with growing sequences.
+    The number is counted token by token. With a look-ahead or drafts, blocks that leave the window are not subtracted.
+    For drafts with a window and no pauses, the function uses the product's own number, which test_reservations.py
+    compares with growing sequences.
     """
     prompt_len, end = len(plan.prompt), len(plan.prompt) + plan.max_new_tokens
     starts = [prompt_len]

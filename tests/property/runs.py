@@ -20,7 +20,7 @@ def complaint(scenario: Scenario) -> str | None:
 def run_seed(seed: int) -> Counter[str]:
     """Run a seed. Returns the counts of the run.
 
-    Raises AssertionError with the smallest scenario found that fails in the same way.
+    Raises AssertionError with the smallest scenario that was found to fail with the same kind of error.
     """
     scenario = random_scenario(seed)
     try:

@@ -34,7 +34,10 @@ class RequestPlan:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the engine. The spare_* fields are added to the least with which the largest request can run."""
+    """Options of the engine.
+
+    The spare_* fields are added to the smallest limits with which the largest request can run.
+    """
 
     policy: str = "MAX_UTILIZATION"
     tokens_per_block: int = 4

@@ -1,8 +1,8 @@
 """A device that runs only the batches that it gets, and knows the right content of every block.
 
-The KV-cache content of a position depends on all tokens before it. It is therefore a number for the whole history up to
-that position. A step reads the content of visible positions through its updated block table, and writes the content of
-its own positions. This module does not call the KV cache manager.
+The KV-cache content of a position depends on all tokens before the position. The device therefore represents the
+content as a number for the whole history up to that position. A step reads the content of visible positions through its
+updated block table, and writes the content of its own positions. This module does not call the KV cache manager.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,11 +13,11 @@ GARBAGE = -1
 
 
 class Wrong(AssertionError):
-    """The device or the run found a violation."""
+    """Raised when the device or the run finds a violation."""
 
 
 class Histories:
-    """Numbers of histories: a number for each (number of the history before the token, token, extra id)."""
+    """Gives each history a number: one for each (number of the history before the token, token, extra id)."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple, int] = {}
@@ -62,7 +62,7 @@ class ShadowDevice:
             (self.host if one.to_host else self.blocks)[one.destination] = content
 
     def read(self, row: int, position: int, history: Sequence[int], name: object) -> None:
-        """Check the content of all positions that are visible from this position."""
+        """Check that the visible positions of a sequence, seen from `position`, have the content of its history."""
         first = 0 if self.window is None else max(position - self.window + 1, 0)
         for place in [*range(min(self.sinks, first)), *range(first, position)]:
             block_id = self.tables.get(row, {}).get(place // self.unit)

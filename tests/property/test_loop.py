@@ -1,7 +1,7 @@
 """Random streams of requests in the whole loop, with all KV cache options and faults, get the oracle's output.
 
 One seed is one engine and one stream: `Stream(seed, build_world).run()`. 70 seeds run here.
-tests/campaigns/random_streams.py ran 1,715 seeds in its longest run.
+In its longest run, tests/campaigns/random_streams.py ran 1,715 seeds.
 """
 
 import random

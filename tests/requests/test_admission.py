@@ -1,4 +1,4 @@
-"""Admission: which tensors and options it accepts, refuses or cuts, and that it copies what it accepts."""
+"""Admission accepts, refuses or cuts the right tensors and options, and copies the tensors that it accepts."""
 
 import numpy as np
 import pytest
@@ -72,7 +72,7 @@ BEAMS_ONLY = {"pad_id"}
 
 
 def wrong_values(name):
-    """Values that admission must refuse for this tensor."""
+    """Return values that admission must refuse for this tensor."""
     spec = TENSORS[name]
     wrong = ["1", b"1", object(), {1: 2}, {1}, 1j, np.array([1j]), np.array(["1"]), np.array([None]),
              np.zeros(1, "M8[s]"), np.zeros(2, [("a", "i4")]), np.zeros((1, 1, 1, 1, 1)), [[[[[1]]]]], [None], range(3)]

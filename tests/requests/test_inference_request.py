@@ -1,4 +1,4 @@
-"""InferenceRequest: tensor names, ids, and what its constructor checks."""
+"""InferenceRequest has the documented tensor names and ids, and its constructor refuses wrong arguments."""
 
 import pickle
 import subprocess

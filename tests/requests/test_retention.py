@@ -1,4 +1,4 @@
-"""Which retention configurations are valid, and how admission copies them."""
+"""Valid retention configurations are accepted and copied at admission, and invalid ones are refused."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ NAN = float("nan")
 
 
 def a_name(value):
-    """The name of a parameter, which is the same in every process."""
+    """Return a test id for a value. The id is the same in every process."""
     return value if isinstance(value, str) else type(value).__name__
 
 

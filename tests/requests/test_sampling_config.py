@@ -1,4 +1,4 @@
-"""SamplingConfig: the range of each parameter, and its value on the device."""
+"""SamplingConfig checks the range of each parameter, and gives the device the right values."""
 
 from dataclasses import FrozenInstanceError, fields
 

@@ -26,8 +26,11 @@ def test_the_tensor_of_a_named_tensor_is_made_once_when_it_is_first_read():
 
 
 def read_beside(function, named, attribute):
-    """Return `function` wrapped so that, in its first call, another thread reads the attribute first, and the list that
-    gets the read value at index 1."""
+    """Return (a wrapper of `function`, a list).
+
+    In the first call of the wrapper, another thread reads the attribute of `named` before `function` is called. The
+    list gets the read value at index 1.
+    """
     others = []
 
     def called(*given):

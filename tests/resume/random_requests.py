@@ -17,7 +17,7 @@ VOCAB, LONGEST = 4096, 24
 
 
 def drawn_tensors(draw: random.Random) -> dict:
-    """The tensors of a random request, with any of the sampling options that can be resumed."""
+    """Return the tensors of a random request, with random sampling options of those that can be resumed."""
     def maybe(**options):
         return {name: make() for name, make in options.items() if draw.random() < 0.35}
 
@@ -52,7 +52,8 @@ def drawn_tensors(draw: random.Random) -> dict:
 def outcomes(model, requests: list[InferenceRequest], **params) -> dict:
     """Run all requests on one engine.
 
-    Returns {id: (generated tokens, finish reason, log-probs with the likeliest tokens, error)}.
+    Returns {id: (generated tokens, finish reason, log-probs, error)}. The log-probs include those of the likeliest
+    tokens.
     """
     waiting, found, last = list(requests), {}, 10**9
     waiting.append(InferenceRequest(last))
@@ -90,7 +91,7 @@ def cut(requests: list[InferenceRequest], whole: dict, draw: random.Random) -> d
 
 
 def differences(whole: dict, resumed: dict, after: dict) -> list[int]:
-    """The ids of resumed requests whose outcome differs from the rest of the whole outcome."""
+    """Return the ids of resumed requests whose outcome is not the remainder of the uncut request's outcome."""
     return [request_id for request_id, (_, before) in resumed.items() if after[request_id] != (
         whole[request_id][0][len(before):], whole[request_id][1], whole[request_id][2][len(before):], "")]
 

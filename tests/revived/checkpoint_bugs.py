@@ -58,7 +58,7 @@ def the_library_alone_looks_at_the_header(patch) -> None:
 
 
 def the_places_of_tensors_are_not_compared(patch) -> None:
-    """Two tensors may overlap, and the library's message names neither of them."""
+    """Tensors may overlap, and the message of the safetensors library does not name them."""
     patch.setattr(safetensors_header, "_check_ranges", lambda path, tensors, data_bytes: None)
 
 

@@ -1,4 +1,4 @@
-"""Bugs that an asynchronous exception reveals, in the guard or in the files that move items.
+"""Bugs that an asynchronous exception reveals, reintroduced in the guard or in the files that move items.
 
 This module does not import torch, because the process forks at every place of the sweep.
 """
@@ -44,7 +44,7 @@ INTERRUPTION_BUGS = {
 
 
 def sweep_with(name: str) -> list[str]:
-    """Plant a bug and sweep the places where items move. Return the first failure."""
+    """Plant a bug and sweep the places where items move. Return the violations at the first place that has any."""
     with pytest.MonkeyPatch.context() as patch:
         INTERRUPTION_BUGS[name](patch)
         _, _, wrong = sweep("mixed", files=WHERE_ITEMS_MOVE, stops_at_first=True)

@@ -20,10 +20,10 @@ WITH_LARGE_TENSORS = (52, 105)
 
 @dataclass(frozen=True, slots=True)
 class RequestBug:
-    """A bug and the blocks of requests that find it.
+    """A bug and the blocks of fuzzed requests that find it.
 
     failure   the number of a known failure, or the place where the bug was found
-    blocks    the blocks of the fuzzer that have requests that trigger the bug
+    blocks    numbers of the fuzzer's blocks with requests that trigger the bug
     """
 
     name: str

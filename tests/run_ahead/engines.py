@@ -58,8 +58,8 @@ class Run:
 class Ahead:
     """How the engine that runs ahead differs from the engine in lockstep.
 
-    stops       request id -> iteration from which it is asked to stop
-    own_queue   whether the scripted backend itself is late
+    stops       request id -> iteration from which poll returns it
+    own_queue   whether the scripted backend runs its steps late itself; otherwise, a LateBackend delays them
     """
 
     seed: int
@@ -90,7 +90,7 @@ def make_backend(scenario: RunAheadScenario, parent: Path, **options):
 
 
 def make_late_backend(scenario: RunAheadScenario, parent: Path, ahead: Ahead, faults: Faults):
-    """Return a backend that is late, with steps that fail at every possible point."""
+    """Return a backend whose steps run late, and fail at every possible point."""
     if not scenario.is_scripted:
         inner = make_backend(scenario, parent)
         fail_inside(inner, "_layout", inner._runner, "logits", faults)
@@ -113,10 +113,10 @@ def make_late_backend(scenario: RunAheadScenario, parent: Path, ahead: Ahead, fa
 def fail_inside(backend, lays_out: str, drawer: object, draws: str, faults: Faults) -> None:
     """Make steps fail at two points: before they write to the KV cache, and between the model's run and the sampling.
 
-    The block tables and the operations of the batch are done before both points.
+    At both points, the block tables are updated and the operations of the batch are done.
 
     lays_out   name of the backend's method that is called first, with the batch
-    draws      name of the method of `drawer` that is called after the model has run
+    draws      name of the method of `drawer` that is called between the model's run and the sampling
     """
     lay_out, draw, running = getattr(backend, lays_out), getattr(drawer, draws), []
 
@@ -160,7 +160,7 @@ class RunAheadClient(ArrivingClient):
     """Keeps the responses in a run.
 
     open_ids   ids without a final response
-    stop_at    request id -> iteration from which it is asked to stop
+    stop_at    request id -> iteration from which poll returns it
     """
 
     def __init__(self, scenario: RunAheadScenario, run: Run, stop_at: Mapping[int, int]) -> None:
@@ -188,7 +188,7 @@ class RunAheadClient(ArrivingClient):
 
 def drive(scenario: RunAheadScenario, backend, *, run_ahead: bool, stops: Mapping[int, int],
           faults: Faults | None = None) -> Run:
-    """Return the results of a run. Raises AssertionError, or the exception of the loop."""
+    """Run the scenario and return its results. Raises AssertionError, or the exception of the loop."""
     run = Run({request_id: [] for request_id in scenario.asks})
     client = RunAheadClient(scenario, run, stops)
     loop = make_loop(client, backend=backend, clock=SystemClock(), policy=scenario.policy,
@@ -215,7 +215,7 @@ def drive(scenario: RunAheadScenario, backend, *, run_ahead: bool, stops: Mappin
 def watch(loop, counts: Counter, faults: Faults | None) -> None:
     """Count launches, launches with another step in flight, and rows that become void.
 
-    `faults` gets the slots of the step that is read whose requests have ended.
+    Before a step is read, `faults.ended` gets the slots of the step whose requests have ended.
     """
     window = loop.window
     launch, take_back, read = window.launch, window._unclaim_later_steps, window.read

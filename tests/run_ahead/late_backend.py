@@ -21,7 +21,11 @@ class PlantedError(Exception):
 
 @dataclass(slots=True)
 class Order:
-    """The fault planned for the step of one iteration, and the number of times that it is still to occur."""
+    """The fault planned for the step of one iteration.
+
+    times   how often it is still to occur
+    row     which row fails, as a fraction of the rows of the step
+    """
 
     kind: str
     times: int
@@ -31,7 +35,7 @@ class Order:
 class Faults:
     """Decides for each iteration whether its step fails, and how.
 
-    Rows of requests that have ended since the launch fail now and then, which must have no effect.
+    Now and then, rows fail whose requests have ended since the launch. These failures must have no effect.
 
     rate     probability that a step fails
     counts   how often each kind of fault has occurred
@@ -57,7 +61,10 @@ class Faults:
         raise PlantedError(order.kind)
 
     def failures(self, batch: ScheduledBatch) -> dict[int, RowFailure]:
-        """Return the rows of the step that fail, each once. The caller must make their KV cache values not finite."""
+        """Return {slot: failure} of the rows that fail in this step.
+
+        The caller must make their KV cache values not finite.
+        """
         order, slots = self._order(batch), batch.slots()
         spoilt = []
         if order is not None and order.kind == ONE_ROW and order.times:
@@ -76,7 +83,7 @@ class Faults:
     def _order(self, batch: ScheduledBatch) -> Order | None:
         """Return the fault of the step, if any.
 
-        Faults of a single row, or of a step of one sequence, may end a request. They are rare.
+        Faults of a single row, or of a step of one sequence, are rare, because they may end a request.
         """
         if not self._rate:
             return None
@@ -90,7 +97,7 @@ class Faults:
 
 
 class LateBackend:
-    """A backend whose steps run, in the order of their launches, when one of them is read, or a little before.
+    """A backend whose steps run when one of them is read, or a little before. They run in the order of their launches.
 
     inner       the backend that runs each step as a whole. It must raise NOT_RUN and NOT_DRAWN itself, after the block
                 tables and the operations of the batch are done, because a launched step does not repeat them

@@ -25,7 +25,7 @@ WIDEST = 3
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request, which can be handed over several times.
+    """One request, which is handed over to several engines.
 
     arrival    iteration in which it is handed over
     features   names of its special features
@@ -158,7 +158,7 @@ def draw_ask(draw: Random, vocab: int, beginning: list[int], longest_prompt: int
              beams: float, processors: float, shortest_output: int) -> Ask:
     """Generate a request with random features.
 
-    beginning           tokens that its prompt may begin with
+    beginning           tokens of which the prompt may take the first ones
     beams, processors   probability of several beams, and of a logits post-processor
     """
     is_scripted = family == SCRIPTED

@@ -1,4 +1,4 @@
-"""T17, quick: a few hundred requests get the same responses in lockstep and with run-ahead; planted bugs are caught."""
+"""T17, quick: a few hundred requests get the same responses in lockstep and with run-ahead. Planted bugs are found."""
 
 import dataclasses
 import logging

@@ -19,7 +19,7 @@ READING_METHODS = ("tolist", "numpy", "item", "cpu")
 
 
 def storage_of(tensor):
-    """Return a key of a tensor's memory: its address, or the object if the tensor is packed."""
+    """Return a key of a tensor's memory: the address, or the id of the tensor object if the tensor is packed."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else f"packed {id(tensor)}"
 
 
@@ -28,7 +28,7 @@ def tensors_in(tree):
 
 
 class Recorder(TorchDispatchMode):
-    """Records operations and launches within `with`.
+    """Records operations and launches within its context.
 
     entries    one for each operation and launch
     launches   names of kernels, and of operations that write memory
@@ -72,7 +72,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def launch(self, run, executor, args, kwargs):
-        """Record and launch a Triton kernel. The arguments are those of the interpreter."""
+        """Record the launch of a Triton kernel, and call `run`, the interpreter's launch, with the other arguments."""
         with _disable_current_modes():
             self.launches.append(executor.fn.__name__)
             self.entries.append((executor.fn.__name__, executor.grid, self._described((args, kwargs))))

@@ -4,7 +4,7 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """Use one thread. The tensors are so small that more threads only disturb each other."""
+    """Use one thread, because more threads only delay each other on small tensors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

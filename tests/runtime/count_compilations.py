@@ -160,7 +160,7 @@ def serve_attention(attention, spec, every_pair):
 
 
 def serve_bound(attention, step, query, key, value, rotary):
-    """Run the same generation step over block tables at a fixed address. Return the number of steps."""
+    """Run a generation step again, over block tables at a fixed address. Return the number of steps: 0 or 1."""
     if step.num_contexts or len(step.slots) % 16 > 1:        # every batch size is served above
         return 0
     work = attention.plan_generation(step.kv_lengths)
@@ -174,14 +174,14 @@ def serve_bound(attention, step, query, key, value, rotary):
 
 
 class PassedOn:
-    """Replaces attention, which `serve_attention` runs."""
+    """Replaces attention: it returns the queries, because `serve_attention` runs the attention."""
 
     def run(self, layer, query, key, value, rotary):
         return query.flatten(1)
 
 
 def count_fused(folder):
-    """Return the variants of fused products that are compiled in the steps of their comparison, and in later steps."""
+    """Return [variants compiled in the steps that compare fused products, variants compiled in later steps]."""
     decide, dispatch.use_triton = dispatch.use_triton, lambda device: True
     loaded = load_model(folder, device=torch.device("cpu"), dtype="bfloat16", load_format="dummy")
     recording, gives_logits = record_step(loaded, loaded.spec)
@@ -198,7 +198,7 @@ def count_fused(folder):
 
 
 def scratch():
-    """Return, for some shapes, the bytes that `sample_token` allocates besides its results, and the planned bytes."""
+    """Return [(bytes that `sample_token` allocates besides its results, planned bytes)] for some shapes."""
     from batch_manager.triton_kernels.sample_scratch import scratch_bytes
     from batch_manager.triton_kernels.sample_token import sample_token
 

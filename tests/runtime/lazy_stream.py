@@ -1,4 +1,4 @@
-"""A stream of a GPU, on a CPU, that is as late as allowed: the copies of device.py wait in a queue.
+"""A GPU stream, imitated on a CPU, that is as late as it may be: the copies of device.py wait in a queue.
 
 A stream runs its actions in order, at any time. An interleaving with the host is determined by the number of actions
 that are done each time the host writes memory that the stream reads. `every_order` tries all interleavings.
@@ -68,7 +68,10 @@ def lazily(monkeypatch):
 
 
 def every_order(run):
-    """Call run(choose) until choose(n), which returns one of 0..n, has made every choice. Return the number of runs."""
+    """Call run(choose) once for each sequence of choices. Return the number of runs.
+
+    choose(n) returns one of 0..n.
+    """
     path, count = [], 0
     while True:
         taken = _run_along(run, path)
@@ -82,7 +85,7 @@ def every_order(run):
 
 
 def _run_along(run, path):
-    """Run with the choices of `path`, then with 0. Return all choices (chosen, most)."""
+    """Run with the choices of `path`, and with choice 0 after them. Return all choices as (chosen, most)."""
     taken = []
 
     def choose(most):

@@ -93,8 +93,8 @@ def set_up(backend, samples):
 def recordings(backend, steps):
     """Yield a finding for each shape, from two batches, the second of which has more padding.
 
-    The finding says whether both launch the same operations, which operations a capture refuses, and whether a replay
-    of the first batch's launches on the inputs of the second gives the results of the second.
+    The finding says whether both batches launch the same operations, and which operations a capture refuses. It also
+    says whether a replay of the first batch's launches on the inputs of the second gives the results of the second.
     """
     draw = np.random.default_rng(5)
     for samples in (False, True):
@@ -121,7 +121,7 @@ def recording(backend, steps, expected_shape, first, second):
 
 
 def counted(folder):
-    """Yield the launches of a step for models with one and two layers and 16-bit logits."""
+    """Yield the launches of a step of a model with one layer, and of a model with two layers. Logits have 16 bits."""
     made = [make_steps(engine_modes.checkpoint(folder, num_layers), "float16") for num_layers in (1, 2)]
     for samples in (False, True):
         found = []
@@ -157,7 +157,8 @@ def planted(backend, steps):
 def launches(folder):
     """Yield the launches of one Llama layer, and the launches outside of the layers, in a step of four rows.
 
-    Each is counted without fusion ("separate") and fused. The difference between the logits of the two is yielded too.
+    Launches are counted without fusion ("separate") and with it ("fused"). The function also yields the difference
+    between the logits of the two.
     """
     found = []
     for num_layers in (1, 2):

@@ -1,4 +1,4 @@
-"""max_attention_window and sink_token_length on the native backend give transformers' tokens under the same mask."""
+"""With max_attention_window and sink_token_length, the native backend gives transformers' tokens for that mask."""
 
 import numpy as np
 import pytest

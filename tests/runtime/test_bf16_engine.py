@@ -1,7 +1,7 @@
 """An engine in bfloat16 agrees with the same model in float32 on the CPU, for a real model and real text.
 
-On a GPU, this is the only test in which a whole engine uses the matrix instructions of its kernels. On a CPU, the same
-function tests the CPU's bfloat16, which shows that the test works.
+On a GPU, this is the only test in which a whole engine uses the matrix instructions of its kernels. On a CPU, the test
+runs in the CPU's bfloat16, which shows that the test works.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 """A step copies only its upload buffers to the device. The tests observe the copies without a device.
 
 Tensors on torch's "meta" device, which have a shape and no memory, replace tensors on a GPU. Any other copy from the
-host to a GPU would make the host wait for the previous step. It shows as an operation from a CPU tensor to a meta
-tensor.
+host to a GPU would make the host wait for the previous step. The tests would see such a copy as an operation with a CPU
+tensor and a meta tensor.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ META, VOCAB, HIDDEN, SIZE, SLOTS = torch.device("meta"), 50, 24, 16, 8
 
 
 class CopiesFromTheHost(TorchDispatchMode):
-    """Records operations that take a CPU tensor, and that take, return or write a tensor on the device."""
+    """Records operations that take a CPU tensor and take or return a tensor on the device."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ class Model:
 
 
 class Engine:
-    """The part of a backend that computes, with tensors that have no memory."""
+    """The computing part of a backend, with tensors that have no memory."""
 
     def __init__(self, monkeypatch):
         triton_paged = pytest.importorskip("batch_manager.attention.triton_paged", reason="triton is not installed")
@@ -109,7 +109,7 @@ class Engine:
         return len(self.uploads.sent), copies.found
 
     def run_plainly(self, batch):
-        """Run a plain step. Return (sizes of uploads, other copies), or None if it is not plain."""
+        """Run a plain step. Return (sizes of uploads, other copies), or None if the batch is not a plain step."""
         self.uploads.sent.clear()
         self.tables.update(batch)
         self.steps.resident.note(batch.block_table_updates)
@@ -143,7 +143,7 @@ def test_a_step_sends_its_arrays_in_one_copy_and_one_more_where_sequences_enter(
 
 
 def generation(*rows):
-    """The generation work of rows (slot, tokens in the KV cache)."""
+    """Return the generation work of rows (slot, number of tokens in the KV cache)."""
     return GenerationWork(*np.array(rows, np.int32).reshape(-1, 2).T)
 
 

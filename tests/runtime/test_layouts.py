@@ -87,7 +87,7 @@ def test_an_attention_sees_the_rows_of_tokens_alone_and_padding_gets_zeros():
 
 
 def test_padding_writes_nothing_to_the_cache(checkpoint):
-    """The KV cache keeps its content, bit by bit, at every position that has no token of the batch."""
+    """The KV cache keeps its content bit by bit at every position for which the batch has no token."""
     params = TrtGptModelOptionalParams(device="cpu", kv_cache_config=KvCacheConfig(tokens_per_block=8, max_tokens=320))
     backend = build_native_backend(checkpoint[0], params, layout=layouts.padded, num_slots=8)
     mark = -12345.0

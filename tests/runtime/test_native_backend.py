@@ -91,7 +91,7 @@ def run(backend, contexts=(), rows=()):
 
 
 class Driver:
-    """Runs sequences on a backend as a loop would, and collects their results."""
+    """Runs sequences on a backend as the engine's loop does, and collects their results."""
 
     def __init__(self, backend):
         self.backend, self.lengths, self.tokens, self.log_probs = backend, {}, {}, {}
@@ -598,7 +598,10 @@ def _check_on_a_gpu(checkpoint, layout, setups):
 
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_the_rows_of_draft_tokens_are_those_of_the_same_tokens_one_by_one(checkpoint, drafts):
-    """Draft tokens are packed, computed and read like single tokens. The backend does not accept drafts yet."""
+    """The logits rows of draft tokens are those of the same tokens, computed one by one.
+
+    The test packs and computes the drafts itself, because the backend does not accept drafts yet.
+    """
     backend = build(checkpoint)
     prompts = prompts_of(7, 5)
     expected = [reference(checkpoint, prompt, drafts + 2)[0] for prompt in prompts]

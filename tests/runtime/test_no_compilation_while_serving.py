@@ -1,4 +1,4 @@
-"""The warm-up compiles every variant of a kernel. A request that waits for the compiler would wait for seconds."""
+"""The warm-up compiles every variant of a kernel, so that no request waits seconds for the compiler."""
 
 import json
 import os

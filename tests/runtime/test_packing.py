@@ -49,7 +49,10 @@ def test_two_contexts_and_two_generation_rows_by_hand():
 
 
 def test_draft_tokens_by_hand():
-    """A step is packed correctly if slot 5 ends its prompt with two drafts, slot 7 has two drafts, and slot 0 none."""
+    """A step with drafts is packed correctly. Slot 5 ends its prompt with two drafts.
+
+    Slot 7 has two drafts, slot 0 none.
+    """
     tables = BlockTables(8, 4)
     batch = ScheduledBatch(
         iteration=0,
@@ -179,7 +182,7 @@ def test_tables_grow_by_doubling_and_keep_what_they_held():
 
 
 def naive(batch, blocks, size):
-    """Pack token by token, in Python."""
+    """Pack a batch token by token, in Python. Returns the six arrays of a step as lists."""
     tokens, positions, pool_slots, starts, lengths, rows = [], [], [], [0], [], []
     work = [(w.slot, w.token_ids.tolist(), w.start, w.is_last_chunk) for w in batch.context]
     work += [(s, [0], n, True) for s, n in zip(batch.generation.slots.tolist(), batch.generation.kv_lengths.tolist())]

@@ -15,7 +15,10 @@ SHAPE = StepShape(4, True, True, context_tokens=16, contexts=5)
 
 
 def finished(batch, shape, results, sums=(), asking=()):
-    """Return the output of a step whose memory holds these results [4, sampled] and sums of hidden states."""
+    """Return the output of a step whose memory holds these results [4, sampled] and sums of hidden states.
+
+    asking   slots that request log-probs
+    """
     memory = np.concatenate([np.asarray(results, np.int32).ravel(), np.asarray(sums, np.float32).view(np.int32)])
 
     def active(feature, slots):

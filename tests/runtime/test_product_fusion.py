@@ -114,7 +114,10 @@ def some_columns(x):
 
 
 def added_to_some_columns(x):
-    """A product that is added to some columns. A launch adds to all columns, so it is not fused, nor is its norm."""
+    """A product is added to some columns.
+
+    Neither the sum nor the norm is fused, because a launch adds to all columns.
+    """
     wide = x.multiplied(matrix(24, 12), 24)
     left, right = wide.split_with_sizes([12, 12], 1)
     return x.normed(ones(12), None, 1e-5).multiplied(matrix(12, 12, bias=True), 12, adds_to=right) + left

@@ -36,7 +36,7 @@ class Sequence:
 
 
 class Schedule:
-    """Runs sequences on a backend in a random order, with chunks, batches, pauses, and failed steps run in parts.
+    """Runs sequences on a backend in random order, with chunks, batches and pauses. Some steps run again in two parts.
 
     With a window, the schedule takes back blocks that leave it, fills them with NaN, and soon gives them to another
     sequence.
@@ -186,7 +186,7 @@ def sequences_of(count, seed):
 
 
 def with_features(sequences):
-    """Give the sequences all other options with which logits depend on the history."""
+    """Give the sequences the remaining options, with which the logits depend on the history."""
     features = [dict(repetition_penalty=1.5, no_repeat_ngram_size=2), dict(top_p=0.9, top_p_decay=0.8, top_p_min=0.3),
                 dict(presence_penalty=0.7, frequency_penalty=0.3, bad_words=((3,), (5, 7))), dict(min_p=0.1, top_p=1.0),
                 dict(end_id=4, min_length=9, embedding_bias=np.linspace(3, 0, VOCAB, dtype=np.float32)), {}]

@@ -76,7 +76,7 @@ def test_c18_engines_on_two_threads_do_not_take_each_others_number_for_the_hosts
 def test_c18_no_thread_of_the_hosts_ever_sees_another_number(before):
     """Other threads never see the thread count of a step.
 
-    Python may switch threads between any two operations, so torch's setter would change the number for the process.
+    torch's setter would change the count of the whole process, which another thread may read at any time.
     """
     done, seen = threading.Event(), set()
 

@@ -52,7 +52,10 @@ def test_a_neighbour_is_given_its_core_and_the_core_is_taken_again(caplog):
 
 
 def test_what_is_hopeless_is_tried_once_and_less_and_less_often():
-    """Because time is lost, fewer threads are tried. They take twice as long, so the next trials are ever later."""
+    """Trials of fewer threads become rarer while a step with fewer threads takes twice as long.
+
+    The governor tries fewer threads because threads lose time waiting.
+    """
     now_s, tried_at = [0.0], []
     governor = ThreadGovernor(2, lambda: now_s[0])
     while now_s[0] < 100:

@@ -1,4 +1,4 @@
-"""The pages of adapters in use are not given to other adapters."""
+"""A plan does not give the pages of an adapter in use to another adapter."""
 
 from batch_manager.kv.peft_cache_manager import PeftCacheManager
 from batch_manager.scheduling.capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler

@@ -1,4 +1,4 @@
-"""Which requests get blocks."""
+"""Each policy gives blocks to the right requests, and pauses the right requests."""
 
 import pytest
 

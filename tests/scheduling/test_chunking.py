@@ -1,4 +1,4 @@
-"""How a budget is divided among prompts: properties that hold for all lengths."""
+"""A token budget is divided among prompts with properties that hold for all lengths."""
 
 import pytest
 from hypothesis import given

@@ -17,7 +17,7 @@ LIMITS = Limits(max_batch_size=3, max_num_tokens=12, max_seq_len=100, max_beam_w
 
 
 class Bad:
-    """A scheduler whose name must be in the message."""
+    """A scheduler that breaks a rule. The error must contain its name."""
 
 
 @pytest.fixture

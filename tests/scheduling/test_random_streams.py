@@ -1,4 +1,4 @@
-"""Random requests, tiny pools, every policy: what holds for all of them."""
+"""Every policy runs random requests in tiny pools to their end, and keeps the rules in every step."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +12,10 @@ PRIORITIES = st.sampled_from([0.5, 0.5, 0.5, 0.2, 0.9])
 
 @st.composite
 def streams(draw, priorities=EQUAL):
-    """Draw (requests, options). The pool holds the largest request alone; a step holds a block besides the batch."""
+    """Generate (requests, options). The pool holds at least the largest request.
+
+    A step holds a block besides the batch.
+    """
     requests = draw(st.lists(st.tuples(st.integers(1, 24), st.integers(1, 14), st.integers(0, 20), priorities),
                              min_size=1, max_size=10))
     tokens_per_block = draw(st.sampled_from([1, 2, 4, 5, 8]))
@@ -32,7 +35,10 @@ def streams(draw, priorities=EQUAL):
 
 
 def run_audited(game, each_step=lambda line, plan: None):
-    """Run to the end, and audit the accounting after every step. each_step gets the line that the plan was made for."""
+    """Run to the end, and audit the accounting after every step.
+
+    each_step   called with (active requests in order, their plan) after every step
+    """
     step = game.step
 
     def audited_step():

@@ -1,4 +1,4 @@
-"""Which requests can run in lockstep together."""
+"""A static batch has the right requests."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Checks that the beams of a final response are the oracle's finished beams, or its live beams at that time."""
+"""Checks that the beams of a final response are the oracle's finished beams, or its live beams after as many steps."""
 
 from typing import TYPE_CHECKING
 

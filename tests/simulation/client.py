@@ -1,4 +1,4 @@
-"""The server around the engine: its callbacks and hooks, which check their arguments and fail on order.
+"""The server around the engine: callbacks and hooks that check their arguments, and that fail when a fault is chosen.
 
 Every call is recorded for the history checker. Callbacks report violations through `check`, because the guard, which is
 under test, would contain an exception.
@@ -33,17 +33,17 @@ CANCELLED = int(FinishReason.CANCELLED)
 
 
 class Planted(Exception):
-    """An exception that a callback raises on order."""
+    """An exception that a callback raises as a chosen fault."""
 
 
 class PlantedInterrupt(KeyboardInterrupt):
-    """A KeyboardInterrupt that a callback raises on order."""
+    """A KeyboardInterrupt that a callback raises as a chosen fault."""
 
 
 class Taken(list):
     """A list that reports when an item is read.
 
-    If its only item is a request whose prompt is an array, it overwrites the array after the item was read.
+    If the list has one item, a request whose prompt is an array, the list overwrites the array after the item was read.
     """
 
     def __init__(self, items: list[tuple[Any, Handed | None]], taken: Callable[[Any, Handed | None], None]) -> None:
@@ -59,9 +59,9 @@ class Taken(list):
 
 
 class SimulatedClient(Client):
-    """The callbacks of one simulated server. Items are generated at random; `pending` is not used.
+    """The callbacks of one simulated server. Items are generated at random. `pending` of the base class is not used.
 
-    again      ids that the next get returns
+    again      ids of requests that the next get returns
     failures   callback -> number of failed calls; the engine must count the same number
     """
 
@@ -326,7 +326,10 @@ class SimulatedClient(Client):
         self.world.check(not has_tokens or bool(metrics.first_token_time_ns), "I33: tokens without a first one")
 
     def _check_top(self, handed: Handed, tokens: list[int], log_probs, ids, values) -> None:
-        """Check the top tokens: the sampled id and the ids after it, with log-probabilities that fall by 1 each."""
+        """Check the top tokens: the sampled id and the ids after it.
+
+        Each has a log-probability 1 below the one before it.
+        """
         self.world.mark("likeliest tokens asked for")
         ranks, vocab = np.arange(handed.top_log_probs), self.world.swarm.vocab_size
         known = ranks < vocab
@@ -371,7 +374,7 @@ class SimulatedClient(Client):
     # poll
 
     def _stop(self, request_ids: list, answer: Any = None) -> Any:
-        """Record the live requests among `request_ids`, and return the ids or `answer`."""
+        """Record which `request_ids` are live, and return `answer`, or the ids if `answer` is None."""
         world = self.world
         alive = [request_id for request_id in request_ids if world.is_alive(request_id)]
         world.note_stops(request_ids, alive)
@@ -437,7 +440,7 @@ class SimulatedClient(Client):
     # between iterations
 
     def new_turn(self) -> None:
-        """Reset the state of one turn."""
+        """Forget which requests ended or came again in the previous turn."""
         if self.ended_this_turn:
             self.ended_this_turn = []
         if self.reused_this_turn:

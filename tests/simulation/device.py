@@ -1,4 +1,4 @@
-"""The simulator's scripted model: it fails on order, and clearing a block overwrites its content.
+"""The simulator's scripted model, which fails when a fault is chosen. Clearing a block overwrites its content.
 
 The scripted backend reads tokens back through the block tables. In a real model, the content of a block also depends on
 all earlier tokens, and no request may read a block that was computed with another salt. With block reuse, the step that
@@ -28,12 +28,12 @@ from .spoiling import one_row_too_few, one_row_too_many, one_token_too_few, with
 
 @dataclass(slots=True)
 class Order:
-    """The faults of one batch and of its parts when it is bisected.
+    """The fault that is chosen for a batch. It also affects the parts of the batch when it is bisected.
 
     raises      (slots of a part) -> the error that the part raises, or None
-    in_finish   the error is raised when the step is read, not when it runs
-    poisons     slot -> (block, first token) pairs: from that token on, the block has non-finite values once a batch
-                with that slot has run
+    in_finish   whether the error is raised when the step is read, or when it runs
+    poisons     slot -> (block, first token) pairs: once a batch with the slot has run, the block has non-finite values
+                from this token on
     """
 
     raises: Callable[[list[int]], BaseException | None] = lambda slots: None
@@ -47,14 +47,14 @@ NO_ORDER = Order()
 
 
 class SimulatedDevice(ScriptedBackend):
-    """A scripted backend with orders.
+    """A scripted backend that chooses faults, and checks what a batch reads and writes.
 
-    blame        (request, code, iteration, must) called for each request that a fault of that step must or may fail
-    blocks_of    (request, beam=0) -> the blocks that one of its beams holds
+    blame        (request, code, iteration, must) called for each request that a fault of this step must or may fail
+    blocks_of    (request, beam=0) -> the blocks that one of the request's beams holds
     table_of     (request) -> [beams, blocks] block table, in which released blocks keep their index
-    before_step  (batch) called once for each batch, before it runs
+    before_step  (batch) called once for each batch, before the batch runs
     check        (holds, rule) notes a violation of the rule unless it holds
-    stamps       block -> (salt, checksum of the tokens before it); None without block reuse
+    stamps       block -> (salt, checksum of the tokens before the block); None without block reuse
     """
 
     def __init__(self, *, faults: Faults, owner_of: Callable[[int], LlmRequest],
@@ -170,7 +170,7 @@ class SimulatedDevice(ScriptedBackend):
     def _stamp(self, batch: ScheduledBatch) -> None:
         """Check the stamps of the cached prompts of new sequences, then stamp the blocks that the batch begins.
 
-        The tokens before a block that the step begins are known at the launch of the step.
+        The stamps can be made at the launch, because the tokens before a block that the batch begins are already known.
         """
         size, owners, per_slot = self.info.tokens_per_block, self._owners[batch.iteration], batch.max_beam_width
         for work in batch.context:
@@ -212,7 +212,7 @@ class SimulatedDevice(ScriptedBackend):
             raise error
 
     def _order(self, name: str, batch: ScheduledBatch) -> Order:
-        """Return the order for a fault, and blame the requests that it must fail."""
+        """Return the order for the fault `name`, and blame the requests that the fault must fail."""
         slots, rng = batch.slots(), self._faults.rng
         victim = rng.choice(slots)
 
@@ -286,7 +286,7 @@ class SimulatedDevice(ScriptedBackend):
         return Order(spoils=lambda output, part: with_a_wrong_token(output, victim, token))
 
     def _span(self, batch: ScheduledBatch, slot: int) -> tuple[int, int, int]:
-        """Return (first position that a batch writes for a slot, the position after the last, beams)."""
+        """Return (first position that a batch writes for a slot, the position after the last, number of beams)."""
         for work in batch.context:
             if work.slot == slot:
                 return work.start, work.start + len(work.token_ids), 1
@@ -301,7 +301,7 @@ class SimulatedDevice(ScriptedBackend):
         return table[:beams, start // size:(end - 1) // size + 1].T.ravel().tolist()
 
     def _blame_readers_of(self, blocks: list[int], batch: ScheduledBatch, victim: int) -> None:
-        """Blame the victim. Requests of the batch that hold one of the blocks may fail too."""
+        """Blame the victim. Other requests of the batch that hold one of the blocks may fail too."""
         self._blame(self._owner_of(victim), ErrorCode.NON_FINITE_LOGITS, batch.iteration)
         for slot in batch.slots():
             owner = self._owner_of(slot)
@@ -316,7 +316,7 @@ def stamp_of(owner: LlmRequest, tokens: list[int], start: int) -> tuple:
 
 
 class SimulatedStep:
-    """A step that may fail on order when it is read."""
+    """A step that fails when it is read, if a fault is chosen for it."""
 
     def __init__(self, device: SimulatedDevice, batch: ScheduledBatch, pending) -> None:
         self._device, self._batch, self._pending = device, batch, pending

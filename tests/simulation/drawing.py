@@ -1,8 +1,8 @@
 """How the simulated device samples for sequences with stop words, bad words, penalties or similar rules.
 
 Like a real device, it keeps the tokens of such sequences beside the KV cache: the tokens of the `SlotSetup`, which
-comes again after a pause, and the tokens that were sampled since. A wrong setup therefore changes the output. oracle.py
-computes the expected output.
+comes again after a pause, and the tokens that were sampled after it. A wrong setup therefore changes the output.
+oracle.py computes the expected output.
 """
 
 from collections import Counter
@@ -34,7 +34,10 @@ class SlotRules:
             or setup.stop_words or setup.embedding_bias is not None)
 
     def draw(self, word: int, length: int, vocab_size: int) -> tuple[int, int, int]:
-        """Return (token, finish code, hash for its log-probability) after `length` tokens. May be called again."""
+        """Return (token, finish code, hash for the log-probability) after `length` tokens.
+
+        A step may be sampled again.
+        """
         del self._tokens[length:]
         setup, tokens = self.setup, self._tokens
         banned = self._banned(length)
@@ -66,7 +69,7 @@ class SlotRules:
 
 
 class Drawing:
-    """The rules of the sequences, by slot. `seen` counts markers."""
+    """Keeps the rules of all sequences, by slot. `seen` counts markers."""
 
     def __init__(self, check: Callable[[bool, str], None], seen: Counter[str]) -> None:
         self._check, self._seen = check, seen
@@ -92,7 +95,9 @@ class Drawing:
              vocab_size: int) -> None:
         """Sample again for the sequences with rules.
 
-        words, lengths, asked   for each row: its hash, its tokens so far, whether it returns log-probabilities
+        words     hash of each row
+        lengths   number of tokens of each row so far
+        asked     for each row, whether it returns log-probabilities
         """
         for row, slot in enumerate(output.slots.tolist()):
             rules = self._rules.get(slot)

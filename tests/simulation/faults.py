@@ -1,4 +1,4 @@
-"""The menu of faults around the loop. Each fault has a name, a place and a count of its occurrences."""
+"""The menu of faults around the loop. Each fault has a name and a place, and its occurrences are counted."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -8,7 +8,7 @@ from random import Random
 
 
 class Place(Enum):
-    """Where a fault strikes."""
+    """The part of the engine or of its environment in which a fault occurs."""
 
     GET = "get"
     SEND = "send"
@@ -112,7 +112,7 @@ def menu_of(place: Place) -> list[Fault]:
 class Faults:
     """Chooses faults at random, and counts those that happened.
 
-    hits   fault -> times; a chosen fault that could not happen is not counted
+    hits   fault -> number of times that it happened; a chosen fault that could not happen is not counted
     """
 
     def __init__(self, rng: Random, enabled: Collection[str], rate: float) -> None:

@@ -1,4 +1,4 @@
-"""C10: under MAX_UTILIZATION the first in line is never a victim (I23) and advances in every iteration."""
+"""C10: under MAX_UTILIZATION the first request in line is never paused (I23) and advances in every iteration."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class FirstInLine:
         self._runs: deque[tuple[int, LlmRequest, int]] = deque()     # (turn to judge it, request, progress)
 
     def planned(self, active: list, inflight: frozenset, plan) -> Iterator[str]:
-        """Yield the violations of a plan as the scheduler returns it."""
+        """Yield the violations of a plan that the scheduler returns."""
         if not self._applies:
             return
         first = next((request for request in active if not request.is_finished), None)
@@ -61,7 +61,7 @@ class FirstInLine:
         return swarm.max_num_tokens - sum(request.beam_width for request in plan.generation_requests)
 
     def taken_back(self, void: set[LlmRequest]) -> None:
-        """Forget the newest steps of these requests."""
+        """Forget the steps of these requests that are not judged yet."""
         self._runs = deque(run for run in self._runs if run[1] not in void)
 
     def step_ended(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Checks a history: the items that get returned, the responses, the polls and their times.
+"""Checks a history: the items that the get callback returned, the responses and the polls, all with their times.
 
 The checker sees no blocks and no schedulers. Its rules are:
 
@@ -37,13 +37,13 @@ class Handed:
     """An item that the engine has read. The request_id of an unaddressable item is None.
 
     must       "": must not be refused as faulty; a code: must be refused with that code; None: both are right
-    streams    responses before the final one are allowed
-    excludes   the responses do not contain the prompt
-    seed       of sampling; None: greedy
+    streams    whether responses before the final one are allowed
+    excludes   whether the responses leave out the prompt
+    seed       seed of sampling; None: greedy
     top_log_probs   number of likeliest tokens that it requests
-    penalizes  it has a penalty
+    penalizes  whether it has a penalty
     waited_s   seconds between its own arrival time and the reading
-    metrics    it requests timings
+    metrics    whether it requests timings
     """
 
     time: float
@@ -73,7 +73,7 @@ class Handed:
 
     @property
     def end_ids(self) -> set[int]:
-        """All tokens that end its output."""
+        """Return all end ids of the request."""
         return {self.end_id, *self.more_end_ids} - {-1}
 
 
@@ -81,7 +81,7 @@ class Handed:
 class Sent:
     """A response.
 
-    tokens      the tokens of its row; None without tensors
+    tokens      tokens of the response; None without tensors
     log_probs   None if not requested
     beams       with several beams: [tokens, reason, cumulative log-probability, log-probability of each token] of each
                 beam, where the last two are None if not requested; `tokens` and `reason` are those of the first beam
@@ -109,7 +109,7 @@ class Polled:
 
 @dataclass(slots=True)
 class Other:
-    """Any other call: get, stats."""
+    """Any other call, such as get or stats."""
 
     time: float
 

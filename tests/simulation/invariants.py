@@ -1,9 +1,9 @@
-"""The invariants after every iteration, recounted from the tables without the product's own checks.
+"""The invariants after every iteration, recounted from the block tables without the product's own checks.
 
     I9   every block is free or held                 I13  a block being written has one owner and is not in the index
     I10  owners = tables that name the block         I14  the index has each of its blocks once, under its parent
     I11  the free order has no block twice           I15  a block in the index was computed and is finite
-    I12  shared blocks are full                      I16  and is found in its own domain only
+    I12  shared blocks are full                      I16  a block is found in its own domain only
     I17  without live requests no block is held      C23  nothing is left of ended requests
 """
 
@@ -67,7 +67,7 @@ def books(kv: KvCacheManager) -> Iterator[str]:
 
 
 def leftovers(world: "SimulatedWorld") -> Iterator[str]:
-    """I17, C23: state is kept for live requests only, and its counts are right."""
+    """Check I17 and C23: state is kept for live requests only, and its counts are right."""
     loop = world.loop
     active, intake = loop.active, loop.intake
     waiting = [admitted.request for admitted in intake._queue]
@@ -95,7 +95,7 @@ def leftovers(world: "SimulatedWorld") -> Iterator[str]:
 
 
 def index(world: "SimulatedWorld") -> Iterator[str]:
-    """I12, I14 and I15: the index entry of a block has the tokens that are in the block."""
+    """Check I12, I14 and I15: the index entry of a block has the tokens that are in the block."""
     cache, device = world.loop.kv.cache, world.device
     if world.loop._resources.device_work._operations:    # blocks that are not copied or cleared yet
         return

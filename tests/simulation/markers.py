@@ -151,7 +151,7 @@ class Markers:
             self.reach("stop word begins before a pause")
 
     def stopped(self, named: list, alive: list) -> None:
-        """Count the markers of a poll, before its final responses.
+        """Count the markers of a poll. Must be called before the final responses of the stopped requests.
 
         named   the ids that poll returned
         alive   the ids among them that belong to live requests

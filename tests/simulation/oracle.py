@@ -1,11 +1,12 @@
-"""The expected output of one request: plain integers, no batch, no blocks and no product code.
+"""Computes the expected output of one request in plain integers, without batches, blocks and product code.
 
 It is a second implementation of the scripted backend's model (testing/scripted_backend.py) and of the rules that the
 simulated device adds (drawing.py):
 
     candidate j   of a history: the token (first + j) % vocab_size. Without beams, the first candidate that is not
-                  forbidden is sampled. With a penalty, the first of four such candidates that is not in the sequence is
-                  sampled, if there is one. If all candidates are forbidden, candidate 0 is sampled
+                  forbidden is sampled. With a penalty, the first four such candidates are considered, and the first of
+                  the four that is not in the sequence is sampled, if there is one. If all candidates are forbidden,
+                  candidate 0 is sampled
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ FIRST_FOUR = 4
 
 @dataclass(slots=True)
 class Text:
-    """An output.
+    """An output, possibly unfinished.
 
     reason   END_ID, STOP_WORDS, LENGTH, or 0 if the output can go on
     total    hash of the visible tokens of the sequence
@@ -68,7 +69,7 @@ class Oracle:
             yield ((word >> 16) + j) % self._vocab_size, -((mix(word + j * A) if j else word) & 0xFFFF) / 4096
 
     def text(self, item, limit: int, count: int) -> Text:
-        """Generate up to `count` tokens. `limit` is the largest output length."""
+        """Return an output of up to `count` tokens. `limit` is the largest output length of the request."""
         history, text = list(item.prompt), Text(total=self._of_prompt(item.prompt))
         draw = 0 if item.seed is None else mix(item.seed ^ A)
         is_free = not (item.bad_words or item.no_repeat_ngram_size or item.min_length or item.penalizes)
@@ -138,7 +139,7 @@ class Oracle:
                 return
 
     def _continuations(self, item, text: Text, place: int, wanted: int) -> list[tuple]:
-        """Return (sort key, text, tokens before, token, log-probability) of the continuations of a live beam."""
+        """Return [(sort key, output so far, sequence so far, next token, log-probability)] for a live beam."""
         word, history = mix(self._key ^ (text.total & WORD)), [*item.prompt, *text.tokens]
         best_first = sorted(islice(self._candidates(word), wanted), key=lambda candidate: (-candidate[1], candidate[0]))
         return [((item.diversity_rate * rank - text.sum - log_prob, place, rank), text, history, token, log_prob)

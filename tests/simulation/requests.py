@@ -30,7 +30,7 @@ class Requests:
         return self.rng.choices(range(self.swarm.vocab_size), k=count)
 
     def fair(self, request_id: int) -> tuple[InferenceRequest, Handed]:
-        """Return a valid request, which may be too large, and its expectation."""
+        """Return (a valid request, which may be too large, and its expected result)."""
         rng, swarm, traffic = self.rng, self.swarm, self.swarm.traffic
         die = rng.random
         unit = swarm.tokens_per_block
@@ -148,8 +148,8 @@ class Requests:
     def _refusal(self, prompt: int, output: int, width: int) -> str | None:
         """Return the code with which a valid request must be refused because it can never run.
 
-        "" means that the request must be accepted, None that both are right. With a window, or with beams that keep
-        their own blocks of a reused prompt, the engine may need a few blocks more.
+        "" means that the request must be accepted. None means that acceptance and refusal are both right. With a
+        window, or with beams that keep their own blocks of a reused prompt, the engine may need a few blocks more.
         """
         swarm = self.swarm
         total = min(prompt + output, swarm.max_seq_len)
@@ -163,14 +163,14 @@ class Requests:
         return None if swarm.window is not None or fewest <= swarm.num_blocks else "TOO_LARGE_FOR_KV_CACHE"
 
     def _blocks(self, prompt: int, output: int, width: int) -> tuple[int, int]:
-        """Return the least and the largest number of blocks for the tokens."""
+        """Return the smallest and the largest number of blocks that the engine may need for the tokens."""
         unit, swarm = self.swarm.tokens_per_block, self.swarm
         in_all, shared = -(-(prompt + output) // unit), prompt // unit
         fewest = shared + (in_all - shared) * width
         return fewest, fewest + 2 * width * (swarm.window is not None or (swarm.reuse and width > 1))
 
     def unfair(self, new_id: Callable[[], int]) -> tuple[Any, Handed]:
-        """Return an item that every engine must refuse, or an unaddressable one, and its expectation."""
+        """Return (an item that every engine must refuse, or an unaddressable item, and its expected result)."""
         rng, vocab, longest = self.rng, self.swarm.vocab_size, self.swarm.max_seq_len
         kind = rng.randrange(11 if self.swarm.max_beam_width > 1 else 10)
         if kind == 0:

@@ -1,4 +1,6 @@
-"""One random configuration per seed: a random subset of the features, so that each is tested with and without others.
+"""One random configuration per seed, with a random subset of the features.
+
+Each feature is therefore tested with and without the others.
 
 A test with every feature on hides faults that only show when a feature is off (Groce et al., "Swarm Testing", 2012).
 """
@@ -203,7 +205,7 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
 
 def _beams_and_words(rng: Random, num_blocks: int, faults: Collection[str],
                      traffic: Traffic) -> tuple[int, int, Traffic]:
-    """Return beam width, blocks and traffic, with beams in one swarm in three, and words.
+    """Return (beam width, number of blocks, traffic). One swarm in three has beams, and some have words.
 
     A swarm with beams mostly gets a pool that holds several beams.
     """
@@ -215,7 +217,10 @@ def _beams_and_words(rng: Random, num_blocks: int, faults: Collection[str],
 
 
 def _pressure(rng: Random, max_seq_len: int, traffic: Traffic) -> tuple[int, int, int, int, Traffic]:
-    """Return a pool that is too small for a few long outputs together, so that requests are paused."""
+    """Return (tokens per block, batch size, tokens of a step, blocks, traffic) with which requests are paused.
+
+    The pool is too small for a few long outputs together.
+    """
     tokens_per_block = rng.choice([1, 2, 4])
     num_blocks = -(-max_seq_len // tokens_per_block) + rng.randrange(4)
     max_num_tokens = rng.choice([max_seq_len, max(max_seq_len // 2, tokens_per_block)])
@@ -226,7 +231,7 @@ def _pressure(rng: Random, max_seq_len: int, traffic: Traffic) -> tuple[int, int
 
 
 def _endings(rng: Random, iterations: int, share: float) -> tuple[tuple[int, str], ...]:
-    """Return a drain or a terminate request at the end, and often harder endings before or after it."""
+    """Return endings as (iteration, name): a drain or a terminate request, and often harder endings near it."""
     endings = [(iterations, "drain")]
     if rng.random() < 0.2:
         endings = [(iterations, "terminate request")]

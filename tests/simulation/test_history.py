@@ -1,4 +1,4 @@
-"""T15: the history checker finds no anomaly in a good history, and one in each of thirty bad histories."""
+"""T15: the history checker finds no anomaly in a good history, and an anomaly in each of 38 bad histories."""
 
 from copy import deepcopy
 
@@ -166,7 +166,10 @@ def stopped_one_is_not_told(history):
 
 
 def stop_is_remembered(history):
-    """Request 8 is cancelled by a poll that named it before get returned it. Such a poll must have no effect."""
+    """Request 8 is cancelled by a poll that named it before get returned the request.
+
+    Such a poll must have no effect.
+    """
     history.insert(1, Polled(1.0, [8]))
     spoiled(8, 0, error="", tokens=list(PROMPT), reason=5)(history)
 

@@ -1,4 +1,4 @@
-"""The oracle agrees with the product's oracle, with an enumeration of all outputs and with hand-written cases."""
+"""The oracle agrees with the scripted backend's oracle, with an enumeration of all outputs and with manual cases."""
 
 from itertools import product
 from random import Random

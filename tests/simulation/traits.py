@@ -1,4 +1,4 @@
-"""The traits of a swarm. A campaign reports how often it ran each kind."""
+"""The traits of a swarm. A campaign reports how often each trait occurred."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def traits(swarm: Swarm) -> Iterator[tuple[str, str]]:
 
 
 def within(number: int, *ends: int) -> str:
-    """Return the range between two consecutive ends that contains the number. Its upper end belongs to the range."""
+    """Return the range between two consecutive `ends` that contains the number, as text. The upper end is included."""
     last = ends[0]
     if number <= last:
         return str(last)

@@ -2,7 +2,7 @@
 
     SimulatedWorld(draw(seed, available())).run() -> Result
 
-Nothing waits and there are no threads. The worker function runs a stand-in for the loop, which checks the state before
+No code waits, and there are no threads. The worker function runs a stand-in for the loop, which checks the state before
 and after every step. All randomness comes from the seed.
 """
 
@@ -69,11 +69,11 @@ class Result:
 
 
 class SimulatedWorld:
-    """One run. `history` checks the calls, `invariants` checks the state, `markers` counts situations."""
+    """One run. `history` checks the calls, `invariants.py` checks the state, and `markers` counts situations."""
 
     def __init__(self, swarm: Swarm, *, trace: list[IterationTrace] | None = None,
                  history: list | None = None) -> None:
-        """Build the world of a swarm. `trace` and `history` are lists that the run fills."""
+        """Build the world of a swarm. The run appends to the lists `trace` and `history`, if they are given."""
         self.swarm = swarm
         self._kept_trace, self._kept_history = trace, history
         self.result = Result(swarm.seed)
@@ -233,7 +233,7 @@ class SimulatedWorld:
         self.control.ask_to_drain()
 
     def ask_to_drain_later(self) -> None:
-        """Schedule a drain, for the case that the terminate request is not read."""
+        """Schedule a drain after 200 turns, for the case that the terminate request is not read."""
         self._endings.append((self.step_number + 200, "drain"))
         self._endings.sort()
 
@@ -248,7 +248,7 @@ class SimulatedWorld:
             self.mark("terminate request with others alive")
 
     def engine_failed(self, error: BatchManagerError, reason: str) -> None:
-        """Note that the worker fails the engine."""
+        """Note that the worker declares the engine failed, and check that a fault was the reason."""
         self.check(self._engine_may_fail or self.device.is_lost, f"I29: the engine failed by itself: {reason}")
         self._engine_may_fail = True
         if len(self.loop.intake):
@@ -256,7 +256,7 @@ class SimulatedWorld:
         self.control_end_is_near()
 
     def control_end_is_near(self) -> None:
-        """Schedule a drain after 20 turns, in which the failed engine answers requests."""
+        """Schedule a drain in 20 turns. Until then, the failed engine answers requests."""
         self._endings.append((self.step_number + 20, "drain"))
         self._endings.sort()
 
@@ -324,7 +324,7 @@ class SimulatedWorld:
         self._take_digest()
 
     def _check_waiting(self) -> None:
-        """I24: the oldest request has not waited longer than the work ahead of it takes."""
+        """Check I24: the oldest request has not waited longer than the work ahead of the request takes."""
         for request_id in self.history.open:
             begun, ahead, own = self._begun.get(request_id, (self.result.iterations, 0, 0))
             waited = self.result.iterations - begun
@@ -431,7 +431,7 @@ class SimulatedWorld:
         self._judge_blame(sent, self._blamed.pop(request_id, set()), request)
 
     def _judge_blame(self, sent: Sent, codes: set[ErrorCode], request: LlmRequest | None) -> None:
-        """I29: a fault fails the requests that it must fail, and no others."""
+        """Check I29: a fault fails the requests that it must fail, and no others than it may fail."""
         read_in = self._doomed.pop(sent.request_id, -1)
         is_doomed = read_in is None or read_in in self._steps_read
         names = {code.value for code in codes}
@@ -459,7 +459,10 @@ class SimulatedWorld:
         self.markers.stopped(named, alive)
 
     def blame(self, request: LlmRequest, code: ErrorCode, iteration: int | None = None, *, must: bool = True) -> None:
-        """Note that a fault must, or may, fail this request. `iteration`: the step that must be read first, if any."""
+        """Note that a fault must or may fail this request.
+
+        iteration   the step that must be read before the request fails, if any
+        """
         if must:
             self._doomed.setdefault(request.request_id, iteration)
         self._blamed.setdefault(request.request_id, set()).add(code)
@@ -497,7 +500,7 @@ class SimulatedWorld:
     # the allocator
 
     def _watch_claims(self, kv) -> None:
-        """I19, I21: make some claims fail, and check that a failed claim changes nothing."""
+        """Check I19 and I21: make some claims fail, and check that a failed claim changes nothing."""
         claim = kv.claim
 
         def watched(first_chunks, generation, num_drafts=None):
@@ -525,7 +528,7 @@ class SimulatedWorld:
         kv.claim = watched
 
     def _watch_window(self, window) -> None:
-        """Note the steps that are read or taken back. The fault of a step that was taken back fails no request."""
+        """Note each step that is read or taken back. The fault of a step that was taken back must fail no request."""
         read, take_back, run_again = window.read, window._unclaim_later_steps, window._run_again
 
         def watched_read():
@@ -563,7 +566,7 @@ class SimulatedWorld:
         return self.loop._runner.num_failed_steps
 
     def _steal(self, kv, needed: int) -> list[int]:
-        """Take blocks for the time of a claim, so that it fails. Returns the blocks, or [] without a fault."""
+        """Take blocks before a claim so that the claim fails. Returns the blocks, or [] if no fault is chosen."""
         if not needed:
             return []
         name = self.faults.draw(Place.ALLOCATOR)

@@ -3,8 +3,10 @@
     python -m tests.soak --seed 1 --items 20000 --items-a-round 250 [--out FILE] [--tier Q]
 
 The program writes one JSON object per idle point to FILE, then prints a verdict. The exit status is 1 if something is
-wrong or grows. The C library keeps freed memory in caches per thread and in many arenas. These fill slowly, up to a
-bound, and would look like growth. The process therefore restarts itself with the caches off and with one arena.
+wrong or grows.
+
+The C library keeps freed memory in caches per thread and in many arenas. They fill slowly, up to a bound, which would
+look like growth. The process therefore restarts itself without the caches and with one arena.
 """
 
 import argparse

@@ -32,8 +32,8 @@ IDLE_POLL_INTERVAL_S = 1.0
 class Engine:
     """One configuration.
 
-    salts      some requests have a cache_salt; a tenth of all requests have a unique one
-    verifies   the model reads back each sequence in each step and checks its calls, which takes time
+    salts      whether some requests have a cache_salt; a tenth of all requests have a unique one
+    verifies   whether the model reads back each sequence in each step and checks its calls, which takes time
     """
 
     name: str
@@ -81,7 +81,7 @@ ENGINES = (
 class HurriedClock(SystemClock):
     """Real time plus STEP_S for each step, so that deadlines pass as with a real model.
 
-    A `VirtualClock` stands still, but the worker is a thread that waits in real time.
+    A `VirtualClock` cannot be used, because the worker is a thread that waits in real time.
     """
 
     ahead = 0.0
@@ -95,7 +95,10 @@ class Planted(Exception):
 
 
 class UnreliableModel:
-    """The on_step of a scripted model: it advances the clock and, rarely, fails the step or one of its rows."""
+    """The on_step function of a scripted model.
+
+    It advances the clock and, rarely, fails the step or one of its rows.
+    """
 
     def __init__(self, clock: HurriedClock, rng: Random) -> None:
         self._clock, self._rng = clock, rng

@@ -32,9 +32,9 @@ SMALL_ARRAY, KEPT_OF_EACH_SIZE = 1024, 7      # bytes, pieces: numpy/_core/src/m
 
 
 def fill_the_cache_of_numpy() -> None:
-    """Fill numpy's cache of freed small arrays, which keeps some pieces of each size.
+    """Fill numpy's cache of freed small arrays, which keeps some pieces of memory of each size.
 
-    Pieces of rare sizes would come late and look like growth for hundreds of thousands of requests.
+    Otherwise, pieces of rare sizes would fill the cache during hundreds of thousands of requests and look like growth.
     """
     pieces = [np.empty(size, np.uint8) for size in range(1, SMALL_ARRAY) for _ in range(KEPT_OF_EACH_SIZE)]
     pieces.clear()
@@ -76,7 +76,7 @@ def handles() -> dict[str, int]:
 
 
 def tracked_objects() -> Counter[str]:
-    """Count the objects that the garbage collector tracks, by type: containers, and types of the packages in OURS."""
+    """Count the objects that the garbage collector tracks, by type. Only containers and types of OURS are counted."""
     counts: Counter[str] = Counter()
     for thing in gc.get_objects():
         cls = type(thing)
@@ -88,7 +88,8 @@ def tracked_objects() -> Counter[str]:
 def reachable_objects(root: object, without: Collection[object]) -> tuple[Counter[str], int]:
     """Return (objects by type, entries of all containers) that `root` keeps alive.
 
-    without   objects to skip, with all objects that only they keep alive. Modules, classes and frames are skipped too
+    without   objects to skip, and with them all objects that only they keep alive. Modules, classes and frames are
+              skipped too
     """
     counts: Counter[str] = Counter()
     entries = 0

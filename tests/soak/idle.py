@@ -2,7 +2,7 @@
 
     python -m tests.soak.idle
 
-It checks no bounds, because delays are long on a busy machine.
+The program checks no bounds, because delays are long on a busy machine.
 """
 
 import time
@@ -18,7 +18,7 @@ PICKUPS = 200
 
 
 class Desk:
-    """Callbacks that return one request at a time and note how long the request waited."""
+    """Callbacks of a manager. The get callback returns one request at a time and notes how long the request waited."""
 
     def __init__(self) -> None:
         self.pending: list[tuple[float, InferenceRequest]] = []
@@ -45,7 +45,7 @@ class Desk:
 
 
 def measure(idle_s: float = IDLE_S, pickups: int = PICKUPS) -> dict[str, str]:
-    """Return the figures of a manager with default settings."""
+    """Return {name: figure as text} for a manager with default settings."""
     desk, rng = Desk(), Random(0)
     with GptManager(None, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION, desk.get,
                     desk.send, parts=Parts(backend=ScriptedBackend())) as manager:

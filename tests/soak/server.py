@@ -1,7 +1,7 @@
 """The server around an engine in a soak: callbacks that return mixed requests, check each response and rarely fail.
 
-It forgets its records after each round, because a growing server would hide a growing engine. It is not a `Client` of
-tests/harness, which keeps all records.
+The server forgets its records after each round, because a growing server would hide a growing engine. A `Client` of
+tests/harness keeps all records, so it is not used here.
 """
 
 from collections import Counter, defaultdict

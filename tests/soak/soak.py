@@ -103,7 +103,7 @@ def soak(seed: int, items: int, items_a_round: int, tell: Callable[[Sample], Non
          engines: tuple[Engine, ...] = ENGINES, seconds: float | None = None) -> None:
     """Run rounds of `items_a_round` items, the engines in turn, until `items` are done or the time is up.
 
-    tell   called with the sample of each idle point, and at the end with a summary, which has the key "summary"
+    tell   called with the sample of each idle point and, at the end, with a summary, which has the key "summary"
     """
     fill_the_cache_of_numpy()
     handles_before = handles()
@@ -131,7 +131,7 @@ def soak(seed: int, items: int, items_a_round: int, tell: Callable[[Sample], Non
 
 
 def _settled(before: dict[str, int]) -> dict[str, int]:
-    """Wait up to 10 s until the watchdogs have ended, and return the handles."""
+    """Wait up to 10 s until the handles are those of `before`, when the watchdogs have ended. Return the handles."""
     deadline = time.monotonic() + 10
     while (after := handles()) != before and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""T7, quick: four thousand requests through six engines in one process; and injected leaks are found."""
+"""T7, quick: four thousand requests through six engines in one process cause no growth, and planted leaks are found."""
 
 import subprocess
 import sys

@@ -18,10 +18,10 @@ class Bounds:
     """Bounds of growth.
 
     rss_per_million       bytes of resident memory per million requests; None: not judged
-    malloc_per_million    the same for bytes in use in the C library's allocator, without fragmentation
+    malloc_per_million    bytes in use in the C library's allocator, without fragmentation, per million requests
     items_per_object      a type that grows by one object per this many requests is a leak
-    items_for_memory      least requests for which memory is judged, because it is not steady in shorter runs
-    points                least idle points of an engine for which its objects are judged; see `growth`
+    items_for_memory      smallest number of requests for which memory is judged; it is not steady in shorter runs
+    points                smallest number of idle points of an engine for which its objects are judged; see `growth`
     """
 
     rss_per_million: float | None = MIB
@@ -71,7 +71,7 @@ def growth(values: Sequence[float]) -> float:
 
 
 def judge(samples: Iterable[Sample], bounds: Bounds) -> Verdict:
-    """Judge one process. `samples` come from `soak`, with the summary last."""
+    """Judge one process. `samples` are those of `soak`, the last of which is the summary."""
     *points, summary = samples
     verdict = Verdict()
     for point in points:
@@ -154,9 +154,10 @@ def _judge_handles(points: Sequence[Sample], summary: Sample, verdict: Verdict) 
 
 
 def _measure_time(warm: Sequence[Sample], verdict: Verdict) -> None:
-    """Add the CPU time of a worker per step, with callbacks and model, and the ratio of the last tenth to the first.
+    """Add two figures: the CPU time of a worker per step, with callbacks and model, and the growth of this time.
 
-    The ratio is not judged, because other load on the cores changes it more than the engine does.
+    The growth is the ratio of the last tenth of the idle points to the first. It is not judged, because other load on
+    the cores changes the ratio more than the engine does.
     """
     ratios = []
     for engine in {point["engine"]: None for point in warm}:

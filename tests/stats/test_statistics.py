@@ -1,4 +1,4 @@
-"""Section 5: the record of an iteration, with the names of TensorRT-LLM's statistics."""
+"""Section 5: the record of an iteration has the right values, with the names of TensorRT-LLM's statistics."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The public table of statistics, and the values that the record has in addition to TensorRT-LLM's."""
+"""The public table of statistics has the keys of the record, and the values that TensorRT-LLM lacks are right."""
 
 import json
 

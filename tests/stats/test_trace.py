@@ -1,4 +1,4 @@
-"""The contents of a trace, and the file that it is written to."""
+"""A trace has the right contents, and is written to its file."""
 
 import json
 import random

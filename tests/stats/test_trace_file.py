@@ -1,4 +1,4 @@
-"""A trace on disk: input that the reader refuses, forks, locks and full disks."""
+"""A trace on disk: the reader refuses wrong input, and the writer handles forks, locks and full disks."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Resources of a request besides blocks: claimed together with the blocks, all or none, and released exactly once."""
+"""Other resources of a request are claimed together with its blocks, all or none, and are released exactly once."""
 
 import json
 
@@ -115,8 +115,10 @@ def make_plain_record(make_world, new_request):
 
 
 def test_what_was_claimed_is_given_back_when_the_next_has_too_little(make_world, new_request):
-    """If a scheduler overcommits a resource that it does not know, the error names the scheduler, and all requests get
-    a response."""
+    """If a resource is overcommitted, the claims of the step are taken back and all requests get a response.
+
+    The error names the scheduler, which broke its contract.
+    """
     world = licensed(make_world, pieces=(100, 2))
     world.client.pending = [new_request(1, [1], 9)]
     world.step(2)
@@ -158,7 +160,10 @@ class Loads(ScriptedBackend):
 
 @pytest.mark.parametrize("policy", list(SchedulerPolicy))
 def test_adapter_pages_are_such_a_resource(make_world, new_request, monkeypatch, policy):
-    """Pages are accounted for although adapters cannot be loaded yet; until then, requests for one are refused."""
+    """Adapter pages are accounted for as a resource.
+
+    Requests for an adapter are still refused, as none can be loaded.
+    """
     world = make_world()
     world.client.pending = [new_request(1, [1], 2, lora_task_id=7)]
     world.run()

@@ -1,4 +1,4 @@
-"""The steps in flight: which requests may be in two of them, and how the steps after a failed one are handled."""
+"""The right requests may be in two steps in flight, and the steps after a failed step are handled correctly."""
 
 from types import SimpleNamespace
 
@@ -14,8 +14,11 @@ LONG = 30
 
 
 class Device(Late):
-    """Notes every launched batch. The launch (`fails_to_launch`) or the run (`fails`) of these iterations fails once
-    each."""
+    """Notes every launched batch, and fails some steps once.
+
+    fails             iterations whose step fails when it runs
+    fails_to_launch   iterations whose step cannot be launched
+    """
 
     def __init__(self, *, fails=(), fails_to_launch=(), **options):
         super().__init__(**options, on_finish=self.fail_once)
@@ -108,8 +111,7 @@ def test_who_is_blocked_where_steps_run_ahead(ahead, new_request):
 
 @pytest.mark.parametrize("prompt_len", [5, 12])
 def test_a_context_that_was_not_read_keeps_its_blocks(ahead, new_request, prompt_len):
-    """The first token after this context would release blocks that leave the window, so it waits until the context was
-    read."""
+    """A request waits until its context was read, if its first token would release blocks that leave the window."""
     world = ahead([new_request(1, [1] * prompt_len, LONG), new_request(2, [2], LONG)],
                   Device(window=5), kv_cache_config=KvCacheConfig(max_attention_window=5))
     world.step()
@@ -151,7 +153,7 @@ def test_rows_that_ran_on_a_step_that_failed_are_void_and_their_room_is_given_ba
 
 
 def test_a_block_that_a_void_row_took_goes_back(ahead, new_request):
-    """The step after the failed one is the first in a new block."""
+    """The blocks that void rows took are returned and cleared. The step after the failed step begins a new block."""
     device = Device(fails={4})
     world = ahead([new_request(i, [i] * 4, LONG) for i in (1, 2)], device)
     world.step(5)
@@ -175,7 +177,10 @@ def test_the_only_sequence_of_a_step_that_failed_is_lost_and_its_void_row_with_i
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_chunk_that_ran_on_one_that_failed_is_launched_again(ahead, new_request, failing):
-    """Three chunks of two prompts; the third is the last one."""
+    """After a chunk of two prompts fails, the next chunk, which ran on it, is launched again.
+
+    A prompt has three chunks.
+    """
     device = Device(fails={failing})
     prompts = {1: [1] * 10, 2: [2] * 10}
     world = ahead([new_request(i, prompt, 6) for i, prompt in prompts.items()], device, enable_chunked_context=True,
@@ -254,7 +259,7 @@ def test_a_step_of_requests_that_have_all_ended_is_not_run_again(ahead, new_requ
 
 
 def test_a_row_is_judged_by_what_was_asked_when_it_was_launched(ahead, new_request):
-    """When the row is read, its slot has another owner, which requests more outputs."""
+    """A row is read as its owner at the launch requested, although the slot has an owner that requests more outputs."""
     device = Device()
     world = ahead([new_request(i, [i], LONG) for i in (1, 2)], device, max_num_sequences=2)
     world.step(4)

@@ -48,13 +48,13 @@ class Link:
 
 
 def clauses() -> dict[int, str]:
-    """Number -> title of each clause."""
+    """Return {number: title} of the clauses."""
     return {int(number): title for number, title in
             re.findall(r"^### C(\d+): (.+)$", CONTRACT.read_text(encoding="utf-8"), re.M)}
 
 
 def numbers_of_the_contract() -> dict[str, list[Link]]:
-    """Number of each clause, invariant and suite -> the links of its entry."""
+    """Return {number of a clause, invariant or suite: the links of its entry}."""
     found: dict[str, list[Link]] = {}
     number = None
     by_line: dict[int, list[Link]] = {}
@@ -76,7 +76,10 @@ def numbers_of_the_contract() -> dict[str, list[Link]]:
 
 
 def cited_by(path: Path) -> set[str]:
-    """The numbers in docstrings, at the beginning of other strings (`"I9: ..."`), and in names (`test_c7_...`)."""
+    """Return the numbers that a file cites.
+
+    They are in docstrings, at the beginning of other strings (`"I9: ..."`), and in names (`test_c7_...`).
+    """
     if path.suffix != ".py":
         return cited_in_text(path.read_text(encoding="utf-8"))
     found: set[str] = set()
@@ -107,7 +110,7 @@ def cited_in_text(text: str) -> set[str]:
 
 
 def links(path: Path) -> Iterator[Link]:
-    """The relative links and images of a file, outside of code blocks."""
+    """Return the relative links and images of a file, outside of code blocks."""
     text = re.sub(r"^(```.*?^```)", lambda code: re.sub(r"[^\n]", " ", code[0]), path.read_text(encoding="utf-8"),
                   flags=re.M | re.S)
     for match in re.finditer(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)", text):
@@ -117,7 +120,7 @@ def links(path: Path) -> Iterator[Link]:
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors of a file: those that GitHub gives to headings, and those written as HTML."""
+    """Return the anchors of a file: those that GitHub gives to headings, and those written as HTML."""
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
     found: set[str] = set(re.findall(r'<a (?:id|name)="([^"]+)"', text))
     counts: dict[str, int] = {}
@@ -131,7 +134,7 @@ def anchors(path: Path) -> set[str]:
 
 
 def defined_in(path: Path) -> set[str]:
-    """The names of a Python file: functions, classes, assigned names, and the methods and fields of its classes."""
+    """Return the names of a Python file: functions, classes, assigned names, and methods and fields of the classes."""
     found: set[str] = set()
 
     def collect(body: list[ast.stmt], prefix: str) -> None:

@@ -31,7 +31,7 @@ NUMBERS = numbers_of_the_contract()
 
 @pytest.fixture(scope="module")
 def program():
-    """docs/draw_architecture.py as a module, and the imports that it reads."""
+    """Yield (docs/draw_architecture.py as a module, the imports that it reads)."""
     path = REPOSITORY / "docs" / "draw_architecture.py"
     spec = importlib.util.spec_from_file_location("draw_architecture", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)    # its dataclasses need the entry
@@ -42,7 +42,7 @@ def program():
 
 @pytest.fixture
 def drawing(program, monkeypatch):
-    """The module, with a copy of the imports that a test may change."""
+    """Return the module with a copy of the imports. A test may change the copy."""
     module, imports = program
     imports = {name: set(imported) for name, imported in imports.items()}
     monkeypatch.setattr(module, "read_imports", lambda: imports)

@@ -222,7 +222,7 @@ CORE = [source for source in SOURCES if source.floor != "tools"]
 
 
 def targets(source: Source, imported: Import) -> str | None:
-    """The module of the package that an import names; None for a module of another package."""
+    """Return the module of the package that an import names; None for a module of another package."""
     if imported.module.split(".")[0] != "batch_manager":
         return None
     submodule = f"{imported.module}.{imported.name}"
@@ -309,7 +309,7 @@ PUBLIC_MODULES = ("batch_manager.aio", "batch_manager.extras.", "batch_manager.t
 def imported_by_users() -> Iterator[tuple[str, str, list[str]]]:
     """Yield (where, module of the package, names) for every import of the package.
 
-    It reads the examples, and the Python blocks of the README and of docs/.
+    The function reads the examples, and the Python blocks of the README and of docs/.
     """
     texts = [(f"{page.relative_to(REPOSITORY)} block {number}", text)
              for page in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
@@ -433,7 +433,7 @@ def test_torch_cuda_is_named_by_the_device_file_alone():
 
 
 def left_to_the_default(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
-    """Yield (line, function, missing argument) for every tensor that gets the host's default dtype or device."""
+    """Yield (line, function, missing argument) for each call that uses the host's default dtype or default device."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "torch":
             yield from ((node.lineno, alias.name, "torch") for alias in node.names
@@ -450,7 +450,7 @@ def left_to_the_default(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 
 def test_no_tensor_has_the_hosts_default_dtype_or_device():
-    """C13: torch.set_default_dtype and set_default_device of the host change nothing."""
+    """C13: the host's torch.set_default_dtype and set_default_device have no effect on the engine's tensors."""
     wrong = [f"{source.where}:{line} calls torch.{name} without {what}" for source in SOURCES
              for line, name, what in left_to_the_default(source.tree)]
     assert not wrong, report(wrong)

@@ -40,7 +40,7 @@ def test_the_files_named_in_pyproject_have_no_type_errors(tmp_path):
 
 @pytest.fixture
 def installation(tmp_path) -> Path:
-    """The interpreter of an environment in which a type checker finds the package installed.
+    """Return the interpreter of an environment in which a type checker finds the package installed.
 
     Its site-packages has a link to the package's folder, and a path to the libraries of this environment.
     """

@@ -18,7 +18,7 @@ NEEDED_SETUPTOOLS = 77
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The names of the files in a wheel of the checkout.
+    """Return the names of the files in a wheel of the checkout.
 
     The wheel is built from a copy, so that the checkout gets no build folder.
     """
@@ -49,7 +49,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def source_distribution(tmp_path_factory):
-    """The folder of an unpacked source distribution of the checkout."""
+    """Return the folder of an unpacked source distribution of the checkout."""
     if installed_setuptools() < NEEDED_SETUPTOOLS:
         pytest.skip(f"a source distribution takes setuptools >= {NEEDED_SETUPTOOLS}; it is not installed")
     folder = tmp_path_factory.mktemp("sdist")

@@ -1,4 +1,4 @@
-"""An exception at each place where CPython can raise an asynchronous exception of another thread.
+"""Raises an exception at each place where CPython can raise an asynchronous exception of another thread.
 
     python -m tests.sweep.interrupted SCENARIO PLACE [GAP ...]      repeats one place and prints it
 
@@ -6,9 +6,9 @@ CPython 3.11 to 3.13 check for an exception of PyThreadState_SetAsyncExc at thre
 function: where a Python function begins or continues after a yield (RESUME), after a call (CALL, CALL_FUNCTION_EX), and
 where a loop jumps back (JUMP_BACKWARD and its variants). A tracer counts these places while a scenario runs in the code
 of batch_manager. At each place the process forks. The child raises the exception there and runs to its end without the
-tracer. Each place is thus tried with its real history, for the cost of one run and a fork.
+tracer. Each place is tried in the state that the run has there, for the cost of a fork and the rest of the run.
 
-GAP: another exception strikes this many places after the previous one, while requests are being answered. CPython
+GAP: another exception is raised this many places after the previous one, while requests are being answered. CPython
 removes a tracer that raises, so a profiler restores it at the next call or return of a function.
 """
 
@@ -49,7 +49,7 @@ class Injected(BaseException):
 
 @cache
 def _checks(code: CodeType) -> tuple[dict[int, int], set[int]]:
-    """Return the places where CPython checks: calls (offset -> offset of the next instruction), and jumps back."""
+    """Return where CPython checks: (offset of each call -> offset of the next instruction, offsets of jumps back)."""
     steps = list(dis.get_instructions(code))
     return ({step.offset: behind.offset for step, behind in pairwise(steps)
              if step.opname in ("CALL", "CALL_FUNCTION_EX", "CALL_KW")},
@@ -82,7 +82,7 @@ class Tracer:
         return self._in_frame(frame, -1)
 
     def put_back(self) -> None:
-        """Continue tracing, also in the existing frames."""
+        """Set the tracer again, also in the existing frames."""
         frame = sys._getframe(2)
         while frame is not None:
             if _is_traced(frame):
@@ -112,7 +112,7 @@ class Tracer:
 
 
 def traced(run: Run, tracer: Tracer) -> int:
-    """Run a scenario to its end. Returns the number of places."""
+    """Run a scenario to its end under a tracer. Returns the number of places that it reached."""
     sys.settrace(tracer)
     try:
         run.start()
@@ -125,7 +125,7 @@ def traced(run: Run, tracer: Tracer) -> int:
 
 
 def _verdict(run: Run) -> list[str]:
-    """Return the violations: each request gets one final response, and the counts are right.
+    """Return the violations of a run: each request must get one final response, and the counts must be right.
 
     The final may say that the engine failed, or that the request could not be read: the reading code cannot tell an
     exception of a user's object from an asynchronous one.
@@ -135,7 +135,7 @@ def _verdict(run: Run) -> list[str]:
 
 
 def interrupted(name: str, place: int, gaps: Sequence[int] = ()) -> tuple[list[str], list[str]]:
-    """Raise at a place, and again after each gap. Returns (the places as text, violations)."""
+    """Raise an exception at a place, and again after each gap. Returns (the places as text, violations)."""
     where: list[str] = []
     places_left = [place, *gaps]
 
@@ -168,7 +168,7 @@ def sweep(name: str, wanted: Callable[[int], bool] = lambda place: True, *, file
 
     wanted           (number of a place) -> whether to try the place
     files            ends of the names of the files whose places are tried; "": all files
-    stops_at_first   stop after the first violation
+    stops_at_first   whether to try no more places after the first violation
     """
     tried, failures, original = 0, [], os.getpid()
 
@@ -207,7 +207,10 @@ def sweep_where_items_move(name: str) -> tuple[int, int, list[str]]:
 
 
 def sweep_rows(name: str, places: int, count: int, seed: int) -> tuple[int, list[str]]:
-    """Run rows of two to MOST_IN_A_ROW exceptions at random places. Returns (exceptions raised, violations)."""
+    """Raise two to MOST_IN_A_ROW exceptions at random places, in `count` runs.
+
+    Returns (exceptions raised, violations).
+    """
     rng, struck, failures = random.Random(f"{name} {seed}"), 0, []
     for _ in range(count):
         place = rng.randint(PLACES_BEFORE_IT_BEGINS + NESTED_WORKER_LOOPS + 1, places)    # inside all its loops

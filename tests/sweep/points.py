@@ -1,10 +1,10 @@
-"""A fault at each named point of the engine: at its first, second, third ... call, once or from that call on.
+"""Makes each named point of the engine fail at its first, second, third ... call, once or from that call on.
 
     python -m tests.sweep.points SCENARIO POINT TIME once|always      repeats one fault
 
 A point is a function that the loop depends on. It fails at its n-th call, for n = 1, 2, 3 ... until a run has fewer
-calls. After each run, the history checker checks the calls (I1..I8). If the engine did not fail, the accounting of the
-KV cache is audited.
+than n calls. After each run, the history checker checks the calls (I1..I8). If the engine did not fail, the accounting
+of the KV cache is audited.
 """
 
 import sys
@@ -29,7 +29,7 @@ class Point:
     """A point at which the engine can fail.
 
     spoils(run, fail)   makes the point call `fail` each time it is reached
-    raises              exceptions that `fail` raises, one per run
+    raises              types of the exceptions that `fail` raises, one type per run
     in_callback         whether the point is a user's callback, whose exception must not fail the engine
     """
 
@@ -120,7 +120,7 @@ def spoiled(scenario: str, name: str, time: int, always: bool, raises: type[Base
 
 
 def faults(run: Run, point: Point) -> list[str]:
-    """Return the rules that a run broke after one of the engine's points failed, each as a message."""
+    """Return a message for each rule that a run broke after one of the engine's points failed."""
     found = [fault for fault in run.faults() if not (point.name == "admission" and "is fair and was refused" in fault)]
     if point.in_callback and run.loop.failure is not None:
         found.append(f"C15: a callback that raised failed the engine: {run.loop.failure}")

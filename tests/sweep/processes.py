@@ -1,10 +1,10 @@
-"""The end of a process that has an engine: each request is answered before the process ends.
+"""Ends processes that have an engine, and checks that each request is answered before the process ends.
 
     python -m tests.sweep.processes SCENARIO|all [REPEATS] [FIRST] [-v]      -v: shows the stderr of the processes
 
-Each repeat is a process that is forked from a process without threads that has imported the engine. It ends like any
+Each repeat is a forked process, whose parent has imported the engine and has no threads. The process ends like any
 interpreter. It prints the ids that get returned and the ids of final responses. A repeat passes if each id got one
-final response, the exit status is the expected one, and the process ended within SECONDS. On a machine with more load
+final response, the exit status is the expected one, and the process ended within SECONDS. If the machine has more load
 than cores, the limit is LONGEST.
 """
 
@@ -314,7 +314,10 @@ def judge(said: str, status: int | None, expected: int, seconds: float, limit: f
 
 
 def repeat_one(name: str, seed: int, is_loud: bool) -> tuple[str, float] | None:
-    """Run a scenario in its own process. Returns (what is wrong, seconds); None in that process, which must end."""
+    """Run a scenario in its own process. Returns (what is wrong, seconds). In the new process it returns None.
+
+    The caller must then end the new process.
+    """
     pipe, end = os.pipe()
     began = time.monotonic()
     child = os.fork()

@@ -1,4 +1,4 @@
-"""Small runs with one or two of each kind of event, in which faults are injected.
+"""Small scenarios with one or two of each kind of event. Tests inject faults into their runs.
 
     run = Run(SCENARIOS["paused"]); run.start(); run.faults()
 
@@ -48,7 +48,7 @@ class Scenario:
 
     arrivals   the items of each call of get
     stops      call of poll -> ids
-    ends       (call of get, "drain" or "abort"): the shutdown at that call
+    ends       (call of get at which the shutdown is requested, "drain" or "abort")
     """
 
     name: str
@@ -72,7 +72,7 @@ LONG = ((Arrival(1, 4, 6), Arrival(2, 4, 6), Arrival(3, 3, 5)), (Arrival(4, 2, 2
 
 
 def _plant_not_finite(batch: ScheduledBatch) -> dict[int, RowFailure]:
-    """Return a failure of one row in one step."""
+    """Return a failure of slot 0 in iteration 2, and no failure in other iterations."""
     return {0: RowFailure(ErrorCode.NON_FINITE_LOGITS, "planted")} if batch.iteration == 2 else {}
 
 
@@ -121,7 +121,7 @@ class Run(Client):
 
     Tests inject faults into the loop, the backend, the clock, the control block and, with `spoiled`, the callbacks.
 
-    spoiled     callback, or "item" -> function that it calls first
+    spoiled     name of a callback, or "item" -> function that is called before it
     final_ids   ids with a final response, in order
     """
 

@@ -1,4 +1,4 @@
-"""The harness with which users test callbacks and schedulers: public names only."""
+"""The harness with which users test callbacks and schedulers works with public names only."""
 
 import json
 

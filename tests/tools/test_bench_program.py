@@ -1,4 +1,7 @@
-"""The benchmark runs from its arguments to its files: sweeps, saturation, gates, failures, interruptions."""
+"""The benchmark program makes the right files from its arguments, also after failures and interruptions.
+
+The arguments request sweeps, saturation and gates, among others.
+"""
 
 import csv
 import json
@@ -139,7 +142,7 @@ def test_a_sweep_of_the_concurrency_loads_once(setting, capsys):
 
 
 def measured(workload, *more):
-    """Return each serving with the records of its iterations."""
+    """Return [(a served workload, the statistics records of its iterations)]."""
     options = parse_options(["--model", "none", "--workload", "ten.json", "--tokens-per-block", "8", "--quiet", *more])
     options.keep_stats = True
     measurement = Measurement(options, workload)

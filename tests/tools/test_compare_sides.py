@@ -1,4 +1,4 @@
-"""The comparison of two sides of runs gives the difference in each figure, warnings and refusals."""
+"""The comparison of two sides, of several runs each, gives the difference in each figure, warnings and refusals."""
 
 import json
 

@@ -142,7 +142,7 @@ def test_a_request_that_an_iteration_names_twice_has_one_span_there():
 
 
 class Reader(HTMLParser):
-    """Checks the nesting of elements, and collects ids, texts and addresses."""
+    """Parses a page: checks that its elements are nested, and collects ids, texts and addresses."""
 
     def __init__(self, page):
         super().__init__()
@@ -289,7 +289,7 @@ load().then((answer) => process.stdout.write(JSON.stringify(answer)));
 
 
 def brute_force(rows, kinds, positions, ends, window):
-    """Compute the result of countTile cell by cell. `positions` and `ends` are the begins and ends of iterations."""
+    """Compute the result of countTile cell by cell. `positions` and `ends` are where iterations begin and end."""
     kind, share = [], []
     width, group_rows = window["binWidth"], window["rowsPerGroup"]
     for group in range(window["groups"]):

@@ -1,4 +1,4 @@
-"""The program for the first hour on a GPU runs here as far as it can without one."""
+"""The program for the first hour on a GPU runs as far as it can without a GPU."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Without a GPU, every line of the report runs, all output has one form, and each failure has a name."""
+"""Without a GPU, all code of the GPU report runs, all its output has one form, and each failure has a name."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def context(query, kv_pool, block_table, cu_seqlens, kv_lengths, scale):
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
-    """Return (lines, folder) of a dry run with the attention of a peer, in its own process.
+    """Return (lines, folder) of a dry run in its own process. The run compares with a peer's attention.
 
     The run leaves out transformers, which takes seconds to import and has its own test.
     """

@@ -40,7 +40,7 @@ def test_all_files_of_a_command_appear_or_none(tmp_path):
 
 
 def test_no_other_file_is_touched(tmp_path):
-    """A file whose name looks like a temporary file's name stays unchanged."""
+    """Writing a file leaves other files unchanged, even if their names look like names of temporary files."""
     others = [tmp_path / name for name in ("a.part", ".a.part", "a.tmp")]
     for other in others:
         other.write_text("mine")

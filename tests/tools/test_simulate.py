@@ -1,4 +1,4 @@
-"""Simulated engines take their times from the cost model, leaps do not change results, and replicas get requests."""
+"""Simulated engines take times from the cost model, leaps change no result, and requests go to the right replicas."""
 
 from dataclasses import replace
 

@@ -280,7 +280,7 @@ def test_time_goes_on_where_nothing_is_written(tmp_path, source_of):
 
 
 class Metrics(http.server.BaseHTTPRequestHandler):
-    """A server that replies with the next of its `answers`: a text, or a status."""
+    """Replies with the next of the server's `answers`: a text, or status 503 if the answer is not a text."""
 
     def do_GET(self):
         answers = self.server.answers
@@ -386,7 +386,7 @@ def test_ctrl_c_is_quiet_in_a_pipe(tmp_path):
 
 
 class Terminal:
-    """The program in its own terminal, and its output in it."""
+    """The program in its own terminal, with the output that it wrote."""
 
     def __init__(self, *arguments, width=90, **environment):
         self.master, slave = pty.openpty()

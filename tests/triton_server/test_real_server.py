@@ -1,4 +1,7 @@
-"""The example's model repository in the real server of nvidia-pytriton: `.ci/triton` installs it and runs this."""
+"""The example's model repository works in the real server of nvidia-pytriton.
+
+`.ci/triton` installs the server and runs these tests.
+"""
 
 import http.client
 import json
@@ -121,7 +124,10 @@ def inputs_of(tensors):
 
 
 class GrpcStream:
-    """One gRPC stream; `next()` gives the tokens of a response, None at the final empty one, or raises."""
+    """One gRPC stream.
+
+    `next()` returns (tokens of the next response, whether it is the final one), or raises its error.
+    """
 
     def __init__(self, server):
         self.client, self.got = grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}"), queue.Queue()

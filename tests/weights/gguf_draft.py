@@ -17,7 +17,7 @@ def text(value: str | bytes) -> bytes:
 
 
 def value_bytes(kind: int, value) -> bytes:
-    """Return the bytes of a value, without its type. The value of an array: (kind of its entries, entries)."""
+    """Return the bytes of a value, without its type. The value of an array is (kind of its entries, entries)."""
     if kind == TEXT:
         return text(value)
     if kind == ARRAY:
@@ -42,7 +42,11 @@ class Entry:
 
 @dataclass
 class Tensor:
-    """dims: in the order of the file, columns first. offset: None places the tensor after the one before"""
+    """A tensor of a file.
+
+    dims     sizes in the order of the file, columns first
+    offset   position in the data; None: after the tensor before it
+    """
 
     name: str | bytes
     dims: list[int]

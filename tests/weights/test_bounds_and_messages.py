@@ -153,7 +153,7 @@ def test_a_file_shorter_than_it_says_is_incomplete(content, checkpoint):
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_file_that_cannot_be_read_is_named(name, checkpoint, monkeypatch):
-    """As without permission, which root always has."""
+    """The error names a file that cannot be opened. A patch refuses it, because root may open every file."""
     checkpoint.write()
     real = Path.open
 

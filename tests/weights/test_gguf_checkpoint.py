@@ -1,4 +1,4 @@
-"""GGUF checkpoints: shards, valid metadata, refusals by key, and the cost of loading."""
+"""GGUF checkpoints load whole and in shards at a bounded cost, and wrong metadata is refused by its key."""
 
 import builtins
 import struct
@@ -30,7 +30,7 @@ def tensor(name, *shape, kind=F32):
 
 
 def model(architecture="llama", extra=(), **numbers) -> Draft:
-    """Return a whole Llama, or a file that claims another architecture."""
+    """Return a file of a whole Llama, which may claim another architecture."""
     entries = [Entry("general.architecture", TEXT, architecture)]
     entries += [Entry(f"{architecture}.{key}", UINT32, value)
                 for key, value in {**NUMBERS, **numbers}.items() if value is not None]
@@ -308,7 +308,7 @@ def test_a_header_of_many_tensors_is_read_in_a_moment(tmp_path):
 
 
 def of(architecture, *keys, tensors=(), **numbers):
-    """Return a function that reads the spec of a file with only the embedding."""
+    """Return a function that reads the spec of a file of this architecture. The embedding is its only usual tensor."""
     def read(tmp_path):
         draft = model(architecture, [Entry(f"{architecture}.{name}", kind, value) for name, kind, value in keys],
                       **numbers)

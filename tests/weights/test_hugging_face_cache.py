@@ -1,4 +1,7 @@
-"""A snapshot in a Hugging Face cache is read through its links. A link out of the repository is not followed."""
+"""A snapshot in a Hugging Face cache is read through its links.
+
+A link that leads out of the repository is not followed.
+"""
 
 import os
 from pathlib import Path

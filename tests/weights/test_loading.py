@@ -1,4 +1,4 @@
-"""Valid checkpoints load."""
+"""Valid checkpoints load with the right tensors, and dummy weights need only a configuration."""
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ def test_loading_leaves_the_default_dtype_and_the_gradient_mode_alone(checkpoint
 
 
 def test_dummy_weights_are_what_every_family_asks_for(checkpoint):
-    """GPT-2 asks which names its tensors have. A tied head is not asked for."""
+    """Dummy weights suit GPT-2, which looks up names of its tensors. A tied head gets the embedding's weights."""
     checkpoint.config = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 11, "n_embd": 8, "n_layer": 1, "n_head": 2,
                          "n_positions": 16}
     checkpoint.write_config()

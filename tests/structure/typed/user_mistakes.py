@@ -1,4 +1,7 @@
-"""Mistakes that a type checker finds. Each line with `expected` has an error of that code; other lines have none."""
+"""Mistakes that a type checker finds. A line with `expected` has an error with the given code.
+
+Other lines have none.
+"""
 
 from collections.abc import Collection
 
