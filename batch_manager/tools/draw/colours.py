@@ -33,5 +33,5 @@ WAITING_FOR: dict[str, Colour] = {
 
 
 def of_waiting(reason: str) -> Colour:
-    """Return the tint of a reason. Reasons of custom schedulers get the colour of WAITING."""
+    """Return the colours of WAITING spans with this reason. A reason of a custom scheduler gets those of WAITING."""
     return WAITING_FOR.get(reason, WAITING)
