@@ -210,8 +210,8 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
 def _requests(setting: Setting, turns: int):
     """Yield the requests of a full batch, then waiting and queued requests, then replacements for requests that end.
 
-    Prompt lengths differ, so that not all requests need a new block in the same iteration. If requests end, those of
-    the first batch end one after the other.
+    Prompt lengths differ, so that not all requests need a new block in the same iteration. If requests end, the
+    requests of the first batch end one after the other.
     """
     batch, output_len = setting.batch, setting.output_len
     successors = setting.waiting + setting.queued + (-(-turns * batch // output_len) + batch if output_len else 0)

@@ -3,10 +3,10 @@
     python -m batch_manager.tools.inspect FOLDER_OR_GGUF_FILE
     batch-manager inspect FOLDER --device cuda --free-memory-bytes 80000000000      # plan for another machine
 
-The program refuses a checkpoint that cannot run with the error of the engine. For the package's own models, it checks
-the names and shapes of all tensors against the configuration. Models of transformers and registered classes get this
-check only when they are loaded. The first inspection on a CPU may compile the package's C code, as the first engine
-does. All settings that are not options of this program have the defaults of GptManager.
+If a checkpoint cannot run, the program prints the error that the engine would raise. For the package's own models, it
+checks the names and shapes of all tensors against the configuration. Models of transformers and registered classes get
+this check only when they are loaded. The first inspection on a CPU may compile the package's C code, as the first
+engine does. All settings that are not options of this program have the defaults of GptManager.
 """
 
 import argparse

@@ -56,7 +56,7 @@ class Count:
 
 
 class Client:
-    """The callbacks of one manager, and the requests that it has not answered yet.
+    """The callbacks of one manager, and the arrived requests that the manager has not answered yet.
 
     An arrived request waits in the client until the manager has room for it and the gate allows it.
 
@@ -128,7 +128,7 @@ class Client:
               limit_s: float = math.inf) -> dict[int, Receipt]:
         """Serve requests at their arrival times, wait for all final responses, and return request id -> Receipt.
 
-        started   value of perf_counter() at the start of the serving; arrival times and timestamps count from here
+        started   value of perf_counter() at the start of the serving; arrival times and timestamps count from it
         limit_s   time limit, in seconds since `started`
 
         Raises BenchmarkError if a request fails, the time limit passes or the engine stops answering.

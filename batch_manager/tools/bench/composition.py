@@ -61,7 +61,7 @@ def iterations_of(records: Sequence[str]) -> list[Iteration]:
 def with_idle_times(iterations: Sequence[Iteration]) -> list[Iteration]:
     """Return the iterations, with an idle iteration in each gap. In an idle iteration no request runs.
 
-    The number of cached blocks is that of the iteration before the gap.
+    An idle iteration has the same number of cached blocks as the iteration before the gap.
     """
     out = list(iterations[:1])
     for one in iterations[1:]:

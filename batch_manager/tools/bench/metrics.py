@@ -7,7 +7,7 @@
     queue       time from the arrival to the first step that computes a part of the prompt
     user_tok_s  tokens/s of a request: 1 / tpot
 
-Latencies exclude failed requests. Without streaming, only e2e is known.
+Latencies exclude failed requests. Without streaming, only e2e and queue are known.
 """
 
 from collections.abc import Mapping, Sequence

@@ -19,7 +19,7 @@ FIRST_TOKENS, FIRST_REQUESTS = 8, 16        # a result has the first tokens of t
 
 
 def benchmark(options: argparse.Namespace, workload: dict[str, Any], parts: Parts | None = None) -> dict[str, Any]:
-    """Load the model, warm up, serve once, shut down, and return the result. Writes no file except --stats-csv.
+    """Load the model, warm up, serve once, shut down, and return the result. Writes only --stats-csv and --trace.
 
     options   options from `parse_options`, without a sweep
     parts     parts of the engine; if they have a backend, the model is not read
@@ -90,7 +90,7 @@ def point_fields(options: argparse.Namespace, workload: Mapping[str, Any], serve
 def load_of(options: argparse.Namespace, **swept: float | None) -> Load:
     """Return the load that the options specify.
 
-    swept   request_rate or concurrency of a point of a sweep, which replaces that of the options
+    swept   request_rate or concurrency of a point of a sweep, which replaces the value of the options
     """
     return Load(**{"request_rate": options.request_rate, "concurrency": options.concurrency,
                    "exponential": options.enable_exp_delays, "random_seed": options.random_seed, **swept})

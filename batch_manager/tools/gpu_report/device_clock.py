@@ -81,7 +81,7 @@ class GpuClock:
     def time(self, launch: Callable[[int], object], *, launches: int = 20, repeats: int = 20) -> Timing:
         """Return the mean time of `launch(0)` to `launch(launches - 1)` in each of `repeats` repetitions.
 
-        The launches run once, are then captured as a graph, and must not wait for the device.
+        The launches run once and are then captured as a graph. They must not depend on work of the host.
         """
         stream = self._module.Stream(self.device)
         stream.wait_stream(self._module.current_stream(self.device))

@@ -79,7 +79,7 @@ class MeasuredClient(Client):
         released.set()
 
     def wait_until_held(self) -> None:
-        """Wait until the worker waits. Raises BenchmarkError after GATE_SECONDS."""
+        """Block this thread until the worker waits. Raises BenchmarkError after GATE_SECONDS."""
         if not self._is_held.wait(GATE_SECONDS):
             raise BenchmarkError(f"the engine did not reach the expected iteration within {GATE_SECONDS:.0f} s")
 

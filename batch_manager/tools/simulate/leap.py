@@ -45,8 +45,8 @@ class Leap:
 def possible_leap(loop: GenerationLoop, backend: SimulatedBackend) -> Leap | None:
     """Return the iterations before a request ends or blocks may run out, or None if there are fewer than SHORTEST.
 
-    Steps must be in lockstep, every active request must generate, and no request may be queued. In this case the leap
-    gives exactly the iterations that the loop would run.
+    Returns None also if steps are not in lockstep, an active request does not generate in every step, or a request is
+    queued. In all other cases, the leap has exactly the iterations that the loop would run.
     """
     requests = loop.active.in_order
     if loop.limits.window_depth > 1 or loop.window or not requests or len(requests) > loop.limits.max_batch_size:
