@@ -4,8 +4,8 @@
     python examples/chat.py FOLDER                                     # any chat model: a folder, or a .gguf file
     git diff | python examples/chat.py --prompt - --system "Summarise this."      # one answer only
 
-Each turn sends the whole conversation. Tokens that are still in the KV cache are not computed again. The line after
-each answer shows the number of these tokens. Ctrl-C stops an answer. Needs: pip install -e ".[text,gguf]"
+Each turn sends the whole conversation. The engine does not compute tokens again that are still in the KV cache. The
+line after each answer shows the number of these tokens. Ctrl-C stops an answer. Needs: pip install -e ".[text,gguf]"
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Conversation:
         return self._answer(self.messages[:-1])
 
     def _answer(self, messages: list[dict]) -> Completion:
-        """Print the answer as it arrives. Ctrl-C stops the answer; the part so far stays in the conversation."""
+        """Print the answer as it arrives. If Ctrl-C stops the answer, its first part stays in the conversation."""
         text, ids = self._prompt(messages)
         pieces = self.llm.stream(ids, **self.sampling)
         try:
@@ -71,7 +71,7 @@ class Conversation:
     def _prompt(self, messages: list[dict]) -> tuple[str, list[int]]:
         """Return the prompt as text and tokens.
 
-        Earlier turns keep their original tokens. Encoding the text again may give other tokens, which are not
+        Earlier turns keep their original tokens, because encoding their text again may give other tokens, which are not
         cached.
         """
         text = chat_prompt(self.model, messages)

@@ -31,7 +31,7 @@ LAST = 1000    # a request with this id makes the worker finish the others and e
 
 
 class ShortestJobFirst(CapacityScheduler):
-    """Starts the request with the least work first, after the requests that were passed over `patience` times."""
+    """Starts the requests that were passed over `patience` times first, and then the request with the least work."""
 
     def __init__(self, limits, kv_cache_manager, patience: int = 8) -> None:
         self.max_num_requests = limits.max_num_requests
@@ -69,7 +69,7 @@ class ShortestJobFirst(CapacityScheduler):
 
 
 def run(scheduler) -> tuple[str, float]:
-    """Return a picture of the run, and the mean iteration in which a request ended."""
+    """Return a picture of the run as text, and the mean number of the iteration in which a request ended."""
     lengths = {1: 40, 2: 36, 3: 4, 4: 6, 5: 30, 6: 3, 7: 5, 8: 4}
     pending = [InferenceRequest(i, {"input_ids": [i] * 8, "request_output_len": n}) for i, n in lengths.items()]
     pending.append(InferenceRequest(LAST))

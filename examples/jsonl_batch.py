@@ -8,10 +8,11 @@ keys are `id` (a string or an integer; default: the line number) and the options
 the id, so that a second run gives the same texts (in bfloat16 up to rounding, see `--dtype`). Blank lines are skipped.
 
 Each line of the output has the `id` and either `text`, `num_tokens` and `finish_reason`, or `error` (`code`,
-`message`). A line is written as soon as its text is complete. After a kill, unfinished texts are generated again. No
-input line is answered twice. A request with a retryable error, for example at shutdown, is not answered. The exit
-status is then 1, and running the command again continues. Only one run at a time can write an output. The program does
-not write to a file with other content; the exit status is then 2.
+`message`). The program writes a line as soon as its text is complete. After a kill, the next run generates unfinished
+texts again. No input line is answered twice, and a line with the id of an earlier line is skipped. A request with a
+retryable error, for example at shutdown, is not answered. In this case the exit status is 1, and running the command
+again continues. Only one run at a time can write an output. The program refuses an output with other content with exit
+status 2.
 """
 
 import argparse
@@ -63,7 +64,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def opened_output(input_path: str, output_path: str) -> BinaryIO:
-    """Open and lock the output. Raises OSError if a file cannot be opened, and ValueError if it must not be written."""
+    """Open and lock the output file.
+
+    Raises OSError if the input or the output cannot be opened, and ValueError if the output is the input or another run
+    writes it.
+    """
     with open(input_path, "rb"):
         pass
     output = open(output_path, "a+b")
@@ -102,7 +107,7 @@ def answered_ids(output: BinaryIO) -> set[str | int]:
 
 
 def prompts(path: str, answered: set[str | int]) -> Iterator[tuple[str | int, Any, dict[str, Any] | str]]:
-    """Yield (id, prompt, options) of each unanswered line. For an invalid line, `options` is the text of an error."""
+    """Yield (id, prompt, options) of each unanswered line. For an invalid line, `options` is an error message."""
     seen: set[str | int] = set()
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -142,7 +147,7 @@ def parsed(line: bytes) -> Any:
 
 def run(llm: LLM, path: str, output: BinaryIO, answered: set[str | int], in_flight: int,
         must_end: threading.Event) -> tuple[int, int]:
-    """Generate the texts. Returns (number of lines written, number of lines left)."""
+    """Generate the texts of the unanswered lines, and return (number of lines written, number of lines left)."""
     waiting, running, written, unanswered = prompts(path, answered), set(), 0, 0
     with ThreadPoolExecutor(in_flight) as pool:
         while True:
@@ -169,12 +174,12 @@ def run(llm: LLM, path: str, output: BinaryIO, answered: set[str | int], in_flig
 
 
 def encoded(text: str) -> bytes:
-    """Encode as UTF-8. Lone surrogates are written as JSON escapes."""
+    """Encode JSON text as UTF-8. Lone surrogates become JSON escapes."""
     return text.encode(errors="backslashreplace")
 
 
 def answer(llm: LLM, line_id: str | int, prompt: Any, options: dict[str, Any] | str) -> dict[str, Any] | None:
-    """Return an output line, or None if the request has to be tried again."""
+    """Generate one text, and return its output line as an object, or None if the request has to be tried again."""
     if isinstance(options, str):
         return {"id": line_id, "error": {"code": "INVALID_REQUEST", "message": options}}
     try:

@@ -33,7 +33,7 @@ SECONDS_BETWEEN_LOOKS = 0.05
 
 
 def make_app(model: str, *, served_model_name: str | None = None, block_reuse: bool = True, **params) -> Starlette:
-    """Build the application. Each process loads the model at application start-up, so that forking before it is safe.
+    """Build the application. Each process loads the model when the application starts, so that forking before is safe.
 
     params   fields of TrtGptModelOptionalParams
     """
@@ -107,11 +107,11 @@ async def server_error(_: Request, __: Exception) -> Response:
 
 
 class DrainingServer(uvicorn.Server):
-    """Drains on SIGTERM: refuses new requests with 503 while running requests continue.
+    """A server that drains on SIGTERM: it refuses new requests with 503 while running requests continue.
 
-    The server ends when no request is running, at the latest after `drain_s` seconds. Until then the port stays open,
-    so that a load balancer can query /health. Ctrl-C ends running requests immediately. A second signal ends the
-    process at once.
+    The server ends when no request is running, at the latest `drain_s` seconds after the signal. The port stays open
+    while the server drains, so that a load balancer can query /health. Ctrl-C ends running requests immediately. A
+    second signal ends the process at once.
     """
 
     def __init__(self, app: Starlette, host: str, port: int, drain_s: float) -> None:

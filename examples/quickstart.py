@@ -1,11 +1,11 @@
-"""Ten prompts, one small model, and what in-flight batching does with them.
+"""Serve ten prompts with one small model, and show what in-flight batching does with them.
 
     python examples/quickstart.py [--policy GUARANTEED_NO_EVICT] [--max-new-tokens 64] [--device cpu] [--model FOLDER]
 
-The prompts arrive while earlier requests are still running, and all active requests share each step of the model. The
-KV cache is deliberately too small, so that some requests are paused and resume later. At the end, each paused request
-is run again, alone, and must produce the same text. One request is stopped through the poll callback. On a terminal,
-the texts grow side by side; in a file or pipe, they are plain lines. All printed numbers come from the callbacks.
+Most prompts arrive while earlier requests are still running, and all active requests share each step of the model. The
+KV cache is deliberately too small, so that some requests are paused and resume later. At the end, the program runs each
+paused request again, alone, and the text must be the same. The poll callback stops one request. On a terminal, the
+texts grow in a table. In a file or pipe, they are plain lines. All printed numbers come from the callbacks.
 """
 
 import argparse
@@ -129,7 +129,7 @@ class Client:
         self.started = self.ended = 0.0
 
     def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
-        """Return the requests that are due in this iteration. A server would empty its queue here."""
+        """Return the requests that are due in this iteration. A server would return the requests in its queue."""
         due: list[InferenceRequest] = []
         is_idle = all(job.is_over for job in self.jobs.values() if job not in self.to_come)
         while self.to_come and len(due) < max_num_requests:
@@ -195,7 +195,7 @@ def start(client: Client, options: argparse.Namespace, parts: dict, **params) ->
 
 
 def on_one_line(text: str) -> str:
-    """Replace line breaks with spaces, and control characters with U+FFFD."""
+    """Return the text with spaces for line breaks, and U+FFFD for control characters."""
     return "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -206,7 +206,7 @@ def columns_of(character: str) -> int:
 
 
 def tail(text: str, columns: int) -> str:
-    """Return the end of a text that fits into the columns. A text that is cut off begins with dots."""
+    """Return the longest end of a text that fits into the columns. If the text is cut off, the end begins with dots."""
     if sum(map(columns_of, text)) <= columns:
         return text
     kept, room = "", columns - 3
@@ -260,7 +260,7 @@ class PlainView:
 class LiveView:
     """A table that is redrawn in place.
 
-    Each request has a line with the end of its text; the last line has the blocks.
+    Each request has a line with the end of its text. The last line has the number of iterations, pauses and blocks.
     """
 
     SECONDS_BETWEEN_FRAMES = 0.07
@@ -357,7 +357,7 @@ def print_summary(client: Client) -> None:
 
 
 def run_alone(jobs: list[Job], options: argparse.Namespace, parts: dict) -> list[tuple[Job, Job]]:
-    """Run the jobs again, one at a time, with enough blocks. Returns pairs (job, repeated job)."""
+    """Run the jobs again, one at a time, with enough blocks, and return pairs (job, repeated job)."""
     again = [Job(job.id, 0, job.prompt, job.prompt_ids, job.knobs, job.max_new_tokens, job.end_id,
                  job.tokenizer) for job in jobs]
     client = Client(again)
@@ -447,7 +447,10 @@ def at_least_one(text: str) -> int:
 
 
 def main(argv: list[str] | None = None, parts: dict | None = None) -> int:
-    """Run the program and return its exit status. `parts` has fields of Parts, for tests."""
+    """Run the program and return its exit status.
+
+    parts   fields of Parts, which tests pass
+    """
     parser = argparse.ArgumentParser(description="Ten prompts, one small model, and what in-flight batching does.")
     parser.add_argument("--model", default=str(MODEL), metavar="FOLDER", help="a checkpoint with a tokenizer.json")
     parser.add_argument("--policy", default="MAX_UTILIZATION", type=str.upper, choices=SchedulerPolicy.__members__)

@@ -1,4 +1,4 @@
-"""Replicas of an engine under Ray Serve. If a replica dies, its streams continue on another replica.
+"""Run replicas of an engine under Ray Serve. If a replica dies, its streams continue on another replica.
 
     serve run examples.ray_app:app [model=FOLDER] [replicas=2] [max_replicas=2] [num_threads=1] [max_batch_size=32]
 
@@ -39,7 +39,7 @@ EVERYWHERE = {"runtime_env": {"env_vars": {"PYTHONPATH": f"{REPOSITORY}:{os.envi
 
 
 def continuation(tensors: dict, tokens: list[int]) -> dict:
-    """Return the tensors of a request that continues `tensors` after `tokens`, on any replica.
+    """Return the tensors of a request that continues the request `tensors` after its output `tokens`, on any replica.
 
     Raises InvalidRequestError if the request cannot be resumed.
     """
@@ -58,7 +58,7 @@ class Engine:
                 kv_cache_config=KvCacheConfig(enable_block_reuse=True)))
 
     async def stream(self, tensors: dict):
-        """Yield deltas as dictionaries. Cancelling the call stops the request."""
+        """Yield the deltas of a request as dictionaries. Cancelling the call stops the request."""
         try:
             async for delta in self._engine.stream(tensors):
                 yield {"tokens": delta.tokens, "finish_reason": delta.finish_reason.name}
@@ -66,7 +66,7 @@ class Engine:
             yield {"tokens": [], "error": str(error), "is_retryable": error.is_retryable}
 
     async def health(self, tensors: dict) -> dict:
-        """Return the health of the replica that the router chooses for these tensors."""
+        """Return the health of this replica. The router chooses the replica by `tensors`, as for `stream`."""
         return self._engine.health()
 
     def check_health(self) -> None:
@@ -143,7 +143,7 @@ class Front:
 
 
 def app(arguments: dict[str, str]) -> serve.Application:
-    """Build the application. `serve run` calls this with its key=value arguments."""
+    """Build the application. `serve run` calls this function with its key=value arguments."""
     known = {"model": str(REPOSITORY / "examples" / "models" / "austen-4m"), "replicas": 2, "max_replicas": 0,
              "num_threads": 1, "max_batch_size": 32}
     unknown = sorted(set(arguments) - set(known))

@@ -9,7 +9,10 @@ LEAST_FREE_SHARE = 0.1      # of the KV cache blocks; a replica with a smaller s
 
 
 class PrefixRouter(FIFOMixin, RequestRouter):
-    """Sends prompts with the same prefix to the same replica, for its cache, unless it has too few free blocks."""
+    """Sends prompts with the same prefix to the same replica, whose cache has the prefix.
+
+    A replica with a share of free blocks below LEAST_FREE_SHARE is used only if no other replica accepts the request.
+    """
 
     async def choose_replicas(self, candidate_replicas, pending_request=None):
         body = pending_request.args[0] if pending_request is not None and pending_request.args else {}
@@ -22,6 +25,8 @@ class PrefixRouter(FIFOMixin, RequestRouter):
 def ranked(statistics: dict[str, dict], input_ids: list[int]) -> list[str]:
     """Return the replica names, best first.
 
+    Replicas with enough free blocks come first. The order among them depends only on the prefix and on the names.
+
     statistics   name -> result of the replica's `record_routing_stats`, empty before the first result
     """
     prefix = repr(list(input_ids[:PREFIX_TOKENS])).encode()
@@ -33,8 +38,12 @@ def ranked(statistics: dict[str, dict], input_ids: list[int]) -> list[str]:
 
 
 def replicas_for(running: int, least: int, most: int, waiting: float, active: float, max_active: float) -> int:
-    """Return the number of replicas: one more if requests wait, one fewer if the other replicas have enough room.
+    """Return the wanted number of replicas, from `least` to `most`.
 
+    One replica is added if requests wait. One is removed if the others could run all active requests at half of their
+    capacity.
+
+    running           current number of replicas
     waiting, active   number of requests on all replicas
     max_active        most active requests of one replica
     """

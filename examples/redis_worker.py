@@ -2,9 +2,9 @@
 
     python examples/redis_worker.py --model examples/models/austen-4m --redis redis://localhost --consumer a
 
-An entry may run twice, but is answered once: a script (redis_worker.lua) writes the answer and acknowledges the entry
-atomically, and refuses a worker that has lost the entry. When a worker dies, another worker continues after the
-streamed tokens. redis_worker.md describes what clients send and read.
+An entry may run twice, but is answered once. A script (redis_worker.lua) atomically writes the answer and acknowledges
+the entry, and refuses the answer of a worker that has lost the entry. When a worker dies, another worker continues
+after the tokens that are already in Redis. redis_worker.md describes what clients send and read.
 """
 
 import argparse
@@ -46,14 +46,14 @@ from batch_manager import (
 log = logging.getLogger("redis_worker")
 GROUP = "workers"                    # consumer group
 SECONDS_TO_KEEP_TOKENS = 3600        # after the answer, for late clients
-MOST_DELIVERIES = 10                 # an entry that has crashed so many workers is answered with an error
+MOST_DELIVERIES = 10                 # an entry that so many workers got without answering it gets an error
 
 
 @dataclass
 class Entry:
-    """An entry of the stream that runs here.
+    """An entry of the stream that runs on this worker.
 
-    num_written   number of the entry's tokens in Redis
+    num_written   number of the entry's tokens that are in Redis
     """
 
     name: str
@@ -69,8 +69,9 @@ class Entry:
 class Worker:
     """Connects Redis and the engine.
 
-    The engine's thread runs the callbacks, and the main thread communicates with Redis. They exchange data through two
-    deques. The deques are bounded, because the worker fetches no more entries than the engine has room for.
+    The engine's thread runs the callbacks, and the main thread communicates with Redis. The threads exchange data
+    through two deques. The deques stay small, because the worker fetches only as many entries as the engine has room
+    for.
     """
 
     def __init__(self, client: redis.Redis, options: argparse.Namespace) -> None:
@@ -114,7 +115,7 @@ class Worker:
         return is_healthy(manager)
 
     def exchange(self, *steps: Callable[[], None]) -> None:
-        """Run the steps. A Redis error may interrupt them anywhere; the next call does the missing work."""
+        """Run the steps in order. If a Redis error interrupts them, the next call does the missing work."""
         self.news.wait(0.1 if self.entries else 0)           # without entries, `fetch` waits
         self.news.clear()
         try:
@@ -133,7 +134,7 @@ class Worker:
             self.redis_answers = True
 
     def call(self, command: str, *arguments: str | int, client: redis.Redis | None = None) -> Any:
-        """Run a command of redis_worker.lua."""
+        """Run a command of redis_worker.lua, in the pipeline `client` if there is one."""
         return self.script([self.options.stream], [command, GROUP, self.options.consumer, *arguments], client)
 
     def keep(self) -> None:
@@ -147,7 +148,7 @@ class Worker:
         self.call("set_idle", milliseconds, *chain.from_iterable(owned))
 
     def fetch(self) -> None:
-        """Fetch entries of dead workers first and new entries second, as many as the engine has room for."""
+        """Fetch as many entries as the engine has room for: first entries of dead workers, then new entries."""
         with self.lock:
             room = self.room - len(self.inbox)
         if room <= 0:
@@ -182,7 +183,7 @@ class Worker:
             self.stopped |= {number for number, value in zip(running, found) if value is not None}
 
     def write(self) -> None:
-        """Write the responses since the last call."""
+        """Write the responses since the last call to Redis, and forget entries that are answered or lost."""
         while self.outbox:
             self.take_response(*self.outbox.popleft())
         news = {number: entry for number, entry in self.entries.items()

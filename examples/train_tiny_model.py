@@ -65,7 +65,8 @@ CONFIG = {
 def read_passages(path, least_characters=900):
     """Split the novels into passages of a few paragraphs. The model learns to stop at the end of a passage.
 
-    The file has one paragraph per line and an empty line after each chapter.
+    A passage has at least `least_characters` characters, except at the end of a chapter. The file has one paragraph per
+    line and an empty line after each chapter.
     """
     passages = []
     for chapter in lzma.decompress(Path(path).read_bytes()).decode("utf-8").strip().split("\n\n"):
@@ -108,7 +109,7 @@ def train_tokenizer(passages, vocabulary_size):
 
 
 def encode_passages(tokenizer, passages):
-    """Return one tensor `<s> text </s>` for each passage."""
+    """Return one tensor with the tokens of `<s> text </s>` for each passage."""
     end = tokenizer.token_to_id(END)
     return [torch.tensor(encoding.ids + [end]) for encoding in tokenizer.encode_batch(passages)]
 
@@ -123,7 +124,7 @@ class WindowSampler:
         self.generator = torch.Generator().manual_seed(seed)
 
     def batch(self, rows, length):
-        """Return (inputs, targets), each rows x length. The targets are one token ahead."""
+        """Return (inputs, targets), each [rows, length]. The target of an input token is the next token of the text."""
         last = len(self.stream) - length - 1
         starts = torch.randint(last, (rows,), generator=self.generator)
         # Half of the windows start at a passage, as prompts do.
@@ -139,7 +140,7 @@ class WindowSampler:
 
 
 def rotate(vectors, cosines, sines):
-    """Apply rotary position embeddings. The two halves of a head form the pairs."""
+    """Apply rotary position embeddings. Entry i of the first half of a head is paired with entry i of the second."""
     first, second = vectors.chunk(2, dim=-1)
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
 
@@ -232,7 +233,7 @@ class LanguageModel(nn.Module):
         self.register_buffer("sines", angles.sin(), persistent=False)
 
     def forward(self, tokens):
-        """Return the logits of the next token at each position of rows x length tokens."""
+        """Return the logits of the next token at each position of `tokens` [rows, length]."""
         length = tokens.shape[1]
         states = self.dropout(self.model["embed_tokens"](tokens))
         for layer in self.model["layers"]:
@@ -245,7 +246,7 @@ class LanguageModel(nn.Module):
 
 @torch.no_grad()
 def held_out_bits_per_byte(model, encoded_passages, byte_count):
-    """Return bits per byte of the held-out passages, each evaluated from its start."""
+    """Return the loss on the held-out passages in bits per byte of text. Each passage is evaluated from its start."""
     model.eval()
     nats = 0.0
     for passage in encoded_passages:
@@ -257,7 +258,7 @@ def held_out_bits_per_byte(model, encoded_passages, byte_count):
 
 
 def save_model(model, tokenizer, folder):
-    """Write the complete folder. The weights are rounded to bfloat16."""
+    """Write the configuration, the tokenizer and the weights, rounded to bfloat16, to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     special_tokens = {"bos_token": BEGIN, "eos_token": END, "pad_token": END}
     documents = {
@@ -287,7 +288,7 @@ def save_model(model, tokenizer, folder):
 
 
 def make_optimizer(model, weight_decay):
-    """Return AdamW, with weight decay for matrices and without weight decay for normalization scales."""
+    """Return an AdamW optimizer with weight decay for matrices only, and not for normalization scales."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     scales = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": scales, "weight_decay": 0.0}]

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_as(name: str) -> int:
-    """Run a command with the arguments of the program, for `python -m batch_manager.tools.MODULE`."""
+    """Run the command `name` with this process's arguments, for `python -m batch_manager.tools.MODULE`."""
     return main([name, *sys.argv[1:]])
 
 

@@ -1,16 +1,18 @@
-"""Measure the host cost of AsyncEngine against a callback that only counts responses.
+"""Measure the host cost of AsyncEngine, compared with a callback that only counts responses.
 
     python -m batch_manager.tools.async_benchmark --streams 256 --tokens 100 --step-ms 5 --runs 3 [--process]
 
-The model is scripted, and one event loop reads many streams. Each run measures a counting callback, then an
+The model is scripted, and one event loop reads many streams. Each run first measures a counting callback, then an
 AsyncEngine, and prints one line of JSON:
 
-    us_per_token       CPU time per token with AsyncEngine, minus that of the counting callback; with --process, CPU
-                       time per token of the host process, without subtraction
-    counting_us        CPU time per token with the counting callback: mostly the work of the engine
-    late_ms_p99        delay of a timer of 1 ms in the event loop
-    delivery_ms_p99    time from the hook after the responses of an iteration until a reader has its tokens
-    wake_ups           wake-ups of the event loop; `iterations`: iterations with responses
+    us_per_token       CPU microseconds per token with AsyncEngine, minus `counting_us`; with --process, CPU
+                       microseconds per token of this process, which does not run the engine
+    counting_us        CPU microseconds per token with the counting callback, mostly the work of the engine; 0 with
+                       --process
+    late_ms_p99        99th percentile of the delay of a 1 ms timer in the event loop
+    delivery_ms_p99    99th percentile of the time from the hook `after_responses` until a reader has its tokens
+    wake_ups           number of wake-ups of the event loop
+    iterations         number of iterations with responses
 """
 
 import argparse
@@ -34,7 +36,7 @@ PROMPT, TOKENS_PER_BLOCK, LOOK_S = 16, 64, 0.001
 
 
 def backend_of(streams: int, tokens: int, step_ms: float) -> Callable[[], ScriptedBackend]:
-    """Return a factory of backends that can be sent to an engine process."""
+    """Return a factory of scripted backends. The factory can be sent to an engine process."""
     blocks = -(-(PROMPT + tokens) // TOKENS_PER_BLOCK)
     return partial(ScriptedBackend, max_seq_len=blocks * TOKENS_PER_BLOCK, num_blocks=streams * blocks + 1,
                    verify=False, tokens_per_block=TOKENS_PER_BLOCK, num_slots=streams, is_asynchronous=step_ms > 0,

@@ -1,13 +1,14 @@
-"""List the Python functions of this package that one plain generation step calls, with file and order.
+"""List the Python functions of this package that one plain generation step calls, with their files, in order.
 
     python -m batch_manager.tools.call_trace --model examples/models/austen-4m
     python -m batch_manager.tools.call_trace --model FOLDER --list       every call, indented by depth
     python -m batch_manager.tools.call_trace --model FOLDER --cpu-compile    all layers in one call of compiled code
 
-The loop runs without a thread on a CPU, layer by layer as on a GPU unless --cpu-compile is given. The requests are
-greedy and do not stream. When all of them generate, one iteration is traced with sys.setprofile. This iteration needs
-no new KV cache block and ends no request. Calls of functions defined in the package are counted, including
-comprehensions, generator expressions, lambdas, properties, and every resumption of a generator.
+The loop runs on a CPU without a worker thread. Layers run one by one, as on a GPU, unless --cpu-compile is given. The
+requests are greedy and do not stream. When all requests generate, the program traces one iteration with sys.setprofile.
+This iteration needs no new KV cache block and ends no request. The counts include comprehensions, generator
+expressions, lambdas, properties, and every resumption of a generator, if they are defined in the package or in
+triton_kernels of the checkout.
 """
 
 import argparse
@@ -33,8 +34,8 @@ KERNELS = PACKAGE.parent / "triton_kernels"    # in a checkout
 class Calls:
     """The calls of one iteration.
 
-    calls      (depth, file, function), in order; files are relative to the package
-    entries    number of calls from another file
+    calls      (depth, file, function), in order; files are named as by `_file_of`
+    entries    number of calls whose caller is in another listed file
     """
 
     calls: list[tuple[int, str, str]] = field(default_factory=list)
@@ -47,7 +48,7 @@ class Calls:
 
 
 class Profile:
-    """Context manager that records calls."""
+    """Context manager that records the calls within it."""
 
     def __init__(self) -> None:
         self.found = Calls()
@@ -73,7 +74,10 @@ class Profile:
 
 
 def _file_of(name: str) -> str | None:
-    """Return the path relative to the package, or None for a file outside of the package and for this file."""
+    """Return the path relative to the package, or `triton_kernels/...` for a file of that folder.
+
+    Returns None for any other file, and for this file.
+    """
     path = Path(name)
     if name == __file__:
         return None
@@ -84,7 +88,7 @@ def _file_of(name: str) -> str | None:
 
 
 def trace_one_step(model: str, batch: int, policy: SchedulerPolicy, *, cpu_compile: bool = False) -> Calls:
-    """Return the calls of one generation step of `batch` requests."""
+    """Return the calls of one iteration in which `batch` requests generate."""
     requests = [InferenceRequest(number, {"input_ids": [1 + number, 2, 3], "request_output_len": 40})
                 for number in range(batch)]
     records: list[str] = []

@@ -1,23 +1,25 @@
-"""Compare results of batch-manager bench: ratios of all figures, and whether differences exceed the spread of the runs.
+"""Compare results of batch-manager bench: ratios of figures, and whether differences exceed the spread of the runs.
 
     batch-manager compare before.json after.json                                  one run each: no spread
     batch-manager compare a1.json a2.json a3.json -- b1.json b2.json b3.json      several runs each
     batch-manager compare --first a1.json a2.json --second b1.json b2.json        pairs of runs of two programs
 
-A is the first file, or all files before --. B is the rest. The table has for each figure: whether higher or lower is
-better, the medians of both sides, their ratio B / A, and the smallest and largest ratio of any two runs. A side is
-called better only if the difference exceeds the spread, that is, if the factor between the medians is larger than the
-factor between any two runs of the same side. With a single run of a side there is no spread and no conclusion. A file
-may hold a list of results. Points of a sweep are compared with points of the same load.
+Side A is the first file, or all files before --. Side B is the other files. For each figure, the table has whether
+higher or lower is better, the median of each side, the ratio B / A of the medians, and the smallest and the largest
+ratio of a run of B to a run of A. The table calls a side better only if the difference exceeds the spread: the factor
+between the medians must be larger than the factor between any two runs of the same side. If a side has a single run,
+there is no spread and no conclusion. A file may have a list of results. Points of a sweep are compared with points of
+the same load.
 
 The program warns of different settings, machines, versions and commits. It also warns of runs during which other
-processes or the hypervisor used more cores than --foreign allows. It refuses different workloads, models, precisions
-and token counts, and runs with outputs of the wrong length, unless --anyway is given.
+processes and the hypervisor together used more cores than --foreign allows. It refuses different workloads, models,
+precisions and token counts, and runs with outputs of the wrong length, unless --anyway is given.
 
-For --first and --second, run both programs in turn (a1, b1, a2, b2, ...). Pair i is the i-th file of each side,
-measured under similar conditions. A ratio above 1 means that the first program is better: first / second for rates,
-second / first for times. The table has the smallest, median and largest ratio of the pairs. The difference exceeds the
-spread if the factor between the median ratio and 1 is larger than that between the smallest and the largest ratio.
+For --first and --second, run both programs in turn (a1, b1, a2, b2, ...). Pair i is the i-th file of each side, and its
+two runs have similar conditions. The ratio is first / second for rates and second / first for times and memory, so that
+a ratio above 1 means that the first program is better. The table has the smallest, median and largest ratio of the
+pairs. The difference exceeds the spread if the factor between 1 and the median ratio is larger than the factor between
+the smallest and the largest ratio. --anyway has no effect on pairs.
 """
 
 import argparse
@@ -49,8 +51,8 @@ WRONG, INTERRUPTED = 2, 130
 class Comparison:
     """One figure of two programs.
 
-    first, second   median of the runs of each side
-    ratios          advantage of the first program over the second in each pair, in order; above 1: the first is better
+    first, second   median of the runs of each program
+    ratios          ratio of each pair, in order; above 1: the first program is better
     """
 
     figure: str
@@ -64,7 +66,7 @@ class Comparison:
 
     @property
     def exceeds_spread(self) -> bool | None:
-        """Whether the difference exceeds the spread. None: there is only one pair, and no spread."""
+        """Whether the difference exceeds the spread of the ratios. None: one pair has no spread."""
         if len(self.ratios) < 2:
             return None
         return abs(math.log(self.ratio)) > math.log(max(self.ratios) / min(self.ratios))
@@ -76,7 +78,7 @@ class Comparison:
 
 
 def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Read the results. Raises ComparisonError for a file without a valid result."""
+    """Read one result per file. Raises ComparisonError for an invalid result or outputs of the wrong length."""
     results = []
     for path in paths:
         try:
@@ -99,7 +101,10 @@ def compare(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]],
             figures: Sequence[str] = FIGURES) -> list[Comparison]:
     """Compare every figure that is positive in all runs, in the order of `figures`.
 
-    Raises ComparisonError if the sides have different numbers of runs or different workloads.
+    first, second   results of the two programs; results with the same index are a pair
+
+    Raises ComparisonError if the programs have different numbers of results, if a field of SAME_IN_ALL differs between
+    results, or if no figure is positive in all runs.
     """
     if len(first) != len(second):
         raise ComparisonError(f"there are {len(first)} results of the first program and {len(second)} of the second; "
@@ -122,7 +127,7 @@ def compare(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]],
 
 
 def name_of(results: Sequence[dict[str, Any]]) -> str:
-    """Return the program and the variant of the results."""
+    """Return the names of the programs and variants of the results as text."""
     names = {f"{result['peer']} {result.get('variant', '')}".strip() for result in results}
     return ", ".join(sorted(names))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def is_number(value: Any) -> bool:
-    """Return whether the value is a finite int or float, and not a bool."""
+    """Return whether the value is an int or float below MOST in absolute value. A bool and NaN are not numbers."""
     return type(value) in (int, float) and abs(value) < MOST    # this comparison is false for NaN
 
 
@@ -27,14 +27,14 @@ class Figure:
     higher_is_better: bool = False
 
     def value(self, result: Mapping[str, Any]) -> float | None:
-        """Return the figure, or None if the result does not have it."""
+        """Return the value of the figure, or None if the result does not have the figure."""
         value: Any = result
         for key in self.path:
             value = value.get(key) if isinstance(value, Mapping) else None
         return float(value) if is_number(value) else None
 
     def fault(self, result: Mapping[str, Any]) -> str:
-        """Describe an invalid value. Returns "" for a number of at least 0, null, or a missing value."""
+        """Describe an invalid value of the figure. Returns "" for a number of at least 0, null, or a missing value."""
         value: Any = result
         for depth, key in enumerate(self.path):
             if value is None:
@@ -69,7 +69,10 @@ FIGURES = {figure.name: figure for figure in (
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One figure of all runs of both sides. Every value is positive."""
+    """One figure of two sides, A and B.
+
+    a, b   positive values, one for each run of the side
+    """
 
     figure: Figure
     a: tuple[float, ...]
@@ -102,13 +105,13 @@ class Difference:
 
     @property
     def better(self) -> str:
-        """The better side: "A", "B", or "" if the medians are equal."""
+        """The side with the better median: "A", "B", or "" if the medians are equal."""
         if self.ratio == 1:
             return ""
         return "B" if (self.ratio > 1) == self.figure.higher_is_better else "A"
 
     def verdict(self) -> str:
-        """Return the text for the table."""
+        """Return the last column of the table: the better side, or why no side is called better."""
         if self.exceeds_spread is None:
             single = [name for name, side in (("A", self.a), ("B", self.b)) if len(side) == 1]
             return f"one run {'each' if len(single) == 2 else f'of {single[0]}'}: no spread known"
@@ -123,7 +126,10 @@ class Difference:
 
 def differences(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]],
                 names: Sequence[str] = tuple(FIGURES)) -> list[Difference]:
-    """Compare every figure that is positive in all runs."""
+    """Return the differences of all named figures that are positive in all runs.
+
+    a, b   results of the runs of each side
+    """
     found = []
     for name in names:
         sides = [[FIGURES[name].value(result) for result in side] for side in (a, b)]

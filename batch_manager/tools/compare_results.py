@@ -43,8 +43,9 @@ class Run:
 class Report:
     """The comparison of two sides.
 
-    warnings      sentences about other differences between the sides, and about disturbed runs
-    differences   load -> differences of its figures
+    warnings      sentences about differences in settings and origin, disturbed runs, figures and loads that were left
+                  out, and reasons for a refusal that `anyway` overrides
+    differences   load -> differences of the figures at this load
     """
 
     runs_a: list[Run]
@@ -69,14 +70,15 @@ class Report:
 
 def compare_results(a: Paths, b: Paths, *, anyway: bool = False, figures: Sequence[str] = tuple(FIGURES),
                     foreign_cores: float = FOREIGN_CORES) -> list[str]:
-    """Return a table of all figures as lines.
+    """Compare two sides, and return warnings and a table of the figures as lines of text.
 
-    The table has whether higher or lower is better, both sides, their ratio, and whether the difference exceeds the
-    spread of the runs.
+    The table has whether higher or lower is better, the medians of both sides, their ratio, and whether the difference
+    exceeds the spread of the runs.
 
     a, b     one or more files of `batch-manager bench --out`, or files with a list of such results. Points of a sweep
              are compared with points of the same load
-    anyway   compare even if workload, model or precision differ, or requests failed
+    anyway   compare even if a field of SAME differs, or outputs have the wrong length
+    foreign_cores   see `disturbed`
 
     Raises ComparisonError for files that cannot be read or compared.
     """
@@ -165,7 +167,7 @@ def _has_figure(result: Mapping[str, Any]) -> bool:
 
 
 def model_of(command: Any) -> str | None:
-    """Return the name of the model's folder in the arguments of a program, or None."""
+    """Return the name of the model's folder from the arguments of a benchmark, or None if they name no model."""
     if not isinstance(command, list):
         return None
     arguments = [part for argument in map(str, command) for part in argument.split("=", 1)]
@@ -176,7 +178,7 @@ def model_of(command: Any) -> str | None:
 
 
 def _load_of(result: Mapping[str, Any]) -> str:
-    """Describe how the requests arrived, or for one of several simulations, its settings."""
+    """Describe how the requests arrived. For one of several simulations, return its settings instead."""
     if settings := result.get("settings"):
         return ", ".join(f"{name} {value}" for name, value in settings.items())
     if result.get("concurrency") is not None:
@@ -189,8 +191,9 @@ def _load_of(result: Mapping[str, Any]) -> str:
 def _common_loads(report: Report, refusals: list[str]) -> list[tuple[str, list[Run], list[Run]]]:
     """Return (load, runs of A, runs of B) for each load that both sides have.
 
-    A load that only one side has adds a warning. If no load is common, a refusal is added. If no load is common and a
-    side has several loads or a search for the saturation, ComparisonError is raised.
+    Adds a warning to the report for loads that only one side has. If no load is common, adds a refusal to `refusals`
+    and returns all runs under the load "". Raises ComparisonError if no load is common and a side has several loads or
+    a search for the saturation.
     """
     sides = [_by_load(runs) for runs in (report.runs_a, report.runs_b)]
     common = [load for load in sides[0] if load in sides[1]]
@@ -214,7 +217,7 @@ def _by_load(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _unlike(a: Sequence[Run], b: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """Return a sentence for each field that differs between runs. Objects are compared key by key."""
+    """Return a sentence for each named field that differs between runs. Objects are compared key by key."""
     texts = []
     for name in names:
         values = [run.result.get(name) for run in (*a, *b)]
@@ -247,7 +250,7 @@ def _disturbed(name: str, runs: Sequence[Run], foreign_cores: float) -> list[str
 
 
 def disturbed(results: Sequence[Mapping[str, Any]], foreign_cores: float) -> int:
-    """Count the runs during which other processes or the hypervisor used more than `foreign_cores` cores."""
+    """Count the runs during which other processes and the hypervisor together used more than `foreign_cores` cores."""
     meters = [meter if isinstance(meter := result.get("cpu"), Mapping) else {} for result in results]
     taken = [[value for name in ("foreign_cores", "steal_cores") if is_number(value := meter.get(name))]
              for meter in meters]

@@ -1,12 +1,13 @@
-"""Measure the cost of `deterministic`: steps of one model with and without it, alternating, in one process.
+"""Measure the cost of the option `deterministic`: time steps of one model with and without this option.
 
     python -m batch_manager.tools.deterministic_benchmark --model FOLDER --threads 1
 
-Times are milliseconds of a backend's step, without the loop: generation steps of sequences with --context tokens, and
-the whole context of one sequence. Steps with and without the mode alternate, so that a busy machine slows both. The
-output has the median and the minimum of each mode, and their ratios. With --threads 1 the CPU time of the thread is
-measured, which excludes other processes; otherwise the wall-clock time is measured. Requests are greedy, without
-log-probabilities. With --sample they use top-p and return log-probabilities, which the mode computes row by row.
+The program times steps of the backend on a CPU, without the loop: generation steps of sequences with --context tokens,
+and a step that computes the whole context of one sequence. Steps with and without the option alternate in one process,
+so that a busy machine slows both. The output has the median and the minimum of each in milliseconds, and their ratios.
+With --threads 1, times are CPU times of the thread, which exclude other processes. Otherwise they are wall-clock times.
+Requests are greedy, without log-probabilities. With --sample, requests use top-p and return log-probabilities, which
+the option `deterministic` computes row by row.
 """
 
 import argparse
@@ -30,7 +31,7 @@ WARM_UP_STEPS = 2
 
 
 class Sequences:
-    """Sequences 0 .. n - 1 on one backend, each with a slot and blocks."""
+    """Sequences 0 .. count - 1 of equal length on one backend, each with a slot and blocks."""
 
     def __init__(self, backend: NativeBackend, count: int, most_tokens: int, setup: SlotSetup) -> None:
         self.backend, self.setup = backend, setup
@@ -42,7 +43,7 @@ class Sequences:
         self.length = 0
 
     def run_context(self, length: int) -> None:
-        """Compute the whole context of each sequence."""
+        """Compute the whole context of each sequence, `length` random tokens, in one step."""
         tokens = np.random.default_rng(0).integers(0, self.backend.info.vocab_size, length).astype(np.int32)
         context = tuple(ContextWork(slot, tokens, 0, True, self.setup) for slot in self.slots.tolist())
         self._run(ScheduledBatch(iteration=0, context=context, block_table_updates=self.tables))
@@ -60,7 +61,10 @@ class Sequences:
 
 def in_turn(normal: Callable[[], None], deterministic: Callable[[], None], steps: int,
             clock: Callable[[], float]) -> dict[str, float]:
-    """Time both modes alternately, and return the median and the minimum of each in milliseconds, and the ratios."""
+    """Run both functions alternately, and return the median and the minimum time of each in milliseconds.
+
+    The ratios are deterministic / normal. The first WARM_UP_STEPS runs are not measured.
+    """
     seconds: tuple[list[float], list[float]] = ([], [])
     for step in range(WARM_UP_STEPS + steps):
         for run, taken in zip((normal, deterministic), seconds, strict=True):
@@ -75,7 +79,7 @@ def in_turn(normal: Callable[[], None], deterministic: Callable[[], None], steps
 
 
 def measure(options: argparse.Namespace) -> list[dict]:
-    """Measure every setting, and return one record per setting."""
+    """Measure generation steps for each batch size and one context step, and return one record for each."""
     most = max(options.context + WARM_UP_STEPS + options.steps, options.prefill) + 1
     largest = max(*options.batch, 1)
     blocks = largest * -(-most // options.tokens_per_block)

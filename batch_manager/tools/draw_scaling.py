@@ -3,8 +3,9 @@
     python -m batch_manager.tools.draw_scaling scaling.json --out FOLDER                      four files, tables printed
     python -m batch_manager.tools.draw_scaling scaling.json --out FOLDER --page PERFORMANCE.md
 
---page writes plots, tables and the command of the measurement into a Markdown file, between two marker lines. The same
-measurements always give the same files. Exit status 1: a file cannot be read or written, or has no measurements.
+--page writes links to the plots, the tables and the command of the measurement into a Markdown file, between two marker
+lines. The same measurements always give the same files. Exit status 1: a file cannot be read or written, or has no
+measurements.
 """
 
 import argparse
@@ -64,7 +65,7 @@ def _microseconds(row: Row) -> Point:
 
 
 def _rate(row: Row) -> Point:
-    """Convert step times to rates, which swaps the percentiles."""
+    """Return a point with rates in tokens/s, computed from step times. The 10th and 90th percentile swap places."""
     median, low, high = (1e3 * row["batch"] / row["ms"][name] for name in ("median", "p90", "p10"))
     return Point(row["batch"], median, low, high)
 
@@ -73,7 +74,7 @@ def _rate(row: Row) -> Point:
 
 
 def tables(result: Result) -> dict[str, str]:
-    """Return series -> Markdown table."""
+    """Return name of a series -> its Markdown table."""
     step = ["ms: median", "10th to 90th percentile", "shortest", "tokens a second", "threads",
             "cores taken by others"]
 
@@ -131,12 +132,12 @@ def page(result: Result, folder: str) -> str:
 
 
 def written_into(text: str, part: str) -> str:
-    """Replace the part between the marker lines of a page. Raises ValueError if the lines are missing."""
+    """Return the page `text` with `part` between its marker lines. Raises ValueError if the lines are missing."""
     return written_between(text, BEGIN, f"\n\n{part}\n\n", END, what="the page", belongs="the measurements belong")
 
 
 def read(path: Path) -> Result:
-    """Read measurements. Raises ValueError if the file has none."""
+    """Read the measurements of a file. Raises ValueError if it is not a result of `batch_manager.tools.scaling`."""
     result = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(result, dict) or result.get("tool") != "scaling":
         raise ValueError(f"{path} is not a result of batch_manager.tools.scaling")

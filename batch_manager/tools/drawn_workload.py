@@ -1,4 +1,4 @@
-"""Workloads of random tokens with random lengths, and helpers of the commands that write workloads."""
+"""Make workloads of random tokens with random lengths, and help the commands that write workloads."""
 
 import argparse
 import json
@@ -24,9 +24,9 @@ def make_workload(*, count: int = 64, seed: int = 0, vocab_size: int = DEFAULT_V
                   shared_prefix: int = 0, delays: str = "exponential") -> dict[str, Any]:
     """Return a workload in the form of the workload file.
 
-    rate            requests/s, the first request at 0; 0: all at once
-    delays          "exponential" (a Poisson process) or "constant"
-    shared_prefix   length of a prefix that all prompts share
+    rate            requests/s, with the first request at 0; 0: all at once
+    delays          times between requests: "exponential" (a Poisson process) or "constant"
+    shared_prefix   length in tokens of a prefix that all prompts share
     """
     random = np.random.default_rng(seed)
     prompt_lengths = prompts.draw(random, count)

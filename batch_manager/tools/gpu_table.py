@@ -4,8 +4,8 @@
     python -m batch_manager.tools.gpu_table --add FOLDER/gpu_report.jsonl          add a result first
     python -m batch_manager.tools.gpu_table --check                                check that the page is current
 
-The program writes between two marker lines of the page and changes nothing else. Exit status 1: the page differs
-(--check), or a file is not a report.
+The program replaces the text between two marker lines of the page. Exit status 1: with --check, the page differs; or a
+file cannot be read or written, or is not a report.
 """
 
 import argparse
@@ -26,7 +26,7 @@ NOT_MEASURED = "Not measured: no GPU has run this version."
 
 
 def text_of(lines: Sequence[dict[str, Any]]) -> str:
-    """Format a report for the page. Without lines, the result says that nothing was measured."""
+    """Format the lines of a report for the page. Without lines, return a note that nothing was measured."""
     if not lines:
         return NOT_MEASURED
     first = lines[0]
@@ -48,7 +48,7 @@ def _case(line: dict[str, Any]) -> str:
 
 
 def written_into(page: str, text: str) -> str:
-    """Replace the generated part of the page. Raises ValueError if its marker lines are missing."""
+    """Return the page with `text` as its generated part. Raises ValueError if the marker lines are missing."""
     return written_between(page, BEGIN, f"\n{text}\n", END, what="the page", belongs="the table belongs")
 
 

@@ -1,27 +1,27 @@
-"""Measure the host time of one iteration: everything except the model, which is scripted.
+"""Measure the host time of one iteration: the time of everything except the model, which is scripted.
 
     batch-manager host-bench --batch 1 64 256 --iterations 300
 
-The generation loop runs without a thread, first without streaming, then with a response for every token. By default a
-full batch generates and no request comes or goes. With --output-len N each request ends after N tokens and another one
-replaces it. The callbacks do almost nothing; the cost of real callbacks comes on top.
+The generation loop runs without a worker thread, first without streaming, then with a response for every token. By
+default a full batch generates, and no request starts or ends. With --output-len N, each request ends after N tokens and
+another request replaces it. The callbacks do almost nothing, so the cost of real callbacks is not included.
 
-With --waiting N, N more active requests wait for the full batch, and the scheduler scans them in every iteration:
-max_num_sequences is larger than max_batch_size. With --queued N, N requests wait in the manager's queue.
+With --waiting N, N more active requests wait while the full batch runs, because max_num_sequences is larger than
+max_batch_size. The scheduler scans them in every iteration. With --queued N, N requests wait in the manager's queue.
 
-With --native the model is the native backend around a model that computes nothing. Its packing, sampling and reading
-back count as host time. They run on the CPU; copies and kernel launches of a GPU are not included.
+With --native, the backend is the native backend around a model that computes nothing. Its packing, sampling and reading
+back run on the CPU and count as host time. Copies and kernel launches of a GPU are not included.
 
 Times are wall-clock microseconds per iteration. Iterations in which the thread was preempted are left out, unless at
-most a tenth of the iterations would remain. *host* is the whole iteration without the model:
+most a tenth of the iterations would remain. *host* is the time of the whole iteration without the model:
 
     fetch      get callback, admission                  advance    append tokens, find ended requests
     schedule   capacity, micro-batch, check of the plan respond    responses, send callback
     claim      blocks, and the batch for the device     poll       poll callback
     model      the scripted backend (not host time)     report     statistics and their callback
 
-*ratio* is the minimum host time divided by the minimum time of a fixed Python loop of 1,000 turns, measured between the
-iterations. It is nearly independent of the speed of the machine.
+*ratio* is the minimum host time divided by the minimum time of a fixed Python loop of 1,000 turns, which runs between
+iterations. The ratio is nearly independent of the speed of the machine.
 """
 
 import argparse
@@ -65,14 +65,14 @@ COLUMNS = ("fetch", "schedule", "claim", "model", "advance", "respond", "poll", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One measurement.
+    """Settings of one measurement.
 
-    output_len   tokens after which a request ends and another request replaces it; 0: no request ends
+    output_len   number of tokens after which a request ends and another request replaces it; 0: no request ends
     step_ms      milliseconds of a step on an asynchronous device; 0: a synchronous device that takes no time
-    run_ahead    launch the next step before the last one is read; None: only if the device is asynchronous
+    run_ahead    whether to launch the next step before the last one is read; None: if the device is asynchronous
     native       True: the native backend around a model that computes nothing; False: a scripted backend
-    waiting      active requests beyond the full batch
-    queued       requests in the manager's queue
+    waiting      number of active requests beyond the full batch
+    queued       number of requests in the manager's queue
     """
 
     batch: int
@@ -99,7 +99,7 @@ class Stopwatch:
         self.spent = dict.fromkeys(COLUMNS, 0)
 
     def watch(self, phase: str, call: Callable) -> Callable:
-        """Wrap `call` so that its time, without the time of the model, is added to a phase."""
+        """Return `call` wrapped so that its time, without the time of the model, is added to the phase."""
         spent = self.spent
 
         def timed(*args: Any, **named: Any) -> Any:
@@ -112,7 +112,7 @@ class Stopwatch:
         return timed
 
     def take(self) -> dict[str, int]:
-        """Return the nanoseconds since the last call, and reset them."""
+        """Return phase -> nanoseconds since the last call of `take`, and reset them to 0."""
         taken = dict(self.spent)
         self.spent.update(dict.fromkeys(COLUMNS, 0))
         return taken
@@ -165,7 +165,10 @@ class Clients:
 
 
 def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, Clients]:
-    """Return a loop whose methods have a stopwatch. The first iteration computes the contexts of a full batch."""
+    """Return a loop whose phases the stopwatch times, and its callbacks.
+
+    The first iteration computes the contexts of a full batch.
+    """
     batch, turns = setting.batch, WARM_UP_ITERATIONS + setting.iterations + 8
     longest_prompt = SHORTEST_PROMPT + setting.tokens_per_block
     max_seq_len = longest_prompt + max(turns, setting.output_len)
@@ -205,10 +208,10 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
 
 
 def _requests(setting: Setting, turns: int):
-    """Yield the requests of a full batch, then waiting requests, then replacements for requests that end.
+    """Yield the requests of a full batch, then waiting and queued requests, then replacements for requests that end.
 
-    Prompt lengths differ, so that not all requests need a new block in the same iteration. The first requests end one
-    after the other.
+    Prompt lengths differ, so that not all requests need a new block in the same iteration. If requests end, the
+    requests of the first batch end one after the other.
     """
     batch, output_len = setting.batch, setting.output_len
     successors = setting.waiting + setting.queued + (-(-turns * batch // output_len) + batch if output_len else 0)
@@ -291,7 +294,7 @@ class _Thing:
 
 
 def calibration_ns() -> int:
-    """Return the nanoseconds of a fixed Python loop.
+    """Run a fixed Python loop, and return its nanoseconds.
 
     The loop creates objects, calls methods and fills a dictionary and lists.
     """

@@ -3,10 +3,10 @@
     python -m batch_manager.tools.inspect FOLDER_OR_GGUF_FILE
     batch-manager inspect FOLDER --device cuda --free-memory-bytes 80000000000      # plan for another machine
 
-A checkpoint that cannot run is refused with the engine's own error. For the package's own models, the names and shapes
-of all tensors are checked against the configuration. Models of transformers and registered classes get this check only
-when they are loaded. The first inspection on a CPU may compile the package's C code, as the first engine does. Settings
-without an option here have the defaults of GptManager.
+If a checkpoint cannot run, the program prints the error that the engine would raise. For the package's own models, it
+checks the names and shapes of all tensors against the configuration. Models of transformers and registered classes get
+this check only when they are loaded. The first inspection on a CPU may compile the package's C code, as the first
+engine does. All settings that are not options of this program have the defaults of GptManager.
 """
 
 import argparse
@@ -42,8 +42,8 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
                   model_implementation: str = "auto", free_bytes: int | None = None) -> dict[str, Any]:
     """Return the facts that `main` prints, as values for JSON. Sizes are in bytes, lengths in tokens.
 
-    free_bytes   free device memory before the weights are loaded; None: the memory that is free now. If it is given,
-                 the device need not exist on this machine
+    free_bytes   free device memory in bytes before the weights are loaded; None: the memory that is free now. If it is
+                 an integer, a GPU named by `device` need not exist on this machine
 
     Raises ConfigError and its subclasses where an engine would raise them.
     """

@@ -10,14 +10,14 @@ MOST_TOKENS = 2**31 - 1
 
 class LengthDistribution(Protocol):
     def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
-        """Return `count` integers of at least 1."""
+        """Return `count` random lengths, which are integers of at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
     """Log-normal lengths, clipped to [shortest, longest].
 
-    fixed   the length of all prompts or outputs; 0: random lengths
+    fixed   length of all prompts or outputs, without randomness; 0: random lengths
     """
 
     median: float

@@ -16,8 +16,8 @@ LINE_SAMPLES = 4.0                                        # pixels between the p
 class Point:
     """A point of a line.
 
-    low, high   ends of the bar through the point
-    label       drawn beside the point if it fits; "": no label
+    low, high   y values of the ends of the vertical bar through the point
+    label       text beside the point, if there is room for it; "": no label
     """
 
     x: float
@@ -43,8 +43,8 @@ class LinePlot:
     """A plot of at most len(COLOURS) lines. Both axes begin at 0, except a logarithmic x axis.
 
     x_label, y_label   labels with units
-    note               text below the title: the meaning of points and bars
-    doubles_x          logarithmic x axis, labelled with the x of the points
+    note               text below the title, which explains the points and bars
+    doubles_x          True: a logarithmic x axis, labelled with the x values of the points
     """
 
     title: str
@@ -87,13 +87,16 @@ class LinePlot:
 
 
 def _tooltip(line: Line, point: Point) -> str:
-    """Return the tooltip of a point."""
+    """Return the text of the tooltip of a point."""
     where = f"{line.name}{': ' if line.name else ''}{number(point.x)}: {number(point.y)}"
     return f"{where} ({point.label or f'{number(point.low)} to {number(point.high)}'})"
 
 
 def _labels(lines: Sequence[Line], frame: Frame) -> Iterator[str]:
-    """Yield the labels that fit above, right, left or below their points, clear of lines and other labels."""
+    """Yield the SVG elements of labels above, right, left or below their points.
+
+    A label that would overlap a line or another label at each of these positions is left out.
+    """
     taken = [(x - 1, y - 1, x + 1, y + 1) for line in lines for x, y in _places(line, frame)]
     for line in lines:
         for point in line.points:
@@ -112,7 +115,7 @@ def _labels(lines: Sequence[Line], frame: Frame) -> Iterator[str]:
 
 
 def _places(line: Line, frame: Frame) -> Iterator[tuple[float, float]]:
-    """Yield closely spaced pixels of a line."""
+    """Yield the positions (x, y) of the points of a line, and closely spaced positions between them, in pixels."""
     places = [(frame.at_x(point.x), frame.at_y(point.y)) for point in line.points]
     yield from places
     for (x0, y0), (x1, y1) in zip(places, places[1:]):

@@ -4,7 +4,8 @@
 def written_between(text: str, begin: str, part: str, end: str, *, what: str, belongs: str) -> str:
     """Return `text` with `part` between the lines `begin` and `end`.
 
-    what, belongs   words for the error: the kind of text, and what belongs between the lines
+    what      name of the text in the error
+    belongs   clause in the error that says what belongs between the lines, such as "the table belongs"
 
     Raises ValueError if a marker line is missing.
     """

@@ -1,4 +1,4 @@
-"""Output files of a program. A file is written whole or not at all, and never over an input."""
+"""Write the output files of a program. A file is written whole or not at all, and never over an input."""
 
 import errno
 import io
@@ -32,11 +32,11 @@ class OutputFiles:
 
     source   the input file, which is never overwritten
 
-    Each output is written to a temporary file in the same folder, which then replaces the output. A link stays a link,
-    and its target is written. "-" is the standard output. A pipe or a device is written directly. A replaced file keeps
-    its permissions.
+    Each output is written to a temporary file in the same folder, which then replaces the output. If the output is a
+    link, its target is replaced. A replaced file keeps its permissions. "-" is the standard output. A pipe, a device or
+    the standard output is written directly.
 
-    Raises OutputError if an output cannot be written.
+    Methods raise OutputError if an output cannot be written.
     """
 
     def __init__(self, source: Path | None = None) -> None:
@@ -86,7 +86,7 @@ class OutputFiles:
             self._remove()
 
     def _place(self) -> None:
-        """Replace the outputs, after all operations that may fail for lack of disk space."""
+        """Close all temporary files, which may fail for lack of disk space, and then replace the outputs."""
         for output in self._opened:
             output.file.close()
             if output.part is not None and output.target.exists():
@@ -119,9 +119,9 @@ class _Output:
 
 
 class _Raw(io.FileIO):
-    """A file whose errors have a path. Errors of a full disk have no path otherwise.
+    """A file whose write errors are OutputErrors with a path. Without this class, errors of a full disk have no path.
 
-    output   path that errors name
+    output   path that the errors name
     """
 
     output: Path
@@ -133,9 +133,9 @@ class _Raw(io.FileIO):
 
 @contextmanager
 def _errors_naming(path: Path) -> Iterator[None]:
-    """Raise every OSError as an OutputError with this path in place of the temporary file's.
+    """Raise every OSError except BrokenPipeError as an OutputError with this path.
 
-    BrokenPipeError passes unchanged.
+    The original error may have the path of the temporary file.
     """
     try:
         yield
@@ -147,13 +147,13 @@ def _errors_naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def output_file(path: Path, *, source: Path | None = None, mode: str = "w") -> Iterator[IO[Any]]:
-    """Write one output in the way of `OutputFiles`."""
+    """Context manager that yields one output file for writing, in the way of `OutputFiles`."""
     with OutputFiles(source) as files:
         yield files.open(path, mode)
 
 
 def why_not_writable(path: Path) -> str:
-    """Return why this file cannot be written, or "". Programs call this function before long work."""
+    """Return why this file cannot be written, or "" if it can. Programs call this function before long work."""
     if path == STANDARD_OUTPUT:
         return ""
     if path == Path():
@@ -174,9 +174,9 @@ def why_not_writable(path: Path) -> str:
 
 
 def why_not_distinct(outputs: Mapping[str, Path], inputs: Mapping[str, str | os.PathLike[str]]) -> str:
-    """Return why these outputs collide, or "". Keys are the options.
+    """Return why these outputs collide, or "" if they do not. Keys are the names of the options.
 
-    Outputs collide if two of them name one file, or if one is an input. A pipe or a device may be named twice.
+    Outputs collide if two of them name the same file, or if one names an input. A pipe or a device may be named twice.
     """
     named = {os.path.realpath(path): option for option, path in inputs.items()}
     for option, path in outputs.items():
@@ -188,7 +188,7 @@ def why_not_distinct(outputs: Mapping[str, Path], inputs: Mapping[str, str | os.
 
 
 def why_no_folder(path: Path) -> str:
-    """Return why files cannot be written into this folder, or "". The folder need not exist yet."""
+    """Return why files cannot be written into this folder, or "" if they can. The folder need not exist yet."""
     above = path
     while not above.exists() and above != above.parent:
         above = above.parent

@@ -1,4 +1,4 @@
-"""Frame of a plot: title, axes with units and round numbers, legend, and the position of a value."""
+"""The frame of a plot: title, axes with units and round numbers, legend, and the pixel position of a value."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ class Frame:
     x_label, y_label   labels with units
     x_ticks, y_ticks   labelled values; the y axis runs from 0 to the last of them
     x_place            maps a value to its position on the x axis, 0 to 1
-    names              legend, in the order of COLOURS; "": no entry
+    names              names in the legend, in the order of COLOURS; "": no entry
     """
 
     title: str

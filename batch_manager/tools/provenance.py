@@ -15,7 +15,7 @@ EXTENSIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd")
 
 
 def machine() -> dict[str, str | int | list[str]]:
-    """Return the name of the CPU, its number of cores, and the supported EXTENSIONS."""
+    """Return the name and architecture of the CPU, the number of cores, and the EXTENSIONS that the CPU supports."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -40,7 +40,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def commit_of_the_checkout() -> str:
-    """Return the output of git describe, with a + if tracked files differ.
+    """Return the output of git describe, with a + if tracked files differ from the commit.
 
     Returns "unknown" without git or outside a repository.
     """

@@ -1,4 +1,4 @@
-"""The history of each request of a trace, as spans of time that add up to its life."""
+"""The history of each request of a trace, as consecutive spans of time without gaps."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -16,16 +16,16 @@ CLIENT = "client"
 
 @dataclass(slots=True)
 class Span:
-    """Successive iterations in which a request did the same.
+    """Successive iterations in which a request was in the same state.
 
     kind        CONTEXT, GENERATION, PAUSED, CLIENT (arrived, but not accepted), QUEUED (accepted, but not active) or
                 WAITING (active, but in no step)
     reason      reason of WAITING, one of batch_manager/scheduling/waiting.py
     begin_s, end_s   seconds of the engine's clock: start of the span's first iteration, and start of the next span
     iterations  number of iterations
-    tokens      computed context tokens
+    tokens      number of computed context tokens
     first       position of the first computed context token
-    running     ids of the requests in the steps of a QUEUED or WAITING span
+    running     ids of the requests that ran in the steps during a QUEUED or WAITING span
     """
 
     kind: str
@@ -44,11 +44,12 @@ class Span:
 
 @dataclass(slots=True)
 class Life:
-    """One request, from the iteration that accepted it to the iteration that ended it.
+    """The history of one request.
 
-    spans            consecutive, without gaps; empty for a refused request
-    has_ended        False: the trace ends first
-    end_reason       name of a FinishReason or an ErrorCode; "" if the trace does not record it
+    first_iteration, last_iteration   iterations that accepted and that ended the request, if the trace has them
+    spans            consecutive spans without gaps; empty for a refused request
+    has_ended        False: the trace ends before the request
+    end_reason       name of a FinishReason or an ErrorCode; "": the trace does not record it
     """
 
     request_id: int
@@ -68,10 +69,11 @@ class Life:
 
 
 def lives(iterations: Iterable[IterationTrace]) -> Iterator[Life]:
-    """Yield the requests of a trace when they end, then the requests that have not ended. An id may be used again.
+    """Yield the lives of the requests that end, in the order of their ends, and then the lives of the other requests.
 
-    A request whose step is still in flight continues its span. An iteration lasts until the next iteration begins. The
-    last iteration, and an iteration that leaves the engine idle, lasts until its phases have ended.
+    Several requests may have the same id one after the other. A request whose step is still in flight continues its
+    span. An iteration lasts until the next iteration begins. The last iteration, and an iteration that leaves the
+    engine idle, last until their phases have ended.
     """
     alive: dict[int, Life] = {}
     last: IterationTrace | None = None
@@ -125,7 +127,7 @@ def _note(iteration: IterationTrace, end_s: float, alive: dict[int, Life]) -> It
 
 
 def _ended(iteration: IterationTrace, alive: dict[int, Life]) -> Iterator[Life]:
-    """Yield the requests that an iteration ended or refused. Mutates `alive`."""
+    """Yield the lives of the requests that an iteration ended or refused. Removes ended requests from `alive`."""
     reasons: dict[int, list[str]] = {}
     for reason, ids in iteration.end_reasons.items():
         for request_id in ids:

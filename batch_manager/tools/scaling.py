@@ -1,4 +1,4 @@
-"""Measure how the time of a step grows with batch size, context length, and the number of waiting requests.
+"""Measure how the time of an iteration grows with batch size, context length, and the number of waiting requests.
 
     python -m batch_manager.tools.scaling --model FOLDER --threads 2 --out scaling.json
     python -m batch_manager.tools.draw_scaling scaling.json --out FOLDER                        plots and tables
@@ -7,19 +7,20 @@ There are three series. Each varies one number:
 
     batch     decode steps of 1, 2, 4, ... requests, each with --batch-context tokens in the KV cache
     context   decode steps of --context-batch requests with contexts of different lengths
-    waiting   host time of an iteration with different numbers of waiting requests, around --generating requests that
-              generate with a scripted model (no device). Measured twice: the scheduler scans "active" requests in
-              every iteration; "queued" requests are in the manager's queue.
+    waiting   host time of an iteration with different numbers of waiting requests, while --generating requests
+              generate with a scripted model (no device). Each number is measured twice: with "active" requests, which
+              the scheduler scans in every iteration, and with "queued" requests, which are in the manager's queue
 
 A decode step is one whole iteration of the engine: get, schedule, the step of the model, one token for every request,
-poll, statistics. Decoding is greedy, without streaming, and the loop runs without a thread. Prompts are random tokens
-of equal length without shared prefixes. After a few generation steps of the full batch, --steps iterations are timed.
+poll, statistics. Decoding is greedy, without streaming, and the loop runs without a worker thread. Prompts are random
+tokens of equal length without shared prefixes. After a few generation steps of the full batch, the program times
+--steps iterations.
 
 Each setting has the median, minimum, 10th and 90th percentile of the wall-clock time of its iterations. `context` is
 the prompt length; `mean_context` is the mean number of tokens of a request in the KV cache during the measurement.
 `foreign_cores` is the number of cores that other processes and the hypervisor used. If it is not close to 0, measure
-again. Times of --waiting are in microseconds, all others in milliseconds. The program needs Linux, because it reads
-/proc.
+again. Times of the series `waiting` are in microseconds, all others in milliseconds. The program needs Linux, because
+it reads /proc.
 """
 
 import argparse
@@ -54,7 +55,7 @@ HOST_ITERATIONS = 300
 class DecodeSteps:
     """An engine whose iterations are timed while a full batch generates.
 
-    settings   (batch, context) of all measurements; the KV cache is large enough for each of them
+    settings   (batch, context) of each later call of `measure`; the KV cache is large enough for all of them
     """
 
     def __init__(self, options: argparse.Namespace, settings: Sequence[tuple[int, int]]) -> None:
@@ -140,14 +141,17 @@ class DecodeSteps:
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:
-    """Return the median, the minimum, and the 10th and 90th percentile."""
+    """Return the median, the minimum, and the 10th and 90th percentile of the times."""
     p10, median, p90 = np.percentile(times, (10, 50, 90))
     return {name: round(float(value), 3)
             for name, value in (("median", median), ("min", min(times)), ("p10", p10), ("p90", p90))}
 
 
 def measure_waiting(generating: int, waiting: int, iterations: int) -> list[dict[str, Any]]:
-    """Measure the host time of an iteration with `waiting` requests twice: as active requests, and in the queue."""
+    """Measure the host time of an iteration with `waiting` waiting requests.
+
+    Returns two records: one with active requests that wait, and one with requests in the manager's queue.
+    """
     rows = []
     for where in ("active", "queued"):
         numbers = {"waiting" if where == "active" else "queued": waiting}

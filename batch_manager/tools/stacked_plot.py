@@ -1,4 +1,4 @@
-"""A plot of amounts over time as SVG: stacked layers, with a bar for each span of time."""
+"""A plot of amounts over time as SVG: stacked layers, with one bar per layer for each span of time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class StackedPlot:
         return frame.document(inside)
 
     def drawn(self) -> tuple[Frame, list[str]]:
-        """Return the frame and the elements inside it."""
+        """Return the frame, and the SVG elements inside it. Raises ValueError as `render` does."""
         if not self.spans or len(self.names) > len(COLOURS):
             raise ValueError(f"the plot {self.title!r} has {len(self.spans)} spans and {len(self.names)} layers; "
                              f"expected at least one span and at most {len(COLOURS)} layers")

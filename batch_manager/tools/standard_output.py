@@ -9,13 +9,13 @@ from .output_file import OutputError
 def discard_standard_output() -> None:
     """Discard the rest of the standard output, so that the interpreter does not fail to flush it at exit.
 
-    Called after BrokenPipeError, which means that the reader, for example `head`, has exited.
+    Programs call this function after BrokenPipeError, which means that the reader, for example `head`, has exited.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_flushed(text: str) -> None:
-    """Print a text at once. A reader that has exited is not an error. Raises OutputError if the disk is full."""
+    """Print a text and flush it. A reader that has exited is not an error. Raises OutputError if the disk is full."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

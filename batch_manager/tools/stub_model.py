@@ -1,4 +1,4 @@
-"""The native backend around a model that computes nothing, to measure the host's part of a step."""
+"""Build the native backend around a model that computes nothing, to measure the host's part of a step."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ class StubModel:
 
 
 class StubAttention:
-    """An attention that is planned but never run."""
+    """An attention that the backend plans but no model runs."""
 
     dispatch = "torch"
 
@@ -43,7 +43,7 @@ def native_backend_without_a_model(*, vocab_size: int, max_seq_len: int, num_blo
                                    num_slots: int) -> NativeBackend:
     """Return a CPU backend that packs, uploads, samples, stores and reads back, without computing a model.
 
-    vocab_size   prompts may have the token ids below this number
+    vocab_size   prompts may have token ids below this number; the model has only NUM_LOGITS logits
     """
     device = torch.device("cpu")
     spec = SimpleNamespace(vocab_size=vocab_size, hidden_size=1, architecture="StubModel")

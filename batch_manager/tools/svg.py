@@ -1,4 +1,4 @@
-"""Colours and document of all SVG pictures. A white background keeps the pictures readable on dark pages."""
+"""The colours and the document frame of all SVG pictures. A white background keeps them readable on dark pages."""
 
 from collections.abc import Iterable
 

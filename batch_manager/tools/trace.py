@@ -5,8 +5,8 @@
     batch-manager trace perfetto trace.jsonl out.json # for https://ui.perfetto.dev and chrome://tracing
     batch-manager trace csv trace.jsonl out.csv       # a row for each span of each request
 
-A `batch_manager.TraceFile` writes a trace: `batch-manager bench --trace FILE`, or in a program
-`Parts(trace=TraceFile("trace.jsonl"))`. OUT may be -, the standard output.
+To write a trace, use `batch-manager bench --trace FILE`, or `Parts(trace=TraceFile("trace.jsonl"))` in a program. OUT
+may be -, the standard output.
 
 Exit status: 0 done; 1 the trace does not have the request; 2 an argument or the file is wrong; 130 Ctrl-C.
 """
@@ -43,7 +43,7 @@ MOST_NAMED = 5
 
 
 def why(life: Life) -> list[str]:
-    """Return lines that say where the time of a request went. Their times add up to its life."""
+    """Return lines that say where the time of a request went. Their times add up to the time from arrival to end."""
     if life.was_refused:
         return [f"request {life.request_id}: refused in iteration {life.last_iteration} ({life.end_reason})"]
     reason = f" ({life.end_reason})" if life.end_reason else ""
@@ -88,7 +88,7 @@ def _time(seconds: float) -> str:
 
 
 def write_perfetto(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
-    """Write a trace in Chrome's JSON format: tracks for the phases of the worker and for each request, and counters.
+    """Write a trace in Chrome's JSON format, with tracks for the worker's phases and for each request, and counters.
 
     Times are whole microseconds since the first iteration. Slices of a track never overlap, because Perfetto drops a
     slice that begins before the previous slice ends.
@@ -158,7 +158,7 @@ def write_perfetto(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
 
 
 def write_csv(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
-    """Write a row for each span of each request, in the order in which requests ended."""
+    """Write CSV with a row for each span of each request. Requests are in the order of `request_spans.lives`."""
     writer = csv.writer(file)
     writer.writerow(["request_id", "kind", "reason", "begin_s", "end_s", "iterations", "first_position", "tokens"])
     for life in lives(iterations):

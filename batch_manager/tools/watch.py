@@ -1,22 +1,23 @@
 """Watch a running engine in the terminal.
 
     batch-manager watch --url http://127.0.0.1:8000/metrics     a server that exposes PrometheusStatistics
-    batch-manager watch statistics.jsonl                        a file that JsonlStatistics writes; it is followed
+    batch-manager watch statistics.jsonl                        a growing file that JsonlStatistics writes
 
-In a terminal with the package rich, a screen is redrawn every --interval. Otherwise, or with --plain, a line is printed
-every --interval. The fields of a line and their order are fixed; "-" means unknown:
+If the output is a terminal and the package rich is installed, the program redraws a screen every --interval. Otherwise,
+or with --plain, it prints a line every --interval. The fields of a line and their order are fixed; "-" means unknown:
 
-    time, state, age_s      local time; ok, or unreachable with unknown numbers; age of a file's last record
+    time, state, age_s      local time; ok or unreachable (all numbers are unknown); seconds since a file's last record
     active, queued, scheduled, kv_used, kv_free, kv_cached, oldest_wait_ms      current requests and KV cache blocks
-    new, finished, paused, refused, errors                      requests of this interval; errors include refused ones
-    tokens_per_s, prompt_tokens_per_s                           generated tokens; tokens of accepted prompts
-    iteration_percent, callback_percent                         share of the time in iterations and in callbacks
-    first_token_*, per_token_*, queue_*                         p50_ms, p90_ms, p99_ms, mean_ms of ended requests
-    latency_over                                                the last 60s, or since the start if none ended in them
+    new, finished, paused, refused, errors          requests in this interval; errors include refused requests
+    tokens_per_s, prompt_tokens_per_s               generated tokens; tokens of accepted prompts
+    iteration_percent, callback_percent             share of the time in iterations and in callbacks
+    first_token_*, per_token_*, queue_*             p50_ms, p90_ms, p99_ms and mean_ms of requests that ended
+    latency_over            period of these latencies: at most 60s; or start, since the engine's start, if no request
+                            ended in the last 60 s
 
-Percentiles are interpolated in the buckets of /metrics. A file has only the mean time in the queue. Reading begins at
-the last MiB of a file. The file may be replaced or truncated. The address must belong to one engine: if gunicorn
-workers share it, each answer comes from another engine, and rates are wrong.
+Percentiles are interpolated in the buckets of /metrics. The only latency of a file is the mean time in the queue. The
+program first reads the last MiB of a file. The file may be replaced or truncated. The address must belong to one
+engine. If gunicorn workers share the address, answers come from different engines, and rates are wrong.
 """
 
 import argparse
@@ -42,7 +43,7 @@ ENDED, UNREACHABLE, USAGE, INTERRUPTED = 0, 1, 2, 130
 SHORTEST_INTERVAL_S = 0.1
 SHORTEST_ANSWER_S, LONGEST_ANSWER_S = 1.0, 5.0      # bounds of the timeout of one answer
 
-# Shows figures, and the reason why there are no new figures, or "".
+# (figures, problem) -> None. The problem is the reason why there are no new figures, or "".
 Show = Callable[[Figures, str], None]
 EXIT_STATUSES = ("exit status: 0 after --count; 1 the source was unreadable for longer than --timeout; 2 an argument "
                  "is wrong; 130 Ctrl-C")
@@ -112,9 +113,9 @@ def _metrics_url(text: str) -> str:
 
 
 def follow(source: Source, options: argparse.Namespace, show: Show, shows_first: bool) -> int:
-    """Read and show once per interval until the end, and return the exit status.
+    """Read the source and show its figures once per interval until the end, and return the exit status.
 
-    shows_first   show the first reading, which has no rates
+    shows_first   whether to show the first reading, which has no rates
     """
     history, shown, good_at = History(), -1, time.monotonic()
     next_at = good_at
@@ -185,7 +186,7 @@ def _number(value: float | None, digits: int = 0, factor: float = 1) -> str:
 
 
 def _picture(source: Source) -> "Picture | None":
-    """Return the screen, or None without a capable terminal or without rich."""
+    """Return the live view, or None if the terminal cannot show it or rich is not installed."""
     if os.environ.get("TERM", "dumb") == "dumb":
         return None
     try:

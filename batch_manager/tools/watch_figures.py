@@ -1,4 +1,4 @@
-"""The figures of `batch-manager watch`, for the last period and the last minute, computed from readings."""
+"""Compute the figures of `batch-manager watch`, for the last period and the last minute, from readings."""
 
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,11 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Latencies of a group of requests, in seconds. None: unknown."""
+    """Latencies of a group of requests, in seconds.
+
+    count       number of requests
+    quantiles   a latency for each of QUANTILES; None: unknown
+    """
 
     count: int
     mean: float
@@ -94,7 +98,10 @@ def _counts(start: Reading, now: Reading) -> dict[str, int]:
 
 
 def _latencies(start: Reading | None, now: Reading) -> dict[str, Spread | None]:
-    """Return name -> latencies between two readings, or since the engine's start if there is no first reading."""
+    """Return name -> latencies of the requests that ended between two readings, or None if no request ended.
+
+    start   None: count from the engine's start
+    """
     found: dict[str, Spread | None] = {}
     for name in (name for name in LATENCIES if name in now.latencies):
         latency = now.latencies[name]
@@ -111,7 +118,8 @@ def _latencies(start: Reading | None, now: Reading) -> dict[str, Spread | None]:
 def quantile(buckets: Bounds, share: float) -> float:
     """Return a quantile, interpolated linearly within its bucket, or infinity above the highest finite bound.
 
-    buckets   bound -> cumulative count, of at least one value
+    buckets   bound of a bucket -> cumulative count; the last count is at least 1
+    share     0 to 1
     """
     bounds = sorted(buckets)
     wanted = share * buckets[bounds[-1]]

@@ -30,7 +30,7 @@ class SourceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """A histogram since the start, in seconds.
+    """A histogram of latencies in seconds, since the start of the engine or of the reading of a file.
 
     buckets   empty if only sum and count are known
     """
@@ -47,7 +47,7 @@ class Reading:
     at_s        time of a monotonic clock, in seconds
     gauges      active, max_active, queued, scheduled (requests), kv_used, kv_free, kv_cached, kv_max (blocks),
                 oldest_wait (seconds)
-    counters    new, finished, paused, refused, errors (requests), tokens, prompt_tokens, callback, iteration
+    counters    new, finished, paused, refused, errors (requests), tokens, prompt_tokens (tokens), callback, iteration
                 (seconds); a counter that falls was reset
     latencies   first_token, per_token, queue
     """
@@ -98,7 +98,7 @@ HISTOGRAMS = {"vllm:time_to_first_token_seconds": "first_token", "vllm:request_q
 
 
 def read_metrics(text: str, at_s: float) -> Reading:
-    """Parse the Prometheus exposition format. Samples of several models are added up. Raises SourceError."""
+    """Parse text in the Prometheus exposition format. Samples of several models are added up. Raises SourceError."""
     from prometheus_client.parser import text_string_to_metric_families
     gauges: dict[str, float] = {}
     counters: dict[str, float] = {}
@@ -179,7 +179,7 @@ SECONDS = ("callback", "iteration", "queue")
 class FileSource:
     """A file that JsonlStatistics writes. Reading begins near its end. The file may be replaced or truncated.
 
-    Counters sum the values of the iterations read so far.
+    Counters count from the first record that was read.
     """
 
     def __init__(self, path: str) -> None:
@@ -224,7 +224,7 @@ class FileSource:
             self._descriptor = -1
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield complete unread lines. The lines of a renamed file come before the lines of its replacement."""
+        """Yield complete unread lines. If the file was replaced, the rest of the old file comes first."""
         try:
             found = os.stat(self.name)
             if self._descriptor < 0:
@@ -253,7 +253,7 @@ class FileSource:
             yield from lines
 
     def _add(self, record: dict[str, Any]) -> None:
-        """Add a record to the sums. Raises KeyError, TypeError or AttributeError for anything else than a record."""
+        """Add a record to the sums. Raises KeyError, TypeError or AttributeError if the value is not a record."""
         since, last = self._sums, self._last
         added = {name: record.get(key, 0) + 0 for name, key in COUNTED_IN_ITERATIONS.items()}
         _ = record["Iteration Counter"] + record["Monotonic Microseconds"]

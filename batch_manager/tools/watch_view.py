@@ -159,9 +159,9 @@ class View:
 
 
 class Bar:
-    """A bar of the KV cache blocks, with their numbers.
+    """A bar of used, cached and free KV cache blocks, followed by the numbers of blocks.
 
-    It is at most 40 cells wide, and narrower in a narrow terminal.
+    The bar is at most 40 cells wide, and narrower in a narrow terminal.
     """
 
     def __init__(self, used: float, cached: float, most: float, is_plain: bool) -> None:
@@ -186,7 +186,7 @@ class Bar:
 
 
 def _cells(count: float, most: float, width: int) -> int:
-    """Return the width of a bar in cells. It is at least 1 for a count above 0."""
+    """Return the width of the part of a bar for `count`, in cells. The width is at least 1 for a count above 0."""
     return max(round(count / most * width), 1 if count else 0)
 
 

@@ -238,7 +238,7 @@ def _read(options: argparse.Namespace, selection: Selection, output_tokens: int 
 
 
 def _check_kind(options: argparse.Namespace, format: str) -> None:
-    """Raise DatasetError for a trace if texts or tokens are expected, or for texts or tokens if a trace is expected."""
+    """Raise DatasetError if another kind reads this format. `trace` reads traces, and `dataset` reads other formats."""
     right = {"": options.kind, "texts": "dataset", "dataset": "dataset", "workload": "dataset"}.get(format, "trace")
     if right != options.kind:
         raise DatasetError(options.file, f"the format is {format}",

@@ -42,7 +42,7 @@ def read_novels(stem):
 
 
 def join_lines(lines):
-    """Undo the hard wrapping of a paragraph and normalize the transcription."""
+    """Return a paragraph on one line, without marks of italics and footnotes, and with full stops after Mr, Mrs, Dr."""
     text = "\n".join(line.strip() for line in lines)
     text = re.sub(r"-\n|\n(?=--)", lambda match: match[0].strip("\n"), text)  # no space beside a dash
     text = re.sub(r"\s+", " ", text)

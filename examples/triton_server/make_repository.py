@@ -2,9 +2,9 @@
 
     python examples/triton_server/make_repository.py FOLDER --model CHECKPOINT [key=value ...] [--run]
 
-The program writes config.pbtxt and a Python backend to FOLDER/gpt. Keys are parameters of TensorRT-LLM's Triton
-backend, and fields of TrtGptModelOptionalParams and KvCacheConfig. With --run, the program also starts the server of
-the package nvidia-pytriton.
+The program writes config.pbtxt and a Python backend to FOLDER/gpt. A key is a parameter of TensorRT-LLM's Triton
+backend, or a field of TrtGptModelOptionalParams or KvCacheConfig. With --run, the program then starts the server of the
+package nvidia-pytriton.
 """
 
 import argparse
@@ -50,7 +50,7 @@ OUTPUTS = [
 
 
 def config_text(name: str, parameters: dict[str, str]) -> str:
-    """Return config.pbtxt. max_batch_size is 1, because the manager does the batching."""
+    """Return the text of config.pbtxt. Triton's max_batch_size is 1, because the manager does the batching."""
     def tensor(entry: tuple[str, str, str], more: str = "") -> str:
         return f'  {{ name: "{entry[0]}" data_type: TYPE_{entry[1]} dims: [ {entry[2]} ]{more} }}'
 
@@ -68,9 +68,9 @@ def _escaped(text: str) -> str:
 
 
 def model_text(folders: list[str]) -> str:
-    """Return model.py, which adds the package folders.
+    """Return the text of model.py, which adds the package folders to `sys.path`.
 
-    The server's Python ignores this virtual environment and PYTHONPATH.
+    This is necessary because the server's Python ignores this virtual environment and PYTHONPATH.
     """
     return f'''"""Written by make_repository.py: adds the package folders, then imports the host from this folder."""
 
@@ -103,9 +103,10 @@ def write_repository(folder: Path, name: str, parameters: dict[str, str]) -> Non
 
 
 def server_command(folder: Path, http_port: int, grpc_port: int, metrics_port: int) -> tuple[list[str], dict[str, str]]:
-    """Return the command line and environment of nvidia-pytriton's server. Creates FOLDER.backends, with its stub.
+    """Return the command line and the environment of nvidia-pytriton's server.
 
-    Raises SystemExit with the reason if the server cannot run.
+    Creates FOLDER.backends with links to the server's Python backend and to its stub for this version of Python. Raises
+    SystemExit with the reason if the server cannot run.
     """
     spec = find_spec("pytriton")
     if spec is None:

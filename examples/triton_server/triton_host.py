@@ -1,7 +1,8 @@
-"""A GptManager in Triton Inference Server's Python backend.
+"""Run a GptManager in Triton Inference Server's Python backend.
 
 The get callback returns the requests that `execute` has queued. The send callback uses the response sender of the
-request. The poll callback returns requests whose client has disconnected or sent `stop`. Statistics become metrics.
+request. The poll callback returns the ids of requests whose client has disconnected or sent `stop`. Statistics become
+metrics.
 """
 
 import json
@@ -23,9 +24,9 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 class Live:
     """A request without a final response.
 
-    client_id   id set by the client, or ""
-    outputs     names of the requested output tensors
-    is_left     the client has disconnected
+    client_id   id set by the client; "": no id
+    outputs     names of the output tensors that the client requests
+    is_left     whether the client has disconnected
     """
 
     client_id: str
@@ -58,7 +59,7 @@ class TritonPythonModel:
             exclude_input_in_output=settings.exclude_input_in_output)
 
     def execute(self, requests: list) -> None:
-        """Queue requests. The worker sends their responses later."""
+        """Queue new requests, and note stops. The worker sends the responses of queued requests later."""
         for request in requests:
             sender = request.get_response_sender()
             # Copies, because the server reuses the memory of these arrays after this call.
@@ -101,7 +102,7 @@ class TritonPythonModel:
     # ------------------------------------------------------------------ callbacks, on the worker's thread
 
     def _get(self, max_num_requests: int) -> list[InferenceRequest]:
-        """Return all queued requests. The manager refuses the requests beyond its own queue's limit."""
+        """Return all queued requests. The manager refuses requests beyond the limit of its own queue."""
         return [self._queue.popleft() for _ in range(len(self._queue))]
 
     def _send(self, request_id: int, tensors: list, final: bool, error: str) -> None:

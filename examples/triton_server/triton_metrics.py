@@ -9,10 +9,11 @@ from batch_manager.extras.statistic_families import NV_TRT_LLM
 
 
 class Metrics:
-    """Gauges on the server's /metrics. They are set by the worker thread of one manager.
+    """Gauges on the server's /metrics. The worker thread of one manager sets them.
 
     pb_utils   the module triton_python_backend_utils
-    is_v1      static batching, which has its own metric family
+    is_v1      whether the manager uses static batching, which has a separate metric family
+    period_s   shortest time in seconds between two updates of the gauges
     """
 
     def __init__(self, pb_utils: Any, model: str, version: str, is_v1: bool, period_s: float) -> None:
@@ -32,7 +33,7 @@ class Metrics:
         self._latest = record
 
     def publish(self) -> None:
-        """Set the gauges from a new record, at most once per period, because each gauge costs a message."""
+        """Set the gauges from the latest new record, at most once per period, because each gauge costs a message."""
         now = time.monotonic()
         if self._latest is None or now < self._next_s:
             return

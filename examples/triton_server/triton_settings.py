@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
 
-# Name in TensorRT-LLM's backend -> name of the field here.
+# Name of the parameter in TensorRT-LLM's backend -> name of the field in KvCacheConfig or TrtGptModelOptionalParams.
 KV_CACHE_NAMES = {"max_tokens_in_paged_kv_cache": "max_tokens", "max_attention_window_size": "max_attention_window",
                    "kv_cache_free_gpu_mem_fraction": "free_gpu_memory_fraction",
                    "enable_kv_cache_reuse": "enable_block_reuse"}
@@ -29,7 +29,7 @@ class SettingError(ValueError):
 
 
 class Settings(NamedTuple):
-    """Settings of the host.
+    """Settings of the GptManager and its host in Triton.
 
     positional        first four arguments of GptManager
     optional_params, exclude_input_in_output   arguments of GptManager
@@ -45,7 +45,7 @@ class Settings(NamedTuple):
 
 
 def read(parameters: dict[str, str]) -> Settings:
-    """Parse parameters. An empty value or a ${placeholder} means the default.
+    """Parse the parameters of a model repository. An empty value or a ${placeholder} means the default.
 
     Raises SettingError for an unknown name or an invalid value, and ConfigError if the engine refuses a value.
     """

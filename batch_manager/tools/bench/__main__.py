@@ -76,7 +76,7 @@ def print_report(kind: str, result: Mapping[str, Any], points: Sequence[Mapping[
 
 
 def print_failures(points: Sequence[Mapping[str, Any]], program: str) -> int:
-    """Print the failed requests on stderr and return the exit status."""
+    """Print failed requests and the number of outputs of the wrong length on stderr, and return the exit status."""
     for point in points:
         if point["failed"]:
             print(f"{program}: {point['failed']} of {point['n']} requests failed:", file=sys.stderr)

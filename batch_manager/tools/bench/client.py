@@ -1,4 +1,4 @@
-"""The callbacks of a benchmark, and the tokens and arrival times of each request."""
+"""The callbacks of a benchmark. They record the tokens of each request and the time of each token."""
 
 import math
 import threading
@@ -41,8 +41,9 @@ class Receipt:
 class Count:
     """Progress of the serving.
 
-    done, total   number of requests
-    arrived       requests that have arrived, including those that are done
+    done          requests with a final response
+    total         all requests
+    arrived       requests that have arrived, including the requests that are done
     tokens        tokens generated so far
     seconds       seconds since the start of the serving
     """
@@ -55,13 +56,13 @@ class Count:
 
 
 class Client:
-    """The callbacks of one manager, and the requests that wait for the manager or run in it.
+    """The callbacks of one manager, and the arrived requests that the manager has not answered yet.
 
-    Arrived requests wait here until the manager has room for them and the gate lets them through.
+    An arrived request waits in the client until the manager has room for it and the gate allows it.
 
     prompts_included   non-streamed responses begin with the prompt (exclude_input_in_output is off)
     last_response      time of the last response, in seconds since the start of the serving
-    stats              statistics records of the iterations so far, if `keep_stats` is the manager's callback
+    stats              statistics records of the iterations so far; filled by `keep_stats`, a statistics callback
     """
 
     def __init__(self, *, prompts_included: bool = False) -> None:
@@ -127,10 +128,10 @@ class Client:
               limit_s: float = math.inf) -> dict[int, Receipt]:
         """Serve requests at their arrival times, wait for all final responses, and return request id -> Receipt.
 
-        started   perf_counter() at the start of the serving; arrival times and timestamps count from it
+        started   value of perf_counter() at the start of the serving; arrival times and timestamps count from it
         limit_s   time limit, in seconds since `started`
 
-        Raises BenchmarkError if a request fails or the time limit passes.
+        Raises BenchmarkError if a request fails, the time limit passes or the engine stops answering.
         """
         receipts = self.serve_all(manager, requests, streaming=streaming, started=started, limit_s=limit_s)
         errors = [receipt.error for receipt in receipts.values() if receipt.error]
@@ -177,7 +178,7 @@ class Client:
         return self._receipts
 
     def count(self) -> Count:
-        """Return the progress. Any thread may call this method. It does not slow the worker down."""
+        """Return the progress. Any thread may call this method, which does not slow the worker down."""
         receipts = self._receipts
         now = time.perf_counter() - self._started
         arrived = (len(receipts) - len(self._backlog) if self._backlog

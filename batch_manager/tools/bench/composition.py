@@ -14,14 +14,14 @@ MOST_SIZES, FEWEST_STEPS = 16, 5    # most points in a plot by batch size, and f
 class Iteration:
     """One record of the statistics.
 
-    begin_s, end_s   seconds since the beginning of the first iteration. An iteration begins at the end of the previous
-                     iteration or, after an idle time, later
-    context          prompt tokens computed
-    generating       requests in the generation phase
-    used, cached     KV cache blocks held by running requests, and free blocks with reusable content
-    blocks           blocks in the pool
-    since_s          seconds since the end of the previous iteration of the same micro-batch; None: the micro-batch had
-                     no iteration directly before. After an idle time no request is generating
+    begin_s, end_s   seconds since the beginning of the first iteration. An iteration begins when the previous iteration
+                     ends, or later if the engine was idle between them
+    context          number of prompt tokens computed
+    generating       number of requests in the generation phase; 0 in the first iteration after an idle time
+    used, cached     number of KV cache blocks held by running requests, and of free blocks with reusable content
+    blocks           number of blocks in the pool
+    since_s          seconds from the end of the previous iteration of the same micro-batch to end_s.
+                     None: the micro-batch did not run in its previous turn
     """
 
     begin_s: float
@@ -59,7 +59,10 @@ def iterations_of(records: Sequence[str]) -> list[Iteration]:
 
 
 def with_idle_times(iterations: Sequence[Iteration]) -> list[Iteration]:
-    """Insert an idle iteration for each gap. In an idle iteration no request runs, and cached blocks stay."""
+    """Return the iterations, with an idle iteration in each gap. In an idle iteration no request runs.
+
+    An idle iteration has the same number of cached blocks as the iteration before the gap.
+    """
     out = list(iterations[:1])
     for one in iterations[1:]:
         if one.begin_s > out[-1].end_s:
@@ -72,7 +75,7 @@ def with_idle_times(iterations: Sequence[Iteration]) -> list[Iteration]:
 def over_time(iterations: Sequence[Iteration], amounts: Sequence[float]) -> list[tuple[float, float, float]]:
     """Return (begin_s, end_s, amount) for each iteration, or for MOST_SPANS equal spans if there are more iterations.
 
-    The amount of a span is the mean over its time. The amount is 0 between iterations.
+    The amount of a span is the mean over its time, in which the time between iterations counts as 0.
     """
     begins = np.array([one.begin_s for one in iterations])
     ends = np.array([one.end_s for one in iterations])
@@ -90,10 +93,10 @@ def times_by_batch(iterations: Sequence[Iteration], *, with_contexts: bool
                    ) -> list[tuple[float, float, float, float]]:
     """Return (batch size, p10, median, p90) of the seconds between two tokens of a request.
 
-    The batch size is the number of generating requests in the step. Batch sizes with few steps are merged with the next
-    larger sizes, and the mean of the merged sizes is returned.
+    The batch size is the number of generating requests in the step. A batch size with few steps is merged with the next
+    larger sizes. The returned size of merged sizes is their mean over the steps.
 
-    with_contexts   select the steps that also compute prompts, or the steps that do not
+    with_contexts   True: use only steps that also compute prompts; False: use only the other steps
     """
     pairs = sorted((one.generating, one.since_s) for one in iterations
                    if one.generating and one.since_s is not None and bool(one.context) is with_contexts)

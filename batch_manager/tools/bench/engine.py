@@ -16,7 +16,7 @@ PRECISIONS = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 
 
 def model_limits(options: argparse.Namespace, parts: Parts) -> tuple[int | None, int | None, int | None]:
-    """Return (vocabulary size, longest sequence, tokens of the KV cache pool); None: the backend decides.
+    """Return (vocabulary size, longest sequence in tokens, tokens of the KV cache pool). None: the backend decides.
 
     Raises the errors of `read_spec` if the model cannot be read.
     """
@@ -36,7 +36,7 @@ def model_limits(options: argparse.Namespace, parts: Parts) -> tuple[int | None,
 
 
 def precision_of(options: argparse.Namespace, backend_dtype: str) -> str:
-    """Return the name of the precision in a result.
+    """Return the name of the precision as results have it, such as bf16.
 
     backend_dtype   data type of the backend, used for --dtype auto
     """

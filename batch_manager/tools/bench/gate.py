@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Holds requests back until a delay has passed and a whole batch has arrived.
+    """Holds requests back until the delay has passed and, with batches, a whole batch has arrived.
 
     delay_s     seconds from the start of the serving to the first request
     batch_size  requests per batch; a batch starts when the previous batch is done. 0: no batches
@@ -17,7 +17,7 @@ class Gate:
     timeout_s: float = 0.0
 
     def allows(self, now: float, num_waiting: int, oldest_arrival: float, num_inside: int) -> int:
-        """Return how many of the waiting requests may start.
+        """Return the largest number of waiting requests that may start now. It may exceed `num_waiting`.
 
         now, oldest_arrival   seconds since the start of the serving
         num_inside            requests in the manager without a final response

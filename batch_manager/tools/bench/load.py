@@ -14,7 +14,7 @@ class Load:
 
     request_rate   requests/s; 0 or less: all at once
     concurrency    requests in progress at a time; the next request arrives when one is done
-    exponential    with a rate: exponential times between arrivals (a Poisson process), otherwise equal times
+    exponential    with a rate, whether the times between arrivals are exponential (a Poisson process) or equal
     random_seed    seed of the exponential times
     """
 
@@ -24,7 +24,10 @@ class Load:
     random_seed: int = 0
 
     def arriving(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the requests with new arrival times, the first at 0. A rate keeps the workload's order of arrival."""
+        """Return the requests with the arrival times of this load.
+
+        With a rate, the first request arrives at 0, and requests keep the workload's order of arrival.
+        """
         if self.concurrency is not None or (self.request_rate is not None and self.request_rate <= 0):
             return [dict(request, arrival_s=0.0) for request in requests]
         if self.request_rate is None:
@@ -38,7 +41,7 @@ class Load:
                 for request, arrival in zip(ordered, arrivals, strict=True)]
 
     def offered_rate(self, requests: list[dict[str, Any]]) -> float | None:
-        """Return the requests/s between the first and the last arrival. None: all at once, or a closed loop.
+        """Return the requests/s between the first and the last arrival. None: all arrive at once, or a closed loop.
 
         requests   as returned by `arriving`
         """

@@ -17,14 +17,14 @@ from .summary import sweep_table
 
 
 class Measurement:
-    """One serving, a sweep, or a search for the saturation, as the options specify.
+    """Measures one serving, a sweep, or the saturation, as the options specify.
 
     options, workload, parts   see `run.benchmark`
 
-    points    results of the servings so far
-    served    the servings themselves, in the same order
+    points    results of the completed servings
+    served    the completed servings, in the same order
 
-    Raises InputError if the workload is invalid or has too few requests.
+    The constructor raises InputError if the workload is invalid or has too few requests.
     """
 
     def __init__(self, options: argparse.Namespace, workload: dict[str, Any], parts: Parts | None = None) -> None:
@@ -61,7 +61,7 @@ class Measurement:
             return {**self._shared(), "kind": "run", **self._serve(load_of(options), "")}
 
     def so_far(self) -> str:
-        """Return the results so far as text, for a run that is interrupted."""
+        """Return the results so far as text, to print when the run is interrupted."""
         texts = []
         if self.points:
             texts.append(sweep_table([{"n": self._workload["n"], **point} for point in self.points]))

@@ -1,13 +1,13 @@
 """Compute the figures of a result from token timestamps.
 
     ttft        time to the first token, from the arrival of the request
-    itl         inter-token latency: time between consecutive tokens, over all pairs of all requests
-    tpot        time per output token: mean itl of each request
+    itl         inter-token latency: time between two consecutive tokens, with one value per pair of tokens
+    tpot        time per output token: mean itl of a request, with one value per request
     e2e         time to the last token, from the arrival
     queue       time from the arrival to the first step that computes a part of the prompt
-    user_tok_s  tokens/s of each request: 1 / tpot
+    user_tok_s  tokens/s of a request: 1 / tpot
 
-Latencies exclude failed requests. Without streaming, only e2e is known.
+Latencies exclude failed requests. Without streaming, only e2e and queue are known.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,10 @@ class Bounds:
         return self.ttft_ms is not None or self.itl_ms is not None
 
     def keeps(self, stamps: Stamps) -> np.ndarray:
-        """Return [n] bool: whether each request is within the bounds. Requests that failed or got no token are not."""
+        """Return [n] bool: whether each request is within the bounds.
+
+        A request that failed or got no token is not within the bounds.
+        """
         kept = stamps.is_served
         if self.ttft_ms is not None:
             kept = kept & ((stamps.first_s - stamps.arrival_s) * 1e3 <= self.ttft_ms)
@@ -54,7 +57,7 @@ def figures(requests: Sequence[Mapping[str, Any]], receipts: Mapping[int, Receip
 
     wall_s              seconds from the start to the last response
     streaming           whether every token has its own timestamp
-    counts_early_ends   count outputs shorter than requested as wrong; set to False with an end id
+    counts_early_ends   whether an output shorter than requested has the wrong length; set to False with an end id
     """
     failures = [(request["id"], receipts[request["id"]].error) for request in requests
                 if receipts[request["id"]].error]
@@ -143,7 +146,7 @@ def completion_rate(finals_s: np.ndarray) -> float | None:
 
 
 def goodput(stamps: Stamps, wall_s: float, bounds: Bounds) -> dict[str, float | None]:
-    """Return the requests/s within the bounds, and their share of all requests."""
+    """Return the bounds, the requests/s within the bounds, and the share of requests within the bounds."""
     kept = int(bounds.keeps(stamps).sum())
     return {"ttft_ms": bounds.ttft_ms, "itl_ms": bounds.itl_ms, "requests_s": round(kept / wall_s, 4),
             "share": round(kept / len(stamps), 4)}

@@ -24,7 +24,7 @@ OUTPUT_FILES = ("out", "output_csv", "responses_json_file", "stats_csv", "trace"
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """A help formatter with wide columns, so that most options take one line."""
+    """A help formatter with wide columns, so that the help of most options takes one line."""
 
     def __init__(self, prog: str) -> None:
         columns = min(shutil.get_terminal_size((120, 24)).columns, 120)

@@ -1,4 +1,4 @@
-"""Options of TensorRT-LLM's gptManagerBenchmark: the options here to which they map, and reasons for refusals."""
+"""Map options of TensorRT-LLM's gptManagerBenchmark to options of this program, or refuse them with a reason."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from textwrap import wrap
 
 WIDTH = 118
 
-# Option names that differ here. The last two are from vllm bench serve.
+# Option of gptManagerBenchmark -> option of this program, if the names differ. The last two are of vllm bench serve.
 ALIASES = {
     "engine-dir": "model",
     "dataset": "workload",
@@ -19,7 +19,7 @@ ALIASES = {
     "max-concurrency": "concurrency",
 }
 
-# Options with another meaning or another default here.
+# Options with another meaning or another default in this program.
 DIFFERENCES = {
     "type": "IFB is InflightFusedBatching, UIFB is InflightBatching",
     "dataset": "reads files of batch-manager workload, texts and traces, too",
@@ -61,9 +61,10 @@ TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def rewritten(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Rewrite option names from _ to -, and `--name=true` and `--name=false` to `--name` and `--no-name`.
+    """Return the arguments with the option names of this program.
 
-    Ends the program, through the parser, for an option of gptManagerBenchmark that is not supported.
+    Replaces _ with - in names, names of ALIASES with this program's names, and `--flag=true` and `--flag=false` with
+    `--flag` and `--no-flag`. An unsupported option of gptManagerBenchmark ends the program through the parser.
     """
     flags = {option for action in parser._actions if action.nargs == 0 for option in action.option_strings}
     out = []
@@ -87,9 +88,9 @@ def rewritten(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]
 
 
 def _own_name(name: str) -> str:
-    """Return the name of an option here, for example --policy for --scheduler-policy.
+    """Return this program's name of an option of gptManagerBenchmark, for example --policy for --scheduler-policy.
 
-    With `--no-`: --no-chunked-context for --no-enable-chunked-context.
+    A prefix `--no-` stays: --no-enable-chunked-context becomes --no-chunked-context.
     """
     prefix = "--no-" if name.startswith("--no-") and name.removeprefix("--no-") in ALIASES else "--"
     bare = name.removeprefix(prefix)

@@ -26,7 +26,11 @@ Plot = LinePlot | StackedPlot | Panels
 
 
 def plots(result: Result, points: Sequence[Result], served: Sequence[Served]) -> dict[str, Plot]:
-    """Return file name -> plot. A sweep has plots of latency by throughput, and the other plots for each serving."""
+    """Return file name -> plot.
+
+    Each serving with kept statistics has plots of batch, KV cache and time between tokens. A sweep also has plots of
+    latency by throughput.
+    """
     found: dict[str, Plot] = {}
     if result["kind"] != "run":
         # In the first serving of a search all requests arrive at once. This serving is not a point of the curve.
@@ -45,14 +49,14 @@ def plots(result: Result, points: Sequence[Result], served: Sequence[Served]) ->
 
 
 def write_plots(folder: Path, drawn: Mapping[str, Plot], files: OutputFiles) -> None:
-    """Write the plots into the folder, and create the folder if it is missing. Raises OSError."""
+    """Write the plots into the folder, which is created if it does not exist. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, plot in drawn.items():
         files.open(folder / name).write(plot.render())
 
 
 def file_words(words: str) -> str:
-    """Turn "2.5 requests/s" into "2.5-requests-s"."""
+    """Return the words in a form for file names: "2.5-requests-s" for "2.5 requests/s"."""
     return re.sub(r"[^a-z0-9.]+", "-", words.lower()).strip("-")
 
 
@@ -60,7 +64,12 @@ def file_words(words: str) -> str:
 
 
 def latency_plots(swept: str, points: Sequence[Result]) -> dict[str, Plot]:
-    """Plot the median and the 99th percentile of each known latency by the generated tokens/s."""
+    """Return file name -> plot of the median and 99th percentile of a latency by generated tokens/s.
+
+    Each latency that at least one point has gets a plot.
+
+    swept   the swept field: request_rate or concurrency
+    """
     at_once = [point for point in points if not point[swept]]
     ordered = sorted((point for point in points if point[swept]), key=lambda point: point[swept]) + at_once
     found: dict[str, Plot] = {}
@@ -84,7 +93,10 @@ def latency_plots(swept: str, points: Sequence[Result]) -> dict[str, Plot]:
 
 
 def batch_plot(iterations: Sequence[Iteration], words: str, beam_width: int) -> Panels:
-    """Plot the tokens of the steps over time, in two panels, because steps with prompts have many more tokens."""
+    """Plot generated tokens and prompt tokens per step over time.
+
+    There are two panels with separate scales, because steps with prompts have many more tokens.
+    """
     generating = [float(one.generating * beam_width) for one in iterations]
     contexts = [float(one.context) for one in iterations]
     return Panels([
@@ -93,7 +105,7 @@ def batch_plot(iterations: Sequence[Iteration], words: str, beam_width: int) -> 
 
 
 def kv_cache_plot(iterations: Sequence[Iteration], words: str) -> StackedPlot:
-    """Plot held and cached blocks over time, with the size of the pool."""
+    """Plot held and cached blocks over time, with a line for the size of the pool if enough of the pool is in use."""
     count, iterations = len(iterations), with_idle_times(iterations)
     used, cached = ([float(getattr(one, name)) for one in iterations] for name in ("used", "cached"))
     pool = iterations[0].blocks
@@ -104,7 +116,7 @@ def kv_cache_plot(iterations: Sequence[Iteration], words: str) -> StackedPlot:
 
 
 def batch_size_plot(iterations: Sequence[Iteration], words: str) -> LinePlot | None:
-    """Plot the time between two tokens by batch size. Returns None if there are no consecutive steps."""
+    """Plot the time between two tokens of a request by batch size. Returns None if there are no consecutive steps."""
     by_contexts = {name: times_by_batch(iterations, with_contexts=with_contexts)
                    for name, with_contexts in (("generation only", False), ("with prompts in the step", True))}
     if not any(by_contexts.values()):

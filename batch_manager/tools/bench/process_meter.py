@@ -1,4 +1,4 @@
-"""CPU time and memory of a process and its children, and CPU time of all other processes. Reads /proc (Linux only)."""
+"""CPU time and memory of this process and its descendants, and CPU time of other processes, from /proc (Linux only)."""
 
 import os
 import time
@@ -8,10 +8,10 @@ from pathlib import Path
 class ProcessMeter:
     """Measures CPU use between `start` and `stop`, and peak memory.
 
-    cpu           mean number of cores used by this process and its children (own_cores), by other processes
+    cpu           mean number of cores used by this process and its descendants (own_cores), by other processes
                   (foreign_cores), by all processes at a positive nice level (foreign_nice) and by the hypervisor
-                  (steal_cores); ncpu: cores of the machine
-    peak_rss_mb   sum of the peak memory of this process and its children, each since its start, in MiB
+                  (steal_cores), and the number of cores of the machine (ncpu)
+    peak_rss_mb   sum of the peak resident memory of this process and its descendants, each since its start, in MiB
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class ProcessMeter:
 
 
 def _machine_ticks() -> tuple[int, int, int]:
-    """Return the ticks of the whole machine: busy (including nice), nice, stolen."""
+    """Return the clock ticks of the whole machine: busy (including nice), nice, and stolen by the hypervisor."""
     user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
     return user + nice + system + irq + softirq, nice, steal
 
@@ -64,7 +64,7 @@ def _stat_fields(process: int) -> list[str]:
 
 
 def _ticks_of(processes: list[int]) -> int:
-    """Return the sum of user and system ticks, including the ticks of reaped children."""
+    """Return the sum of the user and system ticks of the processes and of their reaped children."""
     return sum(sum(map(int, _stat_fields(process)[11:15])) for process in processes)
 
 

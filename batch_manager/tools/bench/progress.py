@@ -20,9 +20,9 @@ BAR_PERIOD_S, LINE_PERIOD_S = 0.5, 5.0
 class State(NamedTuple):
     """One reading of the counters.
 
-    done, total      number of requests
-    tokens_per_s     tokens generated since the last reading, per second
-    active, queued   active requests, and arrived requests that wait
+    done, total      number of requests with a final response, and of all requests
+    tokens_per_s     tokens generated per second since the previous reading
+    active, queued   number of active requests, and of arrived requests that wait
     left_s           estimated seconds to the end; None: unknown
     """
 
@@ -51,7 +51,7 @@ class Progress:
     """Context manager that shows the progress of one serving. The bar disappears at the end.
 
     requests   the served requests, in the form of a workload
-    label      name of the serving; "": the only serving
+    label      name of the serving, printed before its progress; "": no label
     """
 
     def __init__(self, client: Client, manager: GptManager, requests: list[dict[str, Any]], label: str = "",
@@ -110,5 +110,5 @@ class Progress:
 
 
 def shown(enabled: bool, make: Callable[[], Progress]) -> Any:
-    """Return `make()`, or a context manager without an effect if not enabled."""
+    """Return `make()` if enabled, otherwise a context manager without an effect."""
     return make() if enabled else contextlib.nullcontext()

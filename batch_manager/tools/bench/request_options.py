@@ -10,7 +10,7 @@ from ...requests.inference_request import InferenceRequest
 class RequestOptions:
     """Greedy decoding to exactly the requested length, unless an end id is set.
 
-    end_id, pad_id      tensors of the request; -1: not set
+    end_id, pad_id      values of these request tensors; -1: not set
     beam_width          beams per request
     context_logits, generation_logits   whether responses include these logits
     timings             whether responses include performance metrics, which are needed for queue times
@@ -26,10 +26,10 @@ class RequestOptions:
     cache_salt: str | None = None
 
     def make(self, request: dict[str, Any], *, streaming: bool, arrival_time: float | None = None) -> InferenceRequest:
-        """Create the request for a manager.
+        """Return an InferenceRequest for a request of a workload.
 
         request        a request in the form of a workload
-        arrival_time   seconds of time.monotonic()
+        arrival_time   value of time.monotonic() at the arrival; None: the time of admission
         """
         tensors = {"input_ids": request["prompt"], "request_output_len": request["max_tokens"], "end_id": self.end_id}
         if self.pad_id != -1:

@@ -19,7 +19,7 @@ FIRST_TOKENS, FIRST_REQUESTS = 8, 16        # a result has the first tokens of t
 
 
 def benchmark(options: argparse.Namespace, workload: dict[str, Any], parts: Parts | None = None) -> dict[str, Any]:
-    """Load the model, warm up, serve once, shut down, and return the result. Writes no file except --stats-csv.
+    """Load the model, warm up, serve once, shut down, and return the result. Writes only --stats-csv and --trace.
 
     options   options from `parse_options`, without a sweep
     parts     parts of the engine; if they have a backend, the model is not read
@@ -88,7 +88,10 @@ def point_fields(options: argparse.Namespace, workload: Mapping[str, Any], serve
 
 
 def load_of(options: argparse.Namespace, **swept: float | None) -> Load:
-    """Return the load of the options. `swept` has a request_rate or concurrency that replaces the option."""
+    """Return the load that the options specify.
+
+    swept   request_rate or concurrency of a point of a sweep, which replaces the value of the options
+    """
     return Load(**{"request_rate": options.request_rate, "concurrency": options.concurrency,
                    "exponential": options.enable_exp_delays, "random_seed": options.random_seed, **swept})
 
@@ -106,9 +109,9 @@ def mode_of(workload: Mapping[str, Any], load: Load) -> str:
 
 
 def prepared(workload: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Check a workload, and apply --max-num-samples and --max-prompt-len.
+    """Return the workload after --max-num-samples and --max-prompt-len are applied.
 
-    Raises InputError if it is invalid.
+    Raises InputError if the workload is invalid.
     """
     needed = {"vocab", "mode", "n", "requests"}
     if not isinstance(workload, dict) or not needed <= workload.keys() or not workload["requests"]:
@@ -133,8 +136,8 @@ def prepared(workload: Any, options: argparse.Namespace) -> dict[str, Any]:
 def read_requests(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Read the file of --workload, in any format of `tools.datasets`.
 
-    Returns the workload, and notes on requests that were left out or cut. Raises InputError if the file cannot be read,
-    and the errors of `read_spec` for the model.
+    Returns the workload, and notes on requests that were left out or truncated. Raises InputError if the file cannot be
+    read, and the errors of `read_spec` if the model cannot be read.
     """
     selection = Selection(count=options.max_num_samples, max_input_tokens=options.max_prompt_len,
                           time_scale=options.time_scale, sort=options.sort)

@@ -17,8 +17,8 @@ class Saturation:
     """Result of a search. Rates are requests/s.
 
     sustained   the highest sustained rate; None: no rate was sustained
-    broken      the lowest rate that was not sustained; None: all rates were sustained
-    probes      servings, including the first serving, in which all requests arrive at once
+    broken      the lowest rate that was not sustained; None: all tried rates were sustained
+    probes      number of servings, including the first serving, in which all requests arrive at once
     criterion   condition for a sustained rate, in words
     """
 
@@ -38,7 +38,7 @@ class Saturation:
 
 
 def find_saturation(holds: Callable[[float], bool], first_rate: float, max_probes: int, criterion: str) -> Saturation:
-    """Bisect for the rate at which `holds` becomes false.
+    """Search for the rate above which `holds` is false: raise the rate until it is not sustained, then bisect.
 
     holds        (requests/s) -> whether the engine sustains this rate; called at most `max_probes` times
     first_rate   the first rate to try
@@ -55,15 +55,16 @@ def find_saturation(holds: Callable[[float], bool], first_rate: float, max_probe
 
 
 def _rounded(rate: float) -> float:
-    """Round to four digits. More digits would claim too much precision."""
+    """Round to four significant digits. More digits would claim too much precision."""
     return float(f"{rate:.4g}")
 
 
 def is_sustained(result: dict[str, Any], bounds: Bounds, share: float) -> bool:
-    """Return whether the engine kept up with a request rate.
+    """Return whether the engine kept up with the request rate of a serving. A failed request means that it did not.
 
-    bounds, share   this share of the requests must be within the bounds. Without bounds, the completion rate must be at
-                    least SUSTAINED_SHARE of the arrival rate
+    bounds   upper bounds on latencies. Without bounds, the completion rate must be at least SUSTAINED_SHARE of the
+             arrival rate
+    share    smallest share of the requests that must be within the bounds
     """
     if result["failed"]:
         return False

@@ -29,8 +29,8 @@ class Served:
     requests    the served requests, with their arrival times
     receipts    request id -> tokens and times of the request
     wall_s      seconds from the start to the last response
-    steps       iterations with an active request
-    meter       CPU use during the serving
+    steps       number of iterations with an active request
+    meter       CPU use during the serving, and peak memory
     records     statistics records of the iterations, if they were kept
     """
 
@@ -44,7 +44,7 @@ class Served:
 
 
 class Session:
-    """Context manager: entering starts the engine, and leaving shuts it down. An exception ends open requests at once.
+    """Context manager: entering starts the engine, and leaving shuts it down. An exception ends live requests at once.
 
     options, parts   see `run.benchmark`
     watch            called with each statistics record, on the worker thread; None: no call

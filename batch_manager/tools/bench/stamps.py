@@ -18,7 +18,7 @@ class Stamps:
     arrival_s         arrival
     first_s, last_s   first and last token
     final_s           final response
-    queue_s           seconds from the arrival to the first step
+    queue_s           seconds from the arrival to the first step (a duration)
     tokens            tokens generated
     wanted_tokens     tokens requested
     prompt_tokens     tokens of the prompt
@@ -55,7 +55,11 @@ class Stamps:
 
     @classmethod
     def of_receipts(cls, requests: Sequence[Mapping[str, Any]], receipts: Mapping[int, Receipt]) -> "Stamps":
-        """Convert receipts of requests, which are in the form of a workload."""
+        """Return the timestamps of the receipts, in the order of the requests.
+
+        requests   requests in the form of a workload
+        receipts   request id -> Receipt
+        """
         of = [receipts[request["id"]] for request in requests]
         gaps = np.concatenate([np.empty(0), *(np.diff(receipt.times) for receipt in of if not receipt.error)])
         return cls(

@@ -15,7 +15,7 @@ ORDER = ("avg", "max", "min", "p99", "p90", "p50")
 
 
 def original_figures(result: Result) -> dict[str, float | int | None]:
-    """Return the figures of a serving by gptManagerBenchmark's names with units; None: unknown.
+    """Return gptManagerBenchmark's name with unit -> figure of a serving. None: unknown.
 
     token_throughput counts requested tokens.
     """
@@ -33,7 +33,7 @@ def original_figures(result: Result) -> dict[str, float | int | None]:
 
 
 def lines(results: Sequence[Result]) -> str:
-    """Format as lines "[BENCHMARK] name value", with one block per serving, without unknown figures."""
+    """Format servings as lines "[BENCHMARK] name value", with one block per serving, without unknown figures."""
     blocks = []
     for result in results:
         named = [("swept", value) for value in [load_words(result)] if len(results) > 1]
@@ -43,7 +43,7 @@ def lines(results: Sequence[Result]) -> str:
 
 
 def csv_rows(results: Sequence[Result]) -> list[list[Any]]:
-    """Return the header and one row per serving. Cells of unknown figures are empty."""
+    """Return a header row and one row per serving. Cells of unknown figures are empty."""
     figures = [original_figures(result) for result in results]
     swept = [["request_rate", "concurrency"]] if len(results) > 1 else [[]]
     rows = [[*swept[0], *figures[0]]]
@@ -105,7 +105,7 @@ def sweep_table(results: Sequence[Result]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Format with at least three digits. None becomes a dash."""
+    """Format a number with at least three digits, or None as a dash."""
     if value is None:
         return "-"
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
@@ -113,7 +113,7 @@ def number(value: float | None) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns: the first column to the left, the others to the right."""
+    """Format rows of cells with aligned columns: the first to the left, the others to the right."""
     if not rows:
         return []
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -10,9 +10,12 @@ WARM_UP_PROMPT, WARM_UP_OUTPUT = 48, 6
 
 
 def warm_up_requests(max_batch: int, vocab_size: int, max_seq_len: int | None, number: int) -> list[dict[str, Any]]:
-    """Return a full batch whose requests end one after the other, so that every batch size runs once.
+    """Return a full batch of requests that end one after the other, so that every batch size runs.
 
-    The prompts use a separate random stream, so that they share no prefix with a workload.
+    The prompts come from a separate random stream, so that they share no prefix with a workload.
+
+    max_seq_len   limits prompts and outputs; None: no limit
+    number        number of the warm-up, part of the seed
     """
     random = np.random.default_rng([number, *b"warm-up"])
     longest = max_seq_len or 2**30

@@ -1,4 +1,4 @@
-"""Read files of requests (published traces, datasets, workloads) as arrivals or as a workload.
+"""Read files of requests (published traces, datasets, workloads) as lengths with arrival times, or as a workload.
 
 Owns     the formats and their checks, the selection of requests for a replay, and random prompts for traces of lengths
 Not      serving and simulation, which use this package; tokenizers, which are in `extras.tokenizer`

@@ -20,7 +20,7 @@ NANOSECONDS = 10**9
 class Columns:
     """Column names of one format. A file may have more columns.
 
-    has_clock   times are dates with a time of day
+    has_clock   True: times are dates with a time of day; False: times are seconds
     """
 
     time: str
@@ -112,7 +112,10 @@ def _number(text: str) -> float:
 
 
 def _clock() -> Callable[[str], float]:
-    """Return a function that converts dates with a time of day to seconds since the first date, without rounding."""
+    """Return a function that converts a date with a time of day to seconds since the date of its first call.
+
+    Differences are computed in whole nanoseconds.
+    """
     first = None
     known: dict[str, int] = {}
 

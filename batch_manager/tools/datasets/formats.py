@@ -95,7 +95,7 @@ def _object_of(line: bytes) -> dict[str, Any] | None:
 
 
 def _document_format(document: JsonDocument) -> str:
-    """Detect the format from the first item of the array."""
+    """Return the format that the first item of the document's array has. Raises DatasetError for an unknown format."""
     first = next(document.items(ARRAY_NAMES), None)
     if first is None:
         raise DatasetError(document.place(0), "the array is empty", "expected at least one request", NOT_CUT)

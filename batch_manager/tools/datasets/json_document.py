@@ -1,4 +1,7 @@
-"""Read the long array of a JSON file item by item, with line numbers. Only one parsed item is in memory at a time."""
+"""Read the long array of a JSON file item by item, with line numbers.
+
+The text of the file is in memory as a whole, but only one parsed item at a time.
+"""
 
 import json
 import re
@@ -17,9 +20,9 @@ EXPECTATIONS = {"Expecting value": "expected a value",
 
 
 class JsonDocument:
-    """A JSON array, or an object with an array as a member. Comments (`//`, `/* */`) are skipped.
+    """The text of a JSON array, or of an object with an array as a member. Comments (`//`, `/* */`) are skipped.
 
-    Errors are DatasetErrors with line and column.
+    Methods raise DatasetError with line and column.
 
     members   other members of the object; complete after the last item
     """
@@ -37,7 +40,10 @@ class JsonDocument:
         return f"{self.name}:{self._known[1]}"
 
     def items(self, array_names: Collection[str]) -> Iterator[tuple[int, Any]]:
-        """Yield (position, item) of the array or, in an object, of the array member with one of these names."""
+        """Yield (position in the text, item) for each item of the array.
+
+        array_names   names of the array, if the document is an object
+        """
         start = self._skip(0)
         if self._text.startswith("[", start):
             end = yield from self._array(start)
@@ -49,7 +55,7 @@ class JsonDocument:
             raise self._wrong(end, "expected the end of the file")
 
     def _object(self, start: int, array_names: Collection[str]) -> Generator[tuple[int, Any], None, int]:
-        """Yield the items and return the position after the object. `_array` does the same for an array."""
+        """Yield (position, item) of the array in the object at `start`, and return the position after the object."""
         at, found = self._skip(start + 1), False
         while not self._text.startswith("}", at):
             key_at = at
@@ -118,7 +124,7 @@ class JsonDocument:
 
 
 def _expectation(fault: str) -> str:
-    """What Python's decoder expected, in the words of its message."""
+    """Return what Python's JSON decoder expected, given its message."""
     if fault.startswith("Expecting "):
         return EXPECTATIONS.get(fault, fault.replace("Expecting", "expected").removesuffix(" delimiter"))
     return f"expected valid JSON: {fault[:1].lower()}{fault[1:].removesuffix(' at').removesuffix(' starting')}"

@@ -15,7 +15,7 @@ TOKENS, LENGTHS = "input_ids", ("output_len", "output_tokens")
 class WorkloadRecords:
     """The requests of a file of `batch-manager workload`. A RecordReader.
 
-    vocab_size   None: do not check tokens
+    vocab_size   upper bound for token ids; None: no bound except MOST_TOKENS
     """
 
     is_whole = True
@@ -43,11 +43,11 @@ class WorkloadRecords:
 
 
 class SampleRecords:
-    """The samples of a dataset. A RecordReader.
+    """The samples of a dataset of gptManagerBenchmark. A RecordReader.
 
     The file is an array of samples, an object with `metadata` and `samples`, or JSON lines with one sample per line. A
-    sample has `input_ids`, `output_len` or `output_tokens`, and optionally `delay`, the seconds until the next sample.
-    `task_id` is ignored.
+    sample has `input_ids`, and `output_len` or `output_tokens`. Either all samples or none have `delay`, the seconds
+    until the next sample. `task_id` is ignored.
     """
 
     def __init__(self, document: JsonDocument | JsonLines, vocab_size: int | None) -> None:

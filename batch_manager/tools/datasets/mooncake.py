@@ -14,10 +14,11 @@ MILLISECONDS = 1000
 
 
 class MooncakeRecords:
-    """The rows of one file. A RecordReader.
+    """The rows of one trace. A RecordReader.
 
-    An id identifies a block together with all blocks before it in the prompt. The last block may be shorter. Ids beyond
-    the end of the prompt are ignored. A prompt with too few ids shares no block after its last id.
+    An id identifies a block together with all blocks before it in the prompt. The last block may have fewer tokens. Ids
+    beyond the end of the prompt are ignored. If a prompt has fewer ids than blocks, the blocks without an id are not
+    shared.
     """
 
     is_whole = False

@@ -12,9 +12,9 @@ STREAM_OF_PROMPTS, STREAM_OF_BLOCKS = 2, 3    # ids of random streams
 
 
 class PromptMaker:
-    """Random prompts, which depend on the seed, the index of the request in its file, and its block ids.
+    """Makes random prompts. A prompt depends only on the seed, the request's index in its file and its block ids.
 
-    Blocks with the same id have the same tokens. A shorter last block has the first tokens of the full block.
+    Blocks with the same id have the same tokens. A last block with fewer tokens has the first tokens of the full block.
     """
 
     def __init__(self, seed: int, vocab_size: int) -> None:
@@ -35,7 +35,7 @@ class PromptMaker:
 
 
 class BlockIds:
-    """Block ids for prompts.
+    """Assigns block ids to the blocks of prompts.
 
     Two blocks have the same id if all tokens from the beginning of the prompt to the end of the block are equal.
     """

@@ -26,18 +26,18 @@ COMPUTED = ("seed", "vocab", "mode", "rate", "n", "prompt_tokens", "output_token
 def read_arrivals(path: str | os.PathLike, selection: Selection | None = None, *, format: str | None = None,
                   tokenizer: Any = None, output_tokens: int | None = None,
                   report: ReadReport | None = None) -> Iterator[Arrival]:
-    """Yield the requests of a file as lengths, in the order of arrival. The first arrives at 0.
+    """Yield the requests of a file as lengths, in the order of arrival. The first request arrives at 0.
 
-    Memory: one line at a time for a trace (CSV, JSON lines), the whole text for a JSON file. Prompts with tokens get
-    block ids, which show shared prefixes.
+    A trace (CSV, JSON lines) is read line by line, unless the selection sorts it. Other JSON files are read as a whole.
+    Prompts with tokens get block ids, which show shared prefixes.
 
     selection       which requests to replay, and when; None: all, as recorded
     format          one of `FORMATS`; None: detect it
     tokenizer       for texts: a folder of a model, a .gguf file, or a tokenizer
     output_tokens   output length of texts that do not specify a length
-    report          counts of kept and changed requests are added to it
+    report          receives the counts of kept and changed requests; None: no report
 
-    Raises DatasetError with the position during iteration, also if the file does not exist.
+    The iteration, and not the call, raises DatasetError with the position, also if the file does not exist.
     """
     blocks = BlockIds()
     for record in read_records(path, selection, format=format, tokenizer=tokenizer, output_tokens=output_tokens,
@@ -49,7 +49,7 @@ def read_arrivals(path: str | os.PathLike, selection: Selection | None = None, *
 def read_records(path: str | os.PathLike, selection: Selection | None = None, *, format: str | None = None,
                  tokenizer: Any = None, output_tokens: int | None = None,
                  report: ReadReport | None = None) -> Iterator[Record]:
-    """Like `read_arrivals`, but with the prompt tokens, if the file has them."""
+    """Yield the requests like `read_arrivals`, but as records, which have the prompt tokens if the file has tokens."""
     report = ReadReport() if report is None else report
     with Source(path) as source:
         report.format, reader = open_records(source, format, vocab_size=None, tokenizer=tokenizer,
@@ -60,15 +60,16 @@ def read_records(path: str | os.PathLike, selection: Selection | None = None, *,
 def read_workload(path: str | os.PathLike, selection: Selection | None = None, *, vocab_size: int,
                   format: str | None = None, tokenizer: Any = None, output_tokens: int | None = None,
                   report: ReadReport | None = None) -> dict[str, Any]:
-    """Read a file as a workload in the form of `make_workload`, with `source`: file, format and changes.
+    """Read a file as a workload in the form of `make_workload`. `source` has the file, its format and the changes.
 
-    A workload file is returned unchanged unless the selection changes something. Prompts of traces are random tokens
-    that depend on the seed of the selection. Prompts that share block ids share the tokens of these blocks. A slice has
-    the same prompts as the whole file. All prompts are in memory at once, at about 40 bytes per token.
+    Requests of a workload file are sorted by arrival, and otherwise unchanged unless the selection changes something.
+    Without changes, their workload has no `source`. Prompts of traces are random tokens that depend on the seed of the
+    selection. Prompts that share block ids share the tokens of these blocks. A part of a file has the same prompts as
+    in the whole file. All prompts are in memory at once, at about 40 bytes per token.
 
-    vocab_size   vocabulary size of the model. See `read_arrivals` for the other parameters
+    vocab_size   vocabulary size of the model
 
-    Raises DatasetError with the position.
+    `read_arrivals` describes the other parameters. Raises DatasetError with the position.
     """
     if type(vocab_size) is not int or vocab_size < 1:
         raise DatasetError("", f"the size of the vocabulary is {quoted(vocab_size)}", "expected at least 1",
@@ -121,7 +122,7 @@ def length_summary(lengths: np.ndarray) -> dict[str, float]:
 
 
 def _check_memory(num_tokens: int, place: str) -> None:
-    """Raise DatasetError for prompts that would fill the machine's memory."""
+    """Raise DatasetError if prompts of `num_tokens` tokens need more than SHARE_OF_MEMORY of the machine's memory."""
     needed, memory = num_tokens * BYTES_PER_TOKEN, memory_bytes()
     if needed > memory * SHARE_OF_MEMORY:
         raise DatasetError(place, f"the prompts up to here have {num_tokens} tokens, about {needed / 2**30:.0f} GiB",

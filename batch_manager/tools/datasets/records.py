@@ -21,7 +21,7 @@ class Record:
     input_tokens, output_tokens   numbers of tokens; 0 in a trace: the request failed
     prefix_ids      ids of the prompt's blocks, as in `Arrival`
     prompt          tokens of the prompt; None: the file has no tokens
-    own             the request in a workload file, including keys unknown to this package
+    own             the request as the workload file has it, including unknown keys; None: not a workload file
     """
 
     position: int
@@ -37,8 +37,8 @@ class Record:
 class RecordReader(Protocol):
     """An iterable over the records of one open file, for one pass.
 
-    is_whole   the whole file is read first, so that records may be in any order
-    members    other contents of the file; complete after the last record
+    is_whole   whether the whole file is read first, so that records may be in any order
+    members    members of a JSON document other than its requests; complete after the last record
     """
 
     is_whole: bool
@@ -52,7 +52,7 @@ class RecordReader(Protocol):
 
 
 def whole_number(value: Any, place: str, name: str, minimum: int) -> int:
-    """Check an integer and return it. Raises DatasetError."""
+    """Return the value if it is an integer from `minimum` to MOST_TOKENS. Otherwise raises DatasetError."""
     if type(value) is not int or not minimum <= value <= MOST_TOKENS:
         raise DatasetError(place, f"{name} is {quoted(value)}", f"expected an integer, {minimum} to {MOST_TOKENS}",
                            FIX_LINE)
@@ -60,7 +60,7 @@ def whole_number(value: Any, place: str, name: str, minimum: int) -> int:
 
 
 def seconds(value: Any, place: str, name: str) -> float:
-    """Check a time and return it. Raises DatasetError."""
+    """Return the value as a float if it is a number from 0 to MOST_SECONDS. Otherwise raises DatasetError."""
     if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= MOST_SECONDS:
         raise DatasetError(place, f"{name} is {quoted(value)}", f"expected a number, 0 to {MOST_SECONDS:.0f}",
                            FIX_LINE)
@@ -68,7 +68,10 @@ def seconds(value: Any, place: str, name: str) -> float:
 
 
 def tokens_of(value: Any, place: str, name: str, vocab_size: int | None) -> list[int]:
-    """Check token ids and return them. `vocab_size` is None if it is unknown. Raises DatasetError."""
+    """Return the value if it is a list of at least one valid token id. Otherwise raises DatasetError.
+
+    vocab_size   token ids must be below this number; None: unknown
+    """
     if type(value) is not list or not value:
         raise DatasetError(place, f"{name} is {'empty' if value == [] else quoted(value)}",
                            "expected a list of at least one token id", FIX_RECORD)

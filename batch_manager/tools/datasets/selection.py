@@ -23,16 +23,16 @@ class Selection:
 
     time_scale          factor of the recorded times: 0.5 is twice as fast as recorded
     first               number of requests to skip at the beginning
-    count               most requests to take; None: all
+    count               largest number of requests to take; None: all
     max_input_tokens    most tokens of a prompt; None: no limit. A truncated prompt keeps its beginning, so truncation
                         raises the shared fraction of prompts
     max_output_tokens   most tokens of an output; None: no limit
-    longer              "clip": truncate prompts and outputs above the limits; "drop": leave the request out, and do not
-                        count it
-    sort                sort by arrival, which holds all requests in memory. Without it, traces with decreasing times
-                        are refused; JSON files are always read as a whole and sorted
-    request_rate        requests/s, replacing the recorded times; 0: all at once; None: as recorded, or all at once if
-                        the file has no times
+    longer              "clip": truncate prompts and outputs above the limits; "drop": leave the request out, without
+                        counting it towards `count`
+    sort                True: sort a trace by arrival, which holds all requests in memory; False: refuse a trace with
+                        decreasing times. JSON files are always read as a whole and sorted
+    request_rate        requests/s, which replaces the recorded times; 0: all at once; None: as recorded, or all at once
+                        if the file has no times
     delays              times between requests: "exponential" (a Poisson process) or "constant"
     seed                seed of the delays and of random prompts
     """
@@ -68,7 +68,7 @@ class Selection:
                                    "a rate replaces the recorded times", "leave out one of them")
 
     def keeps_all(self) -> bool:
-        """Return whether every request is taken unchanged."""
+        """Return whether the selection takes every request unchanged."""
         return self == Selection(longer=self.longer, sort=self.sort, delays=self.delays, seed=self.seed)
 
 
@@ -76,7 +76,10 @@ class Selection:
 class ReadReport:
     """Counts of a file's requests: kept, left out and truncated. Complete after the last request.
 
-    empty   requests left out because the prompt or the output has no tokens, as for failed requests of a trace
+    kept      requests that were selected
+    empty     requests left out because the prompt or the output has no tokens, such as failed requests of a trace
+    dropped   requests left out because they are longer than the limits
+    clipped_inputs, clipped_outputs   requests with a truncated prompt, and with a truncated output
     """
 
     format: str = ""
@@ -96,9 +99,11 @@ class ReadReport:
 
 
 def select(reader: RecordReader, selection: Selection, report: ReadReport) -> Iterator[Record]:
-    """Yield the selected records by time. Times count from the first record and are never None.
+    """Yield the selected records in the order of their times. Adds to the counts of the report.
 
-    Raises DatasetError for decreasing times, and if no record is left.
+    Times count from the first selected record and are never None.
+
+    Raises DatasetError for an invalid record, for decreasing times, and if no record is left.
     """
     records: Iterator[Record] = iter(reader)
     if selection.sort or reader.is_whole:
@@ -137,7 +142,7 @@ def _in_order(records: Iterator[Record], reader: RecordReader) -> Iterator[Recor
 
 
 def _fits(record: Record, selection: Selection, report: ReadReport) -> bool:
-    """Return whether to keep the record. Truncates the record to the limits if the selection says so."""
+    """Return whether to keep the record. Truncates a record above the limits if `selection.longer` is "clip"."""
     if not record.input_tokens or not record.output_tokens:
         report.empty += 1
         return False
@@ -159,7 +164,10 @@ def _fits(record: Record, selection: Selection, report: ReadReport) -> bool:
 
 
 def _times(selection: Selection) -> Callable[[float | None], float]:
-    """Return a function from recorded times to times of the replay. It must be called in the order of the records."""
+    """Return a function from the recorded time of a record to its time in the replay.
+
+    The function must be called once per record, in order.
+    """
     start: float | None = None
     now = 0.0
     rate = selection.request_rate
@@ -195,7 +203,7 @@ def _invalid(name: str, value: Any, expected: str) -> DatasetError:
 
 
 def add_selection_arguments(parser: argparse.ArgumentParser, *, with_seed: bool = True) -> None:
-    """Add the options of `selection_of` to a command that replays files of requests."""
+    """Add the options that `selection_of` reads to the parser of a command that replays files of requests."""
     add = parser.add_argument_group("which requests, and when").add_argument
     add("--time-scale", type=float, default=1.0, metavar="X",
         help="multiply the recorded times: 0.5 is twice as fast (1)")

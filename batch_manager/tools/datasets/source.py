@@ -17,7 +17,9 @@ NOT_CUT = "write or download it again"
 
 
 class Source:
-    """A file or a pipe, compressed with gzip or not, or one of `SAMPLES`. A context manager. Raises DatasetError.
+    """Context manager for an open file or pipe, which may be compressed with gzip. Methods raise DatasetError.
+
+    path         path of the file, or a name of `SAMPLES`
 
     name         name in messages
     first_line   the first non-blank line, at most `LONGEST_LOOK` bytes; empty if all lines are blank
@@ -71,7 +73,7 @@ class Source:
             raise self._unreadable(error) from None
 
     def _look(self) -> list[bytes]:
-        """Read up to the end of the first non-blank line."""
+        """Return the lines up to the first non-blank line, or an empty list if all lines are blank."""
         head: list[bytes] = []
         while line := self._readline(LONGEST_LOOK):
             if not head:

@@ -1,6 +1,6 @@
 """Synthetic traces: bursts, long-tailed lengths, and prompts with shared prefixes.
 
-The traces use Python's own generator, so that a seed gives the same trace with every version of the libraries.
+The traces use the random generator of Python, so that a seed gives the same trace with every version of the libraries.
 """
 
 import math
@@ -16,9 +16,9 @@ class TraceShape:
     """Parameters of a trace of independent requests.
 
     request_rate   mean requests/s
-    burstiness     standard deviation of the times between requests over their mean; 1: a Poisson process; above 1:
-                   bursts
-    input_*, output_*   log-normal lengths in tokens, at least 1
+    burstiness     standard deviation of the times between requests, divided by their mean; 1: a Poisson process; above
+                   1: bursts
+    input_*, output_*   median, sigma and largest value of log-normal lengths in tokens
     """
 
     request_rate: float = 2.0
@@ -35,10 +35,10 @@ class TraceShape:
 class ChatShape:
     """Parameters of conversations. A request continues an open conversation or begins a new conversation.
 
-    continued        share of the requests that continue a conversation
-    open_at_most     number of conversations that can be continued; these are the newest conversations
-    system_tokens    lengths of the system prompts; each is half as frequent as the previous one
-    turn_median, turn_sigma   log-normal lengths of user turns, in tokens
+    continued        probability that a request continues an open conversation, if there is one
+    open_at_most     largest number of open conversations; the newest conversations stay open
+    system_tokens    length of each system prompt in tokens; a prompt is half as frequent as the previous one
+    turn_median, turn_sigma   median and sigma of the log-normal lengths of user turns, in tokens
     longest          most tokens of a prompt; a conversation ends before its prompt exceeds this number
     """
 
@@ -51,7 +51,7 @@ class ChatShape:
 
 
 def sample_arrivals(count: int, seed: int, shape: TraceShape) -> Iterator[Arrival]:
-    """Yield independent requests."""
+    """Yield `count` independent requests in the order of arrival."""
     random = Random(f"requests {seed}")
     for at in _times(count, seed, shape):
         yield Arrival(at, _length(random, shape.input_median, shape.input_sigma, shape.input_longest),
@@ -62,8 +62,8 @@ def sample_arrivals(count: int, seed: int, shape: TraceShape) -> Iterator[Arriva
 class _Conversation:
     """An open conversation.
 
-    num_tokens   tokens of all turns so far, including answers
-    full_ids     ids of the full blocks of the last prompt
+    num_tokens   number of tokens so far: system prompt, user turns and answers
+    full_ids     ids of the full blocks of the latest prompt
     """
 
     num_tokens: int
@@ -71,9 +71,9 @@ class _Conversation:
 
 
 def sample_conversations(count: int, seed: int, shape: TraceShape, chat: ChatShape) -> Iterator[Arrival]:
-    """Yield turns of conversations that share a few system prompts, with block ids.
+    """Yield `count` requests, which are turns of conversations that share a few system prompts, with block ids.
 
-    A prompt is the system prompt and all turns so far. The input lengths of `shape` are not used.
+    A prompt is the system prompt and all turns so far, with their answers. The input lengths of `shape` are not used.
     """
     random = Random(f"conversations {seed}")
     next_id = 0
@@ -104,7 +104,7 @@ def sample_conversations(count: int, seed: int, shape: TraceShape, chat: ChatSha
 
 
 def _times(count: int, seed: int, shape: TraceShape) -> Iterator[float]:
-    """Yield times in whole milliseconds, the first at 0, with gamma-distributed differences."""
+    """Yield `count` times in seconds with gamma-distributed differences, rounded to 1 ms. The first time is 0."""
     random = Random(f"times {seed}")
     form = shape.burstiness ** -2
     now = 0.0

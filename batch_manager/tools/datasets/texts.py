@@ -19,16 +19,16 @@ ARRAY_NAMES = ("data", "requests", "samples", "records")
 class TextRecords:
     """The encoded prompts of a file of texts. A RecordReader.
 
-    A record has one of these:
+    A record has the prompt in one of these forms:
 
         prompt or text          the prompt
-        messages                a conversation, for the chat template in the tokenizer's folder. A last message of the
-                                assistant is the output
-        instruction, input      the prompt: the instruction, a line end, and the input (optional)
+        messages                a conversation, which the tokenizer's chat template formats. If the last of several
+                                messages is of the assistant, it is the output
+        instruction, input      the instruction, a line end, and the input (optional)
 
-    The output length is max_tokens, output_tokens or output_len. Without these, it is the number of tokens of output,
-    completion or response. Without these too, it is the argument `output_tokens`. arrival_s is in seconds from the
-    start. Either all records have arrival_s or none.
+    The output length is max_tokens, output_tokens or output_len. If a record has none of these keys, it is the number
+    of tokens of output, completion or response. If a record has no output either, it is the argument `output_tokens`.
+    arrival_s is in seconds from the start. Either all records have arrival_s or none.
 
     tokenizer   the folder of a model or its tokenizer.json, a .gguf file, a `tokenizers.Tokenizer` or a tokenizer of
                 transformers
@@ -73,7 +73,7 @@ class TextRecords:
             yield Record(position, number, time_s, len(prompt), length, prompt=prompt)
 
     def _prompt(self, record: dict[str, Any], place: str, name: str) -> tuple[list[int], str | None]:
-        """Return the prompt tokens and the text of the output, which is None if the record has no output."""
+        """Return the prompt tokens and the text of the output, or None for the text if the record has no output."""
         output = next((_text(record[key], place, f"{name}.{key}") for key in OUTPUT_KEYS
                        if record.get(key) is not None), None)
         for key in ("prompt", "text"):

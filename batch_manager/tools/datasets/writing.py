@@ -20,7 +20,7 @@ TICKS = 10**7    # per second; a tick of 100 ns is the resolution of Azure's tim
 
 
 def azure_lines(arrivals: Iterable[Arrival]) -> Iterator[str]:
-    """Yield CSV in Azure's format, starting at an arbitrary date.
+    """Yield the lines of a CSV file in Azure's format, with times that start at an arbitrary date.
 
     Times are rounded to 100 ns. Block ids are left out.
     """
@@ -32,7 +32,7 @@ def azure_lines(arrivals: Iterable[Arrival]) -> Iterator[str]:
 
 
 def mooncake_lines(arrivals: Iterable[Arrival]) -> Iterator[str]:
-    """Yield JSON lines in Mooncake's format. Times are in milliseconds, rounded to 1 us."""
+    """Yield the JSON lines of a file in Mooncake's format. Times are in milliseconds, rounded to 1 us."""
     for arrival in arrivals:
         milliseconds = round(arrival.arrival_s * MILLISECONDS, 3)
         yield json.dumps({"timestamp": int(milliseconds) if milliseconds.is_integer() else milliseconds,
@@ -41,7 +41,7 @@ def mooncake_lines(arrivals: Iterable[Arrival]) -> Iterator[str]:
 
 
 def csv_lines(arrivals: Iterable[Arrival]) -> Iterator[str]:
-    """Yield CSV with times in full precision. Block ids are left out."""
+    """Yield the lines of a CSV file with times in full precision. Block ids are left out."""
     yield ",".join(PLAIN.names) + "\n"
     for arrival in arrivals:
         yield f"{arrival.arrival_s!r},{arrival.input_tokens},{arrival.output_tokens}\n"
@@ -51,9 +51,9 @@ TRACE_LINES = {"azure": azure_lines, "mooncake": mooncake_lines, "csv": csv_line
 
 
 def dataset_text(workload: dict[str, Any], name: str) -> str:
-    """Format the workload as a dataset of gptManagerBenchmark.
+    """Return the workload as the JSON text of a dataset of gptManagerBenchmark.
 
-    The dataset has metadata, and samples with the delay to the next sample.
+    The dataset has metadata, and samples in the order of arrival with the delay until the next sample in seconds.
     """
     requests = sorted(workload["requests"], key=lambda request: request["arrival_s"])
     times = [request["arrival_s"] for request in requests]
@@ -69,10 +69,12 @@ def dataset_text(workload: dict[str, Any], name: str) -> str:
 
 
 def write_file(path: str | os.PathLike, pieces: Iterable[str]) -> None:
-    """Write a file. An existing file is replaced after all pieces are written. "-" is the standard output.
+    """Write the pieces to a file, or to the standard output if the path is "-".
 
-    Raises DatasetError if the file cannot be written, BrokenPipeError if the reader of the standard output is gone, and
-    the errors of the iterator. After an error an existing file is unchanged.
+    An existing file is replaced after all pieces are written, and stays unchanged after an error.
+
+    Raises DatasetError if the file cannot be written, BrokenPipeError if the reader of the standard output has exited,
+    and the errors of the iterator.
     """
     try:
         if os.fspath(path) == STDOUT:
@@ -89,7 +91,7 @@ def write_file(path: str | os.PathLike, pieces: Iterable[str]) -> None:
 
 
 def check_writable(path: str | os.PathLike, inputs: Mapping[str, str | os.PathLike[str]] | None = None) -> None:
-    """Raise DatasetError if the file certainly cannot be written, or is one of the inputs.
+    """Raise DatasetError if the output file certainly cannot be written, or is one of the inputs.
 
     inputs   name of an argument -> the file that it names
     """

@@ -1,4 +1,4 @@
-"""Pictures of a trace: which request ran in which iteration, as text, as SVG and as an HTML page.
+"""Draw which request of a trace ran in which iteration: as text, as SVG or as an HTML page.
 
     batch-manager draw trace.jsonl                               # as text
     batch-manager draw trace.jsonl --html run.html               # any number of requests and iterations

@@ -33,5 +33,5 @@ WAITING_FOR: dict[str, Colour] = {
 
 
 def of_waiting(reason: str) -> Colour:
-    """Return the tint of a reason. Reasons of custom schedulers get the colour of WAITING."""
+    """Return the colours of waiting spans with this reason, or WAITING for a reason of a custom scheduler."""
     return WAITING_FOR.get(reason, WAITING)

@@ -1,12 +1,12 @@
-"""`batch-manager draw`: draw a trace, or a demonstration.
+"""`batch-manager draw`: draw the schedule of a trace or of a demonstration.
 
     batch-manager draw trace.jsonl                          # as text
     batch-manager draw trace.jsonl --html run.html          # a page for a browser; runs of any size
     batch-manager draw --demo --policy GUARANTEED_NO_EVICT --num-blocks 20 --svg schedule.svg
 
-A `batch_manager.TraceFile` writes a trace: `batch-manager bench --trace FILE`, or in a program
-`Parts(trace=TraceFile("trace.jsonl"))`. The demonstration runs the real scheduler with a scripted model. Text is
-printed if no file is named, or with --text. FILE may be -, the standard output.
+To write a trace, use `batch-manager bench --trace FILE`, or `Parts(trace=TraceFile("trace.jsonl"))` in a program. The
+demonstration runs the real scheduler with a scripted model. The program prints text if no file is named, or with
+--text. FILE may be -, the standard output.
 
 Exit status: 0 drawn; 2 an argument or a file is wrong, or the run is too large for text or SVG; 130 Ctrl-C.
 """
@@ -103,7 +103,8 @@ def _outputs(options: argparse.Namespace) -> dict[str, Path]:
 def _draw(options: argparse.Namespace) -> str:
     """Write the requested files, and return the text to print.
 
-    The text has a description of the demonstration, the picture as text, and the names of the files.
+    Depending on the options, the text has a description of the demonstration, the picture as text, and the names of the
+    written files.
     """
     _refuse_one_name_for_two(options)
     outputs = _outputs(options)
@@ -130,7 +131,10 @@ def _draw(options: argparse.Namespace) -> str:
 
 
 def _noted(iterations: Iterable[IterationTrace], *lists: SmallRun | Timeline | None) -> Iterator[IterationTrace]:
-    """Append each iteration to the lists and yield it. A trace is read once, because it may not fit into memory."""
+    """Append each iteration to the lists that are not None, and yield the iteration.
+
+    The trace is read only once, because it may not fit into memory.
+    """
     for iteration in iterations:
         for each in lists:
             if each is not None:

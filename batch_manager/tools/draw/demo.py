@@ -42,7 +42,7 @@ def parse_requests(text: str) -> list[DemoRequest]:
 
 def run_demo(requests: Sequence[DemoRequest], params: TrtGptModelOptionalParams, policy: SchedulerPolicy,
              num_blocks: int, say: Callable[[str], None] = lambda text: None) -> list[IterationTrace]:
-    """Run requests, numbered from 1, with a scripted model, and return the trace.
+    """Run the requests with a scripted model, and return the trace. Request ids count from 1 in the given order.
 
     say   called with the error of each refused request
 
@@ -52,9 +52,9 @@ def run_demo(requests: Sequence[DemoRequest], params: TrtGptModelOptionalParams,
     waiting = sorted(enumerate(requests, 1), key=lambda pair: pair[1].iteration)
 
     def get(max_num_requests: int) -> list[InferenceRequest]:
-        """Return the requests that are due.
+        """Return the requests that are due in this iteration.
 
-        While the engine is idle, iterations are not counted. The next request is then due at once.
+        While the engine is idle, iterations are not counted. The next request is due at once in this case.
         """
         items = []
         while waiting and len(items) < max_num_requests:

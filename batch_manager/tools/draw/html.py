@@ -1,4 +1,4 @@
-"""A run as one HTML file that needs no network and no libraries. Its scripts are in page/."""
+"""A run as one HTML file, which needs no network and no libraries. The scripts of the file are in page/."""
 
 from html import escape
 from importlib.resources import files
@@ -15,7 +15,7 @@ COLOURS = {CONTEXT: colours.CONTEXT, GENERATION: colours.GENERATION, PAUSED: col
 
 
 def write_html(timeline: Timeline, file: IO[bytes], *, title: str) -> None:
-    """Write the page. `title` may be any text."""
+    """Close the timeline and write its page. `title` may be any text."""
     timeline.close()
     page = files(__package__) / "page"
     about = {"title": title, "summary": summary(timeline), "ended": list(colours.ENDED),

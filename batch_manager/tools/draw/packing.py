@@ -1,10 +1,11 @@
 """A timeline as bytes for a page, and back. page/unpack.js reads the same format.
 
-The bytes are the base64 encoding of a zlib stream. The stream has the length of the header in four bytes, little
-endian, then the header as JSON, with the name and the length of each column, and then the columns.
+The bytes are the base64 encoding of a zlib stream. The stream has the length of the header in four bytes (little
+endian), the header, and the columns. The header is JSON, and has the name and the length of each column.
 
-A column is delta encoded from 0, then zigzag encoded (0, -1, 1, -2, ... become 0, 1, 2, 3, ...), then written as
-varints. A varint is groups of seven bits, lowest first. The eighth bit of a group is set if another group follows.
+The numbers of a column are delta encoded from 0, then zigzag encoded (0, -1, 1, -2, ... become 0, 1, 2, 3, ...), then
+written as varints. A varint is groups of seven bits, lowest first. The eighth bit of a group is set if another group
+follows.
 """
 
 import base64

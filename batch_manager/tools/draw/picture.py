@@ -30,11 +30,11 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A table of iterations x requests. `rows[i][j]` is what `request_ids[j]` did in `iterations[i]`.
+    """A table of iterations x requests. `rows[i][j]` shows request `request_ids[j]` in iteration `iterations[i]`.
 
-    A request is WAITING in every iteration between its arrival and its end in which it has no other kind. If the
-    arrival is not in the trace, the first step takes its role. An id that is used again starts a second life in the
-    same column.
+    A request is WAITING in every iteration between its arrival and its end in which it has no other kind. If the trace
+    has no arrival of a request, the first iteration that names the request counts as its arrival. A request that uses
+    the id of an ended request has the same column.
     """
 
     iterations: list[int]
@@ -82,5 +82,5 @@ class Picture:
 
 
 def span_of_iterations(iterations: list[int], start: int, count: int) -> str:
-    """Return the numbers of `count` iterations from index `start` as text, such as "7" or "7-20"."""
+    """Return the iteration numbers of `count` rows from index `start` as text, such as "7" or "7-20"."""
     return str(iterations[start]) if count == 1 else f"{iterations[start]}-{iterations[start + count - 1]}"

@@ -1,4 +1,4 @@
-"""The iterations of a run that is small enough for a picture with a cell for each request and iteration."""
+"""The iterations of a small run, for pictures that have a cell for each request and iteration."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,10 @@ from ...stats.trace import IterationTrace
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The largest run that one kind of picture shows."""
+    """The largest run that one kind of picture shows.
+
+    name   name of the kind in messages
+    """
 
     name: str
     iterations: int
@@ -22,7 +25,7 @@ FOR_TEXT = Bounds("text", 5_000, 500)         # larger runs need too much scroll
 
 
 class SmallRun:
-    """An append-only list with bounds."""
+    """A list of iterations that refuses a run beyond its bounds."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.iterations: list[IterationTrace] = []

@@ -54,7 +54,10 @@ def _svg_legend() -> list[str]:
 
 
 def _svg_row(picture: Picture, request_id: int, column: list[Cell], left: float, y: float, cell: float) -> list[str]:
-    """Draw a run of equal cells as one rectangle. Each context chunk is a separate rectangle with its tokens."""
+    """Return the SVG elements of one request's row.
+
+    A run of equal cells is one rectangle. Each context chunk is a separate rectangle with its number of tokens.
+    """
     out, i = [], 0
     while i < len(column):
         kind, run = column[i].kind, 1
@@ -98,5 +101,5 @@ def _svg_bars(picture: Picture, left: float, top: float, cell: float) -> list[st
 
 
 def _tick(count: int, cell: float) -> int:
-    """Return the number of iterations between two labels of the axis, which keeps the labels from touching."""
+    """Return the smallest number of iterations between two labels of the axis at which the labels do not touch."""
     return next((step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500) if step * cell >= 34), count)

@@ -11,9 +11,9 @@ LEGEND = "C12 context, 12 tokens   G generation, 1 token   P paused   . waiting 
 def render_text(trace: Iterable[IterationTrace], *, width: int = 100, legend: bool = True) -> str:
     """Return the schedule as plain text in at most `width` columns.
 
-    If the requests fit, each request has a column, and time runs down. Equal successive iterations fold into one row
+    If a column for each request fits into the width, time runs down, and runs of equal iterations fold into one row
     ("x 14"). Otherwise each request has a row, and time runs to the right and wraps like staves of music. A stave shows
-    only the requests that are alive in it.
+    only the requests that are live in it.
     """
     picture = Picture.of(trace)
     if not picture.rows:
@@ -75,7 +75,7 @@ def _time_right(picture: Picture, width: int) -> list[str]:
 
 
 def _line_of_numbers(head: str, picture: Picture, stave: list[tuple[int, str, int]], width: int) -> str:
-    """Return a line with the number of each iteration above its column. Numbers without enough room are left out."""
+    """Return the head of a stave: the number of each iteration above its column, if there is room for the number."""
     line, at = head, len(head)
     for start, _, column_width in stave:
         number = str(picture.iterations[start])

@@ -1,4 +1,4 @@
-"""A run as spans and counters. Its size grows with the number of changes, not with requests times iterations."""
+"""A run as spans and counters. The number of spans grows with the changes, not with requests times iterations."""
 
 from array import array
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ COUNTERS = ("live_blocks", "cached_blocks", "free_blocks", "queued_requests", "c
 
 @dataclass(slots=True)
 class Row:
-    """One life of a request. Iterations are indices into the trace: 0, 1, 2, ...
+    """One request, from its first to its last iteration. Iterations are indices into the trace: 0, 1, 2, ...
 
     starts       first iteration of each span; a span ends where the next span begins
-    kinds        index into `Timeline.kinds` of each span
-    chunks       first position and tokens of each context span, flat, in order
+    kinds        kind of each span, as an index into `Timeline.kinds`
+    chunks       first position, number of tokens, first position, ... of the context spans, in order
     end          iteration after the last iteration of the row
     has_ended    False: the trace ends before the request
     """
@@ -40,9 +40,9 @@ class Timeline:
     rows         rows in order of arrival; an id that is used again has another row
     kinds        kinds of the spans, by index
     numbers      iteration numbers of the trace
-    begin_us     start of each iteration, in microseconds since the start of the first iteration; never falls
+    begin_us     start of each iteration, in microseconds since the start of the first iteration; never decreases
     counters     name -> a value per iteration
-    phases_us    phase -> a duration per iteration in microseconds, 0 if the phase did not run
+    phases_us    phase -> a duration per iteration in microseconds, or 0 if the phase did not run
 
     Each context chunk is a separate span. A request whose step is still in flight continues its span.
     """
@@ -115,7 +115,10 @@ class Timeline:
         return code
 
     def _begin(self, kind: Kind, ids: Sequence[int], index: int, *, may_be_older: bool = True) -> None:
-        """Begin a span of this kind for the requests that are not in a span of this kind."""
+        """Begin a span of this kind for the requests that are not in a span of this kind.
+
+        may_be_older   False: leave out live requests
+        """
         if not ids:
             return
         code = self._code(kind)

@@ -5,13 +5,14 @@
     python -m batch_manager.tools.gpu_report --out FOLDER --peers FOLDER       compare with the peers in the folder
     TRITON_INTERPRET=1 python -m batch_manager.tools.gpu_report --out FOLDER --dry-run   everything, on a CPU
 
-The report compares the results of every kernel with its oracle, times copying, reading and multiplying, and then
-measures the goals. Each goal is a ratio of two numbers of the same run. FOLDER/gpu_report.jsonl gets one JSON object
-per case of a goal, as soon as the case is measured. FOLDER/gpu_report.md has the same cases as a table. Both list the
-cases that were not reached, with the reason.
+The program compares the results of every kernel with its oracle, times copying, reading and multiplying, and then
+measures the goals. Each goal is a ratio of a measured number to another number, which most goals measure in the same
+run. FOLDER/gpu_report.jsonl gets one JSON object per case of a goal, as soon as the case is measured.
+FOLDER/gpu_report.md has the same cases as a table. Both files also have the cases that were not reached, with the
+reason.
 
-The folder of peers may contain `attention.py` (another attention kernel; see attention_peer.py) and results of other
-engines for FOLDER/headline.json, in the format of batch_manager.tools.benchmark.
+The folder of peers may have `attention.py` (another attention kernel; see attention_peer.py). It may also have results
+of other engines for the workload FOLDER/headline.json, in the format of batch_manager.tools.benchmark.
 
 Exit status 0: nothing failed, whether goals are met or not; 1: something failed; 2: nothing can be measured here.
 """
@@ -39,9 +40,9 @@ HARD_STOP_SECONDS = 60.0       # after the time limit, in case the device hangs 
 
 
 def run(bench: Any, minutes: float) -> Iterator[Any]:
-    """Yield the records of all sections that the goals of the bench need.
+    """Run the sections that the goals of the bench need, and yield their records.
 
-    An exception ends only its section, and becomes a record.
+    An exception ends only its section. The goals that the section has not reported yet get a record with the reason.
     """
     from .bench import OutOfTimeError
     from .records import FAILED, NOT_REACHED, Record
@@ -82,7 +83,10 @@ def run(bench: Any, minutes: float) -> Iterator[Any]:
 
 
 def without_judgement(record: Any, wrong: list[str]) -> Any:
-    """Return the record, unjudged if kernels are wrong, because a wrong kernel may be fast."""
+    """Return the record, with judged=False if there are wrong kernels, because a wrong kernel may be fast.
+
+    wrong   names of the kernels with wrong results
+    """
     if not wrong:
         return record
     return dataclasses.replace(record, judged=False, note=f"wrong kernels: {', '.join(wrong)}; {record.note}")

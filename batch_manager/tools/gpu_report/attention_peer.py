@@ -6,10 +6,10 @@ The file is a Python module that wraps a library. It defines
     decode(query, kv_pool, block_table, kv_lengths, scale) -> tensor
     context(query, kv_pool, block_table, cu_seqlens, kv_lengths, scale) -> tensor, causal
 
-with the shapes of `triton_kernels.paged_attention_decode` and `_context`. Queries are already rotated, and the newest
-keys and values are already in the pool. A peer therefore does less work than the kernel here. If a peer needs another
-layout, it converts the pool in the first call and caches the result. The functions run during graph capture. Their
-results are checked first.
+with the shapes of `triton_kernels.paged_attention_decode` and `paged_attention_context`. Queries are already rotated,
+and the newest keys and values are already in the pool. The peer's decode therefore does less work than this package's
+decode kernel. If a peer needs another layout, it converts the pool in the first call and caches the result. The report
+checks the results of the functions, and then calls the functions during graph capture.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ FILE = "attention.py"
 
 
 class AttentionPeer:
-    """Calls the peer's module with the arguments of the kernels here."""
+    """Returns launches of the peer's functions on the same sequences as the kernels of this package."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self.name = module, str(module.NAME)
@@ -42,7 +42,7 @@ class AttentionPeer:
 
 
 def attention_peer(folder: Path | None) -> AttentionPeer | None:
-    """Load the peer of the folder. Returns None if there is no peer. Raises the errors of the module."""
+    """Load the attention peer of a folder. Returns None if there is no peer. Raises the errors of importing it."""
     if folder is None or not (folder / FILE).exists():
         return None
     spec = importlib.util.spec_from_file_location("batch_manager_attention_peer", folder / FILE)

@@ -1,4 +1,4 @@
-"""The context of a section: the device, its clock, earlier measurements, and the deadline."""
+"""What a section of the report gets: the device, its clock, rates from earlier sections, and the deadline."""
 
 import time
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Bench:
     folder       temporary folder, for example for checkpoints
     peers        folder with another attention kernel, or results of other engines, to compare with; None: no comparison
     goals        goals to measure; empty: all
-    copy_bytes_s, read_bytes_s, matmul_flop_s   rates of the device, from the section denominators
+    copy_bytes_s, read_bytes_s, matmul_flop_s   rates of the device, which the section `denominators` sets
     deadline     deadline of the current section, in seconds of time.monotonic()
     """
 
@@ -44,7 +44,7 @@ class Bench:
 
     @property
     def allowed_error(self) -> float:
-        """Largest relative error of a kernel's result that is allowed: the rounding error, with a margin."""
+        """Largest allowed relative error of a kernel's result: the rounding error of the dtype, with a margin."""
         return 1e-2 if self.dtype == torch.bfloat16 else 1e-4
 
     @property
@@ -56,7 +56,7 @@ class Bench:
         return dry if self.is_dry else real
 
     def wants(self, *names: str) -> bool:
-        """Return whether any of these goals is to be measured."""
+        """Return whether the report measures any of these goals."""
         return not self.goals or any(name in self.goals for name in names)
 
     @property
@@ -84,7 +84,7 @@ class Bench:
         return torch.randint(low, high, shape, dtype=dtype, device=self.device, generator=self.generator())
 
     def poisoned(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a tensor of NaN, which reveals entries that a kernel does not write."""
+        """Return a tensor of NaN. An entry that a kernel does not write stays NaN."""
         return torch.full(shape, torch.nan, dtype=dtype or self.dtype, device=self.device)
 
     def tensor(self, values: Any, dtype: torch.dtype) -> torch.Tensor:

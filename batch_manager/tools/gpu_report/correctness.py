@@ -1,8 +1,8 @@
 """Compare every kernel with its oracle, in the dtype of the engines, before anything is timed.
 
-Inputs are random, outputs are filled with NaN, and the oracle computes in float64 on the same inputs. For tokens, masks
-and random numbers, the error is the fraction of values that differ. For all other results, it is the relative norm of
-the difference. Errors must stay within `Bench.allowed_error`.
+Inputs are random, outputs are filled with NaN, and the oracle computes on the same inputs, in float64 except for
+sampling. For integers and flags, such as tokens, the error is the fraction of values that differ. For all other
+results, it is the relative norm of the difference. Errors must stay within `Bench.allowed_error`.
 """
 
 import importlib
@@ -39,9 +39,10 @@ def run(bench: Bench) -> Iterator[Record]:
 
 
 def error_of(bench: Bench, name: str, *args: Any, oracle_as_is: bool = False, **kwargs: Any) -> float:
-    """Return the largest error of a kernel's results and of the arguments that it writes.
+    """Return the largest error of a kernel: of its results, and of its tensor arguments, which it may write.
 
-    oracle_as_is   pass the arguments to the oracle in their own dtypes, because its samples depend on them
+    args, kwargs   arguments of the kernel and, in float64, of the oracle
+    oracle_as_is   pass the arguments to the oracle in their own dtypes, because its samples depend on the dtypes
     """
     given = [*args, *kwargs.values()]
     copies = {id(value): _copy(value, wide=not oracle_as_is) for value in given if isinstance(value, torch.Tensor)}
@@ -55,9 +56,9 @@ def error_of(bench: Bench, name: str, *args: Any, oracle_as_is: bool = False, **
 
 
 def difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return the relative norm or, for integers and flags, the fraction of values that differ.
+    """Return the relative norm of the difference or, for integers and flags, the fraction of values that differ.
 
-    Infinities must be equal.
+    Returns infinity if infinite values differ.
     """
     if not mine.is_floating_point():
         return float((mine != theirs).double().mean())
@@ -186,7 +187,7 @@ def _philox(bench: Bench) -> float:
 
 
 def _histories(bench: Bench) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
-    """Return (rows, logits [rows, V] float32, [history, history_row, length])."""
+    """Return (number of rows, logits [rows, vocabulary] float32, [history, history_row, length]) with random values."""
     rows, vocabulary, longest = bench.pick((8, 32000, 2048), (2, 40, 24))
     history = bench.integers(0, min(vocabulary, 200), rows + 2, longest)
     order = bench.tensor(np.arange(rows)[::-1].copy() + 2, torch.int64)
@@ -195,9 +196,9 @@ def _histories(bench: Bench) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
 
 
 def _word_lists(bench: Bench, rows: int) -> list[torch.Tensor]:
-    """Return the word lists of the rows: two words for each row, the first of two tokens and the second of one token.
+    """Return (word lists, start of each row's list, number of words of each row), with the same two words for each row.
 
-    The first tensor has the ends of the words, followed by their tokens.
+    The words have two tokens and one token. A list has the ends of the words, followed by their tokens.
     """
     lists = np.array([2, 3, 5, 7, 11], np.int32)
     return [bench.tensor(lists, torch.int32), bench.tensor(np.zeros(rows), torch.int32),

@@ -1,4 +1,4 @@
-"""G1, G1b, G1c: decode attention against the bandwidth of memory, and against a peer."""
+"""G1, G1b, G1c: decode attention, compared with the memory bandwidth and with a peer."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The memory bandwidth and matrix rate of this GPU, by which other figures are divided."""
+"""Measure the memory bandwidth and the matrix rate of this GPU, which are denominators of the goals."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ MATRIX_SIZE = 8192
 
 
 def run(bench: Bench) -> Iterator[Record]:
-    """Time a copy, a sum and a matrix product of random numbers, on more memory than fits into the cache."""
+    """Time a copy, a sum and a matrix product of random numbers, with more data than fits into the cache."""
     bench.clock.warm()
     count = bench.pick(BUFFER_BYTES, 1024) // 4
     sources = [bench.normal(count, dtype=torch.float32) for _ in range(2)]

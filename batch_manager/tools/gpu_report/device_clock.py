@@ -1,6 +1,6 @@
-"""Clocks of the device: a clock for a GPU, and a substitute for a dry run.
+"""Clocks that time launches: a clock for a GPU, and a substitute for a dry run.
 
-The GPU clock captures launches as a graph and records events around its replays, so that no figure includes host time
+The GPU clock captures launches as a graph and records events around each replay, so that no figure includes host time
 between launches.
 """
 
@@ -20,7 +20,7 @@ DRY_LAUNCHES = 2
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds per launch, one entry per repetition."""
+    """Mean seconds of a launch in each repetition."""
 
     seconds: tuple[float, ...]
 
@@ -30,7 +30,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Difference of the medians of the first and the second half, relative to the smaller median."""
+        """Difference between the medians of the first and the second half of the repetitions, over the smaller one."""
         half = len(self.seconds) // 2
         if not half:
             return 0.0
@@ -42,8 +42,8 @@ class Timing:
 class DeviceActivity:
     """Activity of the device within `watch`.
 
-    busy_seconds   time in which at least one kernel or copy ran
-    launches       number of kernels
+    busy_seconds   time in which at least one kernel, copy or fill ran
+    launches       number of kernels that ran
     uploads        number of copies from the host to the device
     """
 
@@ -79,9 +79,9 @@ class GpuClock:
             self.synchronize()
 
     def time(self, launch: Callable[[int], object], *, launches: int = 20, repeats: int = 20) -> Timing:
-        """Return the mean time of `launch(0)`, `launch(1)`, ... in each repetition.
+        """Return the mean time of `launch(0)` to `launch(launches - 1)` in each of `repeats` repetitions.
 
-        The launches run once, and are then captured as a graph. They must not depend on the host.
+        The launches run once and are then captured as a graph. They must not depend on work of the host.
         """
         stream = self._module.Stream(self.device)
         stream.wait_stream(self._module.current_stream(self.device))
@@ -109,7 +109,10 @@ class GpuClock:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[list[DeviceActivity]]:
-        """Trace the activity of the device and append it to the list. Launches are slower during the trace."""
+        """Trace the activity of the device until the end of `with`, and then append it to the yielded list.
+
+        Launches are slower during the trace.
+        """
         found: list[DeviceActivity] = []
         profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         with profile:
@@ -121,7 +124,7 @@ class GpuClock:
 
     @contextlib.contextmanager
     def refusing_hidden_waits(self) -> Iterator[None]:
-        """Make operations that wait for the device raise RuntimeError."""
+        """Within `with`, operations that wait for the device raise RuntimeError."""
         self._module.set_sync_debug_mode("error")
         try:
             yield
@@ -129,12 +132,15 @@ class GpuClock:
             self._module.set_sync_debug_mode("default")
 
     def forget(self) -> None:
-        """Release unused memory."""
+        """Release the device memory that torch has cached."""
         self._module.empty_cache()
 
 
 def activity_of(spans: list[tuple[float, float, str]]) -> DeviceActivity:
-    """Summarise (begin, end, name) in microseconds. Overlapping spans count once."""
+    """Return the activity of kernels and copies, given as (begin, end, name). Times are microseconds.
+
+    The time of overlapping spans counts once.
+    """
     busy, reached = 0.0, float("-inf")
     for begin, end, _ in sorted(spans):
         busy += max(0.0, end - max(begin, reached))

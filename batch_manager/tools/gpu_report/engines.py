@@ -31,9 +31,10 @@ GATE_SECONDS = 60.0
 class Stamp:
     """One iteration, recorded when its statistics arrive.
 
-    seconds               time of perf_counter()
-    generating, contexts  requests of the step in each phase
-    gpu_bytes             memory used on the GPU
+    seconds      value of perf_counter()
+    generating   number of generation requests in the step
+    contexts     number of context requests in the step
+    gpu_bytes    memory used on the GPU
     """
 
     seconds: float
@@ -43,7 +44,7 @@ class Stamp:
 
 
 class MeasuredClient(Client):
-    """Callbacks that also record every iteration, and can stop the worker between two iterations.
+    """Callbacks that also record every iteration, and can make the worker wait between two iterations.
 
     stamps   records of the iterations so far
     """
@@ -65,20 +66,20 @@ class MeasuredClient(Client):
             self._may_go.wait(GATE_SECONDS)
 
     def hold_when(self, condition: Callable[[Stamp], bool]) -> None:
-        """Stop the worker after the next iteration for which the condition is true."""
+        """Make the worker wait after the next iteration for which the condition is true."""
         self._is_held.clear()
         self._may_go.clear()
         self._hold_when = condition
 
     def let_go_until(self, condition: Callable[[Stamp], bool]) -> None:
-        """Release the stopped worker until the condition is true."""
+        """Let the waiting worker go on, until it waits after the next iteration for which the condition is true."""
         released, self._may_go = self._may_go, threading.Event()
         self._is_held.clear()
         self._hold_when = condition
         released.set()
 
     def wait_until_held(self) -> None:
-        """Wait until the worker stops. Raises BenchmarkError after a time limit."""
+        """Block this thread until the worker waits. Raises BenchmarkError after GATE_SECONDS."""
         if not self._is_held.wait(GATE_SECONDS):
             raise BenchmarkError(f"the engine did not reach the expected iteration within {GATE_SECONDS:.0f} s")
 
@@ -91,7 +92,7 @@ class Served:
     """The outcome of one serving.
 
     stamps    records of the iterations
-    receipts  request id -> tokens of the request and their times
+    receipts  request id -> tokens of the request and the time of each token
     seconds   time from the start to the last response
     """
 
@@ -115,7 +116,10 @@ class Served:
         return median(between)
 
     def generation_rate(self) -> float:
-        """Return the tokens/s between the last context and the first end of a request."""
+        """Return the tokens/s of the steps after the last context in which all requests generate.
+
+        Raises BenchmarkError if there are fewer than two such steps.
+        """
         last_context = max((number for number, stamp in enumerate(self.stamps) if stamp.contexts), default=-1)
         most = max(stamp.generating for stamp in self.stamps)
         steps = [stamp for stamp in self.stamps[last_context + 1 :] if stamp.generating == most]
@@ -148,22 +152,25 @@ class Engine:
         return Served(self.client.stamps, receipts, self.client.last_response)
 
     def generate(self, batch: int, context: int, steps: int) -> Served:
-        """Serve `batch` equal requests, with about `steps` steps in which all of them generate."""
+        """Serve `batch` equal requests, with about `steps` steps in which all of them generate.
+
+        context   mean tokens of a sequence in the KV cache during these steps
+        """
         steps += 2 * -(-batch * context // STEP_TOKENS) + 2
         return self.serve(equal_requests(self.shape, batch, max(context - steps // 2, 1), steps))
 
     def warm_up(self, batch: int) -> None:
-        """Serve a full batch whose requests end one after the other."""
+        """Serve a full batch of requests that end one after the other."""
         self.serve(warm_up_requests(self.bench.pick(batch, 1), self.shape.vocabulary, None, 0))
 
 
 def equal_requests(shape: Shape, count: int, prompt: int, output: int) -> list[dict[str, Any]]:
-    """Return requests of random tokens and equal lengths that arrive at once."""
+    """Return `count` requests of random tokens and equal lengths that arrive at once, in the form of a workload."""
     return make_requests(shape, [(prompt, output)] * count)
 
 
 def make_requests(shape: Shape, lengths: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Return requests with these (prompt, output) lengths, in the form of a workload."""
+    """Return requests of random tokens with these (prompt, output) lengths, in the form of a workload."""
     random = np.random.default_rng(0)
     return [{"id": number, "arrival_s": 0.0, "max_tokens": int(output),
              "prompt": random.integers(3, shape.vocabulary, prompt).tolist()}
@@ -173,7 +180,7 @@ def make_requests(shape: Shape, lengths: Sequence[tuple[int, int]]) -> list[dict
 @contextlib.contextmanager
 def engine(bench: Bench, shape: Shape, *, max_batch: int, kv_tokens: int | None = None,
            max_num_tokens: int = STEP_TOKENS, **options: Any) -> Iterator[Engine]:
-    """Context manager: an engine with random weights, warmed up. Leaving the block ends the engine immediately.
+    """Context manager that yields a warm engine with random weights. The end of `with` ends the engine immediately.
 
     kv_tokens   tokens of the KV cache pool; None: most of the free memory
     options     further arguments of TrtGptModelOptionalParams
@@ -208,7 +215,10 @@ GRAPHS: tuple[tuple[str, bool], ...] = (("graphs", True), ("eager", False))
 
 
 def refusal_of_graphs(error: ConfigError, graphs: bool) -> str | None:
-    """Return why an engine does not capture graphs here, or None if the error has another cause."""
+    """Return why an engine with graphs was refused, or None if the error has another cause.
+
+    graphs   whether the engine was to capture graphs
+    """
     return str(error) if graphs and "cuda_graphs" in str(error) else None
 
 

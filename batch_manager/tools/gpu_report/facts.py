@@ -1,4 +1,4 @@
-"""Loading time and memory of an engine, and whether it waits for the device unnecessarily."""
+"""Measure the loading time and the memory of an engine, and check that it has no hidden waits for the device."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,6 @@
-"""G3-fused: the matrix products of a layer in a generation step, each fused into one launch, against separate launches.
+"""G3-fused: compare one fused launch with separate launches for each matrix product of a layer, with few rows.
 
-The decisions of `triton_kernels/fused_linear_settings.py` rest on estimates. These ratios will replace them.
+The decisions of `triton_kernels/fused_linear_settings.py` rest on estimates. These ratios will replace the estimates.
 """
 
 from collections.abc import Callable, Iterator

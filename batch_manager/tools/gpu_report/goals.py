@@ -1,4 +1,4 @@
-"""The goals. Each is a ratio of two numbers from the same run."""
+"""The goals. Each is a ratio of a measured number and another number, which most goals measure in the same run."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ class Goal:
 
     text      definition of the ratio
     floor     smallest ratio that meets the goal; None: the ratio is only reported
-    lower_is_better   the floor is an upper bound
+    lower_is_better   True: the floor is the largest ratio that meets the goal
     """
 
     name: str
@@ -49,7 +49,7 @@ _ROWS = (
 )
 GOALS = {goal.name: goal for goal in _ROWS}
 
-# Prerequisites of the goals. They are always measured, and reported in the same form.
+# Prerequisites of the goals, and facts. They are always measured, and reported in the same form.
 CORRECTNESS = Goal("correctness", "relative error of a kernel against its oracle / allowed error", 1.0,
                    lower_is_better=True)
 DENOMINATOR = Goal("denominator", "measured rates of this GPU for memory access and matrix products", None)
@@ -58,5 +58,5 @@ ALL = {**GOALS, **{goal.name: goal for goal in (CORRECTNESS, DENOMINATOR, FACT)}
 
 
 def family(name: str) -> str:
-    """Return the name of a goal for --goal, for example G1 for G1-ragged."""
+    """Return the name by which --goal selects a goal, for example G1 for G1-ragged."""
     return name.partition("-")[0]

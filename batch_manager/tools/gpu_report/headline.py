@@ -1,4 +1,4 @@
-"""G6, G6b: 256 simultaneous requests of very different lengths, against other engines."""
+"""G6, G6b: tokens/s of 256 simultaneous requests of very different lengths, compared with other engines."""
 
 import json
 from collections.abc import Iterator
@@ -52,7 +52,11 @@ def headline_workload(shape: Shape, count: int, shortest: int, longest: int) -> 
 
 def _against_results(bench: Bench, case: str, ours: float, spread: float,
                      workload: dict[str, Any]) -> Iterator[Record]:
-    """Compare with results of the same workload on the same device, in the form of batch_manager.tools.benchmark."""
+    """Yield a record for each peer's result of this workload. The user must have measured them on the same device.
+
+    ours     this engine's output tokens/s
+    spread   see `Record`
+    """
     found = list(peer_results(bench.peers, workload))
     if not found:
         yield Record("G6", case, ours, None, "tokens/s", spread, note="no peer's result of this workload was given")
@@ -61,7 +65,10 @@ def _against_results(bench: Bench, case: str, ours: float, spread: float,
 
 
 def peer_results(folder: Path | None, workload: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield (name, output tokens/s) of the results of this workload in the folder."""
+    """Yield (name, output tokens/s) of each result of this workload in the folder of peers.
+
+    The results are in the format of batch_manager.tools.benchmark.
+    """
     for path in sorted(folder.glob("*.json")) if folder is not None else ():
         result = json.loads(path.read_text())
         if isinstance(result, dict) and result.get("workload") == WORKLOAD and not result.get("wrong_length") and all(

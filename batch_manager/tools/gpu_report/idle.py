@@ -35,7 +35,7 @@ def run(bench: Bench) -> Iterator[Record]:
 
 
 def _idle(bench: Bench, label: str, graphs: bool) -> Iterator[Record]:
-    """Yield the idle time: the time of an untraced step, minus the busy time of the device in a traced step."""
+    """Yield records of the idle time: the time of an untraced step minus the busy time of a traced step."""
     batch, context, steps, watched = bench.pick((BATCH, CONTEXT, STEPS, WATCHED_STEPS), (2, 4, 1, 1))
     with engine(bench, LLAMA_135M, max_batch=BATCH, kv_tokens=KV_TOKENS, cuda_graphs=graphs) as made:
         times = [made.generate(batch, context, steps).step_seconds(batch) for _ in range(bench.pick(2, 1))]
@@ -50,7 +50,9 @@ def _idle(bench: Bench, label: str, graphs: bool) -> Iterator[Record]:
 
 
 def _watch(bench: Bench, made: Engine, batch: int, context: int, steps: int) -> DeviceActivity:
-    """Trace `steps` iterations in which the whole batch generates. The worker stops while the tracer starts and ends.
+    """Return the activity of `steps` iterations in which the whole batch generates.
+
+    The worker waits while the tracer starts and ends.
 
     Raises BenchmarkError if the engine does not reach these iterations.
     """
@@ -92,7 +94,7 @@ def _watch(bench: Bench, made: Engine, batch: int, context: int, steps: int) -> 
 
 
 def _ablation(bench: Bench, label: str, graphs: bool) -> Iterator[Record]:
-    """Yield the tokens/s of the same requests with run-ahead, and in two micro-batches, against lockstep."""
+    """Yield records that compare the tokens/s of run-ahead, and of two micro-batches, with lockstep."""
     modes: dict[str, dict[str, Any]] = {
         "lockstep": {"run_ahead": False, "max_batch": BATCH}, "run ahead": {"run_ahead": True, "max_batch": BATCH},
         "overlap": {"enable_trt_overlap": True, "max_batch": BATCH // 2}}

@@ -21,11 +21,11 @@ LAYERS = 4          # launches alternate between the layers, which together are 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Sizes of the attention heads.
+    """Numbers and size of the attention heads.
 
     kv      number of KV heads
-    group   query heads of each KV head
-    size    entries of a head
+    group   number of query heads for each KV head
+    size    number of entries of a head
     """
 
     kv: int
@@ -42,13 +42,14 @@ class Heads:
 
 
 class PagedSequences:
-    """Random keys and values of sequences, in randomly ordered blocks.
+    """Sequences with random keys and values, in randomly ordered blocks.
 
     lengths        [S] number of keys of each sequence
     new_tokens     number of query tokens of each sequence, which are its last tokens; 1: a generation step
 
-    query, key, value   outputs of the projection for these tokens
-    rotated             rotated queries of a generation step, whose keys and values are in every layer of the pool
+    query, key, value   random outputs of the QKV projection for the query tokens
+    rotated             only in a generation step: rotated queries. The keys and values of their tokens are in every
+                        layer of the pool
     """
 
     def __init__(self, bench: Bench, heads: Heads, lengths: np.ndarray, new_tokens: int = 1,
@@ -94,17 +95,20 @@ class PagedSequences:
 
     @property
     def causal_operations(self) -> float:
-        """Operations of one layer: two products, each of 2 * head size operations, for each query and visible key."""
+        """Number of operations of one layer: 4 * head size for each query, query head and visible key."""
         first = self.lengths - self.new_tokens
         pairs = self.new_tokens * first + self.new_tokens * (self.new_tokens + 1) // 2
         return 4.0 * self.heads.query * self.heads.size * float(pairs.sum())
 
     def layer(self, number: int) -> torch.Tensor:
-        """Return the view of one layer for a kernel: [N, 2, HK, B, D]."""
+        """Return the view of one layer for a kernel: [blocks, 2, KV heads, tokens per block, head size]."""
         return self.pool[:, number % LAYERS]
 
     def decode(self) -> Callable[[int], torch.Tensor]:
-        """Return a launch that appends to layer `number` and attends, with an engine's work list."""
+        """Return a launch (number) -> output of decode attention on layer `number`, with an engine's work list.
+
+        The launch also appends the newest keys and values to the layer.
+        """
         block, size = self.pool.shape[4:]
         resident = decode_settings(size, block, self.pool.element_size(), device_limits()).resident_programs
         work_list, part_starts = decode_work_list(self.lengths, block, self.heads.kv, resident)
@@ -115,7 +119,7 @@ class PagedSequences:
             self.heads.scale, out=self.out, **self.tables)
 
     def context(self) -> Callable[[int], torch.Tensor]:
-        """Return a launch of context attention on layer `number`."""
+        """Return a launch (number) -> output of context attention on layer `number`, with an engine's work list."""
         rows = context_tile_rows(self.heads.size, self.pool.element_size())
         queries = np.full(len(self.lengths), self.new_tokens)
         work = torch.from_numpy(context_work_list(queries, self.lengths, rows)).to(self.query.device)
@@ -124,7 +128,10 @@ class PagedSequences:
             out=self.out)
 
     def decode_error(self, launch: Callable[[int], torch.Tensor]) -> float:
-        """Return the error of one launch against the oracle in float64, on a few sequences."""
+        """Run the launch on layer 0, and return its relative error on a few sequences. The oracle uses float64.
+
+        Returns infinity if any output is not finite.
+        """
         self.out.fill_(torch.nan)
         result = launch(0)
         some = np.unique(np.linspace(0, len(self.lengths) - 1, 4).astype(int))
@@ -136,7 +143,7 @@ class PagedSequences:
         return relative_error(result[some], expected) if result.isfinite().all() else float("inf")
 
     def context_error(self, launch: Callable[[int], torch.Tensor], most_rows: int = 64) -> float:
-        """Like `decode_error`, on the last query tokens of the first and the last sequence."""
+        """Like `decode_error`, for the last query tokens, at most `most_rows`, of the first and the last sequence."""
         self.out.fill_(torch.nan)
         result = launch(0)
         rows = min(most_rows, self.new_tokens)

@@ -1,8 +1,8 @@
-"""G9: four workloads of TensorRT-LLM's published table, in bfloat16 against FP8.
+"""G9: four workloads of TensorRT-LLM's published table. This engine runs them in bfloat16, and the table is for FP8.
 
 The table is of version 1.0: Llama 3.1 8B in FP8 on one H200, `trtllm-bench throughput`, 1,500 to 30,000 requests of
-equal lengths, all at once. The run here has only one full batch of requests. A larger share of its time therefore has
-a partial batch.
+equal lengths, all at once. This report serves only one full batch of requests, so that steps with a partial batch take
+a larger share of its time.
 """
 
 from collections.abc import Iterator

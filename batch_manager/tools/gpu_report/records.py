@@ -27,10 +27,11 @@ class Record:
     """One case of a goal.
 
     numerator, denominator   in `unit`; the goal is about their ratio
-    spread                   largest / smallest - 1 of the number that was measured repeatedly
+    spread                   relative difference between repeated measurements of one of the two numbers: largest /
+                             smallest - 1, or `Timing.spread`; None: measured once
     judged                   False: the ratio is not comparable with the goal, so `met` stays None
-    note                     remark for the reader; for a case without numbers, the reason
-    figures                  part of the note with numbers; left out in a dry run
+    note                     remark for the reader; for a case without numbers, why it has none
+    figures                  further figures for the note, as text; left out in a dry run
     """
 
     goal: str
@@ -58,7 +59,10 @@ class Record:
         return ratio <= goal.floor if goal.lower_is_better else ratio >= goal.floor
 
     def line(self, header: dict[str, Any], *, dry: bool) -> dict[str, Any]:
-        """Return the line for the file. In a dry run, the numbers are meaningless and therefore null."""
+        """Return the record as a line of the report. In a dry run, the numbers are meaningless and therefore null.
+
+        header   fields that all lines of the report share
+        """
         note = self.note if dry else "; ".join(filter(None, [self.note, self.figures]))
         numbers = {name: None if dry else _rounded(getattr(self, name)) for name in NUMBERS}
         return {"goal": self.goal, "case": self.case,

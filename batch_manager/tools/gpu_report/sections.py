@@ -1,6 +1,6 @@
-"""The sections of a report in run order, with their share of the time.
+"""The sections of a report, in the order in which they run, with their shares of the time.
 
-Prerequisites come first. The most informative sections follow. Unused time goes to the later sections.
+Prerequisites come first, followed by the most informative sections. Unused time goes to the later sections.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,8 +28,8 @@ from .records import Record
 class Section:
     """One section of a report.
 
-    seconds   share of a report of eight minutes
-    goals     measured goals; empty: a prerequisite of goals
+    seconds   weight of the section's share of the time, about its seconds in a report of eight minutes
+    goals     goals that the section measures; empty: the section always runs
     """
 
     name: str

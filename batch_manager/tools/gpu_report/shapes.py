@@ -12,7 +12,7 @@ from .bench import Bench
 class Shape:
     """A decoder model. Sizes are numbers of vector entries.
 
-    tied   the head is the embedding
+    tied   whether the output head is the embedding
     """
 
     name: str
@@ -38,7 +38,7 @@ class Shape:
             "tie_word_embeddings": self.tied, "hidden_act": "silu", "torch_dtype": "bfloat16"}
 
     def write(self, folder: Path) -> Path:
-        """Create a folder that an engine can load with random weights."""
+        """Create a folder in `folder` that an engine can load with random weights, and return its path."""
         folder = folder / self.name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config()))
@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def matrix_entries(self) -> int:
-        """Entries of all weight matrices that a step multiplies with, including the head."""
+        """Number of entries of all weight matrices that a step multiplies by, including the output head."""
         attention = self.hidden * self.head_size * 2 * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocabulary * self.hidden
 
@@ -58,7 +58,8 @@ class Shape:
     def least_step_seconds(self, bench: Bench, batch: int, context: int) -> float:
         """Return a lower bound for the seconds of a generation step in bfloat16, at the measured rates of this GPU.
 
-        The bound is the time to read the keys and values, plus the longer of reading and multiplying the matrices.
+        The bound is the time to read the keys and values, plus the time to read the weight matrices or to multiply by
+        them, whichever is longer.
         """
         reading = 2 * self.matrix_entries / bench.copy_bytes_s
         multiplying = 2 * self.matrix_entries * batch / bench.matmul_flop_s

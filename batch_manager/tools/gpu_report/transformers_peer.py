@@ -1,4 +1,4 @@
-"""Continuous batching of transformers in this process, on the same device, with random weights of the same shape."""
+"""Serve with transformers' continuous batching in this process, on the same device, with random weights."""
 
 import time
 from typing import Any
@@ -13,8 +13,8 @@ def serve_with_transformers(bench: Bench, shape: Shape, requests: list[dict[str,
                             limit_seconds: float) -> tuple[float, str]:
     """Serve greedily, with outputs of exactly the requested lengths, and return (output tokens/s, note).
 
-    Stops after `limit_seconds`; only tokens of requests completed by then count. Raises the errors of transformers, and
-    RuntimeError if its generation thread ends.
+    Stops after `limit_seconds`. Only the tokens of requests that have completed count. Raises the errors of
+    transformers, and RuntimeError if its generation thread ends or no request completes.
     """
     import torch
     import transformers
@@ -57,7 +57,10 @@ def _sizes(bench: Bench) -> dict[str, Any]:
 
 
 def _serve(manager: Any, requests: list[dict[str, Any]], deadline: float) -> int:
-    """Return the number of tokens of the requests that completed in time."""
+    """Serve until the deadline, and return the number of output tokens of the completed requests.
+
+    deadline   value of time.monotonic()
+    """
     for request in requests:
         manager.add_request(request["prompt"], request_id=f"request {request['id']}",
                             max_new_tokens=request["max_tokens"], eos_token_id=-1)

@@ -2,7 +2,8 @@
 
 Owns     the files, their names, and the choice of the newest
 Not      the measurements, which `gpu_report` makes; dry runs and hand-written files do not belong here
-Yours    `python -m batch_manager.tools.gpu_table --add FOLDER/gpu_report.jsonl` adds a run, and a table to docs/
+Yours    `python -m batch_manager.tools.gpu_table --add FOLDER/gpu_report.jsonl` adds a run, and updates the table in
+         docs/performance.md
 """
 
 import re
@@ -15,7 +16,7 @@ FOLDER = Path(__file__).parent
 
 
 def newest(folder: Path = FOLDER) -> list[dict[str, Any]]:
-    """Return the lines of the latest run, or an empty list if nothing was measured.
+    """Return the lines of the latest run, or an empty list if the folder has no run.
 
     Raises ValueError for an invalid file.
     """
@@ -26,8 +27,8 @@ def newest(folder: Path = FOLDER) -> list[dict[str, Any]]:
 def add(report: Path, folder: Path = FOLDER) -> Path:
     """Copy a report into the folder, named by date and device, and return the new path.
 
-    Raises ValueError for a report without a measured line, or a report whose commit is unknown or differs from the
-    tree.
+    Raises ValueError for a report without a measured line, and for a report of an unknown commit or of a checkout with
+    changes.
     """
     lines = read(report)
     if not any(line["status"] == MEASURED for line in lines):

@@ -3,9 +3,9 @@
     batch-manager workload sample-trace --as azure    --out batch_manager/tools/samples/azure.csv
     batch-manager workload sample-trace --as mooncake --out batch_manager/tools/samples/mooncake.jsonl
 
-Owns     the files, and their names: `sample:azure` and `sample:mooncake` wherever a trace is read
-Not      how they are made, which belongs to `datasets.synthetic`; recorded traces
-Yours    a file that a command remakes byte for byte, and its name
+Owns     the files, and their names: `sample:azure` and `sample:mooncake` wherever a program reads a trace
+Not      making the traces, which `datasets.synthetic` does; recorded traces
+Yours    a new sample: a file that a command can make again byte for byte, and its name
 """
 
 from pathlib import Path

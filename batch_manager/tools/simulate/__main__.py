@@ -61,7 +61,7 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _about_run(path: Path | None) -> dict[str, Any]:
-    """Return the fields of a run's result that also hold for its simulation."""
+    """Return the fields of a run's result file that also hold for its simulation. Without a file, return no fields."""
     if path is None:
         return {}
     result = read_result(path)

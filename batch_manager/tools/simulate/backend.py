@@ -19,9 +19,10 @@ class SimulatedBackend:
     """Implements seams.ModelBackend, without beams and draft tokens. Sequences end by length only.
 
     cost      predicts the time of each step
-    clock     the backend advances it by the predicted time
+    clock     virtual clock, which the backend advances by the predicted time
     log_book  records each token
     seed      seed of the scatter of step times
+
     steps     number of launched steps
     busy_s    total time of the steps in seconds
     beyond    amount -> number of steps in which the amount exceeded the range of the fit
@@ -75,7 +76,7 @@ class SimulatedBackend:
         self._tokens, self._finish = np.full(count, TOKEN, np.int32), np.zeros(count, np.uint8)
 
     def end(self, batch: ScheduledBatch, done_at: float) -> StepOutput:
-        """Wait for a step that ends at `done_at`, and return its output."""
+        """Advance the clock to `done_at`, at which a step ends, and return the output of the step."""
         self.clock.now = max(self.clock.now, done_at)
         slots = batch.generation.slots
         first = [work.slot for work in batch.context if work.is_last_chunk]
@@ -85,21 +86,22 @@ class SimulatedBackend:
         return StepOutput(batch.micro_batch_id, slots, self._tokens[:len(slots)], self._finish[:len(slots)])
 
     def generation_shape(self, slots: np.ndarray) -> StepShape:
-        """Return the shape of a generation step of these sequences, without their cached tokens."""
+        """Return the shape of a generation step of these sequences, with cached_tokens left at 0."""
         return StepShape(generation_requests=len(slots), shared_tokens=shared_tokens(self._found_tokens[slots]))
 
     def generation_seconds(self, shape: StepShape, cached_tokens: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return (seconds of each of the next steps of this shape, seconds of the host per step).
+        """Return (seconds of each of the next steps, seconds of the host per step), for steps of this shape.
 
-        cached_tokens   [steps] cached tokens of each step, which replace those of the shape
+        cached_tokens   [steps] cached tokens of each step, which replace the cached tokens of the shape
         """
         step_s = self.cost.generation_step_seconds(shape, cached_tokens)
         return step_s * self._scatter.generation_factors(self.steps, len(cached_tokens)), self.cost.host_seconds(shape)
 
     def leap(self, request_ids: np.ndarray, shape: StepShape, ends_s: np.ndarray, step_s: np.ndarray,
              cached_tokens: np.ndarray) -> None:
-        """Run len(ends_s) generation steps of these sequences, in lockstep.
+        """Run len(ends_s) generation steps of these requests, in lockstep.
 
+        shape   shape of the steps, without cached tokens
         ends_s, step_s, cached_tokens   [steps] end time, seconds and cached tokens of each step
         """
         steps = len(ends_s)

@@ -16,7 +16,7 @@ from .step_shape import StepShape
 FEWEST_STEPS = 50
 HELD_OUT = 5            # every fifth step is held out, to measure the error
 ROUNDS = 8
-OUTLIER = 5.0           # times the median deviation; steps beyond it count for the spread, but not for the fit
+OUTLIER = 5.0           # times the median deviation; steps with a larger deviation count for the spread only
 INTERRUPTION = 20.0     # times the predicted time; longer steps are ignored
 SHORTEST_S = 1e-6
 QUANTILES = 201         # number of quantiles of the spread
@@ -25,15 +25,16 @@ QUANTILES = 201         # number of quantiles of the spread
 def fit_cost(traces: Iterable[Iterable[IterationTrace]], about: Mapping[str, Any] | None = None) -> CostModel:
     """Fit a cost model on the step times of traces.
 
-    The time of a step is a sum of terms: a constant, and seconds per unit of each amount of its shape. Steps with
-    contexts have their own terms. The fit minimises relative errors by iteratively reweighted non-negative least
-    squares (Lawson and Hanson), without outliers. All terms are then scaled so that the predicted times have the same
-    sum as the measured times, outliers included. The scatter around the prediction is kept as quantiles.
+    The time of a step is modelled as a sum of terms: a constant, and the seconds per unit of each amount of the step's
+    shape. Steps with contexts have separate terms. The fit minimises relative errors by iteratively reweighted
+    non-negative least squares (Lawson and Hanson), without outliers. All terms are then scaled so that the predicted
+    and the measured times have the same sum. This sum includes outliers, but not steps longer than INTERRUPTION times
+    their prediction. The model has the scatter around the prediction as quantiles.
 
     Published serving simulators such as Vidur (MLSys 2024) predict operators, and claim errors below 9 % in end-to-end
     latency.
 
-    about   origin of the traces; the fit adds its own facts
+    about   fields that describe the origin of the traces; the fit adds its own fields
 
     Raises InputError for too few steps, or for traces of both synchronous and asynchronous engines.
     """
@@ -65,7 +66,11 @@ def fit_cost(traces: Iterable[Iterable[IterationTrace]], about: Mapping[str, Any
 
 
 def _fit(timed: Sequence[MeasuredStep], steps: Sequence[MeasuredStep]) -> tuple[CostModel, float]:
-    """Return (the model, share of ignored steps)."""
+    """Return (the model, share of steps that were ignored as interrupted).
+
+    timed   steps with a known time of the device
+    steps   all steps, for the time of the host
+    """
     generation = [step for step in timed if not step.shape.context_requests]
     mixed = [step for step in timed if step.shape.context_requests]
     hosts = [step for step in steps if step.host_s is not None]
@@ -85,7 +90,7 @@ class _Terms:
 
     seconds       term -> seconds per unit, without zeros
     spread        as in CostModel
-    interrupted   number of ignored steps
+    interrupted   number of steps that were ignored because they took longer than INTERRUPTION times the prediction
     """
 
     seconds: dict[str, float]

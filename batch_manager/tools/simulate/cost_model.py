@@ -17,8 +17,8 @@ MOST_SECONDS = 1e6          # per unit; a larger number means a damaged file, an
 CONSTANT = "constant"
 AMOUNTS = tuple(f.name for f in fields(StepShape))
 KNOTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
-# Terms min(generating sequences, knot), and the excess over the knot. Their sums are all rising piecewise linear
-# curves.
+# The terms of a knot: min(number of generating sequences, knot), and the excess of the number over the knot. With
+# non-negative factors, sums of these terms are rising piecewise linear functions of the number.
 UP_TO = {f"generation_requests_up_to_{knot}": knot for knot in KNOTS}
 BEYOND = {f"generation_requests_beyond_{knot}": knot for knot in KNOTS}
 # cached_tokens - shared_tokens: the tokens that attention reads from memory.
@@ -33,8 +33,8 @@ class StepError:
     """Prediction error on held-out steps.
 
     steps          number of held-out steps
-    median, p90    of |predicted - measured| / measured
-    total          (predicted - measured) / measured, of the total time of the steps
+    median, p90    median and 90th percentile of |predicted - measured| / measured
+    total          (predicted - measured) / measured for the total time of the steps
     """
 
     steps: int
@@ -54,7 +54,7 @@ class CostModel:
     generation_s    term of GENERATION_TERMS -> seconds per unit, for steps without contexts
     mixed_s         term of MIXED_TERMS -> seconds per unit, for steps with contexts
     host_s          term of HOST_TERMS -> seconds per unit, for the host's part of an iteration
-    most            amount -> largest fitted value
+    most            amount -> largest value in the steps of the fit
     generation_spread, mixed_spread   equally spaced quantiles of measured / predicted time, from the minimum to the
                     maximum; their mean is 1. Empty: no scatter
     is_asynchronous   whether the host plans a step while the device computes the previous step
@@ -77,16 +77,19 @@ class CostModel:
         return _linear(self.mixed_s if shape.context_requests else self.generation_s, shape)
 
     def generation_step_seconds(self, shape: StepShape, cached_tokens: np.ndarray) -> np.ndarray:
-        """Return the predicted seconds of generation steps of this shape, but with cached_tokens [n]."""
+        """Return [n]: the predicted seconds of generation steps of this shape, but with these cached tokens [n].
+
+        The shape itself must have no cached tokens.
+        """
         each = self.generation_s.get("cached_tokens", 0.0) + self.generation_s.get(DISTINCT, 0.0)
         return _linear(self.generation_s, shape) + each * cached_tokens
 
     def host_seconds(self, shape: StepShape) -> float:
-        """Return the predicted seconds of the rest of the iteration that launches the step."""
+        """Return the predicted seconds of the host's part of the iteration that launches the step."""
         return _linear(self.host_s, shape)
 
     def beyond(self, shape: StepShape) -> tuple[str, ...]:
-        """Return the names of the amounts beyond the range of the fit."""
+        """Return the names of the amounts of the shape that exceed the range of the fit."""
         return tuple(name for name, most in self.most.items() if getattr(shape, name) > most)
 
     def write(self, path: Path) -> None:
@@ -100,7 +103,7 @@ class CostModel:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file. Raises InputError if it cannot be read or is not a cost model of this version."""
+        """Read a cost model. Raises InputError if the file cannot be read or is not a cost model of this version."""
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The simulated engine, and its settings."""
+"""The settings of a simulated engine, and how to build it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

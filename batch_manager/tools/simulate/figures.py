@@ -13,8 +13,9 @@ from .fleet import Run
 def point_fields(run: Run, load: Load, mode: str, bounds: Bounds, simulated_in_s: float) -> dict[str, Any]:
     """Return the figures of one simulation, with the names of `batch-manager bench`.
 
-    extrapolated   share of the steps beyond the range of the fit, and amount -> number of such steps
-    replicas       number of replicas; minimum and maximum over replicas of requests, tokens and seconds of steps
+    extrapolated   share of the steps beyond the range of the fit, and amount -> number of steps in which it exceeds the
+                   range
+    replicas       see `balance`
     """
     stamps = stamps_of(run)
     failures = sorted(run.log_book.errors.items())
@@ -56,7 +57,7 @@ def stamps_of(run: Run) -> Stamps:
 
 
 def balance(run: Run) -> dict[str, Any]:
-    """Return the number of replicas, and the minimum and maximum of their loads."""
+    """Return the number of replicas, and [minimum, maximum] over replicas of requests, tokens and seconds of steps."""
     count = len(run.replicas)
     served = np.bincount(run.log_book.replica[run.log_book.replica >= 0], minlength=count)
     tokens = np.bincount(run.log_book.replica.clip(min=0), weights=run.log_book.tokens, minlength=count)

@@ -24,7 +24,7 @@ class Run:
     """A completed simulation.
 
     wall_s      virtual seconds from the beginning to the last final response
-    arrival_s   [n] arrival of each request; in a closed loop, it differs from the time in the traffic
+    arrival_s   [n] arrival of each request in virtual seconds; in a closed loop, arrivals differ from the traffic's
     """
 
     traffic: Traffic
@@ -38,15 +38,15 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
              routing: str = "round-robin", concurrency: int | None = None, seed: int = 0,
              trace: Callable[[IterationTrace], None] | None = None, leaps: bool = True,
              watch: Callable[[int, float], None] | None = None) -> Run:
-    """Serve the traffic to its last response.
+    """Serve the traffic until its last final response.
 
-    routing       one of ROUTING
-    concurrency   closed loop: the number of requests in progress; the next request arrives when one is done. None:
-                  requests arrive at their times
+    routing       a name of ROUTING
+    concurrency   number of requests in progress in a closed loop, in which the next request arrives when one is done;
+                  None: requests arrive at their times
     seed          seed of the scatter of step times
-    trace         called with the iterations of the first replica
-    leaps         compute uneventful iterations at once, which is faster and gives the same figures
-    watch         called with (requests done, virtual seconds) every few requests
+    trace         called with each iteration of the first replica
+    leaps         whether to compute many uneventful iterations at once, which is faster and gives the same figures
+    watch         called with (requests done, virtual seconds) after every REQUESTS_BETWEEN_LOOKS requests
 
     Raises ConfigError for settings that a manager would refuse.
     """
@@ -104,7 +104,7 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
 
 @contextmanager
 def _few_collections() -> Iterator[Callable[[], None]]:
-    """Yield a function that rarely collects garbage, with automatic collection off.
+    """Turn automatic garbage collection off, and yield a function for each step that collects garbage now and then.
 
     Automatic collection scans all live requests again and again, which takes a fifth of the time.
     """

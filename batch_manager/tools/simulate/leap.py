@@ -1,4 +1,4 @@
-"""Leaps: iterations that only add one token to each sequence, computed at once."""
+"""Leaps: many iterations that only add one token to each sequence, computed at once."""
 
 from dataclasses import dataclass
 
@@ -15,9 +15,9 @@ SHORTEST = 2
 
 @dataclass(frozen=True, slots=True)
 class Leap:
-    """Iterations that a loop will run unless a request arrives.
+    """The next iterations of a loop, unless a request arrives.
 
-    requests   requests of each of the steps
+    requests   requests that generate in every step
     shape      shape of the steps, without cached tokens
     ends_s     [k] end of each iteration; the first iteration begins at begin_s
     step_s     [k] seconds of each step
@@ -45,8 +45,8 @@ class Leap:
 def possible_leap(loop: GenerationLoop, backend: SimulatedBackend) -> Leap | None:
     """Return the iterations before a request ends or blocks may run out, or None if there are fewer than SHORTEST.
 
-    The result is exact for steps in lockstep: every active request generates in each step, all needed blocks are free,
-    and no queued request can become active.
+    Returns None also if steps are not in lockstep, an active request does not generate in every step, or a request is
+    queued. In all other cases, the leap has exactly the iterations that the loop would run.
     """
     requests = loop.active.in_order
     if loop.limits.window_depth > 1 or loop.window or not requests or len(requests) > loop.limits.max_batch_size:
@@ -73,7 +73,7 @@ def possible_leap(loop: GenerationLoop, backend: SimulatedBackend) -> Leap | Non
 
 
 def carry_out(leap: Leap, count: int, loop: GenerationLoop, backend: SimulatedBackend) -> None:
-    """Advance the engine by `count` of the iterations. Mutates requests, blocks, backend and clock."""
+    """Advance the engine by the first `count` iterations of the leap. Mutates requests, blocks, backend and clock."""
     if not count:
         return
     loop.kv.claim_tokens(leap.requests, count)

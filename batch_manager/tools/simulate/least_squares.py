@@ -6,7 +6,7 @@ TOLERANCE = 1e-12
 
 
 def nonnegative_least_squares(columns: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return the x >= 0 [k] that minimises |columns @ x - targets|. columns [n, k], targets [n].
+    """Return the vector x >= 0 [k] that minimises |columns @ x - targets|, with columns [n, k] and targets [n].
 
     Source: the active-set method of Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23.
     """

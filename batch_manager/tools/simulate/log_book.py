@@ -9,9 +9,9 @@ class LogBook:
     """Token times in columns, with a row for each request. Times are seconds since the simulation began.
 
     first_s, last_s   time of the first and of the latest token; NaN: no token yet
-    tokens            generated tokens
+    tokens            number of generated tokens
     replica           number of the replica that serves the request; -1: not assigned yet
-    errors            index -> error of a refused or failed request
+    errors            index of a refused or failed request -> its error
     """
 
     def __init__(self, num_requests: int) -> None:
@@ -25,7 +25,7 @@ class LogBook:
         self._used = 0
 
     def note(self, indices: np.ndarray, now: float) -> None:
-        """Record a token for each of these requests. Indices are unique."""
+        """Record a token at `now` for each of these requests. Indices are unique."""
         before = self.last_s[indices]
         gaps = now - before
         self.last_s[indices] = now
@@ -44,7 +44,7 @@ class LogBook:
     def note_run(self, indices: np.ndarray, times: np.ndarray) -> None:
         """Record a token for each of these requests at each of these ascending times [k].
 
-        Each request had a token before.
+        Each request must have a token already.
         """
         self.note(indices, float(times[0]))
         self.tokens[indices] += len(times) - 1
@@ -52,7 +52,10 @@ class LogBook:
         self._add(np.diff(times), np.full(len(times) - 1, len(indices)))
 
     def gaps(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (seconds, counts) of the times between successive tokens, over all requests."""
+        """Return (seconds [k], counts [k]): times between successive tokens of all requests, and how often each occurs.
+
+        A time may be listed more than once.
+        """
         return self._gaps[:self._used], self._counts[:self._used]
 
     def _add(self, gaps: np.ndarray, counts: np.ndarray) -> None:

@@ -14,10 +14,10 @@ LEAST_WAIT = 0.02           # share of the time between two reads; after a short
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A measured step.
+    """The measured times of one step.
 
     step_s   seconds of the device, or of the CPU that computes the step; None: unknown
-    host_s   seconds of the rest of the iteration; None: unknown
+    host_s   seconds of the host's part of the iteration; None: unknown
     """
 
     shape: StepShape
@@ -58,10 +58,10 @@ def _in_lockstep(rows: list[tuple[IterationTrace, StepShape]]) -> Iterator[Measu
 
 
 def _asynchronous(rows: list[tuple[IterationTrace, StepShape]]) -> Iterator[MeasuredStep]:
-    """Yield steps that are launched in one iteration and read in the next.
+    """Yield the measured steps of iterations that each launch a step and read the step of the previous iteration.
 
-    If the host waits for a step, the time of the step is the interval between the end of the previous read and the end
-    of its own read.
+    If the host waits for a step, the time of the step is the interval between the ends of the previous read and of the
+    read of this step. Otherwise the time is unknown, because the device may have been idle.
     """
     for number, (iteration, shape) in enumerate(rows):
         if not _has_step(shape):
@@ -82,13 +82,13 @@ def _has_step(shape: StepShape) -> bool:
 
 
 def _goes_on(iteration: IterationTrace, following: IterationTrace) -> bool:
-    """Whether a request runs in both iterations, which means that the engine is not idle between them."""
+    """Whether the iterations are consecutive and share a running request: the engine is not idle between them."""
     ran = {request_id for request_id, _, _ in iteration.context} | set(iteration.generation)
     runs = {request_id for request_id, _, _ in following.context} | set(following.generation)
     return following.iteration == iteration.iteration + 1 and not ran.isdisjoint(runs)
 
 
 def _read_at(iteration: IterationTrace) -> float:
-    """Return the end of the phase `read` of an iteration."""
+    """Return the time at which the phase `read` of an iteration ends, in seconds of the engine's clock."""
     phases = ("fetch", "schedule", "claim", "start", "read")
     return iteration.started_at_s + US * sum(iteration.phases_us.get(phase, 0) for phase in phases)

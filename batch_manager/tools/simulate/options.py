@@ -122,7 +122,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def combinations(sweeps: Sequence[Swept]) -> list[dict[str, Any]]:
-    """Return the settings of each combination of values. Without sweeps, the result is one empty dictionary."""
+    """Return a dictionary (setting -> value) for each combination of values. Without sweeps, the list is [{}]."""
     names = [name for name, _ in sweeps]
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*(values for _, values in sweeps))]
 

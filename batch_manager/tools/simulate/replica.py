@@ -18,11 +18,11 @@ class Replica:
     """One simulated engine. Requests are identified by their index in the traffic.
 
     number       number of the replica, from 0
-    on_final     called with (index, time) at the final response of a request
-    seed         seed of the scatter of step times, together with the number
-    leaps        compute uneventful iterations at once, with the same figures
+    on_final     called with (index, virtual seconds) at the final response of a request
+    seed         seed of the scatter of step times, together with `number`
+    leaps        whether to compute many uneventful iterations at once, with the same figures; a trace turns leaps off
 
-    unfinished   requests without a final response
+    unfinished   number of requests without a final response
     """
 
     def __init__(self, number: int, settings: EngineSettings, cost: CostModel, traffic: Traffic, log_book: LogBook, *,
@@ -42,7 +42,7 @@ class Replica:
 
     @property
     def next_s(self) -> float:
-        """Start of the next eventful iteration, in virtual seconds."""
+        """Start of the next iteration that is not part of a leap, in virtual seconds."""
         return self.clock.now if self._leap is None else self._leap.end_s
 
     @property
@@ -51,22 +51,22 @@ class Replica:
 
     @property
     def loop_iterations(self) -> int:
-        """Iterations that the loop itself ran. The other iterations were computed in leaps."""
+        """Number of iterations that the loop itself ran. The other iterations were computed in leaps."""
         return self._loop.iteration
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the KV cache pool."""
+        """Number of blocks in the KV cache pool."""
         return self._loop.kv.pool.num_blocks
 
     @property
     def recomputed_tokens(self) -> int:
-        """Tokens computed again after a pause."""
+        """Number of tokens computed again after a pause."""
         return self._loop.totals.recomputed_tokens
 
     @property
     def reused_tokens(self) -> int:
-        """Prompt tokens found in the KV cache."""
+        """Number of prompt tokens found in the KV cache."""
         return self.backend.reused_tokens
 
     def hand_over(self, index: int, now: float) -> None:
@@ -80,7 +80,7 @@ class Replica:
         self.unfinished += 1
 
     def step(self) -> None:
-        """Run the iterations up to and including the next eventful iteration.
+        """Carry out the pending leap, if there is one, and run one more iteration.
 
         The replica must have an unfinished request.
         """
@@ -94,7 +94,7 @@ class Replica:
             self._leap = possible_leap(self._loop, self.backend)
 
     def _leave_off(self, count: int) -> None:
-        """Carry out `count` iterations of the leap and drop the rest."""
+        """Carry out the first `count` iterations of the pending leap, and drop its other iterations."""
         leap, self._leap = self._leap, None
         assert leap is not None
         carry_out(leap, count, self._loop, self.backend)

@@ -12,7 +12,7 @@ MOST_LINES = 6
 
 
 def run_table(result: Result) -> str:
-    """Return one simulation as a table."""
+    """Format one simulation as a table."""
     replicas, rows = result["replicas"], []
     if replicas["count"] > 1:
         rows += [["replicas", str(replicas["count"])],
@@ -26,7 +26,7 @@ def run_table(result: Result) -> str:
 
 
 def sweep_table(result: Result) -> str:
-    """Return a table with a row per simulation. The best simulation is marked."""
+    """Format a sweep as a table with a row per simulation. An asterisk marks the best simulation."""
     points = result["points"]
     names, best = list(points[0]["settings"]), best_point(points)
     has_goodput = points[0]["goodput"] is not None
@@ -49,7 +49,7 @@ def best_point(points: Sequence[Result]) -> Result:
 
 
 def warnings(points: Sequence[Result]) -> list[str]:
-    """Return caveats of these figures."""
+    """Return lines that warn of steps beyond the range of the cost model, or an empty list."""
     told = []
     share = max(point["extrapolated"]["share"] for point in points)
     if share:
@@ -60,9 +60,9 @@ def warnings(points: Sequence[Result]) -> list[str]:
 
 
 def sweep_plots(result: Result) -> dict[str, LinePlot]:
-    """Return file name -> plot of latency over tokens per second.
+    """Return file name -> plot of a latency by generated tokens/s.
 
-    Each simulation is a point, and each value of the first swept setting is a line.
+    Each simulation is a point. Each value of the first swept setting is a line, for at most MOST_LINES values.
     """
     points = result["points"]
     first, *others = points[0]["settings"]

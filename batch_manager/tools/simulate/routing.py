@@ -13,7 +13,7 @@ from .traffic import Traffic
 
 class Router(Protocol):
     def choose(self, index: int) -> int:
-        """Return the number of the replica for a request of the traffic."""
+        """Return the number of the replica that gets the request with this index in the traffic."""
 
 
 class RoundRobin:
@@ -31,7 +31,7 @@ class RoundRobin:
 class LeastLoaded:
     """Chooses the replica with the fewest unfinished requests.
 
-    Of several, it chooses the least recently chosen replica.
+    If several replicas have the fewest, it chooses the least recently chosen one of them.
     """
 
     def __init__(self, replicas: Sequence[Replica], traffic: Traffic) -> None:
@@ -52,11 +52,11 @@ class LeastLoaded:
 class LongestPrefix:
     """Chooses the replica that got the longest prefix of the prompt before, unless the load is unbalanced.
 
-    Source: the cache-aware policy of SGLang's router (sgl-router, 2024). It records the prompts sent to each replica. A
-    prompt goes to the replica with the longest match if the match covers more than MATCH_SHARE of the prompt, otherwise
-    to the least loaded replica. Matches are ignored if loads differ by more than MOST_DIFFERENCE requests and by more
-    than the factor MOST_RATIO. Here, prompts are compared by the ids of their blocks of PREFIX_TOKENS tokens. Each
-    replica keeps its most recently used blocks.
+    Source: the cache-aware policy of SGLang's router (sgl-router, 2024), which records the prompts sent to each
+    replica. A prompt goes to the replica with the longest match if the match covers more than MATCH_SHARE of the
+    prompt, otherwise to the least loaded replica. Matches are ignored if loads differ by more than MOST_DIFFERENCE
+    requests and by more than the factor MOST_RATIO. This class compares prompts by the ids of their blocks of
+    PREFIX_TOKENS tokens. For each replica, it remembers the BLOCKS_KEPT most recently sent blocks.
     """
 
     MATCH_SHARE = 0.5
@@ -97,7 +97,7 @@ class LongestPrefix:
         return -number if length > self.MATCH_SHARE * len(blocks) else None
 
     def _blocks(self, index: int) -> list[int]:
-        """Return the ids of the blocks of a prompt. An id also depends on all blocks before its own."""
+        """Return the ids of a prompt's blocks. The id of a block also depends on all earlier blocks of the prompt."""
         if self._traffic.prefixes is not None:
             return list(self._traffic.prefixes[index])
         prompt = np.ascontiguousarray(self._traffic.prompt(index), np.int32)

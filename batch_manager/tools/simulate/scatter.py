@@ -8,9 +8,10 @@ AT_A_TIME = 1 << 14
 
 
 class Scatter:
-    """The factors of one engine.
+    """The factors of the step times of one engine.
 
-    A factor depends on the seed, the number of the step and whether the step has a context.
+    The factor of a step depends on the seed, the number of the step, and whether the step has a context. Calls must be
+    in ascending order of steps.
     """
 
     def __init__(self, cost: CostModel, seed: tuple[int, ...]) -> None:
@@ -18,7 +19,7 @@ class Scatter:
         self._mixed = np.array(cost.mixed_spread or (1.0,))
         self._random = np.random.default_rng(seed)
         self._draws = np.empty(0)
-        self._first = 0             # step of the first draw
+        self._first = 0             # step of the first random number in `_draws`
 
     def factor(self, step: int, *, has_context: bool) -> float:
         spread = self._mixed if has_context else self._generation

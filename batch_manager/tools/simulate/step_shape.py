@@ -13,14 +13,14 @@ from ...stats.trace import IterationTrace
 class StepShape:
     """The amounts of work in one step.
 
-    context_requests      sequences with a context chunk
-    context_tokens        tokens of these chunks
-    context_attention     pairs of a chunk token and a token that it attends to, itself included
-    generation_requests   generating sequences
-    cached_tokens         tokens in the KV cache that the generating sequences attend to, including the input tokens of
-                          the step
-    shared_tokens         cached tokens that are repetitions: several of these sequences found the same prefix in the
-                          cache, whose memory is read once
+    context_requests      number of sequences with a context chunk
+    context_tokens        number of tokens of these chunks
+    context_attention     number of pairs of a chunk token and a token that it attends to, which may be itself
+    generation_requests   number of generating sequences
+    cached_tokens         number of tokens in the KV cache that the generating sequences attend to, including the input
+                          tokens of the step
+    shared_tokens         number of cached tokens that repeat: if several generating sequences found the same prefix in
+                          the cache, its tokens count once for each of these sequences but the first
     """
 
     context_requests: int = 0
@@ -34,7 +34,7 @@ class StepShape:
 def shape_of_batch(batch: ScheduledBatch, found_tokens: np.ndarray) -> StepShape:
     """Return the shape of a backend's batch, without beams and draft tokens.
 
-    found_tokens   [slots] tokens of each sequence that were found in the cache when the sequence started
+    found_tokens   [slots] number of tokens that the sequence in each slot found in the cache when it started
     """
     tokens = attention = 0
     for work in batch.context:
@@ -50,9 +50,9 @@ def shape_of_batch(batch: ScheduledBatch, found_tokens: np.ndarray) -> StepShape
 def shared_tokens(found: np.ndarray) -> int:
     """Return the amount `shared_tokens` of a step.
 
-    Sequences that found equally many tokens are assumed to share these tokens, because a trace has no token ids.
+    Sequences that found the same number of tokens are assumed to share these tokens, because a trace has no token ids.
 
-    found   [n] tokens that each sequence found in the cache
+    found   [n] number of tokens that each generating sequence found in the cache
     """
     return int(found.sum() - np.unique(found).sum()) if found.any() else 0
 
@@ -60,8 +60,8 @@ def shared_tokens(found: np.ndarray) -> int:
 def shapes_of_trace(iterations: Iterable[IterationTrace]) -> Iterator[tuple[IterationTrace, StepShape]]:
     """Yield each iteration of a trace with the shape of the step that it launched.
 
-    A trace does not record the cached tokens of a generating request. They are counted from the last chunk of the
-    prompt, or from the first generated token if the prompt is not in the trace.
+    A trace does not record the cached tokens of a generating request. This function counts them from the last chunk of
+    the prompt, or from the first generated token if the prompt is not in the trace.
     """
     cached: dict[int, int] = {}
     found: dict[int, int] = {}

@@ -33,7 +33,7 @@ class Study:
     options   options from `parse_options`, without --fit
     points    figures of the simulations so far
 
-    Raises InputError for a cost model or a workload that cannot be read.
+    The constructor raises InputError for a cost model or a workload that cannot be read.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -47,7 +47,7 @@ class Study:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about changes to the workload."""
+        """Sentences about requests that were left out or truncated."""
         return self._report.notes()
 
     def run(self, files: OutputFiles) -> dict[str, Any]:
@@ -55,7 +55,8 @@ class Study:
 
         files   output files of the command; the trace of --trace is added to them
 
-        Raises ConfigError for settings that a manager would refuse, and OSError if the trace cannot be written.
+        Raises ConfigError for settings that a manager would refuse, InputError for an invalid size of the pool, and
+        OSError if the trace cannot be written.
         """
         options = self._options
         trace = None if options.trace is None else TraceWriter(files.open(options.trace, "wb"))

@@ -19,10 +19,10 @@ class Traffic:
     arrival_s       [n] float64, seconds, ascending, the first at 0 or later
     input_tokens    [n] int64, length of the prompt
     output_tokens   [n] int64, length of the output
-    prompt          (index) -> [input tokens] int32; equal prefixes can be reused
-    prefixes        index -> ids of the request's blocks of PREFIX_TOKENS tokens; None: unknown
+    prompt          (index) -> [input tokens] int32, the tokens of the prompt; equal prefixes can be reused
+    prefixes        index -> ids of the prompt's blocks of PREFIX_TOKENS tokens; None: unknown
 
-    Raises ValueError for columns of different lengths.
+    The constructor raises ValueError for columns of different lengths.
     """
 
     def __init__(self, arrival_s: np.ndarray, input_tokens: np.ndarray, output_tokens: np.ndarray, prompt: Prompt, *,
@@ -37,7 +37,7 @@ class Traffic:
 
     @classmethod
     def of_records(cls, records: Iterable[Record]) -> "Traffic":
-        """Make the traffic of records in order of arrival.
+        """Make the traffic of records, which must be in the order of arrival.
 
         Prompts with tokens keep their tokens. Other prompts share only the blocks with equal prefix ids.
         """
@@ -68,7 +68,7 @@ class Traffic:
 
 
 class PromptMaker:
-    """Generates prompts. A call costs little more than a copy of the tokens.
+    """Generates the prompt of a request index. A call costs little more than a copy of the tokens.
 
     The tokens of a block of PREFIX_TOKENS tokens depend on the block's id. All other tokens depend on the request.
     """

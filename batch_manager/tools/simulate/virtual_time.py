@@ -1,4 +1,4 @@
-"""A clock that the simulation advances."""
+"""The clock of a simulation."""
 
 from ...clock import SystemClock
 
