@@ -41,7 +41,7 @@ class ReliableClock:
         try:
             now = float(self._clock.monotonic())
             if not abs(now) < LATEST_S:
-                raise ValueError("no time")
+                raise ValueError("the time is out of range, or not a number")
         except BaseException as error:
             return self._continued(error)
         self._last, self._failing_since = now, None
@@ -52,7 +52,7 @@ class ReliableClock:
             with self._in_timestamp:
                 text = self._clock.timestamp()
                 if type(text) is not str:
-                    raise TypeError("no text")
+                    raise TypeError("the timestamp is not a string")
                 text.encode()
         except ForeignCodeError as failure:
             self._note(failure.error)
@@ -74,7 +74,7 @@ class ReliableClock:
 
 
 def reliable(clock: Clock | None) -> Clock:
-    """The engine's clock: the system's clock for None, else a reliable version of the custom clock."""
+    """Return the engine's clock: the custom clock made reliable, or the system's clock if there is no custom one."""
     if clock is None:
         return SystemClock()
     return clock if isinstance(clock, SystemClock | ReliableClock) else ReliableClock(clock)

@@ -245,7 +245,8 @@ class Parts:
     def __post_init__(self) -> None:
         if self.stages is not None and not callable(self.stages) and not isinstance(self.stages, list | tuple):
             raise ConfigError(f"Parts.stages is of type {type(self.stages).__name__}",
-                              "expected a list or tuple of LogitsStages, a factory (num_slots, device) of one, or None",
+                              "expected a list or tuple of LogitsStages, a function (num_slots, device) that returns "
+                              "one, or None",
                               "put the stages into a list, or leave it None")
         for name, takes in (("attention", "spec, kv_pool"), ("trace", "iteration_trace"), ("after_responses", ""),
                             ("at_end", "health"),

@@ -91,6 +91,9 @@ def checked_stages(part: Any) -> Callable[..., tuple[Any, ...]] | None:
         return None
 
     def make(num_slots: int, device: Any) -> tuple[Any, ...]:
+        if isinstance(part, type) and not can_be_called_with(part, 2):
+            raise ConfigError(f"Parts.stages is the class {part.__name__}", "expected a list of LogitsStages",
+                              f"pass [{part.__name__}(...)]")
         made = _made("stages", part, num_slots, device) if callable(part) else part
         if not isinstance(made, list | tuple):
             raise ConfigError(f"the factory in Parts.stages returned a value of type {type_name(made)}",

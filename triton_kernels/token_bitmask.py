@@ -32,7 +32,7 @@ def _token_bitmask_kernel(
 
 
 def token_bitmask(logits, bitmask):
-    """Forbid tokens in place. See the module docstring for shapes."""
+    """Set the logits of forbidden tokens to -inf, in place. See the module docstring for shapes."""
     num_rows, vocabulary = logits.shape
     assert bitmask.shape[0] == num_rows and 32 * bitmask.shape[1] >= vocabulary
     assert logits.stride(1) == bitmask.stride(1) == 1

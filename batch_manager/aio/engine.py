@@ -128,10 +128,10 @@ class AsyncEngine:
         await self.close(drain=exception_type is None)
 
     def _submit(self, tensors: Mapping[str, Any], is_streaming: bool, options: dict[str, Any]) -> Mailbox:
-        for name in ("request_id", "is_streaming"):
+        for name, way_out in (("request_id", "leave it out"), ("is_streaming", "call stream() for a stream, generate() "
+                                                               "for the whole output")):
             if name in options:
-                raise TypeError(f"{name} was given; the engine sets it: stream() streams, generate() does not; "
-                                "leave it out")
+                raise TypeError(f"{name} was given; the engine sets it; {way_out}")
         switchboard = self._switchboard
         if switchboard.closed is not None:
             raise RequestFailed(switchboard.closed.code, str(switchboard.closed))

@@ -134,7 +134,7 @@ class FixedTileAttention(TorchPagedAttention):
         """Return the attention of queries [u, rows, head_size] over key and value [tiles, u, tile, head_size].
 
         planned       a _Group or _RowTile
-        units         the factors of u: (sequences, kv heads)
+        units         (number of sequences, number of kv heads); u is their product
         sink_logits   [kv heads, group] or None
         """
         num_tiles, (count, height, _), mask = len(key), queries.shape, planned.mask

@@ -55,8 +55,8 @@ def default_stages(state: SlotState, own: Sequence[LogitsStage] = ()) -> tuple[L
 
 
 class Stages:
-    """The stages of a decoder. Each stage has a bit of `SlotState.features` and a column for each parameter that it
-    reads.
+    """The stages of a decoder. In `SlotState`, each stage has one bit in `features`, and a column for each parameter
+    that it reads.
 
     raised_last   the stage that last raised, in `set_up` or `apply`; None: no stage raised
     """

@@ -197,7 +197,7 @@ class PrefixClaim:
 
 
 def copies_of_first_beam(table: np.ndarray, num_tokens: int) -> list[BlockCopy]:
-    """Return the copies that fill the last block of every other beam with the content of the first beam's last block.
+    """Return the copies to make, so that each beam's own last block has the content of the first beam's last block.
 
     table   [beams, blocks]
     """

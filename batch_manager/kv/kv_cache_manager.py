@@ -297,7 +297,8 @@ class KvCacheManager:
         ends = -(-lengths // self.tokens_per_block)
         if self._slides or (ends > sequences.last_blocks[slots]).any():
             raise InternalError(f"{tokens} tokens are claimed at once",
-                                "expected no window, and no tokens beyond the last one")
+                                "expected no attention window, and no more blocks than the final length of a request "
+                                "needs")
         counts = ends - sequences.ends[slots]
         growing = counts > 0
         if self.pool.has_timed_priorities:

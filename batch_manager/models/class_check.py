@@ -83,7 +83,7 @@ def refuse_wrong_spec(model_class: type, spec: object) -> None:
 
 
 def _fields(spec: ModelSpec) -> Iterable[tuple[str, str, bool]]:
-    """Yield (field, expected value, whether the field has such a value)."""
+    """Yield (name of a field, description of its valid values, whether its value is valid)."""
     for field in _SIZES:
         size = getattr(spec, field)
         yield field, "an integer above 0", isinstance(size, int) and not isinstance(size, bool) and size > 0

@@ -277,8 +277,8 @@ class Admission:
                 raise InvalidRequestError(f"logits_post_processor is {given[:64]!r}",
                                           f"the only valid name is {BATCHED!r}", "pass a callable")
             if self.logits_post_processor_batched is None:
-                raise InvalidRequestError(f"logits_post_processor is {BATCHED!r} and there is no batched one",
-                                          "the GptManager must be constructed with one",
+                raise InvalidRequestError(f"logits_post_processor is {BATCHED!r}",
+                                          "the GptManager has no batched post-processor",
                                           "set Parts(logits_post_processor_batched=...), or pass a callable")
             return given
         if not callable(given):

@@ -330,7 +330,7 @@ def _hypothesis(given: Hypothesis, width: int, longest: int) -> Hypothesis:
         raise WrongOutputError(f"a result of a search is of type {type_name(given)}, not a Hypothesis")
     shape = np.shape(given.tokens)
     if len(shape) != 1 or shape[0] > longest:
-        raise WrongOutputError(f"tokens of a hypothesis have shape {shape}, at most ({longest},) is expected")
+        raise WrongOutputError(f"tokens of a hypothesis have shape {shape}, expected at most ({longest},)")
     rows = _integers("rows of a hypothesis", given.rows, INT32, shape)
     _check_beams(width, rows)
     _check_beams(1, rows[:1])
@@ -372,11 +372,11 @@ def _integers(name: str, values: np.ndarray, dtype: np.dtype, shape: tuple[int, 
     unsigned type."""
     values = np.asarray(values)
     if values.shape != shape:
-        raise WrongOutputError(f"{name} have shape {values.shape}, {shape} is expected")
+        raise WrongOutputError(f"{name} have shape {values.shape}, expected {shape}")
     if values.dtype is dtype:
         return values
     if values.dtype.kind not in "iu" and values.size:
-        raise WrongOutputError(f"{name} are {values.dtype}, integers are expected")
+        raise WrongOutputError(f"{name} are {values.dtype}, expected integers")
     converted, range_ = values.astype(dtype), np.iinfo(dtype)
     converted[(values < range_.min) | (values > range_.max)] = np.array(-1).astype(dtype)
     return converted
@@ -385,9 +385,9 @@ def _integers(name: str, values: np.ndarray, dtype: np.dtype, shape: tuple[int, 
 def _numbers(name: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     values = np.asarray(values)
     if values.shape != shape:
-        raise WrongOutputError(f"{name} have shape {values.shape}, {shape} is expected")
+        raise WrongOutputError(f"{name} have shape {values.shape}, expected {shape}")
     if values.dtype.kind not in "fiu":
-        raise WrongOutputError(f"{name} are {values.dtype}, numbers are expected")
+        raise WrongOutputError(f"{name} are {values.dtype}, expected numbers")
     return values.astype(np.float32, copy=False)
 
 

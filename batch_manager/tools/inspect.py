@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print how a checkpoint would run, or why it cannot run, and return 0 or 1."""
     parser = argparse.ArgumentParser(
         prog="batch-manager inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="exit status: 0 it can run; 1 it cannot; 2 an argument is wrong; 130 Ctrl-C")
+        epilog="exit status: 0 it can run; 1 it cannot, with these options; 2 the command line is wrong; 130 Ctrl-C")
     parser.add_argument("path", help="folder with config.json and *.safetensors, or a .gguf file")
     parser.add_argument("--device", help="such as cpu or cuda:0; default: a GPU if there is one")
     parser.add_argument("--dtype", default="auto", help="dtype of the weights: float32, bfloat16, ... (default: auto)")

@@ -33,6 +33,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from .__main__ import run_as
 from .watch_figures import COUNTS, LATENCIES, QUANTILES, Figures, History
 from .watch_sources import FileSource, MetricsSource, Source, SourceError
 
@@ -198,3 +199,7 @@ def _picture(source: Source) -> "Picture | None":
 
 def _terminated(number: int, _: FrameType | None) -> None:
     raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as("watch"))

@@ -100,12 +100,12 @@ class Fields:
         return ModelLoadError(f"{self.where}: {_name(name)} is missing", f"expected {expected}", fix)
 
     def count(self, name: str, default: Any = _REQUIRED, minimum: int = 1, maximum: int = MAX_COUNT) -> Any:
-        """Return an integer in `minimum`..`maximum`."""
+        """Return the value of a field that must be an integer in `minimum`..`maximum`."""
         return self._get(name, default, lambda value: isinstance(value, int) and minimum <= value <= maximum,
                          f"an integer in {minimum:,}..{maximum:,}")
 
     def counts(self, name: str, lengths: range) -> list[int]:
-        """Return a list of integers >= 0 whose length is in `lengths`."""
+        """Return the value of a field that must be a list of integers >= 0, with a length in `lengths`."""
         return self._get(name, Fields._REQUIRED,
                          lambda value: isinstance(value, list) and len(value) in lengths
                          and all(type(item) is int and 0 <= item <= MAX_COUNT for item in value),

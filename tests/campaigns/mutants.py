@@ -1,4 +1,4 @@
-"""T14: mutants with a changed comparison, number or truth value of the core fail a test, or are listed with a reason.
+"""T14: if one comparison, number or truth value in the core is changed, a test fails. Exceptions are listed.
 
     python -m tests.campaigns --suite T14-mutants [--first-seed 7]
 

@@ -69,7 +69,11 @@ def audited(folder: Path) -> Iterator[list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Threads, open files and memory of the process. Memory is in bytes: now, and the most since `forget_peak`."""
+    """Threads, open files and memory of the process.
+
+    resident   bytes of memory in use
+    peak       the most bytes of memory in use since `forget_peak`
+    """
 
     threads: int
     files: int

@@ -1,4 +1,7 @@
-"""Fixtures: the differential harness, and laboratories that live as long as the session."""
+"""Fixtures: the module differential.py, and its laboratories, which are kept until the session ends.
+
+A `Laboratory` keeps the backends of one checkpoint, and the outcomes of requests that ran alone.
+"""
 
 import importlib.util
 import sys

@@ -100,7 +100,7 @@ def test_a_table_of_another_width_is_refused_with_the_models(make_manager, new_c
     make_manager(client, model_path=llama_reference.folder, num_threads=1, **WAYS["fused"])
     client.wait_for_finals(1)
     assert client.final(1).code == "INVALID_REQUEST"
-    assert "there are 63 columns of prompt_embedding_table; there must be 64" in client.final(1).error
+    assert "the number of columns of prompt_embedding_table is 63; it must be 64" in client.final(1).error
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -163,5 +163,5 @@ def test_more_tokens_than_there_is_room_for_are_not_claimed_at_once(make_request
     assert [kv.kv_length(request) for request in requests] == [4, 4] and kv.free_blocks == 2
     audit(kv)
     kv = KvCacheManager(8, 2, 100, window=4)
-    with pytest.raises(InternalError, match="no window"):
+    with pytest.raises(InternalError, match="no attention window"):
         kv.claim_tokens([start(kv, make_request(0, 4, max_new_tokens=20))], 2)

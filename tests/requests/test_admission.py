@@ -282,7 +282,7 @@ def change_nothing(request_id, logits, token_ids):
 
 @pytest.mark.parametrize("wrong, says", [
     (True, "of type bool"), (3, "of type int"), ([change_nothing], "of type list"), (b"batched", "of type bytes"),
-    ("bathced", "'bathced'"), ("\x1b[2J", r"'\x1b[2J'"), ("batched", "there is no batched one"),
+    ("bathced", "'bathced'"), ("\x1b[2J", r"'\x1b[2J'"), ("batched", "the GptManager has no batched post-processor"),
     (lambda logits: logits, "three arguments"), (lambda a, b, c, stream: b, "three arguments")])
 def test_a_logits_post_processor_is_a_callable_of_three_arguments_or_the_batched_one(wrong, says, refusal):
     text = refusal(flags={"logits_post_processor": wrong})

@@ -1,4 +1,4 @@
-"""Bugs that an asynchronous exception reveals, reintroduced in the guard or in the files that move items.
+"""Plants old bugs in the files that move items. An asynchronous exception at the right place reveals them.
 
 This module does not import torch, because the process forks at every place of the sweep.
 """

@@ -93,7 +93,7 @@ class Soaked:
             yield f"audit: {error}"
 
     def held(self) -> tuple[dict[str, int], int]:
-        """Return (objects by type, entries of containers) that the manager keeps alive."""
+        """Count what the manager keeps alive. Returns (number of objects by type, entries of all containers)."""
         server = self.server
         without = [server, server.clock, server.rng, self.model, logging.root, logging.getLogger("batch_manager")]
         return reachable_objects(self.manager, without)

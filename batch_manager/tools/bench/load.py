@@ -24,9 +24,11 @@ class Load:
     random_seed: int = 0
 
     def arriving(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the requests with the arrival times of this load.
+        """Return copies of the requests with the arrival times of this load.
 
-        With a rate, the first request arrives at 0, and requests keep the workload's order of arrival.
+        Returns `requests` itself if the requests keep their times.
+
+        If `request_rate` is above 0, the requests arrive in the workload's order, the first one at 0 s.
         """
         if self.concurrency is not None or (self.request_rate is not None and self.request_rate <= 0):
             return [dict(request, arrival_s=0.0) for request in requests]
