@@ -46,7 +46,7 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
                               "expected a plain function, because the worker never runs the object that it returns",
                               "pass a function, for instance one that uses loop.call_soon_threadsafe")
         if callback is not None and not can_be_called_with(callback, len(takes)):
-            raise ConfigError(f"{name} cannot be called with {len(takes)} arguments",
+            raise ConfigError(f"{name} cannot be called with {len(takes)} argument{'s' * (len(takes) != 1)}",
                               f"it is called as {name.rpartition('.')[2]}({', '.join(takes)})",
                               "accept these parameters, or *args")
     if terminate_req_id is not None and (isinstance(terminate_req_id, bool) or not isinstance(terminate_req_id, int)

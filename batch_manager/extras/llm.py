@@ -224,7 +224,8 @@ class LLM:
             return list(prompt)
         raise InvalidRequestError(f"a prompt is of type {type_name(prompt)}",
                                   "expected a string, a list of token ids, or a list of messages",
-                                  "pass several prompts as a list, and a conversation to chat()")
+                                  "pass one prompt to stream(), a list of prompts to generate() ([[5, 6]] is one "
+                                  "prompt of token ids), and a conversation to chat()")
 
     def _check_open(self) -> None:
         if self._switchboard.closed is not None:

@@ -220,6 +220,9 @@ def _names_shipped_class(config: Fields) -> bool:
 
 
 def _not_understood(config: Fields, name: str) -> ModelLoadError:
+    if name == "quantization_config":
+        return config.fault(name, "unquantised weights, because quantised ones are not supported",
+                            "use a checkpoint with weights in F32, F16 or BF16, or a GGUF file")
     return config.fault(name, "only fields that the model class reads",
                         "register a model class that reads the field and lists it in `understands`")
 

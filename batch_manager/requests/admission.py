@@ -85,7 +85,7 @@ SAMPLING_OPTIONS = frozenset(parameter.tensor for parameter in PARAMETERS.values
 
 MAX_CACHE_SALT = 1024
 MAX_TOP_LOG_PROBS = 20     # as in OpenAI's API
-LATEST_S = 1e9             # thirty years; as nanoseconds it is an int64
+LATEST_S = 4e9             # more than the time since 1970, which gets an error of its own; fits int64 as nanoseconds
 BATCHED = "batched"        # the name of TensorRT-LLM's batched post-processor
 
 _IS_STREAMING = TensorSpec("is_streaming", Content.FLAG, Shape.SCALAR)
@@ -292,7 +292,7 @@ class Admission:
         except TypeError:
             raise InvalidRequestError("logits_post_processor cannot be called with three arguments",
                                       "it is called with (request_id, logits, token_ids)",
-                                      "drop a stream parameter: on a GPU the engine's stream is current") from None
+                                      "give it these parameters; on a GPU the engine's stream is current") from None
         return given
 
     def _decide(self, request_id: int, raw: _RawRequest) -> Admitted:

@@ -106,6 +106,13 @@ def test_a_deadline_counts_from_the_arrival(make_world, new_request):
     assert metrics_of(world, 1).end_to_end_s == 8.5
 
 
+def test_the_wall_clock_as_arrival_is_refused_with_the_right_clock(make_world, new_request):
+    world = make_world()
+    world.client.pending = [new_request(1, [1], 2, arrival_time=1_790_000_000.0)]
+    world.run()
+    assert world.client.final(1).error.endswith("take it from time.monotonic(), not from time.time()")
+
+
 @pytest.mark.parametrize("arrival", ["ahead", float("nan"), float("inf"), True, "1"])
 def test_an_arrival_that_cannot_be_is_refused_and_costs_no_other(arrival, make_world, new_request):
     world = make_world()

@@ -85,6 +85,11 @@ def test_rotary_parameters_of_both_generations_of_configurations(fields, expecte
     assert spec_of("LlamaForCausalLM", **fields).rotary == expected
 
 
+def test_quantised_weights_are_refused_by_name(spec_of):
+    with pytest.raises(ModelLoadError, match="quantization_config is .*; expected unquantised weights, .*use a"):
+        spec_of("LlamaForCausalLM", quantization_config={"quant_method": "gptq"})
+
+
 def test_yarn_needs_its_factor_as_in_transformers(spec_of):
     with pytest.raises(ModelLoadError, match="rope_scaling: factor is missing"):
         spec_of("LlamaForCausalLM", rope_scaling={"type": "yarn", "original_max_position_embeddings": 32})

@@ -263,6 +263,7 @@ def test_options_that_are_no_tensors_are_checked_too(option, wrong, refusal):
     ("priority", "high", "priority is of type str; it must be a number"),
     ("priority", True, "priority is True; it must be a number"),
     ("deadline_s", "soon", "deadline_s is of type str; it must be seconds, or None"),
+    ("arrival_time", 5e9, "arrival_time is 5000000000.0; it must be a number in "),
     ("arrival_time", [1, 2], "arrival_time is of type list; it must be seconds of time.monotonic(), or None"),
     ("cache_salt", 3, "cache_salt is of type int; it must be a str, bytes or None"),
     ("cache_salt", "x" * 1025, "cache_salt has 1,025 characters; it must have at most 1,024; pass a digest"),
@@ -274,6 +275,11 @@ def test_an_error_of_an_option_states_its_type_and_unit(option, value, says, ref
 @pytest.mark.parametrize("text", ["5 6", b"5 6"])
 def test_the_way_out_for_text_is_not_an_array_of_text(text, refusal):
     assert "pass integers of any width" in refusal(input_ids=text)
+
+
+@pytest.mark.parametrize("value", [{}, object(), {1, 2}])
+def test_the_way_out_for_an_object_that_is_no_array_is_not_an_array(value, refusal):
+    assert refusal(temperature=value).endswith("; pass floats or integers")
 
 
 def change_nothing(request_id, logits, token_ids):
