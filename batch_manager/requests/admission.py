@@ -85,7 +85,7 @@ SAMPLING_OPTIONS = frozenset(parameter.tensor for parameter in PARAMETERS.values
 
 MAX_CACHE_SALT = 1024
 MAX_TOP_LOG_PROBS = 20     # as in OpenAI's API
-LATEST_S = 4e9             # more than the time since 1970, which gets an error of its own; fits int64 as nanoseconds
+LATEST_S = 4e9             # above time.time(), which the intake refuses with advice; as nanoseconds it is an int64
 BATCHED = "batched"        # the name of TensorRT-LLM's batched post-processor
 
 _IS_STREAMING = TensorSpec("is_streaming", Content.FLAG, Shape.SCALAR)

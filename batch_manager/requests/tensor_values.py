@@ -217,11 +217,12 @@ def _as_array(spec: TensorSpec, value: Any) -> np.ndarray:
     elif type(value) in (int, float, bool):
         raise _wrong_shape(spec, ())
     else:
+        is_like_an_array = not isinstance(value, str | bytes) and (
+            isinstance(value, Sequence) or hasattr(type(value), "__array__"))
         raise InvalidRequestError(
             f"{spec.name} is of type {type_name(value)}",
             "it must be a torch CPU tensor, a numpy array, a number or a list, not of a subclass",
-            "convert it with numpy.array(...)" if hasattr(type(value), "__array__") or isinstance(value, Sequence)
-            and not isinstance(value, str | bytes) else f"pass {spec.content.value}")
+            "convert it with numpy.array(...)" if is_like_an_array else f"pass {spec.content.value}")
     if array.dtype.kind not in _KINDS[spec.content]:
         raise _wrong_content(spec, _KIND_IN_WORDS.get(array.dtype.kind, f"values of dtype {array.dtype}"[:64]))
     return array.view(np.ndarray)

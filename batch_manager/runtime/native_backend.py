@@ -172,10 +172,11 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     except Exception as error:
         if backend is not None:
             backend.close()
-        if isinstance(error, ConfigError):
+        # A factory in Parts that ran out of memory comes as a ConfigError.
+        if isinstance(error, ConfigError) and (type(error) is not ConfigError or not is_out_of_memory(error.__cause__)):
             raise
         state = f"{num_slots:,} sequences of {max_seq_len:,} tokens and {max_beam_width:,} beams"
-        if is_out_of_memory(error):
+        if isinstance(error, ConfigError) or is_out_of_memory(error):
             raise InsufficientMemoryError(
                 f"no memory is left for a step and the state of {state}: {first_line(error)}",
                 "a step of the largest batch must fit in addition to the weights and the KV cache",

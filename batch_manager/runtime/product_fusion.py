@@ -27,10 +27,10 @@ class FusedProduct:
 
 
 def fuse(recording: LaunchRecording, pays: Callable[[int, int, bool, str], bool]) -> list[Operation | FusedProduct]:
-    """Return the operations in order, with products and their neighbours fused where that is faster.
+    """Return the operations in order, with norms, activations, biases and sums fused into matrix products.
 
-    pays   (columns of x, columns of the result, whether the activation is gated, norm: "none", "rms" or "layer") ->
-           whether fusing such a product saves time
+    pays   (columns of the product's input, columns of the result, whether the activation is gated, norm: "none", "rms"
+           or "layer") -> whether it is faster to fuse a product with this norm and activation
     """
     operations, widths = recording.operations, recording.widths
     readers: dict[int, list[int]] = {}

@@ -224,7 +224,8 @@ def write_trace(iterations: Iterable[IterationTrace], file: IO[bytes]) -> None:
 def read_trace(file: IO[bytes]) -> Iterator[IterationTrace]:
     """Yield the iterations of a trace. A last line that a crash cut off is left out.
 
-    Raises ValueError, which names line and field, for content that no `TraceFile` writes.
+    Raises ValueError if a `TraceFile` cannot have written the file. The message names the line, and the field if one is
+    wrong.
     """
     _check_header(file.readline())
     before: IterationTrace | None = None

@@ -363,7 +363,8 @@ def _slot(slot: int) -> int:
 def _failure(failure: RowFailure) -> RowFailure:
     if (not isinstance(failure, RowFailure) or not isinstance(failure.code, ErrorCode)
             or not isinstance(failure.message, str)):
-        raise WrongOutputError(f"failures holds a value of type {type_name(failure)}, not a RowFailure")
+        raise WrongOutputError(f"failures holds a value of type {type_name(failure)}, not a RowFailure with a "
+                                   "code and a text")
     return failure
 
 

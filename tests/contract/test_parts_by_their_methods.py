@@ -7,7 +7,7 @@ import pytest
 
 from batch_manager import CapacityScheduler, MicroBatchScheduler, Parts, RequestScheduler, SchedulerOutput
 from batch_manager.custom_parts import checked_attention
-from batch_manager.errors import ConfigError
+from batch_manager.errors import ConfigError, InsufficientMemoryError
 from batch_manager.testing.scripted_backend import ScriptedBackend
 
 PROMPTS = {1: [5, 6, 7], 2: [8, 9], 3: [4]}
@@ -148,3 +148,14 @@ def test_a_factory_that_raises_is_named_in_the_caller(make_manager, new_client, 
     with pytest.raises(ConfigError, match=f"^the factory in Parts.{name} raised ZeroDivisionError: a bug of the "
                                           "factory; expected it to return the part; correct the factory"):
         make_manager(new_client(), max_seq_len=64, parts={**own, name: fails}, **path)
+
+
+def test_a_factory_that_runs_out_of_memory_gets_the_advice_for_memory(make_manager, new_client):
+    torch = pytest.importorskip("torch")
+
+    def exhausted(*given, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(InsufficientMemoryError, match="no memory is left for a step .*; lower max_num_sequences"):
+        make_manager(new_client(), max_seq_len=64, model_path="examples/models/austen-4m",
+                     parts={"attention": exhausted})
