@@ -164,8 +164,8 @@ def test_a_backend_without_copies_is_refused_where_beams_are_allowed(make_world)
             super().__init__()
             self.info = replace(self.info, copies_blocks=False)
 
-    with pytest.raises(ConfigError, match="max_beam_width is 2; the backend of type WithoutCopies does not copy blocks: "
-                                          ".*copies_blocks"):
+    with pytest.raises(ConfigError, match="max_beam_width is 2; the backend of type WithoutCopies does not copy "
+                                          "blocks: .*copies_blocks"):
         make_world(max_beam_width=2, backend=WithoutCopies())
     with pytest.raises(ConfigError, match="enable_block_reuse is set; the backend of type WithoutCopies does not "
                                           "copy blocks"):
