@@ -12,7 +12,7 @@ from .kv_cache_manager import KvCacheManager
 
 
 def audit(kv_cache_manager: KvCacheManager) -> None:
-    """Check the pool and the sequences, and that they agree. Raises InternalError with a list of the faults."""
+    """Check that pool, sequences and prefix cache agree. Raises InternalError with a list of the faults."""
     faults = [*kv_cache_manager.pool.faults(), *kv_cache_manager.sequences.faults(), *_disagreements(kv_cache_manager)]
     if faults:
         raise InternalError("the accounting of the KV cache is inconsistent: " + "; ".join(faults))

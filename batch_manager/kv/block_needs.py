@@ -36,11 +36,11 @@ def most_blocks(prompt_len: int, max_new_tokens: int, window: AttentionWindow, b
 
 def blocks_with_last_one(prompt_len: int, max_new_tokens: int, window: AttentionWindow, beam_width: int = 1, *,
                          own_last: bool = False) -> int:
-    """Number of blocks that a sequence holds, over all beams, between taking its last block and releasing the block
-    that leaves the window.
+    """Number of blocks that a sequence holds, over all beams, when it has taken its last block, but has not yet
+    released the oldest block, which leaves the window.
 
-    A sequence never holds more blocks in its generation phase, because each beam takes its own new block, while all
-    beams may share the block that leaves the window.
+    This is the largest number of the generation phase: each beam takes its own new block, while all beams may share the
+    block that leaves the window.
     """
     unit = window.tokens_per_block
     shared = (prompt_len - 1 if own_last else prompt_len) // unit

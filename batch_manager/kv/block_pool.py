@@ -40,7 +40,7 @@ class BlockPool:
 
     @property
     def num_live(self) -> int:
-        """Number of blocks with at least one owner, counted over all blocks."""
+        """Number of blocks with at least one owner. Slow: reads the owner count of every block."""
         return self.num_blocks - self._owners.count(0)
 
     def free_order(self) -> list[int]:
@@ -51,7 +51,7 @@ class BlockPool:
         return self._owners[block_id]
 
     def first_free(self) -> int | None:
-        """The block that is allocated next."""
+        """The block that is allocated next; None if no block is free."""
         return self.free.first()
 
     def priority(self, block_id: int) -> int:
@@ -63,7 +63,7 @@ class BlockPool:
         return self.free.is_offloadable(block_id)
 
     def set_priority(self, block_id: int, priority: int, duration: float | None = None) -> None:
-        """Set the priority of a block with an owner.
+        """Set the retention priority, 0..100, of a block with an owner.
 
         duration   seconds after the release of the block for which the priority holds; None: for ever
         """
@@ -72,14 +72,15 @@ class BlockPool:
         self.free.set_priority(block_id, priority, duration)
 
     def end_timed_priorities(self) -> None:
-        """Reset expired priorities of free blocks to the default. Each of these blocks becomes the last one of the
+        """Reset expired priorities of free blocks to the default. These blocks move after all free blocks of the
         default priority."""
         self.free.refresh()
 
     def note_contents_lost(self, block_ids: Iterable[int]) -> None:
         """Note that the prefix cache can no longer find the content of these blocks.
 
-        Free blocks with another priority get the default priority and become its first blocks, lowest id first.
+        Those of `block_ids` that are free and do not have the default priority get this priority, and move before all
+        other free blocks with this priority, lowest id first.
         """
         free = [block_id for block_id in block_ids if not self._owners[block_id]]
         self.num_cached -= len(free)
@@ -112,10 +113,11 @@ class BlockPool:
         self._owners[block_id] += 1
 
     def give_back(self, block_ids: Sequence[int], front: bool = False) -> None:
-        """Remove one owner from each of these blocks. A block without another owner becomes the last free block of its
-        priority.
+        """Remove one owner from each block. A block that loses its last owner becomes free, and comes after all free
+        blocks of its priority.
 
-        front   the block becomes the first free block of its priority instead, so the last of `block_ids` comes first
+        front   add each of these blocks before all free blocks of its priority, so that the last of `block_ids` comes
+                first
 
         Raises InternalError, with nothing changed, if a block has no owner or occurs twice.
         """

@@ -21,12 +21,12 @@ from .window import AttentionWindow
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The result of a claim, for the description of its step.
+    """The result of `KvCacheManager.claim`, from which the batch of the step is made.
 
     table_updates   changed entries of the block tables
-    copies          copies of blocks before the step, in order
+    copies          copies of block contents to make before the step, in order
     slots           [g] int32, slots of the g generating requests in the order of the claim
-    kv_lengths      [g] int32, tokens of these requests in the KV cache before the step
+    kv_lengths      [g] int32, number of tokens of these requests in the KV cache before the step
     """
 
     table_updates: BlockTableUpdates
@@ -40,9 +40,11 @@ class Claim:
 
 def start(pool: BlockPool, sequences: SequenceTable, first_chunks: Sequence[LlmRequest],
           taken_elsewhere: int) -> list[Entries]:
-    """Allocate the blocks of the whole prompts of first chunks. Beams share all but a partly filled last block.
+    """Allocate blocks for the whole prompt of each request in `first_chunks`. Returns the new block table entries.
 
-    taken_elsewhere   blocks to leave for the other requests of the step
+    Beams share all blocks but a partly filled last block.
+
+    taken_elsewhere   number of blocks to leave free for the generating requests of the step
 
     Raises OutOfBlocksError, with nothing changed, if too few blocks are free.
     """
@@ -64,7 +66,7 @@ def start(pool: BlockPool, sequences: SequenceTable, first_chunks: Sequence[LlmR
 
 def start_with_reuse(cache: PrefixCache, sequences: SequenceTable, first_chunks: Sequence[LlmRequest],
                      taken_elsewhere: int) -> list[Entries]:
-    """Start these requests as `start` does, but with the cached blocks of their prompts.
+    """Allocate blocks as `start` does, but reuse the cached blocks of the prompts.
 
     Sets `sequences.reused_tokens` to the number of cached tokens of each prompt. Beams do not share the last block of
     the prompt.
@@ -88,7 +90,7 @@ def _last_blocks(request: LlmRequest, tokens_per_block: int) -> int:
 class Start:
     """The blocks of a new sequence.
 
-    block_ids       in token order; with beams, the last ones are the last block of each beam
+    block_ids       in token order; with beams, the list ends with the last prompt block of each beam
     reused_tokens   cached tokens at the beginning of the sequence
     """
 
@@ -97,7 +99,7 @@ class Start:
 
 
 class PrefixClaim:
-    """One claim for several first chunks. At least `needed` blocks must be free.
+    """Takes the blocks of several first chunks, with reuse. The caller checks that `needed` blocks are free.
 
     The claim protects all cached blocks that the chunks reuse before it takes the first new block. New blocks therefore
     evict none of the blocks that the plan found. The source of a copy stays protected until its destination is taken.
@@ -115,11 +117,11 @@ class PrefixClaim:
 
     @property
     def needed(self) -> int:
-        """Free blocks that the claim takes, including those of the other requests of the step."""
+        """Number of free blocks that `start` takes, plus `taken_elsewhere`."""
         return self._left + len(self._unowned)
 
     def start(self) -> list[Start]:
-        """Take the blocks of all requests and return the start of each."""
+        """Take the blocks of all requests and return one Start for each request, in order."""
         self._protect()
         starts = [self._start(request, nodes) for request, nodes in zip(self._requests, self._found, strict=True)]
         for host_id in self._pinned:
@@ -166,7 +168,8 @@ class PrefixClaim:
         """Return a private block that begins with the first `num_tokens` tokens of the node.
 
         A block that a sequence holds is copied. A block that no sequence holds is copied only if another node follows
-        it and another block is free; otherwise the node's own block is returned. Content of a host block is copied.
+        it and another block is free; otherwise the block itself leaves the cache and is returned. Content of a host
+        block is copied.
         """
         source = node.block_id
         if source is None:
@@ -197,9 +200,10 @@ class PrefixClaim:
 
 
 def copies_of_first_beam(table: np.ndarray, num_tokens: int) -> list[BlockCopy]:
-    """Return the copies to make, so that each beam's own last block has the content of the first beam's last block.
+    """Return the copies that give the last block of each beam the content of the first beam's last block.
 
-    table   [beams, blocks]
+    table        [beams, blocks], the block table of the sequence
+    num_tokens   number of tokens in the last block
     """
     first, *others = table[:, -1].tolist()
     return [BlockCopy(first, block_id, num_tokens) for block_id in others if block_id != first]
@@ -209,7 +213,8 @@ def reorder(table: np.ndarray, parents: Sequence[int], tokens_in_last: int, pool
     """Make beam b continue from beam parents[b]. Takes no block. Returns the copies to make.
 
     table            [beams, blocks], changed in place
-    tokens_in_last   tokens in the last blocks, which are private; 0 if they are full and can be shared
+    tokens_in_last   number of tokens in each beam's last block, which is private; 0 if the last blocks are full and can
+                     be shared
 
     The first child of a parent keeps the parent's last block. Each further child gets the last block of a beam without
     children, and a copy of the content of the parent's last block.
@@ -238,14 +243,15 @@ def reorder(table: np.ndarray, parents: Sequence[int], tokens_in_last: int, pool
 
 def rewind(requests: Sequence[LlmRequest], num_tokens: int | Sequence[int], sequences: SequenceTable,
            pool: BlockPool, window: AttentionWindow, keeps_prompts: bool) -> None:
-    """Shorten sequences. The blocks that they release are the next to be allocated.
+    """Remove the last tokens of sequences. The blocks that this releases are the next to be allocated.
 
     num_tokens      tokens to remove: a number for each request, or one number for all
-    keeps_prompts   never shorten a prompt, because other requests may share its blocks
+    keeps_prompts   refuse to shorten a prompt, because other requests may share its blocks
 
-    Raises InternalError, with nothing changed, if a number of tokens is negative, or if a sequence holds no blocks,
-    occurs twice, becomes too short, or then attends to blocks that have left the window. With beams, also raises it if
-    the new last block of a sequence is partly filled and shared.
+    Raises InternalError, with nothing changed, if a number of tokens is negative, if a request holds no blocks or
+    occurs twice, or if a shortened sequence would be empty, would end in its prompt with `keeps_prompts`, or would need
+    blocks that were released because they left the window. With beams, also raises it if the new last block of a
+    sequence would be partly filled and shared.
     """
     unit = sequences.tokens_per_block
     slots = sequences.find_slots(requests)

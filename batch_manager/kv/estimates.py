@@ -45,8 +45,8 @@ class Estimates:
             request.beam_width, two_step_lookahead)
 
     def reusable_blocks(self, request: LlmRequest) -> tuple[int, int]:
-        """Return the number of cached leading full blocks of the prompt that running sequences hold, and the number of
-        all of them."""
+        """Return two numbers of leading full blocks of the prompt: cached blocks that running sequences hold, and all
+        cached blocks."""
         return self.held_by_others(request), 0 if self._cache is None else len(self._cache.matched(request))
 
     def held_by_others(self, request: LlmRequest) -> int:
@@ -54,9 +54,10 @@ class Estimates:
         return 0 if self._cache is None else sum(map(self._cache.is_owned, self._cache.matched(request)))
 
     def reusable_tokens(self, request: LlmRequest, to_completion: bool) -> int:
-        """Number of cached tokens of a first chunk.
+        """Number of cached prompt tokens that TensorRT-LLM subtracts from the cost of a first chunk.
 
-        to_completion   count as the estimate to completion does; False: as the estimate for one step does
+        to_completion   True: count all cached leading full blocks, up to the length of the window; False: count only
+                        the blocks that running sequences hold
         """
         if self._cache is None:
             return 0
@@ -68,14 +69,14 @@ class Estimates:
 
 
 # The arithmetic, on lengths alone.
-#
-#     held     blocks per beam that the sequence already holds
-#     shared   full blocks of the prompt that running sequences already hold
 
 
 def blocks_for_first_chunk(prompt_len: int, draft_len: int, max_new_tokens: int, window: AttentionWindow,
                            beam_width: int = 1, shared: int = 0) -> int:
-    """Number of blocks that the first context chunk takes for the whole prompt and its drafts, without `shared`."""
+    """Number of blocks that the first context chunk takes for the whole prompt and its drafts.
+
+    shared   number of full blocks of the prompt that running sequences hold; these blocks are not counted
+    """
     tokens = min(prompt_len + draft_len, window.size + max_new_tokens) + window.bubble
     return blocks_of_prompt(tokens, window.tokens_per_block, beam_width) - min(
         shared, tokens // window.tokens_per_block)
@@ -85,7 +86,7 @@ def blocks_for_generation_step(kv_length: int, tokens_left: int, draft_len: int,
                                beam_width: int = 1, two_step_lookahead: bool = False) -> int:
     """Number of blocks that the next generation step takes (with look-ahead, the next two), if every draft is accepted.
 
-    kv_length     tokens in the cache before the step
+    kv_length     number of tokens in the cache before the step
     tokens_left   prompt_len + max_new_tokens - kv_length
     """
     steps = 2 if two_step_lookahead else 1
@@ -96,8 +97,8 @@ def blocks_for_generation_step(kv_length: int, tokens_left: int, draft_len: int,
 
 
 def blocks_at_the_end(prompt_len: int, max_new_tokens: int, window: AttentionWindow) -> int:
-    """The largest number of blocks per beam, without the additional block that a sliding window may need temporarily.
-    """
+    """The largest number of blocks that each beam of a sequence holds, without the additional block that a sliding
+    window may need temporarily."""
     tokens, stored = prompt_len + max_new_tokens, window.longest_stored
     blocks = ceil_div(min(tokens, stored) + window.bubble, window.tokens_per_block)
     return blocks + window.sink_blocks if tokens > stored else blocks
@@ -109,6 +110,10 @@ def blocks_to_last_token(prompt_len: int, max_new_tokens: int, generated: int, h
 
     Counts prompt_len + max_new_tokens tokens, as TensorRT-LLM does, although the last token is never stored. Counts one
     more block for a sliding window, because the sequence takes its new block before it releases the oldest one.
+
+    generated   number of output tokens so far
+    held        number of blocks that each beam holds; 0 before the first chunk
+    shared      number of full blocks of the prompt that running sequences hold; not counted if `held` is 0
     """
     unit = window.tokens_per_block
     context = (min(prompt_len, window.longest_stored) + window.bubble) // unit

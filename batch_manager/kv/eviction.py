@@ -49,7 +49,7 @@ class EvictionOrder:
         return self.priority(block_id) >= OFFLOAD_PRIORITY
 
     def first(self) -> int | None:
-        """The block that is allocated next."""
+        """The block that is allocated next; None if there is no block."""
         return next(iter(self), None)
 
     def popitem(self, wanted: int = 1) -> list[int]:
@@ -89,7 +89,7 @@ class EvictionOrder:
                 heapify(self._deadline_heap)
 
     def set_priority(self, block_id: int, priority: int, duration: float | None = None) -> None:
-        """Set the priority of a block that is in use."""
+        """Set the priority of a block that is not in the order, and the duration that begins when it is appended."""
         if priority == DEFAULT_PRIORITY:
             self._priorities.pop(block_id, None)
         else:

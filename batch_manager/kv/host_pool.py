@@ -9,8 +9,8 @@ from .prefix_index import PrefixNode
 class HostPool:
     """Host blocks, each empty or with the content of one node. A claim pins the blocks that it uses.
 
-    When all blocks are full, new content replaces the content of the oldest block of the lowest priority, unless this
-    priority is higher than that of the new content. Pinned blocks keep their content.
+    If all blocks are full, new content replaces the content of the oldest unpinned block of the lowest priority, unless
+    the new content has a lower priority.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -27,7 +27,7 @@ class HostPool:
         return node.host_id is not None and self._nodes.get(node.host_id) is node
 
     def make_way(self, priority: int) -> PrefixNode | None:
-        """Return the node to drop before content of this priority can be stored.
+        """Return the node whose host block must be emptied before content of `priority` can be stored.
 
         Returns None if a host block is empty, or if all unpinned nodes have a higher priority.
         """

@@ -27,12 +27,12 @@ from .window import AttentionWindow
 class KvCacheUsage:
     """The state of the pool at one moment: `free_blocks + live_blocks + cached_blocks == max_blocks`.
 
-    free_blocks      blocks without content
+    free_blocks      blocks that no sequence holds, without reusable content
     live_blocks      blocks that running sequences hold
     cached_blocks    blocks that no sequence holds, with reusable content
     reused_blocks    blocks that prompts found in the cache, since construction
     evicted_blocks   cached blocks whose content was lost, since construction
-    host_blocks, used_host_blocks   all host blocks, and host blocks with content
+    host_blocks, used_host_blocks   number of host blocks, and of host blocks with content
     """
 
     max_blocks: int
@@ -62,8 +62,8 @@ class KvCacheManager:
     max_draft_len                largest number of draft tokens that a claim adds to a generating request; if 0, plans
                                  ignore the draft_len of requests
     unread_steps                 steps of one token that may be claimed before the first of them is read. A sequence can
-                                 always be rewound by `unread_steps` tokens: a block is released that many tokens after
-                                 it leaves the window
+                                 always be rewound by `unread_steps` tokens, because a block is released that many
+                                 tokens after it leaves the window
     now                          clock in seconds, for priorities with a duration
 
     estimates                    TensorRT-LLM's numbers, for conformance records and custom schedulers
@@ -165,9 +165,10 @@ class KvCacheManager:
         return [requests[index] for index in np.flatnonzero(leaving).tolist()]
 
     def blocks_of_span(self, request: LlmRequest, start: int, end: int) -> list[tuple[int, int]]:
-        """Return the blocks that hold the positions start <= position < end of all beams, without released blocks.
+        """Return (block id, first index) for each block that holds a position with start <= position < end of any beam.
 
-        Each block is a pair of its id and the index, within the block, of the first position of the span.
+        The first index is the index, in the block, of the block's first position in the span. Released blocks are left
+        out.
         """
         if not self.owns(request) or start >= end:
             return []
@@ -355,14 +356,14 @@ class KvCacheManager:
             self.sequences.remove(request)
 
     def fork(self, request: LlmRequest) -> list[BlockCopy]:
-        """Return the copies that fill the last prompt block of every other beam from that of the first beam."""
+        """Return the copies that give the last prompt block of each beam the content of the first beam's one."""
         table = self.sequences.table(request)[:, :block_needs.ceil_div(request.prompt_len, self.tokens_per_block)]
         return claims.copies_of_first_beam(table, (request.prompt_len - 1) % self.tokens_per_block + 1)
 
     def reorder(self, request: LlmRequest, parents: Sequence[int]) -> list[BlockCopy]:
-        """Make each beam continue from its parent. Takes no block; the next claim returns the changed entries.
+        """Make beam b of the request continue from beam parents[b]. The next claim returns the changed table entries.
 
-        Returns the copies to make before the next step.
+        Takes no block. Returns the copies to make before the next step.
         """
         assert len(parents) == request.beam_width
         if list(parents) == list(range(request.beam_width)):
@@ -379,9 +380,10 @@ class KvCacheManager:
                      drafts of the newest step can always be removed. More tokens can be removed only while the blocks
                      that the shorter sequence needs are in the window
 
-        Raises InternalError, with nothing changed, if a number of tokens is negative, or if a sequence holds no blocks,
-        occurs twice, becomes too short, or then attends to blocks that have left the window. With beams, also raises it
-        if the new last block of a sequence is partly filled and shared.
+        Raises InternalError, with nothing changed, if a number of tokens is negative, if a request holds no blocks or
+        occurs twice, or if a shortened sequence would be empty, would end in its prompt with block reuse, or would need
+        blocks that were released because they left the window. With beams, also raises it if the new last block of a
+        sequence would be partly filled and shared.
         """
         claims.rewind(requests, num_tokens, self.sequences, self.pool, self.window,
                       keeps_prompts=self.cache is not None)
@@ -423,7 +425,7 @@ class KvCacheManager:
         return self.sequences.add_blocks(slots, taken, counts)
 
     def _leave_window(self, slots: np.ndarray, lengths: np.ndarray) -> None:
-        """Release the blocks of these sequences that are outside the window.
+        """Release the blocks of the sequences in `slots` that have left the window.
 
         lengths   [n] lengths that include the first token of the step
         """

@@ -17,7 +17,7 @@ _draft_len = attrgetter("draft_len")
 
 
 class KvLedger:
-    """The blocks that a plan may still spend. The ledger takes no blocks from the pool; the loop claims them later.
+    """The number of blocks that a plan may still spend. The ledger takes no blocks from the pool; the loop does so later.
 
     A first chunk shares the cached blocks of its prompt. Cached blocks that running sequences hold cost nothing. Free
     cached blocks cost one block each, once for all first chunks of the plan. The ledger therefore tracks the future
@@ -46,9 +46,10 @@ class KvLedger:
         return blocks <= self.available_blocks
 
     def spend(self, blocks: int, starting: LlmRequest | None = None) -> None:
-        """Take blocks from the budget.
+        """Subtract a number of blocks from the budget.
 
-        starting   the request whose first chunk takes the blocks; None for other requests
+        starting   the request whose first chunk takes the blocks, and whose cached blocks count as held from now on;
+                   None for other requests
         """
         self.available_blocks -= blocks
         if starting is not None and self._cache is not None and not self._sequences.has(starting):
@@ -118,7 +119,7 @@ class KvLedger:
         return self._reservations.of_all_owners()
 
     def _in_use(self, request: LlmRequest) -> list[tuple[int, PrefixNode]]:
-        """The cached blocks of the prompt, with their indices, that other sequences will hold at the claim."""
+        """Return (index, node) for each cached block of the prompt that another sequence will hold at the claim."""
         if self._cache is None:
             return []
         return [(index, node) for index, node in enumerate(self._cache.shareable(request)) if node in self._shared or (

@@ -12,8 +12,9 @@ from ..requests.llm_request import LlmRequest
 
 
 class PeftCacheManager:
-    """A fixed number of device pages. An adapter stays while a request uses it, then until other adapters need its
-    pages.
+    """Tracks which adapters are on the device, in a fixed number of pages.
+
+    An adapter stays on the device while a request uses it, and afterwards until other adapters need its pages.
 
     pages_of   function of a task id that returns the number of pages of the adapter
     """
@@ -38,7 +39,7 @@ class PeftCacheManager:
         return PageLedger(self)
 
     def pages(self, request: LlmRequest) -> list[int]:
-        """The pages of the adapter that the request holds."""
+        """The ids of the pages of the adapter that the request holds; empty if it holds no adapter."""
         task_id = self._holders.get(request)
         return [] if task_id is None else self._pages[task_id]
 
@@ -76,7 +77,7 @@ class PeftCacheManager:
                 self._idle[task_id] = None
 
     def figures(self) -> dict[str, int]:
-        """Return the statistics. Loads and evictions count from construction."""
+        """Return name -> value of the adapter statistics. Loads and evictions count from construction."""
         free = self.free_pages
         return {"LoRA Device Pages": self.max_device_pages, "Free LoRA Device Pages": free,
                 "Used LoRA Device Pages": self.max_device_pages - free, "LoRA Adapters On Device": len(self._pages),
@@ -93,7 +94,7 @@ class PeftCacheManager:
         return self._pages[task_id]
 
     def faults(self) -> Iterator[str]:
-        """Describe the inconsistencies."""
+        """Describe the inconsistencies of the accounting."""
         owned = [page_id for pages in self._pages.values() for page_id in pages]
         if sorted([*owned, *self._free]) != list(range(self.max_device_pages)):
             yield "an adapter page is neither free nor taken, or both"
@@ -104,7 +105,7 @@ class PeftCacheManager:
 
 
 class PageLedger:
-    """The pages that a plan may still spend. An adapter counts once, however many requests use it."""
+    """The number of pages that a plan may still spend. An adapter counts once, however many requests use it."""
 
     __slots__ = ("available_pages", "_manager", "_counted")
 
@@ -114,7 +115,7 @@ class PageLedger:
         self.available_pages = manager.max_device_pages
 
     def needed(self, requests: Iterable[LlmRequest]) -> int:
-        """Number of pages that these requests take in addition to the adapters already counted."""
+        """Number of pages of those adapters of `requests` for which the plan has not spent pages yet."""
         new = {request.lora_task_id for request in requests if request.lora_task_id is not None} - self._counted
         return sum(map(self._manager.pages_of, new))
 

@@ -10,7 +10,7 @@ from .prefix_index import DIGEST_BITS, BlockKey, Domain, PrefixIndex, PrefixNode
 
 
 class PrefixCache:
-    """The blocks of a pool with reusable content.
+    """Finds, publishes and evicts the blocks of a pool that have reusable content.
 
     A cached block without an owner is free. When the block is allocated, its content moves to the host pool if there is
     a host pool and the priority of the block is high enough. Otherwise the content is lost, together with the content
@@ -52,7 +52,7 @@ class PrefixCache:
         return self.matched(request)[:(request.prompt_len - 1) // self.tokens_per_block]
 
     def is_owned(self, node: PrefixNode) -> bool:
-        """Whether a running sequence holds the block."""
+        """Whether a running sequence holds the block of `node`."""
         return node.block_id is not None and self.pool.owners(node.block_id) > 0
 
     def first_new_key(self, request: LlmRequest) -> bytes | None:
@@ -73,7 +73,11 @@ class PrefixCache:
         return len(self.matched(request)) < (request.prompt_len - 1) // self.tokens_per_block
 
     def similar(self, request: LlmRequest, matched: Sequence[PrefixNode]) -> tuple[PrefixNode | None, int]:
-        """Return the block with the longest match of the tokens after the matched blocks, and the length of the match.
+        """Return the cached block whose first tokens continue the prompt furthest after the blocks in `matched`, and
+        the number of these tokens.
+
+        Returns (None, 0) if no cached block continues the prompt. The last prompt token is not compared, because it is
+        always computed. Without partial reuse, only a block that matches all compared tokens is returned.
         """
         parent = matched[-1] if matched else self.index.root(_domain(request))
         start = len(matched) * self.tokens_per_block
@@ -87,12 +91,12 @@ class PrefixCache:
         return parent.most_similar_child(tokens, extra_ids) if self.enable_partial_reuse else (None, 0)
 
     def forget_request(self, request: LlmRequest) -> None:
-        """Drop the digests and nodes of a request whose tokens change, or that has ended."""
+        """Drop the stored digests and nodes of a request whose tokens change, or that has ended."""
         self._keys.pop(request.request_id, None)
         self._walks.pop(request.request_id, None)
 
     def _keys_of(self, request: LlmRequest, count: int) -> list[BlockKey]:
-        """The keys of the first `count` full blocks of the request's tokens."""
+        """Return the keys of the first `count` full blocks of the request's tokens."""
         owner, keys = self._keys.get(request.request_id, (None, []))
         if owner is not request:
             keys = []
@@ -169,7 +173,7 @@ class PrefixCache:
         return True
 
     def bring_back(self, node: PrefixNode) -> None:
-        """Move the content of a host block, which must be pinned, to a block of the pool."""
+        """Move the content of `node` from its host block, which must be pinned, to a new block of the pool."""
         host_id = node.host_id
         assert host_id is not None
         (block_id,) = self.take(1)
@@ -189,8 +193,10 @@ class PrefixCache:
         return len(gone)
 
     def take_over(self, node: PrefixNode) -> int:
-        """Allocate a cached block without an owner to an owner that may write to it. The block keeps its content, and
-        leaves the cache together with all blocks that follow it. Returns the block id."""
+        """Allocate the block of `node`, which has no owner, to an owner that may write to it, and return the block id.
+
+        The block keeps its content, and leaves the cache together with all blocks that follow it.
+        """
         block_id = node.block_id
         assert block_id is not None
         self.pool.share(block_id)
@@ -198,7 +204,7 @@ class PrefixCache:
         return block_id
 
     def faults(self) -> Iterator[str]:
-        """Describe the inconsistencies."""
+        """Describe the inconsistencies of the cache."""
         yield from self.index.faults()
         yield from self.host.faults()
         for node in self.index:

@@ -38,7 +38,7 @@ class BlockKey(NamedTuple):
 
 
 class PrefixNode:
-    """The content of one block. The content is in the pool or in the host pool.
+    """A node of the index: the content of one cached block, which is in the pool or in the host pool.
 
     block_id   block of the content in the pool, or None
     host_id    host block of the content, or None
@@ -56,7 +56,7 @@ class PrefixNode:
         self._contents: list[Content] = []                   # their contents
 
     def child(self, key: BlockKey) -> "PrefixNode | None":
-        """The child with exactly this content."""
+        """Return the child with exactly the content of `key`, or None."""
         found = self.children.get(key.digest)
         if found is None or found.key.tokens != key.tokens or found.key.extra_ids != key.extra_ids:
             return None
@@ -91,7 +91,7 @@ class PrefixNode:
 
 
 class PrefixIndex:
-    """Trees of cached blocks, one per domain.
+    """Finds cached blocks in trees, one tree per domain.
 
     digest_bits   fewer than 256 only for tests, to provoke collisions
     nodes         block id -> node, for blocks of the pool
@@ -115,14 +115,16 @@ class PrefixIndex:
                             ("extra", domain.uses_extra_ids))
 
     def key(self, parent_digest: bytes, tokens: Sequence[int], extra_ids: Sequence[int] | None = None) -> BlockKey:
-        """The key of a block that follows the block with this digest."""
+        """Return the key of a block with these tokens that follows the block with digest `parent_digest`."""
         fields: list[tuple[str, Hashable]] = [("parent", parent_digest), ("tokens", array("q", tokens).tobytes())]
         if extra_ids is not None:
             fields.append(("extra", ",".join(map(str, extra_ids))))
         return BlockKey(self._digest(*fields), tuple(tokens), None if extra_ids is None else tuple(extra_ids))
 
     def _digest(self, *fields: tuple[str, Hashable]) -> bytes:
-        """Digest of named fields. The encoding includes types and lengths, so different values are encoded differently.
+        """Return a keyed digest of `fields`, which are pairs of a name and a value.
+
+        The digest covers the type and the length of each value, so that different fields never have the same encoding.
         """
         state = blake2b(key=self._secret)
         for name, value in fields:
@@ -138,7 +140,7 @@ class PrefixIndex:
         return self._roots.get(domain)
 
     def walk(self, domain: Domain, keys: Sequence[BlockKey]) -> list[PrefixNode]:
-        """Return the cached blocks of a prompt, up to the first block that is missing."""
+        """Return the nodes of the blocks with `keys`, in order, up to the first key that is not in the index."""
         node = self._roots.get(domain)
         found: list[PrefixNode] = []
         if node is None:

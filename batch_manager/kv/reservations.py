@@ -58,7 +58,7 @@ class Reservations:
                                        own_last=self._with_reuse)
 
     def of_owners(self, requests: Sequence[LlmRequest]) -> int:
-        """Number of blocks that these requests may still take, if released blocks become free."""
+        """Number of blocks that started requests may still take, if each block that leaves a window becomes free."""
         return self._of_slots(self._sequences.slots_of(requests))
 
     def of_all_owners(self) -> int:
@@ -71,7 +71,7 @@ class Reservations:
         return reserved
 
     def kept_blocks(self) -> set[int] | None:
-        """Blocks that some sequence holds until its end; None means all held blocks."""
+        """Return the blocks that some sequence holds until its end; None means all held blocks."""
         if not (self._window.slides and self._with_reuse):
             return None
         kept, _ = self._holders()

@@ -12,7 +12,7 @@ from .eviction import DEFAULT_PRIORITY
 
 def ranges_of_blocks(retention: KvCacheRetentionConfig, tokens_per_block: int,
                      seq_len: int) -> list[TokenRangeRetentionConfig | None]:
-    """For each block, the range that contains its first token, or None."""
+    """Return, for each block of a sequence of `seq_len` tokens, the range that contains its first token, or None."""
     ranges = retention.token_range_retention_configs
     starts = [part.token_start for part in ranges]
     found = []
@@ -26,7 +26,7 @@ def ranges_of_blocks(retention: KvCacheRetentionConfig, tokens_per_block: int,
 
 
 def priorities_of_blocks(retention: KvCacheRetentionConfig, tokens_per_block: int, seq_len: int) -> list[int | None]:
-    """For each block, its configured priority, or None."""
+    """Return, for each block of a sequence of `seq_len` tokens, its priority in `retention`, or None."""
     return [None if part is None else part.priority for part in ranges_of_blocks(retention, tokens_per_block, seq_len)]
 
 
@@ -50,7 +50,7 @@ def retain_prompt(pool: BlockPool, request: LlmRequest, block_ids: Sequence[int]
 
 
 def retain_generated(pool: BlockPool, request: LlmRequest, block_id: int) -> None:
-    """Set the priority of a block of generated tokens."""
+    """Set the priority of a block for generated tokens, to the default if the request configures none."""
     retention = request.retention
     if retention is None:
         pool.set_priority(block_id, DEFAULT_PRIORITY)

@@ -20,11 +20,11 @@ class SequenceTable:
     s * max_beam_width + b of `block_ids`.
 
     owners         [slots] the request of a slot, or None
-    kv_lengths     [slots] tokens with room in the KV cache
-    ends           [slots] blocks per beam for these tokens, dropped blocks included
+    kv_lengths     [slots] number of tokens for which room in the KV cache is claimed
+    ends           [slots] blocks per beam for `kv_lengths` tokens, dropped blocks included
     dropped        [slots] blocks per beam that were released because they left the attention window
     last_blocks    [slots] blocks per beam at the final length, dropped blocks included
-    beam_widths    [slots] rows in use; 0 without an owner
+    beam_widths    [slots] beams of the owner, each in a row of `block_ids`; 0 without an owner
     reused_tokens  slot -> prompt tokens of its request that were cached when the request started
     block_ids      [slots * max_beam_width, blocks] in token order; UNUSED for dropped blocks, stale from `ends` on
 
@@ -71,7 +71,7 @@ class SequenceTable:
         return [block_id for block_id in row if block_id != UNUSED] if self.dropped[request.seq_slot] else row
 
     def owners_of(self, request: LlmRequest) -> Counter[int]:
-        """Block -> number of the request's beams that hold it."""
+        """Return block -> number of the request's beams that hold the block."""
         if not self.has(request):
             return Counter()
         beams = range(request.beam_width)
@@ -165,7 +165,7 @@ class SequenceTable:
         return self.entries(request)
 
     def entries(self, request: LlmRequest) -> Entries:
-        """All used entries of a request."""
+        """Return all used entries of the request's rows, as `Entries`."""
         table = self.table(request)
         beams, indices = np.nonzero(table != UNUSED)
         return ((beams + request.seq_slot * self.max_beam_width).astype(np.int32), indices.astype(np.int32),
@@ -179,7 +179,7 @@ class SequenceTable:
         """Append blocks to each beam in these slots. Returns the changed entries.
 
         counts      [n] blocks per beam; None: one each
-        block_ids   by slot, by beam, in token order
+        block_ids   ordered by slot, then by beam, then by token
         """
         rows, indices = slots, self.ends[slots]
         if counts is None:
@@ -239,7 +239,10 @@ class SequenceTable:
 
 
 def _growth(size: int, wanted: int) -> int:
-    """The number of rows to add. Growth at least doubles the size, which makes it cheap on average."""
+    """Number of rows or columns to add to `size` of them, so that there are at least `wanted`.
+
+    Growth at least doubles the size, which makes it cheap on average.
+    """
     return max(wanted, 2 * size) - size if wanted > size else 0
 
 

@@ -44,7 +44,7 @@ class AttentionWindow:
 
     @property
     def longest_stored(self) -> int:
-        """The largest number of tokens of a sequence in the cache, without rounding to blocks."""
+        """The largest number of tokens of a sequence that the estimates count as stored, without rounding to blocks."""
         return self.size + self.temporary
 
     @property
@@ -68,7 +68,8 @@ class AttentionWindow:
         return -(-tokens // self.tokens_per_block) + self.sink_blocks + 1
 
     def num_dropped(self, length: Lengths) -> Lengths:
-        """Number of blocks after the sinks that are released when the first token of a step makes a sequence this long.
+        """Number of blocks after the sink blocks that a claim has released once the first token of its step makes a
+        sequence `length` tokens long.
 
         A longer sequence does not need these blocks, and neither does a sequence that is up to `unread_steps` tokens
         shorter. `length` is an integer or an array.
@@ -76,7 +77,7 @@ class AttentionWindow:
         return self.num_unseen(length - self.unread_steps)
 
     def num_unseen(self, length: Lengths) -> Lengths:
-        """Number of blocks after the sinks that no query of a sequence of this length or longer needs.
+        """Number of blocks after the sink blocks that no query of a sequence of `length` or more tokens needs.
 
         `length` is an integer or an array.
         """

@@ -6,12 +6,12 @@ from ..requests.llm_request import LlmRequest
 
 
 class ActiveRequests:
-    """Active requests by id and in order, each with a slot.
+    """The active requests. A request can be found by its id, and has a slot while it is active.
 
     The requests are ordered by priority, larger first, then by arrival. A paused request keeps its position. Freed
     slots are reused first, so the number of slots is the largest number of requests that were active at once.
 
-    in_order   the requests in their order; only this class changes the list
+    in_order   the requests in this order; only this class changes the list
     """
 
     def __init__(self) -> None:

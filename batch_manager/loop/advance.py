@@ -34,14 +34,15 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
             deliveries: Deliveries, resources: Resources, *, may_have_ended: bool = True) -> Outcome:
     """Apply the output of a step to its requests, and return the outcome.
 
-    Appends tokens, records the progress of contexts, keeps requested values, reorders beams and publishes blocks.
+    Appends tokens, records the progress of contexts, stores the log probabilities and logits that requests ask for,
+    reorders beams and publishes blocks.
 
     requests   requests of the batch at its launch, in batch order; ended requests are skipped, even if another request
                has their slot now
     void       requests with void rows, which are skipped as well
     may_have_ended   False if no request can have ended since the launch
 
-    Mutates the requests of the batch, except those in `output.failures`.
+    Mutates the requests, except ended ones, requests with void rows, and requests whose slots are in `output.failures`.
     """
     outcome = Outcome()
     failures = output.failures
@@ -151,7 +152,7 @@ def _read_contexts(batch: ScheduledBatch, output: StepOutput, requests: Sequence
 
 
 def _requests_of_rows(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
-    """The request of each row of the output."""
+    """Return the request of each row of `output`: contexts that ran their last chunk, then generating requests."""
     contexts = len(batch.context)
     sampled = list(requests)
     if contexts:

@@ -85,9 +85,10 @@ class GuardedCallbacks:
 
         responses   (request id, tensors) of each response, in order
 
-        The callbacks share one guarded block until a callback raises, because a block costs as much as a short
-        callback. After each callback, the method itself writes the heartbeat and leaves the block in a forked child,
-        which ends the child. If a callback raises, only its own response is lost.
+        All callbacks run in one guarded block, because entering a block takes as long as a short callback. After an
+        exception, the remaining callbacks run in a new block, and only the response of the failed callback is lost.
+        After each callback, the method updates the heartbeat. In a forked child process, the method leaves the block,
+        which ends the child.
         """
         guard, process_id = self.guard, self.guard.process_id
         monotonic, heartbeat = guard.monotonic, guard.heartbeat
@@ -155,7 +156,10 @@ class GuardedCallbacks:
                 hook(result)
 
     def poll_stops(self) -> set[int]:
-        """Return the ids of the requests to stop. Values that are not integers are skipped."""
+        """Call the poll callback, if there is one, and return the request ids in its result.
+
+        Values that are not integers are skipped.
+        """
         stops: set[int] = set()
         if self._poll is not None:
             signals = None
@@ -168,14 +172,14 @@ class GuardedCallbacks:
         return stops
 
     def return_stats(self, record: str) -> None:
-        """Call the statistics callback. Requires `wants_stats`."""
+        """Call the statistics callback with `record`, a JSON text. Requires `wants_stats`."""
         assert self._stats is not None
         with self._in_stats:
             self._stats(record)
 
 
 def _integers(signals: Any) -> set[int]:
-    """The integers among the signals. Runs user code."""
+    """Return the integers in `signals`, the result of the poll callback. Runs user code."""
     if type(signals) is set:
         signals = signals.copy()    # another thread may add to it
     elif not hasattr(type(signals), "__len__"):

@@ -22,15 +22,15 @@ class FetchedItems:
     """Items that the get callback returned and that no iteration has read yet, oldest first.
 
     If the returned object has a length or a length hint, items that one iteration does not read wait for the next
-    iteration. From any other object, such as a generator, the first iteration reads as many items as it can, and the
-    rest is dropped.
+    iteration. From any other object, such as a generator, the first iteration reads up to max_admissions_per_iteration
+    items and drops the remaining ones.
 
     No exception can lose an item; unanswered.py explains how. Each use of the block `in_get` makes a single call, which
     is prepared outside the block. With two calls in the block, an asynchronous exception between them would look like
     an exception of the user's object and would end the reading.
 
     in_get     the guarded block for the get callback and for reading its result; both run user code
-    back_off   active after the callback or the reading failed
+    back_off   the back-off, which is active after the get callback or reading its result failed
     """
 
     def __init__(self, get: Callable[[int], Any], guard: Guard, undecided: list[Any]) -> None:
@@ -50,7 +50,7 @@ class FetchedItems:
         return bool(self._returned)
 
     def ask(self, max_num_requests: int) -> None:
-        """Call the get callback, unless a back-off is active or items of an earlier call are unread."""
+        """Call get with `max_num_requests`, unless a back-off is active or items of an earlier call are unread."""
         back_off = self.back_off
         if self._returned or (back_off.seconds and not back_off.is_over):
             return
@@ -113,7 +113,9 @@ class FetchedItems:
 
 
 class _Returned:
-    """The return value of one call of the get callback. Each list holds at most one value; see unanswered.py.
+    """The return value of one call of the get callback.
+
+    The first three attributes are lists with at most one element; unanswered.py explains why.
 
     value         the returned object; empty before the callback returns
     iterator      the iterator of the object; empty before reading begins
@@ -131,7 +133,7 @@ class _Returned:
 
     @property
     def is_nothing(self) -> bool:
-        """Whether the object is certainly empty, as far as is known without running user code."""
+        """Whether the object is None or an empty built-in collection, or was not returned yet. Runs no user code."""
         if not self.value:
             return True
         items = self.value[0]

@@ -26,12 +26,14 @@ class Finals:
     """Ends requests. The blocks, slot and id of a request are free before its final callback runs.
 
     num_sent       final responses sent so far, refusals included
-    held           request id -> reason, of ended requests whose final is held back; always empty in this class
+    held           request id -> reason, of completed requests whose final is held back; always empty in this class,
+                   because only HeldFinals holds finals back
     ended          ids of accepted requests that ended since the last call of `take_ended`
-    end_reasons    name of a FinishReason or an ErrorCode -> ids of requests that got such a final since the last call
-                   of `take_end_reasons`, refused requests included; None without a trace
+    end_reasons    name of a FinishReason or an ErrorCode -> ids of requests that got a final for this reason since the
+                   last call of `take_end_reasons`, refused requests included; None without a trace hook
     errors         error code -> number of finals with this code
-    reasons        name of a statistic -> number of finals that it counts, all without an error
+    reasons        name of a statistic, such as "Finals Length" -> number of finals for this reason; finals with an
+                   error are not counted
     """
 
     def __init__(self, callbacks: GuardedCallbacks, active: ActiveRequests, intake: Intake, resources: Resources,
@@ -66,7 +68,7 @@ class Finals:
         self._send_final(request, delivery, reason, metrics)
 
     def send_held(self) -> None:
-        """Send the held finals if no running request is left to wait for. Does nothing in this class."""
+        """Send the held finals if no member of the static batch is running. Does nothing in this class."""
 
     def fail(self, request: LlmRequest, code: ErrorCode, message: str, *, clear_blocks: bool = False) -> None:
         """End an active request with an error.
@@ -107,7 +109,7 @@ class Finals:
             self._callbacks.send_refusal(text, error.code)
 
     def fail_everything(self, error: BatchManagerError) -> None:
-        """Answer every refused item with its own error, and every live request with this error.
+        """Answer every refused item with the error of its refusal, and every live request with `error`.
 
         The method relies on `UnansweredItems` only, because any other state may be inconsistent. It uses neither the
         pool nor the device. If the method raises, the next call answers the remaining items.

@@ -91,7 +91,10 @@ class GenerationLoop:
         self._in_scheduler = callbacks.guard.raising("schedule_request", passing=SchedulerContractError)
 
     def step(self, *, accept_new: bool) -> bool:
-        """Run one iteration. Returns False if there was nothing to do."""
+        """Run one iteration. Returns False if there was nothing to do.
+
+        accept_new   whether to call the get callback
+        """
         room = self._room()
         if accept_new:
             self.intake.ask(room)
@@ -126,9 +129,9 @@ class GenerationLoop:
         return not (items.alive or items.refusals or items.undecided or self.callbacks.fetched)
 
     def answer_the_rest(self, error: BatchManagerError) -> None:
-        """Answer each live request and each fetched item with this error. Afterwards the loop is empty.
+        """Answer each live request and each fetched item with `error`. Afterwards the loop is empty.
 
-        If the method raises, the next call answers the remaining items. The same is true of `fail`.
+        If the method raises, the next call answers the remaining items.
         """
         self.window.forget()
         if self.failure is None:
@@ -154,7 +157,8 @@ class GenerationLoop:
     def fail(self, error: BatchManagerError) -> None:
         """Mark the engine as failed and answer every unanswered item.
 
-        Live requests get the error of the first failure, and so do requests that arrive until shutdown.
+        All live requests, and all requests that arrive until shutdown, get the error of the first call of this method.
+        If the method raises, the next call answers the remaining items.
         """
         if self.failure is None:
             self.failure = error
@@ -186,7 +190,11 @@ class GenerationLoop:
     # schedule, claim, start
 
     def _schedule(self, record: IterationRecord) -> SchedulerOutput | None:
-        """Return a checked plan; None if nothing can be planned until a step in flight is read."""
+        """Call the scheduler, check its plan and return the plan.
+
+        Returns None if no request is active, or if a step in flight must be read first. Raises SchedulerContractError
+        if the plan breaks a rule.
+        """
         if not record.active_requests or self.window.must_be_read:
             return None
         active = list(self.active.in_order)
@@ -217,7 +225,7 @@ class GenerationLoop:
         return plan
 
     def _pauses_in_flight(self, plan: SchedulerOutput) -> bool:
-        """Whether the plan pauses a request that is in a step in flight. False for an object of another type."""
+        """Whether the plan pauses a request that is in a step in flight. False if `plan` is no SchedulerOutput."""
         return (isinstance(plan, SchedulerOutput) and bool(plan.paused_requests)
                 and self.window.holds_any(plan.paused_requests))
 

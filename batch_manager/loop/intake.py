@@ -43,7 +43,7 @@ class Intake:
 
     Items come from `GuardedCallbacks.fetched`. `GuardedCallbacks.unanswered` lists them until their final response.
 
-    num_accepted, num_refused, unaddressable   items decided since construction
+    num_accepted, num_refused, unaddressable   numbers of items with each decision, since construction
     arrived         (id, arrival time) of requests accepted since the last call of `take_arrived`
     timings         times of the accepted requests
     num_prompt_tokens   prompt tokens of the accepted requests, since construction
@@ -95,21 +95,21 @@ class Intake:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of the requests that wait to become active."""
+        """Number of prompt tokens of the requests that wait to become active."""
         return self._queued_tokens
 
     @property
     def unaddressable(self) -> int:
-        """Items without a usable id, for which no response can be sent."""
+        """Number of items without a usable id, for which no response can be sent."""
         return self._unanswered.num_unaddressable
 
     def holds(self, request_id: int) -> bool:
         return request_id in self._queued_ids
 
     def ask(self, room: int | None) -> None:
-        """Call the get callback for as many requests as have room besides the queued requests.
+        """Call the get callback for at most `room` requests, minus the number of queued requests.
 
-        Does nothing after the item that ends the worker was read.
+        Does nothing once the item that ends the worker was read.
 
         room   number of further requests that may become active; None: unbounded
         """
@@ -253,7 +253,7 @@ class Intake:
         return tuple([request_id for request_id, _ in arrived]), tuple([time for _, time in arrived])
 
     def withdraw(self, request_ids: Set[int]) -> list[Admitted]:
-        """Remove these requests from the queue and return them. Ids that are not queued are ignored."""
+        """Remove the requests with `request_ids` from the queue and return them. Other ids are ignored."""
         wanted = request_ids & self._queued_ids
         if not wanted:
             return []
@@ -279,7 +279,7 @@ class Intake:
     def expired(self) -> dict[int, str]:
         """Return request id -> error text, for the requests whose deadlines have passed since the last call.
 
-        The error is sent only if the request has no token.
+        The loop sends this error only to requests without generated tokens.
         """
         self.came_late = False
         if not self._deadlines:

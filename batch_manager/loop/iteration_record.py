@@ -11,24 +11,27 @@ NO_PLAN = SchedulerOutput()
 
 @dataclass(slots=True)
 class IterationRecord:
-    """The record of one iteration. It describes the step at its launch.
+    """What one iteration did, for statistics and traces.
+
+    The fields describe the step that the iteration launched, except `generated_tokens`, which counts the tokens of the
+    step that the iteration read.
 
     number             rises by one with every reported record
     micro_batch_id     the micro-batch that the iteration launches
     started_at         start of the iteration, in seconds of the engine's clock
-    active_requests    active requests when the step was planned
+    active_requests    number of active requests when the step was planned
     plan               the executed plan; empty if nothing was launched
-    chunks             (request id, first position, tokens) of each context chunk
+    chunks             (request id, first position, number of tokens) of each context chunk
     kv_cache           use of the KV cache after the claim; None before the claim
     static_batch       with static batching, the sizes of the batch that ran, or of an empty batch if no batch ran; None
                        with in-flight batching
     generated_tokens   tokens appended to requests
     had_refusals       whether items were refused
-    figures            statistics of the resources other than KV cache blocks: name -> value
+    figures            name -> value of the statistics of resources other than KV cache blocks, such as adapters
     arrived, finished  ids of the requests that were accepted, and of accepted requests that ended
     arrived_at_s       when each request of `arrived` arrived, in seconds of the engine's clock
     end_reasons        reason -> ids of the requests that got their final response; filled for traces only
-    waiting            reason -> ids of the active requests in no step; filled for traces only
+    waiting            reason -> ids of the active requests that the plan left out; filled for traces only
     """
 
     number: int
@@ -51,10 +54,10 @@ class IterationRecord:
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since construction, and current values.
+    """Counts since the construction of the loop, and current values, for statistics.
 
-    recomputed_tokens   computed tokens that pauses discarded
-    discarded_tokens    tokens of requests that had ended when their step was read
+    recomputed_tokens   computed tokens whose keys and values were lost in pauses
+    discarded_tokens    tokens of requests that had ended when their step was read, and of void rows
     steps_in_flight     steps that were launched and not yet read
     queued_requests, queued_tokens   accepted requests that wait to become active, and their prompt tokens
     accepted, refused   items that were accepted and refused

@@ -107,7 +107,7 @@ class Reporter:
         callbacks.return_stats(to_json(stats))
 
     def _figures_now(self) -> dict[str, int]:
-        """The backend's own figures, or no figures if the backend raises."""
+        """Return the statistics of the backend, name -> value; empty if the backend has none or raises."""
         figures = self._figures_of_backend
         if figures is not None:
             with self._in_figures:
@@ -115,7 +115,7 @@ class Reporter:
         return {}
 
     def _memory_now(self) -> MemoryUsage:
-        """The memory use of the backend; zeros if the backend raises, because a statistic must not fail requests."""
+        """Return the memory use of the backend; zeros if the backend raises, so that no request fails."""
         with self._in_memory_usage:
             memory = self._backend.memory_usage()
             gpu, cpu, pinned = map(index, (memory.gpu, memory.cpu, memory.pinned))

@@ -15,9 +15,9 @@ from .finals import Finals
 
 
 class StaticBatch:
-    """The batch that was formed last.
+    """Statistics of the newest static batch, which give the number of padded rows of its steps.
 
-    stats   statistics of the batch when it was formed
+    stats   statistics of the batch at the time when it was formed
     """
 
     def __init__(self, max_seq_len: int) -> None:
@@ -25,9 +25,9 @@ class StaticBatch:
         self.stats = StaticBatchStats()
 
     def padded(self, batch: ScheduledBatch, plan: SchedulerOutput) -> ScheduledBatch:
-        """Return the batch with a padded row for each member, finished members included.
+        """Return `batch` with one padded row for each member of the static batch, finished members included.
 
-        Context requests in the plan form a new static batch.
+        If `plan` has context requests, they form a new static batch.
         """
         if plan.context_requests:
             self.stats = StaticBatchStats.of(plan.context_requests, self._max_seq_len)
@@ -35,7 +35,7 @@ class StaticBatch:
 
 
 class HeldFinals(Finals):
-    """Finals that are held back until the last member of the batch ends.
+    """Ends the requests of static batches, and holds back their finals until the last member of the batch ends.
 
     A completed request stays active, keeps its blocks and no longer runs. Its final is sent when the last running
     member has ended for any reason. A request that is cancelled, fails or times out gets its final at once, and the

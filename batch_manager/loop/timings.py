@@ -37,7 +37,10 @@ class Timings:
             self.asking[request_id] = PerfMetrics(arrival_time_ns=_ns(arrived_at))
 
     def note_starts(self, batch: ScheduledBatch, contexts: Sequence[LlmRequest], kv: KvCacheManager) -> None:
-        """Note that the batch with these contexts is about to be launched."""
+        """Note the start of the requests in `contexts`, the context requests of `batch`, which is about to be launched.
+
+        Later chunks, and starts after a pause, are ignored.
+        """
         waiting = self.waiting
         now = None
         for work, request in zip(batch.context, contexts):
@@ -70,7 +73,7 @@ class Timings:
         return 0.0
 
     def note_tokens(self, requests: Iterable[LlmRequest], void: Collection[LlmRequest]) -> None:
-        """Note that a step of these active requests was read. Need not be called while `asking` is empty.
+        """Note that a step of `requests`, which are active, was read. Need not be called while `asking` is empty.
 
         void   requests with void rows, which got no token
         """
@@ -83,7 +86,10 @@ class Timings:
                     metrics, first_token_time_ns=metrics.first_token_time_ns or now, last_token_time_ns=now)
 
     def note_pauses(self, paused: Sequence[LlmRequest], kv: KvCacheManager) -> None:
-        """Note a pause, before the requests release their blocks. Need not be called while `asking` is empty."""
+        """Note a pause of the requests in `paused`, before they release their blocks.
+
+        Need not be called while `asking` is empty.
+        """
         for request in paused:
             metrics = self.asking.get(request.request_id)
             if metrics is not None:

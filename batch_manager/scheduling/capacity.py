@@ -137,7 +137,9 @@ class MaxUtilizationScheduler(CapacityScheduler):
         return line[:taken], paused
 
     def _front_that_fits_at_once(self, line: RequestList, ledger: KvLedger, pages: PageLedger | None) -> int:
-        """Spend for the generating requests at the front of the line. Returns their number; 0 if they do not all fit.
+        """Spend blocks and pages for the generating requests at the front of the line.
+
+        Returns the number of these requests; 0, with nothing spent, if they do not all fit.
 
         This is a shortcut with the same result as the loop in `schedule_request`, for the common case that all
         generating requests go on.
@@ -197,9 +199,9 @@ class _AdmissionGate:
 
 
 def _generating_first(active_requests: RequestList, max_num_requests: int) -> tuple[RequestList, RequestList]:
-    """Return the first generating requests up to a limit, and the contexts.
+    """Return (the first `max_num_requests` generating requests, the contexts).
 
-    If the limit is reached, contexts after the last returned generating request are left out.
+    If there are that many generating requests, contexts after the last returned generating request are left out.
     """
     generating = [request for request in active_requests if request.state in GENERATING]
     if len(generating) == len(active_requests) <= max_num_requests:

@@ -101,9 +101,10 @@ def cost_with_credit(chunk: int, remaining: int, credit: int) -> int:
 
 
 def chunk_after_reuse(planned: int, reused: int, prompt_len: int, unit: int) -> int:
-    """Length of a first chunk once the number of reused tokens is known.
+    """Length of a first chunk, which was planned before the number of reused tokens was known.
 
-    The chunk begins after the reused tokens. It ends at a block boundary, unless it is the last chunk.
+    The chunk begins after the `reused` tokens and has at most `planned` tokens. It ends at a block boundary, unless it
+    is the last chunk.
     """
     end = min(reused + planned, prompt_len)
     return (end if end == prompt_len else end // unit * unit) - reused

@@ -12,7 +12,7 @@ class DuplicateDelay:
     with a key computes the block. Other contexts with this key are held back until the step that computes the block is
     read and the block is cached. No context waits for a block that will not become reusable.
 
-    requests   all requests that may be computing, including requests that cannot run in this pass
+    requests   all requests that may be computing a block, including requests that cannot run in this pass
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, requests: RequestList) -> None:
@@ -25,9 +25,9 @@ class DuplicateDelay:
                     self._is_computed_by_another(request)
 
     def holds_back(self, request: LlmRequest) -> bool:
-        """Whether this context holds no blocks and must wait, because another context computes its next block.
+        """Whether `request` is a context without blocks that must wait, because another context computes its next block.
 
-        If no other context computes a block that will become reusable, this context is recorded as computing it.
+        If no other context computes this block, and it will become reusable, `request` is recorded as computing it.
         """
         return (self._cache is not None and request.is_context and self._is_computed_by_another(request)
                 and not self._owns(request))

@@ -12,8 +12,8 @@ class LockstepScheduler(StaticBatchScheduler):
     """Forms static batches of requests with the same `batch_key`.
 
     The first waiting request forms the next batch, together with later requests of the same key. Other requests keep
-    their order. The longest prompt plus the longest output of a batch fit max_seq_len, so that the prompt of a request
-    does not cut the output of another.
+    their order. The sum of the longest prompt and the longest output of a batch is at most max_seq_len, so that one
+    request's long prompt does not cut another request's output.
 
     Never pauses.
     """

@@ -33,7 +33,7 @@ def waiting_reasons(plan: SchedulerOutput, active_requests: RequestList, in_flig
 
     Requests that the plan pauses are left out.
 
-    plan        the plan, before its claim
+    plan        the plan, whose blocks are not claimed yet
     is_static   requests run in static batches
     """
     running = {*plan.context_requests, *plan.generation_requests}
