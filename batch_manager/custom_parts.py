@@ -21,9 +21,10 @@ SCHEDULERS = "a RequestScheduler, a CapacityScheduler or a MicroBatchScheduler"
 
 
 def _made(name: str, factory: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    """Call the factory in a field of Parts.
+    """Call the factory in the field `name` of Parts, and return its result.
 
-    If the factory raises, raises ConfigError with the factory's exception as its cause.
+    If the factory raises, raises ConfigError with the factory's exception as its cause. A ConfigError of the factory
+    propagates unchanged.
     """
     try:
         return factory(*given, **options)
@@ -67,7 +68,7 @@ def _check_backend_methods(backend: Any) -> None:
 
 
 def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Return a factory that calls `factory` and checks the object that it returns. None for None."""
+    """Return a factory that calls `factory` and checks the result. Returns None if `factory` is None."""
     if factory is None:
         return None
 
@@ -86,7 +87,10 @@ def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] 
 
 
 def checked_stages(part: Any) -> Callable[..., tuple[Any, ...]] | None:
-    """Return a factory (num_slots, device) that makes and checks the stages in `Parts.stages`. None for None."""
+    """Return a factory (num_slots, device) that makes and checks the stages in `Parts.stages`, the argument `part`.
+
+    Returns None if `part` is None.
+    """
     if part is None:
         return None
 

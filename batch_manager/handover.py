@@ -136,7 +136,7 @@ class ContextWork:
 
 @dataclass(frozen=True, slots=True)
 class GenerationWork:
-    """One step of every generating sequence.
+    """The generating sequences of a step, and the draft tokens that the step verifies.
 
     slots          [g] int32, in batch order
     kv_lengths     [g] int32: tokens in the KV cache before the step, equal to the position of the first input token

@@ -28,7 +28,11 @@ class SchedulerPolicy(IntEnum):
 
 
 class ContextChunkingPolicy(IntEnum):
-    """How to divide a token budget that is too small for all waiting prompts."""
+    """How to divide a token budget that is too small for all waiting prompts.
+
+    FIRST_COME_FIRST_SERVED   each prompt, in order, takes as many tokens as are left
+    EQUAL_PROGRESS            all prompts take one block after another, in turn
+    """
 
     FIRST_COME_FIRST_SERVED = 0
     EQUAL_PROGRESS = 1

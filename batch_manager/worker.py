@@ -144,6 +144,8 @@ def run_worker(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_
     `_serve` fails the engine, which answers all requests with the error, and answers later requests until the worker is
     stopped. The function calls itself to nest its loops. A `try` does not cover the jump from its `except` clause to
     the next round of its loop. If a second exception is raised during this jump, the enclosing loop catches it.
+
+    num_loops_inside   number of calls of this function inside this call; the innermost call runs `_serve`
     """
     while not control.stopped.is_set:
         try:
@@ -199,9 +201,9 @@ def close_worker(control: WorkerControl) -> None:
 
 
 def _failure_of(error: BaseException) -> BatchManagerError:
-    """The error with which all requests end after an exception that the loop does not handle.
+    """The error with which all requests end after `error`, an exception that the loop does not handle.
 
-    Such an exception is a lost device, or a bug.
+    This is `error` itself if it is a DeviceLostError or an InternalError, otherwise an InternalError.
     """
     if is_a(error, (DeviceLostError, InternalError)):
         return error

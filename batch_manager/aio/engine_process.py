@@ -83,7 +83,7 @@ class EngineProcess:
         return self._info
 
     def notify(self) -> None:
-        """Wake the sender: the switchboard has requests or stops."""
+        """Wake the sending thread, because the switchboard has requests or stops to send."""
         self._check_process()
         self._link.work.set()
 
@@ -174,7 +174,7 @@ class Link:
     # ---------------------------------------------------------------- from any thread
 
     def ask_to_end(self, end: End) -> None:
-        """Ask the engine process to shut down. Never blocks."""
+        """Ask the engine process to shut down, with the arguments in `end`. Never blocks."""
         self.is_closed = True
         self._to_send.append(end)
         self.work.set()
@@ -185,7 +185,7 @@ class Link:
         self.ask_to_end(End(drain=False, timeout=None))
 
     def merged_health(self) -> dict[str, Any]:
-        """Return `health`, including failures of callbacks and hooks called in this process."""
+        """Return `health` with the numbers of failures of the callbacks and hooks that ran in this process."""
         health = self.health
         return {**health, "callback_failures": {**health.get("callback_failures", {}), **self._guard.failures}}
 
@@ -202,7 +202,10 @@ class Link:
     # ---------------------------------------------------------------- while the engine starts
 
     def first_answer(self) -> Started | NotStarted:
-        """Wait until the engine runs or has failed to start, and return its answer. Passes on log records meanwhile."""
+        """Wait until the engine runs or has failed to start, and return its answer.
+
+        Log records that arrive meanwhile are passed to the loggers of this process.
+        """
         while True:
             try:
                 message = self._next_message()
@@ -286,16 +289,16 @@ class Link:
                 self._has_ended_message, self.health = True, health
 
     def _pass_stops_on(self) -> None:
-        """Wake the sender for stops of dropped streams and closed event loops.
+        """Wake the sending thread if there are stops, such as those of dropped streams and closed event loops.
 
-        A dropped stream cannot wake the sender itself, because its finalizer may run in a thread that holds the lock of
+        A dropped stream cannot wake the thread itself, because its finalizer may run in a thread that holds the lock of
         `work`.
         """
         if self._switchboard.has_stops:
             self.work.set()
 
     def _finish(self) -> None:
-        """End all remaining requests and call the user's at_end hook."""
+        """Wait for the exit of the process, or kill it. Then end all remaining requests and call the hook `at_end`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(SECONDS_TO_EXIT if self._has_ended_message else 0.5)
         if self.process.poll() is None:

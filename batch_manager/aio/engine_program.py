@@ -150,7 +150,7 @@ class Exchange:
     def receive_for_ever(self) -> None:
         """Receive the host's messages, and send a Beat when no message comes for SECONDS_BETWEEN_BEATS.
 
-        Ends this process when the host has ended. Signs of this are a closed connection and a changed parent process.
+        Ends this process when the host has ended: the connection is closed, or this process has another parent.
         """
         host = os.getppid()
         try:

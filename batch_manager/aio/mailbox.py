@@ -95,7 +95,7 @@ Piece = tuple[list[int], FinishReason, list[NamedTensor] | None]
 
 
 class Mailbox:
-    """The responses of one request, in order, up to the final one.
+    """The unread responses of one request, in order, up to the final response.
 
     A mailbox has no lock: the worker appends and the reader takes, each by a single deque operation. An asynchronous
     exception or a run of the garbage collector is safe at any point.
@@ -180,7 +180,7 @@ class Mailbox:
     def arrival(self) -> asyncio.Future[None]:
         """Return a future for the next response.
 
-        Call the method after `take` returned None with `loop` set to the running event loop.
+        Before the call, `loop` must be the running event loop, and `take` must have returned None.
         """
         assert self.loop is not None
         self._waiter = waiter = self.loop.create_future()

@@ -21,7 +21,7 @@ PICKLE_PROTOCOL = 5
 
 
 class Start(NamedTuple):
-    """The first message.
+    """The first message, from which the engine process makes its GptManager.
 
     arguments    keyword arguments of GptManager, without callbacks
     takes_all    see AsyncEngine.start
@@ -43,7 +43,7 @@ class PackedRequest(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """New requests, and ids of requests to stop. A stop never precedes its request."""
+    """New requests, and ids of requests to stop. The host never sends a request after its stop."""
 
     requests: list[PackedRequest]
     stops: list[int]
@@ -60,7 +60,7 @@ class End(NamedTuple):
 
 
 class Started(NamedTuple):
-    """The engine has started."""
+    """The engine has started. `info` is GptManager.info."""
 
     info: EngineInfo
 
@@ -96,7 +96,7 @@ class Responses(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A statistics record."""
+    """A statistics record, as JSON text."""
 
     json: str
 

@@ -52,7 +52,7 @@ class Switchboard:
         return next(self._ids)
 
     def submit(self, mailbox: Mailbox, request: Any) -> None:
-        """Queue a request for `get`: an InferenceRequest or, for an engine process, a PackedRequest."""
+        """Queue a request, which `get` returns later. For an engine process, it is a PackedRequest."""
         self._mailboxes[mailbox.request_id] = mailbox
         self._submitted.append((mailbox, request))
         if self.closed is not None:            # checked after queueing; `end` sets it before it drains the queue
@@ -172,9 +172,9 @@ def _wake(mailboxes: list[Mailbox]) -> None:
 
 
 def _both(ours: Callable[..., None], theirs: Callable[..., None] | None) -> Callable[..., None]:
-    """Return a hook that calls `ours`, then the user's hook `theirs`. Ours is called first, because theirs may raise.
+    """Return a hook that calls `ours`, then the user's hook `theirs`, which may raise.
 
-    theirs   None: no hook of the user
+    theirs   None: the user has no hook; return `ours`
     """
     if theirs is None:
         return ours

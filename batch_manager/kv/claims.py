@@ -249,9 +249,9 @@ def rewind(requests: Sequence[LlmRequest], num_tokens: int | Sequence[int], sequ
     keeps_prompts   refuse to shorten a prompt, because other requests may share its blocks
 
     Raises InternalError, with nothing changed, if a number of tokens is negative, if a request holds no blocks or
-    occurs twice, or if a shortened sequence would be empty, would end in its prompt with `keeps_prompts`, or would need
-    blocks that were released because they left the window. With beams, also raises it if the new last block of a
-    sequence would be partly filled and shared.
+    occurs twice, or if a shortened sequence would be empty, would be shorter than its prompt with `keeps_prompts`, or
+    would need blocks that were released because they left the window. With beams, also raises it if the new last block
+    of a sequence would be partly filled and shared.
     """
     unit = sequences.tokens_per_block
     slots = sequences.find_slots(requests)

@@ -54,7 +54,7 @@ class Estimates:
         return 0 if self._cache is None else sum(map(self._cache.is_owned, self._cache.matched(request)))
 
     def reusable_tokens(self, request: LlmRequest, to_completion: bool) -> int:
-        """Number of cached prompt tokens that TensorRT-LLM subtracts from the cost of a first chunk.
+        """Number of cached prompt tokens of a first chunk, as TensorRT-LLM estimates it.
 
         to_completion   True: count all cached leading full blocks, up to the length of the window; False: count only
                         the blocks that running sequences hold

@@ -356,7 +356,7 @@ class KvCacheManager:
             self.sequences.remove(request)
 
     def fork(self, request: LlmRequest) -> list[BlockCopy]:
-        """Return the copies that give the last prompt block of each beam the content of the first beam's one."""
+        """Return the copies that give the last prompt block of each beam the content of that of the first beam."""
         table = self.sequences.table(request)[:, :block_needs.ceil_div(request.prompt_len, self.tokens_per_block)]
         return claims.copies_of_first_beam(table, (request.prompt_len - 1) % self.tokens_per_block + 1)
 
@@ -381,9 +381,9 @@ class KvCacheManager:
                      that the shorter sequence needs are in the window
 
         Raises InternalError, with nothing changed, if a number of tokens is negative, if a request holds no blocks or
-        occurs twice, or if a shortened sequence would be empty, would end in its prompt with block reuse, or would need
-        blocks that were released because they left the window. With beams, also raises it if the new last block of a
-        sequence would be partly filled and shared.
+        occurs twice, or if a shortened sequence would be empty, would be shorter than its prompt with block reuse, or
+        would need blocks that were released because they left the window. With beams, also raises it if the new last
+        block of a sequence would be partly filled and shared.
         """
         claims.rewind(requests, num_tokens, self.sequences, self.pool, self.window,
                       keeps_prompts=self.cache is not None)

@@ -17,7 +17,9 @@ _draft_len = attrgetter("draft_len")
 
 
 class KvLedger:
-    """The number of blocks that a plan may still spend. The ledger takes no blocks from the pool; the loop does so later.
+    """The number of blocks that a plan may still spend.
+
+    The ledger takes no blocks from the pool: the loop claims the blocks of the plan later.
 
     A first chunk shares the cached blocks of its prompt. Cached blocks that running sequences hold cost nothing. Free
     cached blocks cost one block each, once for all first chunks of the plan. The ledger therefore tracks the future

@@ -49,7 +49,7 @@ class Intake:
     num_prompt_tokens   prompt tokens of the accepted requests, since construction
     came_late       whether a request was accepted after its deadline, which counts from its arrival_time; `expired`
                     resets this to False
-    num_warnings    accepted requests whose output length was cut to fit
+    num_warnings    number of accepted requests whose output length was cut, so that the sequence fits max_seq_len
     """
 
     def __init__(self, callbacks: GuardedCallbacks, admission: Admission, bounds: QueueBounds, clock: Clock,

@@ -112,8 +112,8 @@ class Admitted:
     response     options of the request for responses
     num_bytes    bytes of the request's tensors, and of the logits and likeliest tokens that the request asks for
     warnings     changes that were necessary to fit the request, one sentence each
-    prompt_table   embeddings of its prompt-tuning tokens; None without prompt-tuning tokens
-    arrival_time   seconds of the engine's clock; None if the request does not set it
+    prompt_table   embeddings of the request's prompt-tuning tokens; None without prompt-tuning tokens
+    arrival_time   arrival of the request in seconds of the engine's clock; None if the request does not set it
     """
 
     request: LlmRequest
@@ -145,7 +145,7 @@ class _RawRequest:
 class Admission:
     """Accepts or refuses one item at a time, independently of earlier items.
 
-    max_request_bytes         bytes of one request's tensors
+    max_request_bytes         largest number of bytes of one request's tensors
     gather_context_logits, gather_generation_logits   whether requests may ask for these logits
     exclude_input_in_output   responses that are not streamed leave the prompt out
     logits_post_processor_batched   the post-processor that requests name "batched", or None
@@ -523,8 +523,8 @@ def _pad_id(scalars: Mapping[str, Any], end_ids: Sequence[int]) -> int:
 
 
 def _batch_key(raw: _RawRequest, end_ids: Sequence[int], sampling: SamplingConfig) -> Hashable:
-    """The properties that members of a static batch share: end ids, pad_id, beam options, and the set of other options.
-    """
+    """The properties that members of a static batch share: end ids, pad_id, beam options, and which other sampling
+    options are set."""
     beams: Hashable = sampling.beam_width
     if sampling.beam_width > 1:
         beams = (sampling.beam_width, sampling.len_penalty, sampling.early_stopping,

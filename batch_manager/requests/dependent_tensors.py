@@ -13,11 +13,14 @@ MAX_BEAM_CANDIDATES = 16_384
 
 def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]],
                             values: Mapping[str, Any], end_ids: Sequence[int], limits: Limits) -> None:
-    """Raise InvalidRequestError if a dependent tensor is missing, or the sizes of two tensors do not agree.
+    """Raise InvalidRequestError if tensors of a request do not fit together.
+
+    This is so if a tensor is set without the tensor that it needs, if the sizes of two tensors do not agree, or if
+    tensors together exceed a limit: prompt and draft tokens, or the candidates of the beam search.
 
     scalars   numbers and flags of the request, by name
-    shapes    shapes of its other tensors, by name
-    values    checked copies of these tensors, by name
+    shapes    shapes of the request's other tensors, by name
+    values    checked copies of the tensors in `shapes`, by name
     end_ids   end ids of the request, without duplicates
     """
     vocab = limits.vocab_size
@@ -70,9 +73,9 @@ def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tup
 
 
 def _require_both(first: str, second: str, given: set[str], way_out: str = "set {1}, or leave {0} out") -> None:
-    """Raise InvalidRequestError if one of two tensors is given alone.
+    """Raise InvalidRequestError if only one of two tensors is in `given`, the names of the tensors that are set.
 
-    way_out   advice, with the name of the tensor that is given as {0} and of the missing one as {1}
+    way_out   advice for the error, with the name of the tensor that is given as {0} and of the missing one as {1}
     """
     if (first in given) != (second in given):
         present, missing = (first, second) if first in given else (second, first)

@@ -28,14 +28,14 @@ class LlmRequest:
     final_length        length of prompt and complete output; a pause does not change it
     beam_width, lora_task_id, priority   options of the request; larger priorities go first
     draft_len           number of draft tokens that the next step of the request verifies
-    draft_tokens        these draft tokens
+    draft_tokens        the draft tokens that the next step of the request verifies
     batch_key           equal for all members of a static batch; None without static batching
     cache_salt          only requests with the same salt share cached blocks
     token_extra_ids     one id per prompt token, for content that token ids do not distinguish; None: no such content
     retention           how long to keep the request's KV cache blocks; None: as long as other blocks
     in_lockstep         the last step of the request must be read before its next launch, because the request has beams
                         or a user's function reads its tokens
-    state               see the diagram above; a launched last chunk counts as done
+    state               see the diagram at the top of the file; a launched last chunk counts as done
     context_position    computed context tokens, those of launched steps included
     context_read        computed context tokens whose step was read
     seq_slot            row of the per-sequence state, NO_SLOT before activation
@@ -83,7 +83,7 @@ class LlmRequest:
 
     @property
     def num_generated_tokens(self) -> int:
-        """Number of tokens generated since the last pause, or since admission, as the schedulers count them."""
+        """Number of tokens generated since the last pause; without a pause, since admission. For schedulers."""
         return len(self.tokens[0]) - self.prompt_len
 
     @property
@@ -156,7 +156,10 @@ class LlmRequest:
         return not left
 
     def add_tokens(self, tokens: Sequence[int]) -> bool:
-        """Append generated tokens, up to final_length (beam width 1). Returns whether the output is complete."""
+        """Append generated tokens (beam width 1). Returns whether the output is complete.
+
+        The sequence must not become longer than final_length.
+        """
         self.tokens[0].extend(tokens)
         return self.note_length()
 
@@ -196,7 +199,8 @@ class LlmRequest:
     def pause(self, max_input_len: int) -> None:
         """Return to the context phase. The output becomes part of the context.
 
-        Drops generated tokens beyond max_input_len tokens of the sequence. With beams, drops all generated tokens.
+        Drops the generated tokens after the first max_input_len tokens of the sequence. With beams, drops all generated
+        tokens.
         Source: TensorRT-LLM's LlmRequest::pause.
         """
         if self.beam_width > 1:
@@ -218,7 +222,7 @@ class LlmRequest:
 def add_a_token_to_each(requests: Sequence[LlmRequest], tokens: Sequence[int]) -> list[LlmRequest]:
     """Add a token to each request, as `add_token` does. Returns the requests whose output is complete.
 
-    The function repeats the code of `add_token`, which saves a third of the time of calls.
+    The function repeats the code of `add_token`, which takes a third less time than calls of `add_token`.
     """
     nearly: list[LlmRequest] = []
     for request, token in zip(requests, tokens, strict=True):

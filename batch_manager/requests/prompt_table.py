@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class PromptTable:
-    """The table of one request.
+    """The embedding table of one request, with a row for each prompt-tuning token id.
 
     first_id   token id of the first row: the size of the model's vocabulary
     rows       [rows, hidden size] float32

@@ -55,8 +55,8 @@ class Bound:
     """The size limits of a tensor.
 
     size        largest number of elements
-    reason      the expectation that the error for too many elements states
-    num_bytes   largest number of bytes: what the request's other tensors leave of its limit
+    reason      text of the error for too many elements, which states the limit
+    num_bytes   largest number of bytes: max_request_bytes minus the bytes of the request's tensors read so far
     """
 
     size: int
@@ -239,7 +239,10 @@ def _is_bfloat16(tensor: Any) -> bool:
 
 
 def _torch_as_array(spec: TensorSpec, tensor: Any) -> np.ndarray:
-    """Return an array that shares memory with the tensor, which may require grad."""
+    """Return an array that shares memory with the tensor, which may require grad.
+
+    numpy has no bfloat16: such numbers become int16 numbers with the same bits.
+    """
     if tensor.device.type != "cpu":
         raise InvalidRequestError(f"{spec.name} is a torch tensor on device {tensor.device.type}",
                                   "tensors of a request must be on the CPU", "call .cpu() first")

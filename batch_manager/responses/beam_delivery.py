@@ -13,7 +13,7 @@ NO_OUTPUT = -np.inf
 
 
 class BeamDelivery:
-    """The log-probabilities of a request's beams: of the live beams during the search, then of the search's results.
+    """The log-probabilities and logits of a request's beams: of the live beams during the search, then of its results.
 
     The values are in the order of `LlmRequest.tokens`. The log-probability of each token, and the row of logits for
     each token, are kept only if the request asked for them. When a request starts over after a pause, its values start
@@ -39,6 +39,7 @@ class BeamDelivery:
         parents     [beams] the parent of each beam
         log_probs   [beams] float32, log-probability of each token; -inf for a beam without a continuation
         logits      [beams before the step, vocab], if requested
+        is_first    first drop all values, because the tokens are the first ones of the search
         """
         if is_first:
             self._start()
@@ -52,7 +53,10 @@ class BeamDelivery:
             self._logits.append(logits)
 
     def end(self, hypotheses: Sequence[Hypothesis], logits: np.ndarray | None, *, is_first: bool) -> None:
-        """Replace the live beams by the results of the search. Beams without a result come last."""
+        """Replace the live beams by the results of the search. Beams without a result come last.
+
+        logits, is_first   as in `follow`
+        """
         if is_first:
             self._start()
         missing = self._width - len(hypotheses)

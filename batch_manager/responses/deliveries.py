@@ -29,7 +29,8 @@ class Delivery:
     context_logits      [prompt, vocab], filled chunk by chunk; None once it is sent
     context_rows        filled rows of context_logits, counted from the first; context_logits is sent when all rows are
                         filled
-    beams               with several beams, the values of their tokens, in place of the fields above
+    beams               with several beams, their log-probabilities and logits, in place of log_probs, cum_log_prob and
+                        generation_logits
     """
 
     options: ResponseOptions
@@ -77,10 +78,10 @@ class Deliveries:
             self.listeners[request_id] = delivery
 
     def note_context_logits(self, request: LlmRequest, start: int, logits: np.ndarray) -> None:
-        """Keep the rows of the user's prompt that were not kept before.
+        """Keep the rows of `logits` that belong to the user's prompt and were not kept before.
 
-        logits   [n, vocab] rows of the context from position `start` on. After a pause, they repeat earlier rows and
-                 include rows of generated tokens
+        logits   [n, vocab] rows of the context from position `start` on. After a pause, rows are repeated, and the
+                 context includes generated tokens
         """
         delivery = self._deliveries[request.request_id]
         first, end = delivery.context_rows, min(start + len(logits), request.orig_prompt_len)
@@ -93,8 +94,8 @@ class Deliveries:
         delivery.context_rows = end
 
     def note_tokens(self, request: LlmRequest, output: StepOutput, start: int, stop: int) -> bool:
-        """Keep the values of tokens start..stop of the step's output, which were just added to a request in
-        `listeners`.
+        """Keep the values of the tokens with start <= index < stop in the step's output, which were just added to a
+        request in `listeners`.
 
         Returns whether the request streams these tokens.
         """
@@ -124,7 +125,10 @@ class Deliveries:
         beams.follow(parents, log_probs, logits, is_first=request.num_generated_tokens == 1)
 
     def note_hypotheses(self, request: LlmRequest, hypotheses: Sequence[Hypothesis], logits: np.ndarray | None) -> None:
-        """Keep the values of the results of a search. Must be called before the request replaces its live beams."""
+        """Keep the log-probabilities and logits of the results of a beam search.
+
+        Must be called before the request replaces its live beams.
+        """
         beams = self._deliveries[request.request_id].beams
         assert beams is not None
         beams.end(hypotheses, logits, is_first=request.num_generated_tokens == 0)
@@ -164,7 +168,10 @@ class Deliveries:
         self.asking.clear()
 
     def response(self, request: LlmRequest, delivery: Delivery, reason: FinishReason) -> list[NamedTensor]:
-        """Build the tensors of a response with all unsent values of the request."""
+        """Build the tensors of a response with all unsent values of the request.
+
+        The kept log-probabilities and logits are dropped, so that no value is sent twice.
+        """
         options, tokens, prompt_len = delivery.options, request.tokens[0], request.orig_prompt_len
         if delivery.is_plain:
             if options.is_streaming:

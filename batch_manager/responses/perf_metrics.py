@@ -47,9 +47,9 @@ class PerfMetrics:
         return cls(**found) if found else None
 
     def tensors(self, to_tensor: Callable[[np.ndarray], Any] | None = None) -> list[NamedTensor]:
-        """One tensor for each field, in order.
+        """Return one tensor for each field, in order.
 
-        to_tensor   as in `build_response`
+        to_tensor   function that converts a NumPy array to a tensor; None: keep the array
         """
         return [NamedTensor(name, UniformArray((1,), INT64, getattr(self, name)), to_tensor) for name in PERF_TENSORS]
 

@@ -2,8 +2,8 @@
 
     output_ids          int32    [1, beam, n]                       streaming: the new tokens only
     sequence_length     int32    [1, beam]                          valid entries of each row of output_ids
-    context_logits      float32  [1, prompt, vocab] or [1, 1, 1]
-    generation_logits   float32  [1, beam, generated, vocab] or [1, 1, 1, 1]
+    context_logits      float32  [1, prompt, vocab]                 unless requested, the dummy: zeros [1, 1, 1]
+    generation_logits   float32  [1, beam, generated, vocab]        unless requested, the dummy: zeros [1, 1, 1, 1]
     output_log_probs    float32  [1, beam, generated]               zeros unless requested
     cum_log_probs       float32  [1, beam]                          zeros unless requested
     finish_reason       int32    [1, beam]
@@ -96,9 +96,9 @@ def build_response(
     log_probs           [n] log-probabilities of the tokens in `generated`; required if the options ask for them and
                         n > 0
     cum_log_prob        sum of log-probabilities since the start of the request; None: the sum of `log_probs`
-    context_logits      [prompt, vocab], or its chunks in order, or None for the dummy
-    generation_logits   [n, vocab] or n rows, of the tokens in `generated`; None for the dummy
-    top_log_probs       likeliest tokens for the tokens in `generated`, in pieces
+    context_logits      [prompt, vocab], or its chunks in order; None for the dummy, zeros [1, 1, 1]
+    generation_logits   [n, vocab] or n rows, of the tokens in `generated`; None for the dummy, zeros [1, 1, 1, 1]
+    top_log_probs       likeliest tokens for the tokens in `generated`, in order; each element is for one or more tokens
     to_tensor           function that converts a new NumPy array to a tensor, such as torch.from_numpy; None: keep the
                         array
 
@@ -187,7 +187,7 @@ def build_beam_response(
     prompt              the user's prompt
     outputs             [beam], best first
     vocab_size          columns of generation_logits
-    context_logits      [prompt, vocab], or None for the dummy
+    context_logits      [prompt, vocab]; None for the dummy, zeros [1, 1, 1]
     to_tensor           as in `build_response`
 
     Every row is as long as the longest output. Shorter outputs are padded with pad_id in output_ids, and with zeros in

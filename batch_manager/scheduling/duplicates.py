@@ -25,7 +25,8 @@ class DuplicateDelay:
                     self._is_computed_by_another(request)
 
     def holds_back(self, request: LlmRequest) -> bool:
-        """Whether `request` is a context without blocks that must wait, because another context computes its next block.
+        """Whether `request` is a context that holds no blocks and must wait, because another context computes its next
+        block.
 
         If no other context computes this block, and it will become reusable, `request` is recorded as computing it.
         """

@@ -16,7 +16,8 @@ class StaticBatchStats:
     members                   requests in the batch
     context_tokens            sum of the members' prompt lengths, without padding
     total_generation_tokens   upper bound of the tokens that all members together generate
-    empty_generation_slots    padding tokens: each member is padded to the largest token limit of the batch
+    empty_generation_slots    number of padding tokens that result if each member runs up to the largest max_new_tokens
+                              of the batch
     """
 
     members: int = 0
@@ -38,18 +39,21 @@ class StaticBatchStats:
 
 @dataclass(slots=True)    # a frozen dataclass takes several microseconds longer to construct
 class IterationStats:
-    """The statistics of an iteration. They describe the step at its launch.
+    """The statistics of one iteration.
+
+    They describe the step that the iteration launched, except `generated_tokens`, which counts the tokens of the step
+    that the iteration read.
 
     iteration               rises by one with every record
-    active_requests         active requests when the step was planned
-    scheduled_requests, context_requests, generation_requests, paused_requests   requests of the iteration's plan
+    active_requests         number of active requests when the step was planned
+    scheduled_requests, context_requests, generation_requests, paused_requests   numbers of requests in the plan
     context_tokens          prompt tokens computed
     generated_tokens        tokens appended to requests
-    recomputed_tokens       computed tokens that pauses discarded, since construction
+    recomputed_tokens       computed tokens whose keys and values were lost in pauses, since construction
     discarded_tokens        computed tokens of requests that ended before their step was read, and of void rows, since
                             construction
     steps_in_flight         steps in flight at the end of the iteration
-    queued_requests, queued_tokens   waiting requests, and their prompt tokens
+    queued_requests, queued_tokens   numbers of waiting requests and of their prompt tokens
     monotonic_seconds       time of the engine's clock
     new_requests, refused_requests   requests accepted and requests refused since the last record
     prompt_tokens           prompt tokens of accepted requests, since construction
@@ -57,13 +61,14 @@ class IterationStats:
     oldest_wait_seconds     time since the arrival of the first accepted request that was never in a step
     started_requests, queue_seconds, longest_queue_seconds   since the last record: requests in a step for the first
                             time, the sum of their times from arrival to this step, and the longest of these times
-    reasons                 name of a statistic -> final responses without an error, since construction
+    reasons                 name of a statistic, such as "Finals Length" -> final responses for this reason, since
+                            construction; finals with an error are not counted
     callback_seconds        time inside the user's callbacks since the last record
     iteration_seconds       time from the end of get to the record
     finals                  final responses since construction
     errors                  error code -> final responses with this code, since construction
     callback_failures       callback -> calls that raised, since construction
-    figures                 name in the record -> value: statistics of the backend and of resources besides blocks
+    figures                 name in the record -> value, for statistics of the backend and of resources besides blocks
     static_batch            with static batching, the sizes of the batch that ran, or of an empty batch if none ran;
                             None: in-flight batching
     """

@@ -1,6 +1,6 @@
-"""Converts a record to the flat JSON object of TensorRT-LLM's statistics.
+"""Converts IterationStats to a flat JSON object, like that of TensorRT-LLM's statistics.
 
-The first groups of keys are TensorRT-LLM's, spelled identically; the last group is this project's. All numbers are
+In `to_json`, the first group of keys is TensorRT-LLM's, spelled identically; other keys are this project's. Numbers are
 integers, times are in microseconds, and keys are sorted. STATISTICS describes each key. Every iteration that runs a
 static batch reports the sizes of the batch when it was formed.
 """

@@ -24,22 +24,22 @@ _HEADER = orjson.dumps({"format": FORMAT, "version": VERSION}, option=orjson.OPT
 
 @dataclass(frozen=True, slots=True)
 class IterationTrace:
-    """One iteration.
+    """What happened in one iteration.
 
     iteration    number; rises from one record to the next, with gaps
-    context      (request id, first position, tokens) of each context chunk in the step
+    context      (request id, first position, number of tokens) of each context chunk in the step
     generation   ids of the generating requests in the step
-    paused, finished   request ids
+    paused, finished   ids of the requests that the plan paused, and of the accepted requests that ended
     arrived      ids of the requests accepted at the start of the iteration, whether they run in it or wait
     started_at_s   when the iteration began, in seconds of the engine's clock
     phases_us    phase -> microseconds. `fetch`: admit requests; `schedule`: make and check the plan; `claim`: take its
                  blocks; `start`: launch the step; `read`: wait for the oldest step in flight; `advance`: append the
                  tokens of the step that was read; `respond`: send responses; `poll`: poll stop signals. Phases that did
                  not run are missing
-    waiting      reason -> ids of the active requests that were in no step; batch_manager/scheduling/waiting.py lists
+    waiting      reason -> ids of the active requests that the plan left out; batch_manager/scheduling/waiting.py lists
                  the reasons
-    queued_requests   accepted requests that are not active yet
-    live_blocks, cached_blocks, free_blocks   KV cache blocks after the launch of the step: blocks held by sequences,
+    queued_requests   number of accepted requests that are not active yet
+    live_blocks, cached_blocks, free_blocks   numbers of KV cache blocks after the claim: blocks held by sequences,
                  reusable blocks that no sequence holds, and empty blocks
     end_reasons  reason -> ids of the requests that got their final response: a FinishReason or an ErrorCode by name.
                  Refused requests are listed here only. Empty in traces written before this field existed
@@ -263,7 +263,7 @@ def _check_header(line: bytes) -> None:
 
 
 class _FieldError(Exception):
-    """A field of a record is wrong."""
+    """A record of a trace has a missing or a wrong field."""
 
 
 def _refuse(fact: str, expectation: str, fix: str = "the trace is damaged") -> NoReturn:

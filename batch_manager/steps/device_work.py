@@ -29,7 +29,7 @@ class DeviceWork:
         self._first_operation = 0
 
     def add(self, operations: Iterable[DeviceOperation]) -> None:
-        """Append operations.
+        """Append operations, which the device runs before the next step.
 
         Raises InternalError if too many operations are pending, which means that no launch succeeds.
         """
@@ -41,7 +41,7 @@ class DeviceWork:
                                 "shut the manager down, make a new one, and report the log")
 
     def update_tables(self, updates: BlockTableUpdates, started_rows: Sequence[int]) -> None:
-        """Add changed table entries.
+        """Add changed block table entries, which the device applies before the next step.
 
         started_rows   table rows in which a sequence starts: pending entries of these rows belong to earlier sequences
                        and are dropped

@@ -114,8 +114,9 @@ class StepOutputCheck:
 
         requested   result of `requested_by` for the batch, or for a batch that contains this batch
 
-        Raises WrongOutputError for missing or extra rows, wrong shapes or types, finish codes that a device cannot
-        decide, and missing requested values. Also raises every exception of reading the output.
+        Raises WrongOutputError for missing or extra rows, wrong shapes or types, missing requested values, and finish
+        codes other than NOT_FINISHED, END_ID and STOP_WORDS; hypotheses may also have LENGTH. Exceptions from reading
+        the output propagate.
         """
         expected = _slots_of_rows(batch)
         if not self._is_plain(batch, output, expected, requested):
@@ -124,8 +125,8 @@ class StepOutputCheck:
 
     def _is_plain(self, batch: ScheduledBatch, output: StepOutput, expected: np.ndarray,
                   requested: Mapping[int, RequestedValues]) -> bool:
-        """Whether the output has the right types and slots, contains only tokens and finish codes, and no sequence
-        requests other values.
+        """Whether no sequence requests values besides tokens, and the output has the right types and slots and contains
+        only tokens and finish codes.
 
         This is the common case. For a few rows, comparing bytes takes a tenth of the time of comparing arrays.
         """
@@ -303,7 +304,7 @@ def _parents(batch: ScheduledBatch, output: StepOutput, rows: _Rows, num_tokens:
 
 def _hypotheses(batch: ScheduledBatch, output: StepOutput,
                 requested: Mapping[int, RequestedValues]) -> dict[int, tuple[Hypothesis, ...]]:
-    """Return the validated results of finished searches, except those of failed rows."""
+    """Return slot -> validated results of a finished beam search, for rows that did not fail."""
     given = _mapping("hypotheses", output.hypotheses)
     if not given:
         return {}
@@ -325,7 +326,10 @@ def _hypotheses(batch: ScheduledBatch, output: StepOutput,
 
 
 def _hypothesis(given: Hypothesis, width: int, longest: int) -> Hypothesis:
-    """Validate one result of a search. longest: the largest number of tokens that an output can have after this step"""
+    """Validate one result of a beam search with `width` beams, and return it with the right types.
+
+    longest   the largest number of tokens that an output can have after this step
+    """
     if not isinstance(given, Hypothesis):
         raise WrongOutputError(f"a result of a search is of type {type_name(given)}, not a Hypothesis")
     shape = np.shape(given.tokens)
@@ -369,8 +373,10 @@ def _failure(failure: RowFailure) -> RowFailure:
 
 
 def _integers(name: str, values: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """Convert the values to a type. Out-of-range values become an invalid marker: -1, or the largest value of an
-    unsigned type."""
+    """Return `values` as an array of type `dtype`, after a check of the shape.
+
+    Values out of range become an invalid marker: -1, or the largest value of an unsigned type.
+    """
     values = np.asarray(values)
     if values.shape != shape:
         raise WrongOutputError(f"{name} have shape {values.shape}, expected {shape}")

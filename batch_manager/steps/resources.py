@@ -38,7 +38,8 @@ class Resource(Protocol):
     def claim(self, requests: Sequence[LlmRequest]) -> Sequence[DeviceOperation]:
         """Claim everything that these requests need, or nothing. The requests hold none of the resource yet.
 
-        Returns the device operations before their step. Raises OutOfResourceError, with nothing changed.
+        Returns the operations that the device must run before the step of these requests. Raises OutOfResourceError,
+        with nothing changed, if too little of the resource is free.
         """
         ...
 
@@ -54,7 +55,7 @@ class Resource(Protocol):
 class Resources:
     """Claims resources for a plan, and releases them on a pause and at the end of a request. Release is idempotent.
 
-    others        resources besides blocks. They are claimed in this order, before blocks, and released in reverse
+    others        resources besides blocks. They are claimed in this order, before blocks, and released in reverse order
     device_work   the device work that these changes cause; the device does it before the next step
     """
 
@@ -75,9 +76,10 @@ class Resources:
             self._prompt_tables[request_id] = admitted.prompt_table
 
     def pause(self, paused: list[LlmRequest]) -> int:
-        """Release the blocks of these requests, which are in no step in flight. Published blocks stay reusable.
+        """Release the blocks and other resources of these requests, and return the requests to the context phase.
 
-        Returns the number of tokens to recompute if no block is reused.
+        The requests must be in no step in flight. Published blocks stay reusable. Returns the number of tokens to
+        recompute if no block is reused.
         """
         recomputed = 0
         for request in paused:
@@ -129,7 +131,10 @@ class Resources:
         return self._kv.blocks_since_start(request)
 
     def reject_drafts(self, requests: Sequence[LlmRequest], num_rejected: Sequence[int]) -> None:
-        """Release the blocks of rejected drafts. num_rejected: rejected drafts of each request"""
+        """Release the blocks of rejected drafts.
+
+        num_rejected   number of rejected drafts of each request
+        """
         self._kv.rewind(requests, num_rejected)
 
     def unclaim(self, batch: ScheduledBatch, requests: Sequence[LlmRequest], void: Sequence[LlmRequest]) -> None:
@@ -158,7 +163,10 @@ class Resources:
         return self._kv.leaving_window(requests)
 
     def follow(self, request: LlmRequest, parents: Sequence[int]) -> None:
-        """Give each beam the blocks of its parent. After the context, all beams get the blocks of the first beam."""
+        """Let beam b of the request continue from the blocks of beam parents[b].
+
+        Right after the context, when all beams continue from the first beam, copies its last block to the others.
+        """
         if request.num_generated_tokens:
             self.device_work.add(self._kv.reorder(request, parents))
         else:
@@ -222,8 +230,8 @@ class Resources:
 
         keep_computed   keep the computed blocks for reuse by prompts that begin with the same tokens
         clear_blocks    a step may have left any values in the blocks: clear them before the next read and keep nothing
-        is_in_flight    a launched step still writes to the blocks, before any step of their next owner does: clear the
-                        entries that the launched step writes
+        is_in_flight    a step in flight still writes to the blocks, before any step of their next owner does: clear
+                        the entries that the step in flight writes
         """
         if clear_blocks:
             # Shared and published blocks were written by earlier steps.
@@ -245,7 +253,7 @@ class Resources:
         self._clear_span(request, start, end)
 
     def _clear_span(self, request: LlmRequest, start: int, end: int) -> None:
-        """Clear positions start..end of a request before the next step."""
+        """Before the next step, clear the KV cache entries of a request at the positions start <= position < end."""
         self.device_work.add([BlockClear(block_id, first_token)
                               for block_id, first_token in self._kv.blocks_of_span(request, start, end)])
 
@@ -256,7 +264,7 @@ class Resources:
         self._kv.release(request, computed_tokens, is_garbage)
 
     def _computed_tokens(self, request: LlmRequest) -> int:
-        """Return the number of leading tokens that are computed and read; 0 if only reused tokens are computed."""
+        """Return the number of leading tokens whose steps were read; 0 if there are only tokens of reused blocks."""
         if request.context_read == request.prompt_len:
             return request.num_tokens
         return request.context_read if request.context_read > self._kv.reused_tokens(request) else 0

@@ -105,7 +105,10 @@ class StepRunner:
             return self.bisect(batch, requested, failure.error)
 
     def bisect(self, batch: ScheduledBatch, requested: dict[int, RequestedValues], error: BaseException) -> StepOutput:
-        """Run the halves of a batch that failed with this error. Raises DeviceLostError."""
+        """Run the halves of a batch that failed with `error`, and join their outputs. Raises DeviceLostError.
+
+        A batch of one sequence is not run again: its output has a RowFailure.
+        """
         count = batch.num_sequences
         if count > 1:
             middle = count // 2

@@ -37,7 +37,7 @@ class StepInFlight:
 
 
 class StepWindow:
-    """Up to `depth` steps, oldest first.
+    """Holds the steps in flight, at most `depth`, oldest first.
 
     runs_ahead   a request's next step may be launched before the request's last step is read, because a launch only
                  needs lengths. False: steps in flight have disjoint requests
@@ -101,7 +101,10 @@ class StepWindow:
         return frozenset(blocked)
 
     def launch(self, batch: ScheduledBatch, requests: list[LlmRequest]) -> None:
-        """Launch a step. requests: the requests of the batch, in its order. Raises DeviceLostError."""
+        """Launch a step. Raises DeviceLostError.
+
+        requests   requests of the batch, in batch order
+        """
         self._steps.append(StepInFlight(requests, self._runner.start(batch)))
 
     def read(self) -> tuple[StepInFlight, StepOutput]:

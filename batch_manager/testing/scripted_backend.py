@@ -146,7 +146,7 @@ class ScriptedBackend:
             step.error = error
 
     def run_up_to(self, step: "ScriptedStep") -> None:
-        """Run the queued steps up to this one."""
+        """Run the queued steps up to and including `step`."""
         while step in self._queue:
             self.run(self._queue.popleft())
 
@@ -207,7 +207,7 @@ class ScriptedBackend:
                 pass
 
     def clear_block(self, block_id: int, first_token: int) -> None:
-        """Clear a block from token `first_token` on."""
+        """Mark a block's tokens from index `first_token` on as finite. The stored tokens stay."""
         self._poisoned[block_id, first_token:] = False
         self._any_poisoned = bool(self._poisoned.any())
 
@@ -396,7 +396,7 @@ class ScriptedBackend:
                           generation_logits=generation_logits, top_log_probs=top_log_probs, failures=failures)
 
     def _top_log_probs(self, slot: int, tokens: np.ndarray, words: np.ndarray) -> TopLogProbs:
-        """Return, per token, this token and the ids after it, with log-probs that decrease by 1."""
+        """Return the likeliest tokens at each of `tokens`: the token and the ids after it, each 1 less in log-prob."""
         after = np.arange(self._state["top_log_probs"][slot], dtype=np.int32)
         ids = (tokens[:, None] + after) % np.int32(self.info.vocab_size)
         log_probs = _log_probs(words)[:, None] - after.astype(np.float32)
@@ -439,7 +439,12 @@ class ScriptedBackend:
             context_logits=context_logits, generation_logits=logits, top_log_probs=top_log_probs, failures=failures)
 
     def _search(self, slots: np.ndarray, sums: np.ndarray, lengths: np.ndarray) -> tuple[dict, dict]:
-        """Return ({slot: BeamStep}, {slot: logits}). The rows of a slot are contiguous."""
+        """Advance each beam search by one step. Returns ({slot: BeamStep}, {slot: logits}).
+
+        Only slots that request generation logits have logits.
+
+        slots   [rows] slot of each beam; the rows of a slot are contiguous
+        """
         words = self._words(sums, np.zeros(len(sums), np.uint64))
         steps, logits = {}, {}
         for slot, first, count in zip(*(column.tolist() for column in np.unique(
@@ -657,7 +662,11 @@ def expected_candidates(history: Sequence[int], count: int, *, vocab_size: int =
 
 
 def _best_candidates(search: BeamSearch, words: np.ndarray, vocab_size: int) -> tuple[np.ndarray, ...]:
-    """Return (log-probs, parents, tokens) of the best candidates, best first, like the kernel `beam_topk`."""
+    """Return (log-probs, parents, tokens) of the best candidates of a step of `search`, best first, like the kernel
+    `beam_topk`.
+
+    words   [beams] the word of each beam, as in the formulas at the top of the file
+    """
     count, wanted = min(search.num_candidates, vocab_size), search.num_candidates
     steps = np.arange(count, dtype=np.uint64)
     tokens = ((((words >> np.uint64(16)) % np.uint64(vocab_size))[:, None] + steps) % np.uint64(vocab_size)).astype(int)
