@@ -156,8 +156,8 @@ def plans_by_lengths(scheduler: object) -> bool:
 def pool_fits_running_ahead(kv_cache_manager: KvCacheManager, limits: Limits) -> bool:
     """Whether every request that fits the pool in lockstep also fits when steps run ahead.
 
-    With run-ahead, a sequence releases a block later after the block has left the attention window. The sequence can
-    therefore hold more blocks at a time. Logs a warning if some request would not fit.
+    With run-ahead, a block that has left the attention window is released some steps later, so that a sequence can
+    hold more blocks at a time. Logs a warning if some request would not fit.
     """
     window, num_blocks = kv_cache_manager.window, limits.num_blocks
     ahead, lockstep = window.most_held, replace(window, unread_steps=0).most_held

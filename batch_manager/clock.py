@@ -14,7 +14,7 @@ LATEST_S = 1e12    # thirty thousand years; a larger reading is invalid
 
 
 class SystemClock:
-    """Time of this machine."""
+    """The clock of this machine."""
 
     monotonic = staticmethod(time.monotonic)
     timestamp = staticmethod(partial(time.strftime, "%m-%d-%Y %H:%M:%S"))

@@ -49,7 +49,7 @@ class GptManager:
     max_beam_width                  largest beam width of any request, >= 1
     scheduler_policy                which requests may start when KV cache blocks are short
     get_inference_requests_cb       (max_num_requests: int) -> iterable of InferenceRequest; called every iteration,
-                                    also with 0; -1 means unbounded. An iteration reads at most
+                                    also for 0 requests; -1 means unbounded. An iteration reads at most
                                     max_admissions_per_iteration items. The callback is not called while items of its
                                     last call are unread. Return a list. If the iterable has neither a length nor a
                                     length hint, like a generator, the engine reads its items in one iteration only,

@@ -15,7 +15,7 @@ from .errors import ManagerClosedError
 
 
 class Abortable(Protocol):
-    """The members of WorkerControl, Loading and Link that this file uses."""
+    """A WorkerControl, Loading or Link, with the members that this file uses."""
 
     @property
     def worker(self) -> threading.Thread | None: ...

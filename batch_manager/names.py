@@ -66,7 +66,7 @@ class FinishReason(IntEnum):
 
 
 class ErrorCode(Enum):
-    """The code, in brackets, with which the text of an error response starts."""
+    """The kind of an error. The text of an error response starts with the code in brackets."""
 
     __hash__ = object.__hash__    # one instruction; Enum's own __hash__ calls a function, see loop/unanswered.py
 

@@ -79,7 +79,7 @@ class Parameter:
 
     @property
     def other(self) -> int | float:
-        """A small non-neutral value in the range, for warm-up and tests."""
+        """A small value in the range that is not neutral, for warm-up and tests."""
         return next(value for value in ((2, 3) if self.range.whole else (0.5, 0.25))
                     if value in self.range and value != self.neutral)
 
@@ -162,7 +162,7 @@ class SamplingConfig:
         return self.temperature == 0 or self.top_k == 1 or (self.top_k == 0 and self.top_p == 0)
 
     def sets(self, names: Iterable[str]) -> bool:
-        """Whether any of these parameters is not neutral."""
+        """Whether any of the parameters in `names` is not neutral."""
         return any(getattr(self, name) != PARAMETERS[name].neutral for name in names)
 
 

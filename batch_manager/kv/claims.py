@@ -99,7 +99,9 @@ class Start:
 
 
 class PrefixClaim:
-    """Takes the blocks of several first chunks, with reuse. The caller checks that `needed` blocks are free.
+    """Takes the blocks of several first chunks, with reuse of cached blocks.
+
+    Before `start`, the caller checks that at least `needed` blocks are free.
 
     The claim protects all cached blocks that the chunks reuse before it takes the first new block. New blocks therefore
     evict none of the blocks that the plan found. The source of a copy stays protected until its destination is taken.
@@ -210,7 +212,7 @@ def copies_of_first_beam(table: np.ndarray, num_tokens: int) -> list[BlockCopy]:
 
 
 def reorder(table: np.ndarray, parents: Sequence[int], tokens_in_last: int, pool: BlockPool) -> list[BlockCopy]:
-    """Make beam b continue from beam parents[b]. Takes no block. Returns the copies to make.
+    """Make beam b continue from beam parents[b]. Allocates no block. Returns the copies to make.
 
     table            [beams, blocks], changed in place
     tokens_in_last   number of tokens in each beam's last block, which is private; 0 if the last blocks are full and can
@@ -243,7 +245,7 @@ def reorder(table: np.ndarray, parents: Sequence[int], tokens_in_last: int, pool
 
 def rewind(requests: Sequence[LlmRequest], num_tokens: int | Sequence[int], sequences: SequenceTable,
            pool: BlockPool, window: AttentionWindow, keeps_prompts: bool) -> None:
-    """Remove the last tokens of sequences. The blocks that this releases are the next to be allocated.
+    """Remove the last tokens of sequences. The released blocks are the next to be allocated.
 
     num_tokens      tokens to remove: a number for each request, or one number for all
     keeps_prompts   refuse to shorten a prompt, because other requests may share its blocks

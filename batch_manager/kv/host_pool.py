@@ -7,10 +7,10 @@ from .prefix_index import PrefixNode
 
 
 class HostPool:
-    """Host blocks, each empty or with the content of one node. A claim pins the blocks that it uses.
+    """Host blocks, each empty or with the content of one node of the prefix index.
 
-    If all blocks are full, new content replaces the content of the oldest unpinned block of the lowest priority, unless
-    the new content has a lower priority.
+    A claim pins the blocks that it uses. If all blocks are full, new content replaces the content of the oldest
+    unpinned block of the lowest priority, unless the new content has a lower priority.
     """
 
     def __init__(self, num_blocks: int) -> None:

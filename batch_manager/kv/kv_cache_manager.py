@@ -390,8 +390,13 @@ class KvCacheManager:
 
     def _with_drafts(self, generation: Sequence[LlmRequest], slots: np.ndarray, lengths: np.ndarray,
                      num_drafts: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (lengths with one more token and these drafts, number of blocks per beam that each growing slot takes,
-        growing slots). Raises InternalError for too many drafts.
+        """Return (lengths, counts, growing), for a claim of one more token and `num_drafts` drafts of each request.
+
+        lengths   [n] lengths after the claim
+        growing   slots that need new blocks
+        counts    number of new blocks per beam, for each slot of `growing`
+
+        Raises InternalError for too many drafts.
         """
         drafts = np.asarray(num_drafts, np.int64)
         if drafts.shape != slots.shape:

@@ -79,7 +79,7 @@ class Finals:
         self._send_error(request.request_id, code, error_text(code, f"request {request.request_id}: {message}"))
 
     def end_waiting(self, admitted: Admitted, reason: FinishReason) -> None:
-        """End a queued request without an error and without tokens."""
+        """End a queued request without an error. Its final response has no generated tokens."""
         metrics = self._timings.take(admitted.request, self._resources)
         self._intake.forget(admitted.request.request_id)
         self.ended.append(admitted.request.request_id)

@@ -294,7 +294,7 @@ class Intake:
                             "the load" for request_id, deadline_s in late.items()}
 
     def forget(self, request_id: int) -> None:
-        """Drop the bytes, the deadline and the times of an ended request."""
+        """Drop the byte count, the deadline and the times of an ended request."""
         self._bytes_in_flight -= self._bytes_of.pop(request_id, 0)
         self._deadlines.pop(request_id, None)
         self.timings.forget(request_id)

@@ -107,7 +107,7 @@ class Timings:
         return None if metrics is None else _with_blocks(metrics, *resources.blocks_since_start(request))
 
     def forget(self, request_id: int) -> None:
-        """Drop an ended request."""
+        """Forget an ended request."""
         self.waiting.pop(request_id, None)
         self.asking.pop(request_id, None)
 

@@ -33,8 +33,8 @@ class LlmRequest:
     cache_salt          only requests with the same salt share cached blocks
     token_extra_ids     one id per prompt token, for content that token ids do not distinguish; None: no such content
     retention           how long to keep the request's KV cache blocks; None: as long as other blocks
-    in_lockstep         the last step of the request must be read before its next launch, because the request has beams
-                        or a user's function reads its tokens
+    in_lockstep         each step of the request must be read before the next one is launched, because the request has
+                        beams or a user's function reads its tokens
     state               see the diagram at the top of the file; a launched last chunk counts as done
     context_position    computed context tokens, those of launched steps included
     context_read        computed context tokens whose step was read

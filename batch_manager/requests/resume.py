@@ -47,7 +47,7 @@ def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> Inf
 
 
 def _resume(tensors: dict[str, Any], tokens: list[int]) -> None:
-    """Change the tensors of a request in place to the tensors of the new request."""
+    """Change `tensors` of the original request, in place, to those of a request that continues after `tokens`."""
     for name, refused in (("beam_width", lambda value: value != 1), ("return_context_logits", bool)):
         if name in tensors and refused(value := _scalar(tensors, name)):
             raise _cannot(f"{name} is {shown(value)}")

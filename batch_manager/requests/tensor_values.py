@@ -190,7 +190,7 @@ def floats(given: GivenTensor) -> np.ndarray:
 
 
 def _widened(bits: np.ndarray) -> np.ndarray:
-    """Convert the bits of bfloat16 numbers, the upper half of a float32, to float32."""
+    """Convert bfloat16 numbers, given as 16-bit integers with the same bits, to float32."""
     return np.array(bits.astype(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 

@@ -156,7 +156,7 @@ class Deliveries:
         return metrics.tensors(self._to_tensor)
 
     def forget(self, request_id: int) -> Delivery | None:
-        """Drop an ended request. Returns its delivery, for the final response."""
+        """Forget an ended request, and return its delivery for the final response."""
         self.asking.discard(request_id)
         self.listeners.pop(request_id, None)
         return self._deliveries.pop(request_id, None)

@@ -58,7 +58,7 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
 
 
 class StaticBatchScheduler(CapacityScheduler):
-    """Starts a batch of requests at once. No request joins the batch before its last member has ended.
+    """Starts the requests of a batch together. The next batch starts once the last member of the batch has ended.
 
     Once a request generates, only generating requests run: a context between chunks waits for the next batch.
 
@@ -158,7 +158,7 @@ class MaxUtilizationScheduler(CapacityScheduler):
 
 
 class _AdmissionGate:
-    """Admits contexts that can run to their last token within the budgets.
+    """Admits contexts that can run to their last token within the budgets of blocks and adapter pages.
 
     promised   requests that come before all contexts. Those that hold blocks keep their adapters, and the gate reserves
                the blocks that they still need

@@ -118,7 +118,7 @@ class TokenBudgetScheduler(MicroBatchScheduler):
 
     def _cut(self, chunking: ContextChunking, contexts: RequestList, generation: RequestList,
              capacity: int | None) -> MicroBatch:
-        """Return the step with a chunk for each context. Contexts that get no chunk are left out."""
+        """Return the micro-batch with a chunk for each context. Contexts that get no chunk are left out."""
         remaining = [request.remaining_context for request in contexts]
         drafts = [request.draft_len for request in contexts]
         credits = [self._credit(request) for request in contexts]

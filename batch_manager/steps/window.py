@@ -39,8 +39,8 @@ class StepInFlight:
 class StepWindow:
     """Holds the steps in flight, at most `depth`, oldest first.
 
-    runs_ahead   a request's next step may be launched before the request's last step is read, because a launch only
-                 needs lengths. False: steps in flight have disjoint requests
+    runs_ahead   a request's next step may be launched before the request's previous step is read, because a launch
+                 only needs lengths. False: steps in flight have disjoint requests
 
     With runs_ahead, `depth` is 2, and a request in flight can be in the next step if
 

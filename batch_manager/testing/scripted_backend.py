@@ -697,7 +697,7 @@ def _mix(word: int) -> int:
 
 
 def _mix_array(words: np.ndarray) -> np.ndarray:
-    """`_mix` of every element, in place."""
+    """Apply `_mix` to every element of `words`, in place."""
     words ^= words >> np.uint64(30)
     words *= np.uint64(MIX_1)
     words ^= words >> np.uint64(27)
