@@ -1,6 +1,6 @@
 """The program `batch-manager`, and `python -m batch_manager.tools`: the tools by short names.
 
-A command is imported only when it is called. Exit status 130 means Ctrl-C.
+The module of a command is imported only when the command runs. Exit status 130 means Ctrl-C.
 """
 
 import sys

@@ -178,7 +178,7 @@ def model_of(command: Any) -> str | None:
 
 
 def _load_of(result: Mapping[str, Any]) -> str:
-    """Describe how the requests arrived. For one of several simulations, return its settings instead."""
+    """Return text that says how the requests arrived or, for a simulation of a sweep, its settings."""
     if settings := result.get("settings"):
         return ", ".join(f"{name} {value}" for name, value in settings.items())
     if result.get("concurrency") is not None:

@@ -61,9 +61,10 @@ class Sequences:
 
 def in_turn(normal: Callable[[], None], deterministic: Callable[[], None], steps: int,
             clock: Callable[[], float]) -> dict[str, float]:
-    """Run both functions alternately, and return the median and the minimum time of each in milliseconds.
+    """Run both functions alternately, `steps` times each, and return their times and ratios.
 
-    The ratios are deterministic / normal. The first WARM_UP_STEPS runs are not measured.
+    Times are the median and the minimum in milliseconds. Ratios are deterministic / normal. The first WARM_UP_STEPS
+    runs of each function are not counted.
     """
     seconds: tuple[list[float], list[float]] = ([], [])
     for step in range(WARM_UP_STEPS + steps):

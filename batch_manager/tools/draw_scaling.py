@@ -65,7 +65,10 @@ def _microseconds(row: Row) -> Point:
 
 
 def _rate(row: Row) -> Point:
-    """Return a point with rates in tokens/s, computed from step times. The 10th and 90th percentile swap places."""
+    """Return a point in tokens/s, computed from the step times of a row.
+
+    The bar runs from the rate at the 90th percentile of the time to the rate at the 10th.
+    """
     median, low, high = (1e3 * row["batch"] / row["ms"][name] for name in ("median", "p90", "p10"))
     return Point(row["batch"], median, low, high)
 

@@ -32,7 +32,7 @@ class SourceError(Exception):
 class Latency:
     """A histogram of latencies in seconds, since the start of the engine or of the reading of a file.
 
-    buckets   empty if only sum and count are known
+    buckets   bound of a bucket -> cumulative count; empty if only sum and count are known
     """
 
     count: float = 0.0
@@ -49,7 +49,7 @@ class Reading:
                 oldest_wait (seconds)
     counters    new, finished, paused, refused, errors (requests), tokens, prompt_tokens (tokens), callback, iteration
                 (seconds); a counter that falls was reset
-    latencies   first_token, per_token, queue
+    latencies   histograms by name: first_token, per_token, queue
     """
 
     at_s: float

@@ -68,7 +68,7 @@ def latency_plots(swept: str, points: Sequence[Result]) -> dict[str, Plot]:
 
     Each latency that at least one point has gets a plot.
 
-    swept   the swept field: request_rate or concurrency
+    swept   result field that the sweep varies: request_rate or concurrency
     """
     at_once = [point for point in points if not point[swept]]
     ordered = sorted((point for point in points if point[swept]), key=lambda point: point[swept]) + at_once
@@ -96,6 +96,8 @@ def batch_plot(iterations: Sequence[Iteration], words: str, beam_width: int) -> 
     """Plot generated tokens and prompt tokens per step over time.
 
     There are two panels with separate scales, because steps with prompts have many more tokens.
+
+    words   description of the workload and its load, printed below the title
     """
     generating = [float(one.generating * beam_width) for one in iterations]
     contexts = [float(one.context) for one in iterations]
@@ -131,9 +133,10 @@ def batch_size_plot(iterations: Sequence[Iteration], words: str) -> LinePlot | N
 def _over_time(title: str, words: str, y_label: str, layers: Sequence[tuple[str, Sequence[float]]],
                iterations: Sequence[Iteration], *, count: int | None = None,
                limit: tuple[float, str] | None = None) -> StackedPlot:
-    """Plot amounts over time.
+    """Return a plot of stacked layers of amounts over time.
 
-    layers   (name, amount for each iteration)
+    words    first part of the text below the title
+    layers   (name, amount for each iteration) of each layer
     count    number of iterations without the inserted idle iterations; None: all
     """
     unit, scale = _time_unit(iterations[-1].end_s)

@@ -1,4 +1,4 @@
-"""What a section of the report gets: the device, its clock, rates from earlier sections, and the deadline."""
+"""What the sections of a report share: the device, its clock, the rates that earlier sections measured, a deadline."""
 
 import time
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class Bench:
         return dry if self.is_dry else real
 
     def wants(self, *names: str) -> bool:
-        """Return whether the report measures any of these goals."""
+        """Return whether the report measures at least one of the goals `names`."""
         return not self.goals or any(name in self.goals for name in names)
 
     @property

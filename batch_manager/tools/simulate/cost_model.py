@@ -77,9 +77,10 @@ class CostModel:
         return _linear(self.mixed_s if shape.context_requests else self.generation_s, shape)
 
     def generation_step_seconds(self, shape: StepShape, cached_tokens: np.ndarray) -> np.ndarray:
-        """Return [n]: the predicted seconds of generation steps of this shape, but with these cached tokens [n].
+        """Return the predicted seconds [n] of n generation steps that differ only in their cached tokens.
 
-        The shape itself must have no cached tokens.
+        shape           amounts of work in each step, with `cached_tokens` 0
+        cached_tokens   [n] cached tokens of each step
         """
         each = self.generation_s.get("cached_tokens", 0.0) + self.generation_s.get(DISTINCT, 0.0)
         return _linear(self.generation_s, shape) + each * cached_tokens
