@@ -115,7 +115,7 @@ def encode_passages(tokenizer, passages):
 
 
 class WindowSampler:
-    """Samples random windows of consecutive tokens from the training text."""
+    """Samples windows of consecutive tokens from the training text. Half of the windows start at a passage."""
 
     def __init__(self, encoded_passages, seed):
         self.stream = torch.cat(encoded_passages)
