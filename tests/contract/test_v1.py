@@ -42,7 +42,10 @@ class Recorded(ScriptedBackend):
 
 @pytest.fixture
 def static_world(make_world):
-    """Return a function like make_world that makes V1 worlds with the attributes `trace` and `records`."""
+    """Return a function like make_world that makes V1 worlds.
+
+    A world has two more attributes: `trace`, its traced iterations, and `records`, which returns its statistics.
+    """
     def make(*, backend=None, model_type=V1, **options):
         trace = Trace()
         backend = backend if isinstance(backend, ScriptedBackend) else Recorded(**(backend or {}))
