@@ -119,7 +119,7 @@ def test_c15_an_iterator_and_every_callback_may_raise_anything(make_manager, new
                          ids=lambda value: type(value).__name__)
 def test_c2_what_holds_no_request_is_counted_or_a_failure_and_the_next_call_is_as_ever(
         make_manager, new_client, new_request, value):
-    """After get has returned an object without a usable request, the request that the next get returns runs as usual."""
+    """After get has returned an object without a usable request, a request of its next call runs as usual."""
     client = new_client()
     values = [[new_request(1, [1], 3)], value]
     client.get = lambda max_num_requests: values.pop() if values else []
