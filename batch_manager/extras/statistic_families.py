@@ -81,7 +81,7 @@ class LatestStatistics:
         self.sums: dict[str, int] = dict.fromkeys(SUMMED, 0)
 
     def __call__(self, record: str) -> None:
-        """Take one JSON record."""
+        """Take one statistics record, which is JSON."""
         values, sums = orjson.loads(record), self.sums
         for key in sums:
             sums[key] += values.get(key, 0)

@@ -363,7 +363,10 @@ class _ByteText(_InPieces):
 
 
 class _TextWithRuns:
-    """Holds back a run of byte tokens until it ends: one invalid byte turns the whole run into U+FFFD."""
+    """A text with byte tokens (`<0xE4>`). `feed` holds back a run of byte tokens until the run ends.
+
+    One invalid byte turns the whole run into U+FFFD.
+    """
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces

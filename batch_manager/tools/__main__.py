@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_as(name: str) -> int:
-    """Run the command `name` with this process's arguments, for `python -m batch_manager.tools.MODULE`."""
+    """Run the command `name` with the arguments of this process. `python -m batch_manager.tools.MODULE` calls this."""
     return main([name, *sys.argv[1:]])
 
 

@@ -217,7 +217,7 @@ def _by_load(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _unlike(a: Sequence[Run], b: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """Return a sentence for each named field that differs between runs. Objects are compared key by key."""
+    """Return a sentence for each field of `names` that differs between runs. Objects are compared key by key."""
     texts = []
     for name in names:
         values = [run.result.get(name) for run in (*a, *b)]

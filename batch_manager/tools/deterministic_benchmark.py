@@ -31,7 +31,7 @@ WARM_UP_STEPS = 2
 
 
 class Sequences:
-    """Sequences 0 .. count - 1 of equal length on one backend, each with a slot and blocks."""
+    """Sequences of equal length on one backend, whose steps are timed. Sequence i has the slot i and its own blocks."""
 
     def __init__(self, backend: NativeBackend, count: int, most_tokens: int, setup: SlotSetup) -> None:
         self.backend, self.setup = backend, setup
@@ -80,7 +80,10 @@ def in_turn(normal: Callable[[], None], deterministic: Callable[[], None], steps
 
 
 def measure(options: argparse.Namespace) -> list[dict]:
-    """Measure generation steps for each batch size and one context step, and return one record for each."""
+    """Time generation steps of each batch size, and steps that compute the context of one sequence.
+
+    Returns one record for each batch size, and one for the context steps.
+    """
     most = max(options.context + WARM_UP_STEPS + options.steps, options.prefill) + 1
     largest = max(*options.batch, 1)
     blocks = largest * -(-most // options.tokens_per_block)

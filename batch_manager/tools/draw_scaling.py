@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 
 def plots(result: Result) -> dict[str, LinePlot]:
-    """Return file name -> plot. Raises ValueError if a series has no points."""
+    """Return file name -> plot of a series of the measurements. Raises ValueError if a series has no points."""
     context, batch = result["batch"][0]["context"], result["context"][0]["batch"]
     generating = result["waiting"][0]["generating"]
     return {

@@ -132,7 +132,7 @@ def read_metrics(text: str, at_s: float) -> Reading:
 
 
 class MetricsSource:
-    """An address that serves PrometheusStatistics."""
+    """A Source that reads PrometheusStatistics from an address."""
 
     age_s = None
 
@@ -177,7 +177,7 @@ SECONDS = ("callback", "iteration", "queue")
 
 
 class FileSource:
-    """A file that JsonlStatistics writes. Reading begins near its end. The file may be replaced or truncated.
+    """A Source that reads a file of JsonlStatistics, from near its end. The file may be replaced or truncated.
 
     Counters count from the first record that was read.
     """
@@ -278,5 +278,5 @@ class FileSource:
 
 
 def rise(then: float, now: float) -> float:
-    """Return the increase of a counter. A counter that fell was reset to 0."""
+    """Return the increase of a counter from `then` to `now`. A counter that fell was reset to 0."""
     return now - then if now >= then else now

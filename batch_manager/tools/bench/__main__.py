@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "batch-manager ben
 
 
 def print_report(kind: str, result: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> None:
-    """Print the results in the form that --report names."""
+    """Print the results in the form `kind`, a value of --report."""
     if kind == "json":
         short = {name: value for name, value in result.items() if name != "first_tokens"}
         if "points" in short:

@@ -56,7 +56,7 @@ def write_plots(folder: Path, drawn: Mapping[str, Plot], files: OutputFiles) -> 
 
 
 def file_words(words: str) -> str:
-    """Return the words in a form for file names: "2.5-requests-s" for "2.5 requests/s"."""
+    """Return `words` in a form for file names: "2.5-requests-s" for "2.5 requests/s"."""
     return re.sub(r"[^a-z0-9.]+", "-", words.lower()).strip("-")
 
 
@@ -107,7 +107,10 @@ def batch_plot(iterations: Sequence[Iteration], words: str, beam_width: int) -> 
 
 
 def kv_cache_plot(iterations: Sequence[Iteration], words: str) -> StackedPlot:
-    """Plot held and cached blocks over time, with a line for the size of the pool if enough of the pool is in use."""
+    """Plot the blocks that requests hold, and the cached blocks, over time.
+
+    A line shows the size of the pool if enough of the pool is in use.
+    """
     count, iterations = len(iterations), with_idle_times(iterations)
     used, cached = ([float(getattr(one, name)) for one in iterations] for name in ("used", "cached"))
     pool = iterations[0].blocks
@@ -148,6 +151,6 @@ def _over_time(title: str, words: str, y_label: str, layers: Sequence[tuple[str,
 
 
 def _time_unit(most_s: float) -> tuple[str, float]:
-    """Return the unit for times up to `most_s`, and the number of units in a second."""
+    """Return the name of the unit for times up to `most_s` seconds, and the number of these units in a second."""
     return ("milliseconds", 1e3) if most_s < SHORT_S else ("seconds", 1.0)
 

@@ -20,7 +20,7 @@ DRY_LAUNCHES = 2
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Mean seconds of a launch in each repetition."""
+    """The measured time of a launch: its mean seconds in each repetition."""
 
     seconds: tuple[float, ...]
 

@@ -66,13 +66,13 @@ class MeasuredClient(Client):
             self._may_go.wait(GATE_SECONDS)
 
     def hold_when(self, condition: Callable[[Stamp], bool]) -> None:
-        """Make the worker wait after the next iteration for which the condition is true."""
+        """Make the worker wait after the next iteration whose Stamp satisfies `condition`."""
         self._is_held.clear()
         self._may_go.clear()
         self._hold_when = condition
 
     def let_go_until(self, condition: Callable[[Stamp], bool]) -> None:
-        """Let the waiting worker go on, until it waits after the next iteration for which the condition is true."""
+        """Let the waiting worker continue until after the next iteration whose Stamp satisfies `condition`."""
         released, self._may_go = self._may_go, threading.Event()
         self._is_held.clear()
         self._hold_when = condition

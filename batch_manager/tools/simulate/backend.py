@@ -125,7 +125,7 @@ class SimulatedBackend:
 
 
 class SimulatedStep:
-    """A launched step."""
+    """A step that SimulatedBackend has launched."""
 
     def __init__(self, backend: SimulatedBackend, batch: ScheduledBatch, done_at: float) -> None:
         self._backend, self._batch, self._done_at = backend, batch, done_at

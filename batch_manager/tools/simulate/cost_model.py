@@ -73,7 +73,7 @@ class CostModel:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def step_seconds(self, shape: StepShape) -> float:
-        """Return the predicted seconds of the device, or of the CPU that computes the step."""
+        """Return the predicted seconds in which the device, which may be a CPU, computes a step of this shape."""
         return _linear(self.mixed_s if shape.context_requests else self.generation_s, shape)
 
     def generation_step_seconds(self, shape: StepShape, cached_tokens: np.ndarray) -> np.ndarray:
@@ -99,7 +99,7 @@ class CostModel:
             json.dump(self.record(), file, indent=1)
 
     def record(self) -> dict[str, Any]:
-        """Return the content of the file."""
+        """Return the content of a cost model's file, as values for JSON."""
         return {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
 
     @classmethod
@@ -128,7 +128,7 @@ class CostModel:
 
 
 def amount(term: str, shape: StepShape) -> int:
-    """Return the number of units of a term in a step."""
+    """Return the number of units of `term` in a step of this shape, to be multiplied by its seconds per unit."""
     if term == CONSTANT:
         return 1
     if term in UP_TO:
