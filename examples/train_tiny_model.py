@@ -140,7 +140,7 @@ class WindowSampler:
 
 
 def rotate(vectors, cosines, sines):
-    """Apply rotary position embeddings, which pair entry i of the first half of a head with entry i of the second half."""
+    """Apply rotary position embeddings. Entries i of the first and the second half of a head are a pair."""
     first, second = vectors.chunk(2, dim=-1)
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
 
