@@ -31,7 +31,7 @@ Ctrl-C stops an answer; at the prompt, Ctrl-C and Ctrl-D exit"""
 
 
 class Conversation:
-    """The messages so far, without questions that the engine refused."""
+    """A conversation with the model. Its messages include no question that the engine refused."""
 
     def __init__(self, llm: LLM, model: str | Path, system: str | None, sampling: dict) -> None:
         self.llm, self.model, self.sampling = llm, model, sampling
@@ -103,7 +103,7 @@ def statistics(records: deque) -> str:
 
 
 def talk(conversation: Conversation, records: deque) -> None:
-    """Read questions and commands until the end of the input, or Ctrl-C."""
+    """Read and carry out questions and commands, until the end of the input or Ctrl-C."""
     while True:
         try:
             line = input("> ").strip()

@@ -11,8 +11,8 @@ Each line of the output has the `id` and either `text`, `num_tokens` and `finish
 `message`). The program writes a line as soon as its text is complete. After a kill, the next run generates unfinished
 texts again. No input line is answered twice, and a line with the id of an earlier line is skipped. A request with a
 retryable error, for example at shutdown, is not answered. In this case the exit status is 1, and running the command
-again continues. Only one run at a time can write an output. The program refuses an output with other content with exit
-status 2.
+again continues. Only one run at a time can write an output. The program refuses an
+output with lines that it did not write. The exit status is 2 in this case.
 """
 
 import argparse
@@ -147,7 +147,12 @@ def parsed(line: bytes) -> Any:
 
 def run(llm: LLM, path: str, output: BinaryIO, answered: set[str | int], in_flight: int,
         must_end: threading.Event) -> tuple[int, int]:
-    """Generate the texts of the unanswered lines, and return (number of lines written, number of lines left)."""
+    """Generate the texts of the unanswered lines, and return (number of lines written, number of lines left).
+
+    answered    ids in the output so far
+    in_flight   number of texts that are generated at the same time
+    must_end    when set, running requests end without an answer, and their lines are left
+    """
     waiting, running, written, unanswered = prompts(path, answered), set(), 0, 0
     with ThreadPoolExecutor(in_flight) as pool:
         while True:

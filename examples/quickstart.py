@@ -114,7 +114,7 @@ class Job:
 
 
 class Client:
-    """The four callbacks and the trace hook. All run on the worker's thread.
+    """The engine's four callbacks and its trace hook. They run on the worker's thread.
 
     events   (what, job) for the display: "arrived", "text", "paused", "over"
     """

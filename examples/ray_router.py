@@ -11,7 +11,7 @@ LEAST_FREE_SHARE = 0.1      # of the KV cache blocks; a replica with a smaller s
 class PrefixRouter(FIFOMixin, RequestRouter):
     """Sends prompts with the same prefix to the same replica, whose cache has the prefix.
 
-    A replica with a share of free blocks below LEAST_FREE_SHARE is used only if no other replica accepts the request.
+    A replica whose share of free KV cache blocks is below LEAST_FREE_SHARE gets only requests that all others decline.
     """
 
     async def choose_replicas(self, candidate_replicas, pending_request=None):
@@ -23,9 +23,9 @@ class PrefixRouter(FIFOMixin, RequestRouter):
 
 
 def ranked(statistics: dict[str, dict], input_ids: list[int]) -> list[str]:
-    """Return the replica names, best first.
+    """Return the names of the replicas for a prompt, best first.
 
-    Replicas with enough free blocks come first. The order among them depends only on the prefix and on the names.
+    Replicas with enough free KV cache blocks come first. Otherwise, the order depends only on the prefix and the names.
 
     statistics   name -> result of the replica's `record_routing_stats`, empty before the first result
     """

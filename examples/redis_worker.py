@@ -115,7 +115,10 @@ class Worker:
         return is_healthy(manager)
 
     def exchange(self, *steps: Callable[[], None]) -> None:
-        """Run the steps in order. If a Redis error interrupts them, the next call does the missing work."""
+        """Wait for news, then call the functions `steps` in order.
+
+        A Redis error ends the call early and is not raised: the next call does the missing work.
+        """
         self.news.wait(0.1 if self.entries else 0)           # without entries, `fetch` waits
         self.news.clear()
         try:

@@ -115,7 +115,7 @@ def encode_passages(tokenizer, passages):
 
 
 class WindowSampler:
-    """Samples random windows of consecutive tokens from the training text."""
+    """Samples windows of consecutive tokens from the training text. Half of the windows start at a passage."""
 
     def __init__(self, encoded_passages, seed):
         self.stream = torch.cat(encoded_passages)
@@ -140,7 +140,7 @@ class WindowSampler:
 
 
 def rotate(vectors, cosines, sines):
-    """Apply rotary position embeddings. Entry i of the first half of a head is paired with entry i of the second."""
+    """Apply rotary position embeddings. Entries i of the first and the second half of a head are a pair."""
     first, second = vectors.chunk(2, dim=-1)
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
 

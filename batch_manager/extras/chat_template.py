@@ -243,7 +243,7 @@ def _templates(files: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def _environment() -> Any:
-    """Return the sandboxed environment, with the extensions, filters and globals of transformers."""
+    """Return a sandboxed jinja2 environment, with the extensions, filters and globals of transformers."""
     try:
         import jinja2
         import jinja2.ext

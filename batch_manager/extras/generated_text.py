@@ -9,11 +9,14 @@ from .text import TextStream
 
 
 class GeneratedText:
-    """Accumulates the deltas of one request. The result does not depend on how tokens are grouped into deltas.
+    """Accumulates the output of one request from its deltas, and cuts the output at a stop string.
+
+    A `Delta` of batch_manager.aio has the output since the previous delta. The accumulated output does not depend on
+    how tokens are grouped into deltas.
 
     ends_in_stop_words   whether the request passed its end ids as one-token stop words. If so, and a stop word ends
                          the output, the last token adds no text
-    tokens, log_probs, top_log_probs   up to the token that completed a stop string, if any; see Delta
+    tokens, log_probs, top_log_probs   concatenated fields of the deltas, up to the token that completed a stop string
     finish_reason        STOP_WORDS after a stop string; NOT_FINISHED while the request runs
     """
 
@@ -30,7 +33,7 @@ class GeneratedText:
         self._ends_in_stop_words = ends_in_stop_words
 
     def add(self, delta: Delta) -> str:
-        """Add a delta and return the new final text. Removes the tokens after a stop string from `delta`."""
+        """Add a delta, and return the text that it makes final. Removes tokens after a stop string from `delta`."""
         stream = self._stream
         tokens = delta.tokens
         if self._ends_in_stop_words and delta.finish_reason is FinishReason.STOP_WORDS:
@@ -57,7 +60,10 @@ class GeneratedText:
         return self._stream.finish()
 
     def _up_to_a_stop(self, delta: Delta, tokens: Sequence[int]) -> str:
-        """Push token by token, so that the cut does not depend on how tokens are grouped into deltas."""
+        """Push `tokens` to the detokenizer one by one, and return the new final text.
+
+        If a token completes a stop string, stops after this token and removes all later tokens from `delta`.
+        """
         pieces = []
         for position, token in enumerate(tokens, 1):
             pieces.append(self._stream.push([token]))

@@ -36,7 +36,7 @@ class JsonlStatistics:
         self._descriptor = self._open()
 
     def __call__(self, record: str) -> None:
-        """Take one JSON record. Raises ValueError after `close`."""
+        """Take one statistics record, which is JSON. Raises ValueError after `close`."""
         if self._descriptor < 0:
             raise ValueError("the statistics file is closed; make a new JsonlStatistics")
         self._lines.append(record.encode() + b"\n")

@@ -292,7 +292,11 @@ _NO_MORE = object()
 
 
 class _Inbox:
-    """Replaces the event loop that the switchboard expects. A thread waits in `get`."""
+    """A queue of mailboxes with new responses. A blocked reader waits in `get`.
+
+    It takes the place of the asyncio event loop of `Mailbox.loop`: the worker passes the mailboxes to
+    `call_soon_threadsafe`.
+    """
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[list[Mailbox]] = SimpleQueue()
@@ -301,7 +305,7 @@ class _Inbox:
         self._queue.put(mailboxes)
 
     def wake(self) -> None:
-        """Make one call of `get` return an empty list."""
+        """Make a pending or future call of `get` return an empty list."""
         self._queue.put([])
 
     def get(self) -> list[Mailbox]:
@@ -310,7 +314,7 @@ class _Inbox:
 
 
 class _Request:
-    """One request, and the completion that its deltas fill.
+    """One request, and the `Completion` that its responses fill in.
 
     failure   exception that TextPieces raises once
     """
@@ -334,7 +338,10 @@ class _Request:
         self._switchboard.check_process()
 
     def read(self) -> str:
-        """Take the new delta, add it to the completion, and return its final text; "" if there is none."""
+        """Add the output since the last call to the completion, and return its text; "" if there is none.
+
+        If the request failed, sets `failure` and the completion's error.
+        """
         delta = None if self.is_over else self.mailbox.take()
         if delta is None:
             return ""
@@ -358,7 +365,7 @@ class _Request:
         return piece
 
     def end(self, reason: FinishReason) -> None:
-        """End a request whose reader is gone."""
+        """End a request whose reader has stopped it: finish its completion, with `reason` as the finish reason."""
         if not self.is_over:
             self.is_over = True
             self.completion.text += self._text.rest()

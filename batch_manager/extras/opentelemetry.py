@@ -95,7 +95,7 @@ class OpenTelemetryStatistics(LatestStatistics):
 
 
 class _Instruments:
-    """The instruments of one meter, which all its statistics objects share, because a meter accepts each name once."""
+    """The instruments of a meter. Its statistics objects share them, because a meter accepts each name once."""
 
     def __init__(self) -> None:
         self.histograms: dict[str, Histogram] = {}
@@ -135,7 +135,7 @@ def _instruments_of(meter: Meter) -> _Instruments:
 
 @lru_cache(maxsize=1)
 def _global_meter() -> Meter:
-    """Return the one global meter. Until a provider is set, each call of get_meter returns a different proxy."""
+    """Return the package's global meter, cached. Without a provider, each call of get_meter returns a new proxy."""
     return get_meter("batch_manager", __version__)
 
 

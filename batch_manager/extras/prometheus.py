@@ -81,7 +81,7 @@ class PrometheusStatistics(LatestStatistics):
 
 
 class _Histogram:
-    """Counts per bucket of SECONDS."""
+    """A histogram of seconds, with the bucket bounds SECONDS."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(SECONDS) + 1)

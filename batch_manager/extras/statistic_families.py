@@ -81,7 +81,7 @@ class LatestStatistics:
         self.sums: dict[str, int] = dict.fromkeys(SUMMED, 0)
 
     def __call__(self, record: str) -> None:
-        """Take one JSON record."""
+        """Take one statistics record, which is JSON."""
         values, sums = orjson.loads(record), self.sums
         for key in sums:
             sums[key] += values.get(key, 0)
@@ -92,10 +92,10 @@ class LatestStatistics:
 class Family:
     """A metric family.
 
-    names         metric names under which to publish the family, for dashboards of different engines
+    names         names of the metric; it is published under each of them, for dashboards of different engines
     description   help text
     label         name of the label that distinguishes the values; "": a single value
-    values        function that returns {label value: number}; an empty result means nothing to publish
+    values        function that returns {label value: number}; {}: nothing to publish
     is_counter    whether values only grow
     """
 

@@ -320,16 +320,16 @@ def _bytes_of(token: str) -> bytes:
 
 
 class _InPieces:
-    """A text made of pieces.
+    """Base of texts in which each token has a piece that does not depend on its neighbours.
 
-    is_first   whether the next token is the first of the text, if its piece differs at the start
+    is_first   whether the next token may have another piece because it is the first of the text
     """
 
     def __init__(self, pieces: Pieces, is_first: bool) -> None:
         self._pieces, self._is_first = pieces, is_first
 
     def _added(self, tokens: Sequence[int]) -> list[Any]:
-        """Return the pieces of the next tokens, without empty ones."""
+        """Return the pieces of `tokens`, the next tokens of the text, without tokens that have no text."""
         pieces = self._pieces
         added = [piece for token in tokens if (piece := pieces[token]) is not None]
         if self._is_first and added:
@@ -363,7 +363,10 @@ class _ByteText(_InPieces):
 
 
 class _TextWithRuns:
-    """Holds back a run of byte tokens until it ends: one invalid byte turns the whole run into U+FFFD."""
+    """A text with byte tokens (`<0xE4>`). `feed` holds back a run of byte tokens until the run ends.
+
+    One invalid byte turns the whole run into U+FFFD.
+    """
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
@@ -444,7 +447,7 @@ _JOINS: dict[str, Callable[[Pieces], Text]] = {"text": _JoinedText, "bytes": _By
 
 
 def text_of(pieces: Pieces) -> Text:
-    """Return an empty text whose tokens are decoded with these pieces."""
+    """Return an empty `Text` that decodes its tokens with the cache `pieces` and its rule."""
     text = _JOINS[pieces.rule.joins](pieces)
     return _TextInSteps(text, [make() for make in pieces.rule.steps]) if pieces.rule.steps else text
 
@@ -466,10 +469,10 @@ class Sample(NamedTuple):
 
 
 def agrees(pieces: Pieces, decode: Callable[[list[int]], str], sample: Sample) -> bool:
-    """Whether the rule decodes like the tokenizer, on a fixed set of token lists.
+    """Whether the rule of `pieces` decodes like `decode`, the tokenizer's function.
 
-    A rule from the serialized decoder can be wrong for another version of the library, or for a class that
-    overrides `decode`.
+    Both decode the texts of `sample` and a fixed set of random token lists. A rule from the serialized decoder can be
+    wrong for another version of the library, or for a class that overrides `decode`.
     """
     generator = random.Random(0)
     lists: list[Sequence[int]] = [*sample.texts]

@@ -1,4 +1,4 @@
-"""Programs around the engine: `python -m batch_manager.tools.NAME --help`, or for most `batch-manager COMMAND`.
+"""Programs around the engine. Each runs as `python -m batch_manager.tools.NAME`, and most as `batch-manager COMMAND`.
 
 Owns     measuring and showing what the engine does, from outside
 Not      anything the engine needs: no other package imports from here

@@ -1,6 +1,6 @@
 """The program `batch-manager`, and `python -m batch_manager.tools`: the tools by short names.
 
-A command is imported only when it is called. Exit status 130 means Ctrl-C.
+The module of a command is imported only when the command runs. Exit status 130 means Ctrl-C.
 """
 
 import sys
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_as(name: str) -> int:
-    """Run the command `name` with this process's arguments, for `python -m batch_manager.tools.MODULE`."""
+    """Run the command `name` with the arguments of this process. `python -m batch_manager.tools.MODULE` calls this."""
     return main([name, *sys.argv[1:]])
 
 

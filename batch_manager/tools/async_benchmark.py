@@ -36,7 +36,10 @@ PROMPT, TOKENS_PER_BLOCK, LOOK_S = 16, 64, 0.001
 
 
 def backend_of(streams: int, tokens: int, step_ms: float) -> Callable[[], ScriptedBackend]:
-    """Return a factory of scripted backends. The factory can be sent to an engine process."""
+    """Return a factory of scripted backends for `streams` requests with `tokens` output tokens each.
+
+    A step takes `step_ms` milliseconds. The factory can be pickled, so that an engine process can call it.
+    """
     blocks = -(-(PROMPT + tokens) // TOKENS_PER_BLOCK)
     return partial(ScriptedBackend, max_seq_len=blocks * TOKENS_PER_BLOCK, num_blocks=streams * blocks + 1,
                    verify=False, tokens_per_block=TOKENS_PER_BLOCK, num_slots=streams, is_asynchronous=step_ms > 0,
@@ -52,7 +55,7 @@ def request_of(tokens: int) -> dict[str, object]:
 
 
 def counting_cpu_s(streams: int, tokens: int, step_ms: float) -> float:
-    """Return the CPU seconds of a run whose callback only counts responses."""
+    """Serve the streams with a callback that only counts responses, and return the CPU seconds of the process."""
     waiting = [InferenceRequest(number, request_of(tokens), is_streaming=True) for number in range(streams)]
     count = 0
 

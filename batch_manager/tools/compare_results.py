@@ -178,7 +178,7 @@ def model_of(command: Any) -> str | None:
 
 
 def _load_of(result: Mapping[str, Any]) -> str:
-    """Describe how the requests arrived. For one of several simulations, return its settings instead."""
+    """Return text that says how the requests arrived or, for a simulation of a sweep, its settings."""
     if settings := result.get("settings"):
         return ", ".join(f"{name} {value}" for name, value in settings.items())
     if result.get("concurrency") is not None:
@@ -217,7 +217,7 @@ def _by_load(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _unlike(a: Sequence[Run], b: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """Return a sentence for each named field that differs between runs. Objects are compared key by key."""
+    """Return a sentence for each field of `names` that differs between runs. Objects are compared key by key."""
     texts = []
     for name in names:
         values = [run.result.get(name) for run in (*a, *b)]

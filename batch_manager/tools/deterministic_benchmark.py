@@ -31,7 +31,7 @@ WARM_UP_STEPS = 2
 
 
 class Sequences:
-    """Sequences 0 .. count - 1 of equal length on one backend, each with a slot and blocks."""
+    """Sequences of equal length on one backend, whose steps are timed. Sequence i has the slot i and its own blocks."""
 
     def __init__(self, backend: NativeBackend, count: int, most_tokens: int, setup: SlotSetup) -> None:
         self.backend, self.setup = backend, setup
@@ -61,9 +61,10 @@ class Sequences:
 
 def in_turn(normal: Callable[[], None], deterministic: Callable[[], None], steps: int,
             clock: Callable[[], float]) -> dict[str, float]:
-    """Run both functions alternately, and return the median and the minimum time of each in milliseconds.
+    """Run both functions alternately, `steps` times each, and return their times and ratios.
 
-    The ratios are deterministic / normal. The first WARM_UP_STEPS runs are not measured.
+    Times are the median and the minimum in milliseconds. Ratios are deterministic / normal. The first WARM_UP_STEPS
+    runs of each function are not counted.
     """
     seconds: tuple[list[float], list[float]] = ([], [])
     for step in range(WARM_UP_STEPS + steps):
@@ -79,7 +80,10 @@ def in_turn(normal: Callable[[], None], deterministic: Callable[[], None], steps
 
 
 def measure(options: argparse.Namespace) -> list[dict]:
-    """Measure generation steps for each batch size and one context step, and return one record for each."""
+    """Time generation steps of each batch size, and steps that compute the context of one sequence.
+
+    Returns one record for each batch size, and one for the context steps.
+    """
     most = max(options.context + WARM_UP_STEPS + options.steps, options.prefill) + 1
     largest = max(*options.batch, 1)
     blocks = largest * -(-most // options.tokens_per_block)

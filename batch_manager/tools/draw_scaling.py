@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 
 def plots(result: Result) -> dict[str, LinePlot]:
-    """Return file name -> plot. Raises ValueError if a series has no points."""
+    """Return file name -> plot of a series of the measurements. Raises ValueError if a series has no points."""
     context, batch = result["batch"][0]["context"], result["context"][0]["batch"]
     generating = result["waiting"][0]["generating"]
     return {
@@ -65,7 +65,10 @@ def _microseconds(row: Row) -> Point:
 
 
 def _rate(row: Row) -> Point:
-    """Return a point with rates in tokens/s, computed from step times. The 10th and 90th percentile swap places."""
+    """Return a point in tokens/s, computed from the step times of a row.
+
+    The bar runs from the rate at the 90th percentile of the time to the rate at the 10th.
+    """
     median, low, high = (1e3 * row["batch"] / row["ms"][name] for name in ("median", "p90", "p10"))
     return Point(row["batch"], median, low, high)
 

@@ -93,7 +93,7 @@ class Setting:
 
 
 class Stopwatch:
-    """Nanoseconds spent in each phase of an iteration."""
+    """Adds up the nanoseconds spent in each phase of an iteration."""
 
     def __init__(self) -> None:
         self.spent = dict.fromkeys(COLUMNS, 0)

@@ -153,7 +153,7 @@ def output_file(path: Path, *, source: Path | None = None, mode: str = "w") -> I
 
 
 def why_not_writable(path: Path) -> str:
-    """Return why this file cannot be written, or "" if it can. Programs call this function before long work."""
+    """Return why the file `path` cannot be written, or "" if it can. Programs call this function before long work."""
     if path == STANDARD_OUTPUT:
         return ""
     if path == Path():
@@ -174,7 +174,9 @@ def why_not_writable(path: Path) -> str:
 
 
 def why_not_distinct(outputs: Mapping[str, Path], inputs: Mapping[str, str | os.PathLike[str]]) -> str:
-    """Return why these outputs collide, or "" if they do not. Keys are the names of the options.
+    """Return why output files collide, or "" if they do not.
+
+    outputs, inputs   name of the option -> the file that the option names
 
     Outputs collide if two of them name the same file, or if one names an input. A pipe or a device may be named twice.
     """
@@ -188,7 +190,7 @@ def why_not_distinct(outputs: Mapping[str, Path], inputs: Mapping[str, str | os.
 
 
 def why_no_folder(path: Path) -> str:
-    """Return why files cannot be written into this folder, or "" if they can. The folder need not exist yet."""
+    """Return why files cannot be written into the folder `path`, or "" if they can. The folder need not exist yet."""
     above = path
     while not above.exists() and above != above.parent:
         above = above.parent

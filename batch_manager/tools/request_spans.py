@@ -46,7 +46,8 @@ class Span:
 class Life:
     """The history of one request.
 
-    first_iteration, last_iteration   iterations that accepted and that ended the request, if the trace has them
+    first_iteration  number of the iteration that accepted the request or, if it is not in the trace, first names it
+    last_iteration   number of the iteration that ended the request, or of the last iteration of the trace
     spans            consecutive spans without gaps; empty for a refused request
     has_ended        False: the trace ends before the request
     end_reason       name of a FinishReason or an ErrorCode; "": the trace does not record it

@@ -12,7 +12,7 @@ NUM_LOGITS = 8    # per row; few, because sampling from a whole vocabulary is th
 
 
 class StubModel:
-    """A model with one hidden value per token; the first logit of each row is the largest."""
+    """A model that computes nothing: hidden states are [tokens, 1], and token 0 has the largest logit in each row."""
 
     def __init__(self) -> None:
         self._logits = torch.empty(0, NUM_LOGITS, dtype=torch.float32, device="cpu")
@@ -31,7 +31,7 @@ class StubModel:
 
 
 class StubAttention:
-    """An attention that the backend plans but no model runs."""
+    """The attention of a StubModel. The backend calls `plan`, which does nothing, and the model runs no attention."""
 
     dispatch = "torch"
 

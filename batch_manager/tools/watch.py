@@ -114,7 +114,9 @@ def _metrics_url(text: str) -> str:
 
 
 def follow(source: Source, options: argparse.Namespace, show: Show, shows_first: bool) -> int:
-    """Read the source and show its figures once per interval until the end, and return the exit status.
+    """Read the source and show its figures once per interval, and return the exit status.
+
+    The function returns after --count intervals, or if the source is unreadable for longer than --timeout.
 
     shows_first   whether to show the first reading, which has no rates
     """

@@ -54,7 +54,7 @@ class Figures:
 
 
 class History:
-    """The readings of the last minute."""
+    """Keeps the readings of the last minute, and computes the current figures from them."""
 
     def __init__(self) -> None:
         self._readings: deque[Reading] = deque()

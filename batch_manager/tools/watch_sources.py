@@ -32,7 +32,7 @@ class SourceError(Exception):
 class Latency:
     """A histogram of latencies in seconds, since the start of the engine or of the reading of a file.
 
-    buckets   empty if only sum and count are known
+    buckets   bound of a bucket -> cumulative count; empty if only sum and count are known
     """
 
     count: float = 0.0
@@ -49,7 +49,7 @@ class Reading:
                 oldest_wait (seconds)
     counters    new, finished, paused, refused, errors (requests), tokens, prompt_tokens (tokens), callback, iteration
                 (seconds); a counter that falls was reset
-    latencies   first_token, per_token, queue
+    latencies   histograms by name: first_token, per_token, queue
     """
 
     at_s: float
@@ -132,7 +132,7 @@ def read_metrics(text: str, at_s: float) -> Reading:
 
 
 class MetricsSource:
-    """An address that serves PrometheusStatistics."""
+    """A Source that reads PrometheusStatistics from an address."""
 
     age_s = None
 
@@ -177,7 +177,7 @@ SECONDS = ("callback", "iteration", "queue")
 
 
 class FileSource:
-    """A file that JsonlStatistics writes. Reading begins near its end. The file may be replaced or truncated.
+    """A Source that reads a file of JsonlStatistics, from near its end. The file may be replaced or truncated.
 
     Counters count from the first record that was read.
     """
@@ -278,5 +278,5 @@ class FileSource:
 
 
 def rise(then: float, now: float) -> float:
-    """Return the increase of a counter. A counter that fell was reset to 0."""
+    """Return the increase of a counter from `then` to `now`. A counter that fell was reset to 0."""
     return now - then if now >= then else now

@@ -56,7 +56,7 @@ class View:
     """One screen.
 
     title      name of the source
-    rates      tokens per second of the last periods
+    rates      generated tokens/s in each of the last periods, oldest first
     problem    why new figures are missing; "": no figures are missing
     note       a warning that is less severe than a problem
     """

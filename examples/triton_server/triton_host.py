@@ -59,7 +59,7 @@ class TritonPythonModel:
             exclude_input_in_output=settings.exclude_input_in_output)
 
     def execute(self, requests: list) -> None:
-        """Queue new requests, and note stops. The worker sends the responses of queued requests later."""
+        """Queue new requests, and mark requests to stop. The worker sends the responses of queued requests later."""
         for request in requests:
             sender = request.get_response_sender()
             # Copies, because the server reuses the memory of these arrays after this call.

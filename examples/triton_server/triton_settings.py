@@ -76,7 +76,7 @@ def read(parameters: dict[str, str]) -> Settings:
 
 
 def _types(options: type) -> dict[str, tuple[type, ...]]:
-    """Return the fields of a dataclass that a string can set, with their types."""
+    """Return name -> type for the fields of a dataclass whose values can be parsed from a string."""
     hints = get_type_hints(options)
     found = {field.name: get_args(hints[field.name]) if isinstance(hints[field.name], UnionType)
              else (hints[field.name],) for field in fields(options)}

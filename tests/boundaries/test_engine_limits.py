@@ -205,7 +205,10 @@ def test_a_static_batch_has_max_batch_size_places(make_world, new_request, besid
 
 
 def test_nothing_that_was_made_waits_to_be_taken(make_world, new_request):
-    """Each token is sent in its iteration, and the engine keeps no sent output. Unsent output needs no bound."""
+    """A streaming request gets each token in the iteration that generates it, and the engine drops the sent output.
+
+    Output does not accumulate in the engine, so it has no limit.
+    """
     world = make_world()
     world.client.on_send = lambda request_id, response: None
     world.client.pending = [new_request(1, [1], 40, streaming=True)]

@@ -139,7 +139,7 @@ def rows(which: str) -> list:
 
 
 def outcome(make_world, row: Row, value: Any) -> tuple[str, str]:
-    """Error text and code of a request with this value. Asserts that a second request is not affected."""
+    """Run a request with `value`, and return its (error, code). Asserts that another request gets its right output."""
     engine = {"max_beam_width": 4, **row.engine}
     vocab_size = engine.pop("vocab_size", VOCAB)
     backend = TakesEmbeddings(vocab_size=vocab_size, max_seq_len=POSITIONS)

@@ -1,6 +1,6 @@
 """C7, C8, C20: each kind of bad request gets its refusal, and the other requests are not affected.
 
-The rows of REFUSED are the requests that the original batch manager cannot run, by its documentation.
+The rows of REFUSED are requests that TensorRT-LLM's batch manager cannot run, according to its documentation.
 """
 
 import json

@@ -42,7 +42,10 @@ def held():
 
 
 def settled(baseline, parts=()):
-    """Wait up to 20 s until held() returns the baseline and no part is alive. Return the last result of held()."""
+    """Wait up to 20 s until held() returns `baseline` and no object of `parts` is alive. Return the last result.
+
+    parts   weak references
+    """
     deadline = time.monotonic() + 20
     while ((now := held()) != baseline or any(part() for part in parts)) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -58,7 +61,10 @@ def make(folder, client):
 
 
 def run_one(folder, client, new_request, ending):
-    """Run and end a manager with three requests. Returns its KV cache manager and weak references to its parts."""
+    """Run three requests on a manager, and end it in the way `ending`.
+
+    Returns its KV cache manager, and weak references to the manager and its backend.
+    """
     client.pending = [new_request(1, [1, 2, 3], 4, streaming=True), new_request(2, [5] * 20, 3, beam_width=2),
                       new_request(3, [7] * 9, 30 if ending == "abort" else 3, temperature=0.8, runtime_top_p=0.9)]
     manager = make(folder, client)

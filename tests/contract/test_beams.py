@@ -29,7 +29,10 @@ END, LENGTH = FinishReason.END_ID, FinishReason.LENGTH
 
 
 def live_beams(prompt, width, steps, rate=0.0):
-    """Return the beams after `steps` steps of a search without an end id, best first: [(sum of log-probs, tokens)]."""
+    """Return the beams after `steps` steps of the oracle's search without an end id: [(sum of log-probs, tokens)].
+
+    The best beam comes first. `rate` is the request's beam_search_diversity_rate.
+    """
     beams = [(0.0, [])]
     for _ in range(steps):
         beams = step(prompt, beams, width, rate)[:width]
@@ -37,7 +40,11 @@ def live_beams(prompt, width, steps, rate=0.0):
 
 
 def step(prompt, beams, width, rate=0.0, window=None):
-    """Return the 2 * width best continuations of the beams, best first: [(sum of log-probs, tokens)]."""
+    """Return the 2 * width best continuations of the beams by one token, best first: [(sum of log-probs, tokens)].
+
+    rate     beam_search_diversity_rate; continuations are ordered by sum - rate * rank among those of the same beam
+    window   attention window in tokens; None: no window
+    """
     found = []
     for total, text in beams:
         follows = expected_candidates([*prompt, *text], 2 * width, vocab_size=VOCAB, window=window)
@@ -82,7 +89,10 @@ def random_requests(new_request, count, seed, widths=(1, 2, 3, 4), longest=16, *
 
 
 def assert_right(world, asked, window=None):
-    """Assert that all responses are those of the oracle. Return the number of hypotheses that ended with an end id."""
+    """Assert that all responses are those of the oracle. Return the number of hypotheses that ended with an end id.
+
+    asked   request id -> (prompt, number of new tokens, request tensors)
+    """
     ended = 0
     for i, (prompt, count, options) in asked.items():
         final = world.client.final(i)

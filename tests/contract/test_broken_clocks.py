@@ -67,7 +67,10 @@ def test_c6_a_deadline_is_kept_by_a_clock_that_has_failed(make_manager, new_clie
 
 
 def test_a_clock_that_is_believed_whatever_it_does_loses_responses(make_manager, new_client, new_request, monkeypatch):
-    """Without `reliable`, a failing clock loses a final response, which the other tests of this file would notice."""
+    """If the wrapper `reliable` is removed, a failing clock loses a final response.
+
+    This shows that the other tests of this file notice a lost response.
+    """
     for module in (build, gpt_manager):
         monkeypatch.setattr(module, "reliable", lambda clock: clock)
     has_begun, client = threading.Event(), new_client()

@@ -119,7 +119,7 @@ def test_c15_an_iterator_and_every_callback_may_raise_anything(make_manager, new
                          ids=lambda value: type(value).__name__)
 def test_c2_what_holds_no_request_is_counted_or_a_failure_and_the_next_call_is_as_ever(
         make_manager, new_client, new_request, value):
-    """After get returns an object without a usable request, its next call is handled as usual."""
+    """After get has returned an object without a usable request, a request of its next call runs as usual."""
     client = new_client()
     values = [[new_request(1, [1], 3)], value]
     client.get = lambda max_num_requests: values.pop() if values else []
@@ -178,7 +178,7 @@ NEVER_RUN = {"async def": an_async_function, "an async method": AsyncObject(),
 @pytest.mark.parametrize("callback", [*NEVER_RUN.values(), a_generator_function], ids=[*NEVER_RUN, "a generator"])
 def test_a_callback_that_returns_before_it_has_run_is_refused_and_nothing_is_lost_in_silence(
         make_manager, new_client, new_request, name, callback):
-    """Async and generator functions are refused as callbacks. Get and poll may be generator functions."""
+    """An async function is refused as any callback, and a generator function as any callback except get and poll."""
     client = new_client()
     setattr(client, name, callback)
     if callback is a_generator_function and name in ("get", "poll"):    # generators are valid results of get and poll

@@ -27,7 +27,10 @@ def drafting_world(make_world, monkeypatch):
 def run(world, prompts, right, draw, most_steps=400):
     """Run all requests to their end with draft tokens. Return the number of draft tokens that were proposed.
 
-    A draft token is the model's next token with probability `right`, and another token otherwise.
+    prompts      request id -> prompt
+    right        probability that a draft token is the token that the model generates; otherwise it is another token
+    draw         random generator
+    most_steps   largest number of iterations to run
     """
     proposed = 0
     for _ in range(most_steps):

@@ -207,7 +207,10 @@ def test_the_scripted_oracle_agrees_with_itself():
 
 
 class Launches:
-    """A backend whose launches raise until `is_mended` is set. It records each batch's table updates and operations."""
+    """A backend whose launches raise until `is_mended` is set.
+
+    It records the block table updates and the operations of each batch.
+    """
 
     def __init__(self):
         self.told, self.operations, self.is_mended = [], [], False
@@ -230,7 +233,10 @@ def table_updates(*entries):
 
 
 def launched(runner):
-    """Run a batch of slots 0 and 1 with all pending device work. Bisect it if it fails. Return its output."""
+    """Launch and read a batch of slots 0 and 1 on a StepRunner, and return its output.
+
+    The runner adds all pending device work to the batch. A failed batch is bisected.
+    """
     both = np.array([0, 1], np.int32)
     batch = ScheduledBatch(1, generation=GenerationWork(both, both + 5))
     step = runner.start(batch)
@@ -239,7 +245,7 @@ def launched(runner):
 
 
 def test_c21_the_next_launch_says_what_those_that_raised_had_to_say():
-    """A launch repeats the table updates and operations of failed launches, also for slot 2, which is in no batch."""
+    """A launch repeats block table updates and operations of failed launches, also of slot 2, which is in no batch."""
     device, device_work = Launches(), DeviceWork()
     runner = StepRunner(device, device_work, 100, Guard())
     copy, clear, load, last = BlockCopy(3, 4, 2), BlockClear(5, 1), AdapterLoad(7, (1, 2)), BlockClear(6)

@@ -86,7 +86,7 @@ def test_c13_the_hosts_default_dtype_changes_nothing(answers, options):
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
 def test_c13_the_hosts_default_device_changes_nothing(answers, options):
-    """Default devices change no result. Each thread has its own: the test's thread and the worker get one."""
+    """Torch's default device changes no result. Each thread has its own, so the test sets it in both threads."""
     expected = answers(**options)
     with torch.device("meta"):
         found = answers(on_the_worker=lambda: torch.set_default_device("meta"), **options)

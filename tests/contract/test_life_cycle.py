@@ -77,7 +77,7 @@ def test_c14_a_shutdown_without_draining_answers_the_rest_with_shutdown(make_man
 
 
 def test_c14_who_waits_long_looks_again_and_again(make_manager, new_client, new_request, monkeypatch):
-    """A wait looks at the worker repeatedly. It returns when the worker has stopped, or at its timeout."""
+    """A wait for the worker checks repeatedly whether the worker has stopped, and returns then or at its timeout."""
     monkeypatch.setattr("batch_manager.gpt_manager.SECONDS_BETWEEN_LOOKS", 0.001)
     client = new_client()
     client.pending = [new_request(1, [1], 5)]

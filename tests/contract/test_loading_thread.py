@@ -13,7 +13,7 @@ from batch_manager.testing.scripted_backend import ScriptedBackend
 
 @pytest.fixture
 def interrupted(monkeypatch):
-    """Return a list. After interrupted[0] = n, the next n waits for the loading thread raise KeyboardInterrupt."""
+    """Return a list of one number: how many of the next waits for the loading thread raise KeyboardInterrupt."""
     left, wait = [0], Loading.wait
 
     def interrupted_wait(self):

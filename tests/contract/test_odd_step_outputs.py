@@ -66,7 +66,7 @@ def same_tensors(world, right, request_id):
 
 
 def with_row(field, value, dtype=None):
-    """Return a `spoil` that sets the row of the slot to `value` in one array of the output."""
+    """Return a `spoil` that sets the row of the slot to `value` in the array `field` of the output."""
     def spoil(output, slot):
         array = getattr(output, field).astype(dtype or getattr(output, field).dtype)
         array[output.slots == slot] = value
@@ -260,7 +260,10 @@ def test_what_is_meaningless_is_not_looked_at(make_world, new_request):
 
 
 def test_what_a_slot_asked_for_is_not_asked_of_who_has_it_next(make_world, new_request):
-    """The check of a request without optional outputs needs none, even if the slot's previous request had them."""
+    """A step output without log-probabilities and logits is valid for a request without the options that need them.
+
+    The request that had the slot before had these options.
+    """
     def nothing_but_tokens(output, slot):
         return replace(output, log_probs=None, generation_logits={}, context_logits={})
 
@@ -287,7 +290,7 @@ def row_of(output, slot):
 
 
 def of_beams(**changes):
-    """Return a `spoil` that changes the slot's row in the named arrays, except in the step that ends the search."""
+    """Return a `spoil` that changes the slot's row in the arrays `changes`, except in the step that ends the search."""
     def spoil(output, slot):
         if slot in output.hypotheses:
             return output
@@ -300,7 +303,7 @@ def of_beams(**changes):
 
 
 def unless_it_ends(**changes):
-    """Return a `spoil` that changes whole fields of the output, except in the step that ends the search."""
+    """Return a `spoil` that changes the fields `changes` of the output, except in the step that ends the search."""
     return lambda output, slot: output if slot in output.hypotheses else with_all(**changes)(output, slot)
 
 
@@ -324,7 +327,7 @@ def with_length(change):
 
 
 def of_texts(**changes):
-    """Return a `spoil` that changes fields of the last hypothesis in the step that ends the search."""
+    """Return a `spoil` that changes the fields `changes` of the last hypothesis, in the step that ends the search."""
     def spoil(output, slot):
         if slot not in output.hypotheses:
             return output

@@ -123,7 +123,7 @@ def test_one_request_alone_runs_too_and_a_failing_one_costs_nobody_else_anything
 @pytest.mark.parametrize("fault", ["raises", "not finite"])
 def test_a_request_stopped_in_flight_is_cleared_up_after_before_its_blocks_are_anybody_elses(
         make_world, new_request, fault):
-    """A fault in the row of a stopped request ends no other request. Its block is cleared before the next use."""
+    """A fault in a stopped request's row ends no other request. The request's block is cleared before its next use."""
     slots, alive_when_read, operations = [], [], []
 
     class Listens(ScriptedBackend):

@@ -125,7 +125,7 @@ def test_an_attention_that_is_none_is_refused_by_what_it_lacks(make_manager, new
 
 
 def test_a_factory_of_attention_is_given_what_it_was_given_before():
-    """The engine's wrapper of the factory in Parts.attention passes all arguments to the factory."""
+    """`checked_attention`, which wraps the factory in Parts.attention, passes all arguments to the factory."""
     whole = SimpleNamespace(plan=print, run=print, dispatch="torch")
     given = []
 

@@ -104,7 +104,10 @@ def test_a_stream_that_was_paused_with_more_tokens_than_a_step_runs_goes_on_wher
 
 
 class PausesAtEveryLength(RequestScheduler):
-    """A scheduler that pauses each generating request that has grown since its last pause, and leaves one request."""
+    """A scheduler that pauses each generating request that has grown since its last pause.
+
+    It leaves at least one request in every plan.
+    """
 
     def __init__(self, limits, kv_cache_manager):
         self.scheduler, self.paused_at = make_scheduler(limits, kv_cache_manager), {}
@@ -197,7 +200,10 @@ def test_a_scheduler_that_breaks_a_rule_is_named_to_every_active_request_and_the
 
 
 def test_a_double_is_refused_before_the_request_it_is_a_double_of_is_answered(make_world, new_request):
-    """A duplicate is refused before the live request with its id gets its final response."""
+    """A duplicate is refused before the live request with its id gets its final response.
+
+    The scheduler fails in the iteration that gets both.
+    """
     world = make_world(parts={"scheduler": Raises()})
     world.client.pending = [new_request(1, [1], 4), new_request(1, [1], 4)]
     world.step()

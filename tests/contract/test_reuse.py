@@ -35,7 +35,7 @@ def chunks(world, request_id):
 
 
 def ask(world, new_request, request_id, prompt, count=5, **options):
-    """Run one request alone to its end, check its tokens, and return its chunks."""
+    """Run one request alone to its end, check its `count` tokens, and return the (start, size) of its chunks."""
     world.client.pending.append(new_request(request_id, prompt, count, **options))
     world.run()
     final = world.client.final(request_id)

@@ -62,7 +62,7 @@ def world_ahead(make_world, *, backend=None, **options):
 
 
 def received(world, request_id):
-    """Return everything that the client received for a request, with the bytes of every tensor."""
+    """Return all responses to a request as comparable values, with the bytes of every tensor."""
     return [(response.final, response.error, response.names,
              [(tensor.dtype, tensor.shape, tensor.tobytes()) for tensor in response.tensors.values()])
             for response in world.client.responses[request_id]]
@@ -147,7 +147,7 @@ def test_every_response_is_that_of_lockstep(make_world, new_request, way, seed):
 
 
 def test_the_worlds_above_pause_reuse_and_leave_windows(make_world, new_request):
-    """The test above runs the rare cases: the worlds of WAYS recompute tokens, reuse blocks and evict blocks."""
+    """The worlds of WAYS, which the test above runs, recompute tokens, reuse blocks and evict blocks."""
     recomputed = reused = evicted = 0
     for way in WAYS:
         _, ahead = run_both(make_world, partial(mixed, new_request, 0), **WAYS[way])
@@ -418,7 +418,10 @@ def test_a_manager_that_runs_ahead_shuts_down_as_any_other(make_manager, new_cli
 # Steps that fail while the next one is in flight
 
 def failing(where, at, raised):
-    """Return the options of a backend in which the step of iteration `at` raises once and appends `at` to `raised`."""
+    """Return {where: hook}, an option of a backend. In the step of iteration `at`, the hook raises once.
+
+    Before it raises, the hook appends `at` to `raised`.
+    """
     def hook(batch):
         if batch.iteration == at and not raised:
             raised.append(at)
@@ -716,7 +719,7 @@ def test_logits_and_log_probs_are_those_of_their_tokens(make_world, new_request)
 class PausesTheYoungest(CapacityScheduler):
     """A scheduler that pauses the last request in every fourth plan, whether or not the request is in flight.
 
-    It says that it plans by lengths only, so that the engine runs ahead.
+    It sets `plans_by_lengths`, so that the engine runs ahead.
     """
 
     plans_by_lengths = True

@@ -42,7 +42,10 @@ class Recorded(ScriptedBackend):
 
 @pytest.fixture
 def static_world(make_world):
-    """Return a function like make_world that makes V1 worlds with the attributes `trace` and `records`."""
+    """Return a function like make_world that makes V1 worlds.
+
+    A world has two more attributes: `trace`, its traced iterations, and `records`, which returns its statistics.
+    """
     def make(*, backend=None, model_type=V1, **options):
         trace = Trace()
         backend = backend if isinstance(backend, ScriptedBackend) else Recorded(**(backend or {}))
@@ -218,7 +221,7 @@ def test_get_is_asked_for_the_room_that_members_leave_done_or_not(static_world, 
 
 def test_those_who_differ_in_what_must_be_shared_wait_for_their_own_batch_and_the_first_in_line_forms_the_next(
         static_world, new_request):
-    """Requests with different end ids or pad ids run in different batches. The first waiting request starts each."""
+    """Requests with different end or pad ids run in different batches. The first waiting request starts each batch."""
     world = static_world()
     options = [{}, {"end_id": 3}, {}, {"pad_id": 0}, {"end_id": 3}, {"end_id": -1}, {"pad_id": 0}]
     world.client.pending = [new_request(i, [i], 2, **given) for i, given in enumerate(options)]

@@ -110,14 +110,14 @@ class Client:
     # the contents of the callbacks
 
     def items(self, max_num_requests: int) -> Any:
-        """Return the items for get."""
+        """Return the items for one call of get, and remove them from `pending`."""
         count = len(self.pending) if max_num_requests < 0 else max_num_requests
         items = self.pending[:count]
         del self.pending[:len(items)]      # not [:count]: another thread may have added items meanwhile
         return items
 
     def received(self, request_id: int, tensors: list, final: bool, error: str) -> Any:
-        """Keep a response and return it. `on_send` gets the returned object as its second argument."""
+        """Append a response to `responses`, and return the object that `on_send` gets as its second argument."""
         response = Response({t.name: np.asarray(t.tensor) for t in tensors}, [t.name for t in tensors], final, error)
         self.responses[request_id].append(response)
         return response
@@ -127,7 +127,7 @@ class Client:
         return self.stops
 
     def record_received(self, record: str) -> None:
-        """Keep a record of the statistics."""
+        """Append a record of the statistics to `stats`."""
         self.stats.append(record)
 
     # the rules of all callbacks
@@ -137,7 +137,7 @@ class Client:
         return _Callback(self, name, event or name)
 
     def begins(self, name: str) -> None:
-        """Record that a callback begins, and whether it breaks a rule."""
+        """Note that a callback begins. A call inside another callback, or after `over` is set, is a complaint."""
         if self._running:
             self.wrong(f"I27: {name} began inside {self._running[-1]}")
         if self.over:
@@ -146,11 +146,11 @@ class Client:
         self.threads.add(threading.get_ident())
 
     def ends(self, name: str) -> None:
-        """Record that a callback ends, with or without an exception."""
+        """Note that a callback has returned or raised."""
         self._running.pop()
 
     def wrong(self, complaint: str) -> None:
-        """Record a broken rule."""
+        """Add to `complaints`."""
         self.complaints.append(complaint)
 
     # questions
@@ -203,7 +203,7 @@ class StaggeredClient(Client):
 
 
 class _Callback:
-    """The context of a running callback."""
+    """Context manager of a running callback: notes `event`, and calls `begins` and `ends` of the client."""
 
     __slots__ = ("_client", "_event", "_name")
 

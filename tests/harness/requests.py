@@ -9,7 +9,7 @@ OPTIONS = ("priority", "deadline_s", "cache_salt", "arrival_time")    # argument
 
 def request(request_id: int, prompt: list[int], new_tokens: int, *, streaming: bool = False,
             **tensors: Any) -> InferenceRequest:
-    """Return a request. `tensors` may contain any request tensor and the names of OPTIONS."""
+    """Return a request. `tensors` may be any request tensors, and the arguments of InferenceRequest in OPTIONS."""
     options = {name: tensors.pop(name) for name in OPTIONS if name in tensors}
     return InferenceRequest(request_id, {"input_ids": prompt, "request_output_len": new_tokens, **tensors},
                             is_streaming=streaming, **options)

@@ -8,7 +8,7 @@ from .clock import VirtualClock
 
 
 class VirtualWake:
-    """A wake event whose sleep advances the clock and returns at once."""
+    """A worker's wake event for tests: a wait advances the virtual clock and returns at once."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock

@@ -29,7 +29,7 @@ MAX_BATCH_SIZE = 8
 
 
 def scripted(backend: Any = None) -> Any:
-    """Return a ScriptedBackend with these options, or `backend` itself if it is a backend."""
+    """Return a ScriptedBackend if `backend` is a dictionary of its options or None, otherwise `backend` itself."""
     return ScriptedBackend(**(backend or {})) if backend is None or isinstance(backend, dict) else backend
 
 
@@ -103,7 +103,10 @@ class World:
         return busy
 
     def run(self, limit: int = 10_000) -> None:
-        """Run until no request is live. Then assert that no block is held and that no callback rule was broken."""
+        """Run iterations until no request is live, at most `limit`.
+
+        Then assert that no request holds a block, and that no callback broke a rule.
+        """
         for _ in range(limit):
             if not self.step() and self.loop.is_empty and not self.client.pending:
                 break
@@ -113,7 +116,7 @@ class World:
         assert not self.client.complaints, self.client.complaints
 
     def expected(self, prompt: list[int], count: int, **options: Any) -> list[int]:
-        """Return the tokens that the scripted model generates."""
+        """Return the first `count` tokens that the scripted model generates after `prompt`."""
         return self.backend.expected(prompt, count, **options)
 
 

@@ -259,8 +259,10 @@ class OwnDeque(deque):
 def answered_meanwhile(make_world, make_collection):
     """Return (the ids of the answered requests, the size of the collection at the end).
 
-    The get callback returns a collection of ten requests. An iteration reads four of them. When a request is answered,
-    the client removes it from the collection.
+    The get callback returns a collection of ten requests, and an iteration reads four of them. When a request is
+    answered, the client removes it from the collection.
+
+    make_collection   function that returns (collection, result of get, function that removes the request of an id)
     """
     world = make_world(max_admissions_per_iteration=4, max_num_sequences=-1)
     handed_over, given, take_out = make_collection()
@@ -316,7 +318,7 @@ class Growing(UserList):
 
 
 class Hinting:
-    """An iterator with a length hint. Each call of `next` adds one item."""
+    """An iterator over `items` with a length hint. Each call of `next` appends one item to `items`."""
 
     def __init__(self, items, make):
         self.items, self.make, self.number = items, make, 0

@@ -13,7 +13,7 @@ from batch_manager.scheduling.policies import make_scheduler
 
 
 class Forgetful(RequestScheduler):
-    """Leaves a request out of all plans once it holds blocks. Every `nap`th plan is unchanged."""
+    """A scheduler that, once request `forgotten` holds blocks, leaves it out of all plans except every `nap`th."""
 
     def __init__(self, limits, kv_cache_manager, forgotten=1, nap=0):
         self.scheduler, self.kv = make_scheduler(limits, kv_cache_manager), kv_cache_manager
@@ -101,8 +101,9 @@ def test_one_who_holds_nothing_is_waiting_and_not_forgotten(make_world, new_requ
 def test_our_own_policies_pass_nobody_over(make_world, new_request, monkeypatch, policy, overlap, chunked, seed):
     """No plan of the package's policies passes over a request, with tiny budgets, priorities, many chunks and pauses.
 
-    A request waits only if it has no room, or if no later request is scheduled. Overlap keeps two micro-batches even.
-    With overlap, a request is passed over in at most two checks between two of its steps.
+    A request waits only if it has no room, or if no later request is scheduled. With overlap, the scheduler divides
+    the requests evenly between two micro-batches, so that a request is passed over in at most two checks between two
+    of its steps.
     """
     monkeypatch.setattr(starvation, "CHECK_EVERY", 1)
     monkeypatch.setattr(starvation, "MAX_CHECKS", 3 if overlap else 1)

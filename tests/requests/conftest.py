@@ -25,7 +25,7 @@ def admission_with():
 
 @pytest.fixture
 def admit(admission_with):
-    """admit(temperature=2.0) -> Admitted of a request with a prompt of 3 tokens. None leaves a tensor out."""
+    """admit(temperature=2.0) -> Admitted of a request with this tensor and a prompt of 3 tokens. None: no tensor."""
     def build(item=None, *, limits=None, flags=None, **tensors):
         if item is None:
             item = InferenceRequest(7, {"input_ids": [1, 2, 3], "request_output_len": 5} | tensors, **(flags or {}))

@@ -368,7 +368,10 @@ def test_a_beam_width_above_the_managers_is_refused_with_both_numbers(refusal):
 
 
 def test_more_ways_to_end_than_a_search_can_look_at_are_refused_with_the_numbers(admit, refusal):
-    """Beams and ending tokens that make too many continuations are refused, and the text has the numbers."""
+    """A request is refused if its beams and its tokens that end a beam give more continuations than a step can compare.
+
+    The text has the two numbers, the number of continuations and the limit.
+    """
     words, limits = [[1, 2], *([token] for token in range(100))], dict(
         max_beam_width=200, max_num_tokens=200, num_blocks=10_000)
     for tensors in (dict(beam_width=160, stop_words_list=words), dict(stop_words_list=words), dict(beam_width=200)):
@@ -380,7 +383,7 @@ def test_more_ways_to_end_than_a_search_can_look_at_are_refused_with_the_numbers
 
 @pytest.mark.parametrize("name", sorted(NOT_WITH_BEAMS))
 def test_what_is_of_one_text_is_refused_by_name_with_several(name, refusal):
-    """A tensor that needs a beam width of 1 is refused by name with two beams."""
+    """A tensor that needs a beam width of 1 is refused if beam_width is 2. The refusal names the tensor."""
     for value in VALID[name]:
         text = refusal(beam_width=2, **({name: value} | COMPANIONS.get(name, {})))
         assert "beam_width is 2" in text and (name in text or name in COMPANIONS) and "set beam_width to 1" in text
@@ -761,7 +764,7 @@ def test_several_end_ids_are_each_taken_once_and_the_first_pads(admit):
 
 
 def test_nine_end_ids_and_ids_that_are_none_beside_others_are_told_so(refusal):
-    """More than 8 end ids are refused, and so is -1 among several."""
+    """More than 8 end ids are refused, and so is an end id of -1 beside a valid one."""
     assert "1 to 8 values" in refusal(end_id=[1] * 9)
     assert "end_id is -1; it must be an integer in 0..99" in refusal(end_id=[3, -1])
 

@@ -1,4 +1,4 @@
-"""add_a_token_to_each changes requests as add_token changes each of them."""
+"""add_a_token_to_each changes a list of requests in the same way as add_token, called for each request."""
 
 import random
 

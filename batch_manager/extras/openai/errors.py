@@ -24,7 +24,7 @@ class OpenAIError(Exception):
 
     @classmethod
     def of(cls, error: BatchManagerError) -> "OpenAIError":
-        """Convert an error of the engine."""
+        """Return the OpenAIError that answers a request on which the engine raised or reported `error`."""
         message = error.message if isinstance(error, RequestFailed) else str(error)
         return cls(error.code.http_status, message, code=error.code.value.lower())
 

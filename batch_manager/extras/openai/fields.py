@@ -58,7 +58,10 @@ class ParsedBody:
 
 
 class _Body:
-    """The fields of a body. `take` removes a field, so that only unknown fields are left. Null counts as missing."""
+    """The fields of a body, without fields that are null.
+
+    Reading a field removes it, so that only fields without a reader are left for `check_rest`.
+    """
 
     def __init__(self, body: bytes) -> None:
         try:

@@ -133,7 +133,7 @@ class OpenAIService:
 class _Choice:
     """One output of an answer.
 
-    waits_for_prompt   whether log-probabilities of the prompt were requested and have not arrived yet
+    waits_for_prompt   whether the client requested log-probabilities of the prompt, and they have not arrived yet
     prompt             log-probabilities of the prompt that have arrived and have not been sent; None: there are none
     """
 

@@ -46,7 +46,7 @@ class Shapes:
 
     def last(self, index: int, text: str, log_probs: dict[str, Any] | None, reason: FinishReason,
              usage: dict[str, Any] | None) -> bytes:
-        """Return the end of an output, with its finish reason. In a chat, the text is in a separate chunk before it."""
+        """Return the chunk that ends an output, with its finish reason. In a chat, a chunk with `text` precedes it."""
         reason_json = orjson.dumps(finish_reason(reason))
         if self._is_chat:
             before = self.chunk(index, text, log_probs, usage) if text or log_probs else b""

@@ -13,7 +13,7 @@ def _bytes_of_characters() -> dict[str, int]:
 
 
 class TokenNames:
-    """Names of tokens, cached."""
+    """Cache of token id -> (text, bytes), which name the token in answers with log-probabilities."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "batch-manager ben
 
 
 def print_report(kind: str, result: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> None:
-    """Print the results in the form that --report names."""
+    """Print the results in the form `kind`, a value of --report."""
     if kind == "json":
         short = {name: value for name, value in result.items() if name != "first_tokens"}
         if "points" in short:
@@ -76,7 +76,10 @@ def print_report(kind: str, result: Mapping[str, Any], points: Sequence[Mapping[
 
 
 def print_failures(points: Sequence[Mapping[str, Any]], program: str) -> int:
-    """Print failed requests and the number of outputs of the wrong length on stderr, and return the exit status."""
+    """Print failed requests and the number of outputs of the wrong length on stderr.
+
+    Returns the exit status: FAILED if a request failed or an output has the wrong length, otherwise DONE.
+    """
     for point in points:
         if point["failed"]:
             print(f"{program}: {point['failed']} of {point['n']} requests failed:", file=sys.stderr)

@@ -39,7 +39,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Progress of the serving.
+    """Progress of a serving.
 
     done          requests with a final response
     total         all requests
@@ -58,7 +58,7 @@ class Count:
 class Client:
     """The callbacks of one manager, and the arrived requests that the manager has not answered yet.
 
-    An arrived request waits in the client until the manager has room for it and the gate allows it.
+    An arrived request waits in the client until the manager has room for it and the serving's `Gate` allows it.
 
     prompts_included   non-streamed responses begin with the prompt (exclude_input_in_output is off)
     last_response      time of the last response, in seconds since the start of the serving

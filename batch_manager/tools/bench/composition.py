@@ -18,7 +18,8 @@ class Iteration:
                      ends, or later if the engine was idle between them
     context          number of prompt tokens computed
     generating       number of requests in the generation phase; 0 in the first iteration after an idle time
-    used, cached     number of KV cache blocks held by running requests, and of free blocks with reusable content
+    used             number of KV cache blocks that running requests hold
+    cached           number of free KV cache blocks whose content can be reused
     blocks           number of blocks in the pool
     since_s          seconds from the end of the previous iteration of the same micro-batch to end_s.
                      None: the micro-batch did not run in its previous turn
@@ -73,9 +74,12 @@ def with_idle_times(iterations: Sequence[Iteration]) -> list[Iteration]:
 
 
 def over_time(iterations: Sequence[Iteration], amounts: Sequence[float]) -> list[tuple[float, float, float]]:
-    """Return (begin_s, end_s, amount) for each iteration, or for MOST_SPANS equal spans if there are more iterations.
+    """Return (begin_s, end_s, amount) for each iteration.
 
-    The amount of a span is the mean over its time, in which the time between iterations counts as 0.
+    If there are more than MOST_SPANS iterations, returns (begin_s, end_s, mean amount) for MOST_SPANS spans of equal
+    length instead. In a mean, the time between iterations counts with the amount 0.
+
+    amounts   amount of each iteration, in order
     """
     begins = np.array([one.begin_s for one in iterations])
     ends = np.array([one.end_s for one in iterations])
@@ -91,10 +95,11 @@ def over_time(iterations: Sequence[Iteration], amounts: Sequence[float]) -> list
 
 def times_by_batch(iterations: Sequence[Iteration], *, with_contexts: bool
                    ) -> list[tuple[float, float, float, float]]:
-    """Return (batch size, p10, median, p90) of the seconds between two tokens of a request.
+    """Return (batch size, p10, median, p90) for each batch size.
 
-    The batch size is the number of generating requests in the step. A batch size with few steps is merged with the next
-    larger sizes. The returned size of merged sizes is their mean over the steps.
+    The numbers p10, median and p90 are seconds between two tokens of a request. The batch size is the number of
+    generating requests in the step. A batch size with few steps is merged with the next larger sizes. The returned size
+    of merged sizes is their mean over the steps.
 
     with_contexts   True: use only steps that also compute prompts; False: use only the other steps
     """

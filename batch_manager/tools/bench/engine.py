@@ -36,7 +36,7 @@ def model_limits(options: argparse.Namespace, parts: Parts) -> tuple[int | None,
 
 
 def precision_of(options: argparse.Namespace, backend_dtype: str) -> str:
-    """Return the name of the precision as results have it, such as bf16.
+    """Return the name of the engine's precision in result files, such as bf16.
 
     backend_dtype   data type of the backend, used for --dtype auto
     """

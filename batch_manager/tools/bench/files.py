@@ -31,7 +31,7 @@ def write_files(options: argparse.Namespace, result: dict[str, Any], points: Seq
 def responses(served: Served, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one object per request, in the order of the workload: id, output tokens and error.
 
-    The output tokens include the prompt if the responses did.
+    The output tokens include the prompt if the engine's responses include it.
     """
     includes_prompt = not options.exclude_input_in_output_seq and not options.streaming
     return [{"id": request["id"],

@@ -14,7 +14,8 @@ class Load:
 
     request_rate   requests/s; 0 or less: all at once
     concurrency    requests in progress at a time; the next request arrives when one is done
-    exponential    with a rate, whether the times between arrivals are exponential (a Poisson process) or equal
+    exponential    distribution of the times between arrivals, used with a rate. True: exponential (a Poisson process);
+                   False: all equal
     random_seed    seed of the exponential times
     """
 

@@ -57,7 +57,7 @@ def figures(requests: Sequence[Mapping[str, Any]], receipts: Mapping[int, Receip
 
     wall_s              seconds from the start to the last response
     streaming           whether every token has its own timestamp
-    counts_early_ends   whether an output shorter than requested has the wrong length; set to False with an end id
+    counts_early_ends   whether outputs shorter than requested count towards `wrong_length`; False with an end id
     """
     failures = [(request["id"], receipts[request["id"]].error) for request in requests
                 if receipts[request["id"]].error]
@@ -110,7 +110,7 @@ MOST_FAILURES = 20      # most failures that a result lists
 
 
 def summary(values: np.ndarray) -> dict[str, float] | None:
-    """Return average, extremes and percentiles, or None if there are no values."""
+    """Return the average, minimum, maximum and percentiles of the values by name, or None if there are no values."""
     if not len(values):
         return None
     numbers = values.mean(), values.min(), values.max(), *np.percentile(values, PERCENTILES)
@@ -146,7 +146,7 @@ def completion_rate(finals_s: np.ndarray) -> float | None:
 
 
 def goodput(stamps: Stamps, wall_s: float, bounds: Bounds) -> dict[str, float | None]:
-    """Return the bounds, the requests/s within the bounds, and the share of requests within the bounds."""
+    """Return the bounds in milliseconds, the requests/s within the bounds, and the share of requests within them."""
     kept = int(bounds.keeps(stamps).sum())
     return {"ttft_ms": bounds.ttft_ms, "itl_ms": bounds.itl_ms, "requests_s": round(kept / wall_s, 4),
             "share": round(kept / len(stamps), 4)}

@@ -56,7 +56,7 @@ def write_plots(folder: Path, drawn: Mapping[str, Plot], files: OutputFiles) -> 
 
 
 def file_words(words: str) -> str:
-    """Return the words in a form for file names: "2.5-requests-s" for "2.5 requests/s"."""
+    """Return `words` in a form for file names: "2.5-requests-s" for "2.5 requests/s"."""
     return re.sub(r"[^a-z0-9.]+", "-", words.lower()).strip("-")
 
 
@@ -68,7 +68,7 @@ def latency_plots(swept: str, points: Sequence[Result]) -> dict[str, Plot]:
 
     Each latency that at least one point has gets a plot.
 
-    swept   the swept field: request_rate or concurrency
+    swept   result field that the sweep varies: request_rate or concurrency
     """
     at_once = [point for point in points if not point[swept]]
     ordered = sorted((point for point in points if point[swept]), key=lambda point: point[swept]) + at_once
@@ -96,6 +96,8 @@ def batch_plot(iterations: Sequence[Iteration], words: str, beam_width: int) -> 
     """Plot generated tokens and prompt tokens per step over time.
 
     There are two panels with separate scales, because steps with prompts have many more tokens.
+
+    words   description of the workload and its load, printed below the title
     """
     generating = [float(one.generating * beam_width) for one in iterations]
     contexts = [float(one.context) for one in iterations]
@@ -105,7 +107,10 @@ def batch_plot(iterations: Sequence[Iteration], words: str, beam_width: int) -> 
 
 
 def kv_cache_plot(iterations: Sequence[Iteration], words: str) -> StackedPlot:
-    """Plot held and cached blocks over time, with a line for the size of the pool if enough of the pool is in use."""
+    """Plot the blocks that requests hold, and the cached blocks, over time.
+
+    A line shows the size of the pool if enough of the pool is in use.
+    """
     count, iterations = len(iterations), with_idle_times(iterations)
     used, cached = ([float(getattr(one, name)) for one in iterations] for name in ("used", "cached"))
     pool = iterations[0].blocks
@@ -131,9 +136,10 @@ def batch_size_plot(iterations: Sequence[Iteration], words: str) -> LinePlot | N
 def _over_time(title: str, words: str, y_label: str, layers: Sequence[tuple[str, Sequence[float]]],
                iterations: Sequence[Iteration], *, count: int | None = None,
                limit: tuple[float, str] | None = None) -> StackedPlot:
-    """Plot amounts over time.
+    """Return a plot of stacked layers of amounts over time.
 
-    layers   (name, amount for each iteration)
+    words    first part of the text below the title
+    layers   (name, amount for each iteration) of each layer
     count    number of iterations without the inserted idle iterations; None: all
     """
     unit, scale = _time_unit(iterations[-1].end_s)
@@ -145,6 +151,6 @@ def _over_time(title: str, words: str, y_label: str, layers: Sequence[tuple[str,
 
 
 def _time_unit(most_s: float) -> tuple[str, float]:
-    """Return the unit for times up to `most_s`, and the number of units in a second."""
+    """Return the name of the unit for times up to `most_s` seconds, and the number of these units in a second."""
     return ("milliseconds", 1e3) if most_s < SHORT_S else ("seconds", 1.0)
 

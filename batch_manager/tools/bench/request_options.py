@@ -8,7 +8,9 @@ from ...requests.inference_request import InferenceRequest
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Greedy decoding to exactly the requested length, unless an end id is set.
+    """The options of all requests of a benchmark.
+
+    Decoding is greedy. Without an end id, every output has exactly the requested length.
 
     end_id, pad_id      values of these request tensors; -1: not set
     beam_width          beams per request

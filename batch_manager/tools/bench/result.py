@@ -47,8 +47,10 @@ def version_text() -> str:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Read a result of this program. Raises InputError if the file cannot be read, is not a result, or has another
-    version."""
+    """Read a result of this program.
+
+    Raises InputError if the file cannot be read, is not a result, or has another format version than FORMAT_VERSION.
+    """
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -19,7 +19,9 @@ FIRST_TOKENS, FIRST_REQUESTS = 8, 16        # a result has the first tokens of t
 
 
 def benchmark(options: argparse.Namespace, workload: dict[str, Any], parts: Parts | None = None) -> dict[str, Any]:
-    """Load the model, warm up, serve once, shut down, and return the result. Writes only --stats-csv and --trace.
+    """Load the model, warm up, serve once, shut down, and return the result.
+
+    The function writes the files of --stats-csv and --trace, and no other files.
 
     options   options from `parse_options`, without a sweep
     parts     parts of the engine; if they have a backend, the model is not read

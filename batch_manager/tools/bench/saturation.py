@@ -60,7 +60,7 @@ def _rounded(rate: float) -> float:
 
 
 def is_sustained(result: dict[str, Any], bounds: Bounds, share: float) -> bool:
-    """Return whether the engine kept up with the request rate of a serving. A failed request means that it did not.
+    """Return whether the engine sustained the request rate of a serving. A rate with a failed request is not sustained.
 
     bounds   upper bounds on latencies. Without bounds, the completion rate must be at least SUSTAINED_SHARE of the
              arrival rate

@@ -44,7 +44,10 @@ class Served:
 
 
 class Session:
-    """Context manager: entering starts the engine, and leaving shuts it down. An exception ends live requests at once.
+    """Serves a workload on one engine, as often as `serve` is called.
+
+    Entering the context starts the engine, and leaving it shuts the engine down. An exception ends live requests at
+    once.
 
     options, parts   see `run.benchmark`
     watch            called with each statistics record, on the worker thread; None: no call

@@ -49,7 +49,7 @@ class Stamps:
 
     @property
     def mean_gaps_s(self) -> np.ndarray:
-        """Return [n]: the mean time between the tokens of each request; NaN for fewer than two tokens."""
+        """Return [n]: the mean seconds between the tokens of each request; NaN for fewer than two tokens."""
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(self.tokens > 1, (self.last_s - self.first_s) / (self.tokens - 1), np.nan)
 

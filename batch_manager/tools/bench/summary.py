@@ -15,9 +15,9 @@ ORDER = ("avg", "max", "min", "p99", "p90", "p50")
 
 
 def original_figures(result: Result) -> dict[str, float | int | None]:
-    """Return gptManagerBenchmark's name with unit -> figure of a serving. None: unknown.
+    """Return the figures of a serving under gptManagerBenchmark's names, which include the units. None: unknown.
 
-    token_throughput counts requested tokens.
+    The figure `token_throughput` counts requested tokens.
     """
     found: dict[str, float | int | None] = {
         "num_samples": result["n"],
@@ -113,7 +113,7 @@ def number(value: float | None) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows of cells with aligned columns: the first to the left, the others to the right."""
+    """Format rows of cells as lines. The first column is left-aligned, and all other columns are right-aligned."""
     if not rows:
         return []
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

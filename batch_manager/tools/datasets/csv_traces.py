@@ -44,7 +44,7 @@ def header_of(line: str) -> list[str]:
 
 
 class CsvRecords:
-    """The rows of one file. A RecordReader."""
+    """A RecordReader of one CSV file, which has a row for each request."""
 
     is_whole = False
 

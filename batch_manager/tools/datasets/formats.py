@@ -31,7 +31,7 @@ UNKNOWN = "set the format with --format"
 
 def open_records(source: Source, format: str | None, *, vocab_size: int | None, tokenizer: Any,
                  output_tokens: int | None) -> tuple[str, RecordReader]:
-    """Return the name of the format and its reader.
+    """Return the name of the format of `source`, and a reader of its records.
 
     format   name of the format; None: detect it
 

@@ -55,7 +55,10 @@ class JsonDocument:
             raise self._wrong(end, "expected the end of the file")
 
     def _object(self, start: int, array_names: Collection[str]) -> Generator[tuple[int, Any], None, int]:
-        """Yield (position, item) of the array in the object at `start`, and return the position after the object."""
+        """Yield (position, item) for each item of the array in the object at `start`.
+
+        Returns the position after the object.
+        """
         at, found = self._skip(start + 1), False
         while not self._text.startswith("}", at):
             key_at = at
@@ -87,7 +90,7 @@ class JsonDocument:
         return at + 1
 
     def _next(self, at: int, closing: str) -> int:
-        """Return the position of the next item or of the closing bracket."""
+        """Return the position of the next item or closing bracket after the item that ends at `at`."""
         at = self._skip(at)
         if self._text.startswith(closing, at):
             return at

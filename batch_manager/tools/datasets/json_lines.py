@@ -10,7 +10,7 @@ from .source import NOT_CUT, Source
 
 
 def parsed_line(line: str, place: str) -> dict[str, Any]:
-    """Parse the line as an object. Raises DatasetError."""
+    """Parse the line as a JSON object. Raises DatasetError with the position `place`."""
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -22,7 +22,7 @@ def parsed_line(line: str, place: str) -> dict[str, Any]:
 
 
 class JsonLines:
-    """The objects of a file with one object per line."""
+    """The objects of a file with one JSON object per line. Has the methods that readers use of JsonDocument."""
 
     def __init__(self, source: Source) -> None:
         self.members: dict[str, Any] = {}

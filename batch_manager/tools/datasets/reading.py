@@ -26,7 +26,7 @@ COMPUTED = ("seed", "vocab", "mode", "rate", "n", "prompt_tokens", "output_token
 def read_arrivals(path: str | os.PathLike, selection: Selection | None = None, *, format: str | None = None,
                   tokenizer: Any = None, output_tokens: int | None = None,
                   report: ReadReport | None = None) -> Iterator[Arrival]:
-    """Yield the requests of a file as lengths, in the order of arrival. The first request arrives at 0.
+    """Yield an `Arrival` for each request of a file, in the order of arrival. The first request arrives at 0.
 
     A trace (CSV, JSON lines) is read line by line, unless the selection sorts it. Other JSON files are read as a whole.
     Prompts with tokens get block ids, which show shared prefixes.
@@ -49,7 +49,7 @@ def read_arrivals(path: str | os.PathLike, selection: Selection | None = None, *
 def read_records(path: str | os.PathLike, selection: Selection | None = None, *, format: str | None = None,
                  tokenizer: Any = None, output_tokens: int | None = None,
                  report: ReadReport | None = None) -> Iterator[Record]:
-    """Yield the requests like `read_arrivals`, but as records, which have the prompt tokens if the file has tokens."""
+    """Like `read_arrivals`, but yield a `Record` for each request, with the prompt tokens if the file has tokens."""
     report = ReadReport() if report is None else report
     with Source(path) as source:
         report.format, reader = open_records(source, format, vocab_size=None, tokenizer=tokenizer,
@@ -60,7 +60,9 @@ def read_records(path: str | os.PathLike, selection: Selection | None = None, *,
 def read_workload(path: str | os.PathLike, selection: Selection | None = None, *, vocab_size: int,
                   format: str | None = None, tokenizer: Any = None, output_tokens: int | None = None,
                   report: ReadReport | None = None) -> dict[str, Any]:
-    """Read a file as a workload in the form of `make_workload`. `source` has the file, its format and the changes.
+    """Read a file as a workload in the form of `make_workload`.
+
+    The key `source` of the workload has the file, its format, and the changes that the selection made.
 
     Requests of a workload file are sorted by arrival, and otherwise unchanged unless the selection changes something.
     Without changes, their workload has no `source`. Prompts of traces are random tokens that depend on the seed of the
@@ -99,7 +101,7 @@ def read_workload(path: str | os.PathLike, selection: Selection | None = None, *
 
 
 def summarised(requests: Sequence[dict[str, Any]], *, seed: int, vocab_size: int) -> dict[str, Any]:
-    """Return the description of a workload. The rate is the mean rate; 0 means that all requests arrive at once."""
+    """Return the fields that describe a workload. `rate` is the mean in requests/s; 0: all requests arrive at once."""
     prompt_lengths = np.array([len(request["prompt"]) for request in requests])
     output_lengths = np.array([request["max_tokens"] for request in requests])
     duration = max(request["arrival_s"] for request in requests)

@@ -35,7 +35,7 @@ class Record:
 
 
 class RecordReader(Protocol):
-    """An iterable over the records of one open file, for one pass.
+    """The records of one open file. They can be iterated over once.
 
     is_whole   whether the whole file is read first, so that records may be in any order
     members    members of a JSON document other than its requests; complete after the last record

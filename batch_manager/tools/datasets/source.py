@@ -73,7 +73,7 @@ class Source:
             raise self._unreadable(error) from None
 
     def _look(self) -> list[bytes]:
-        """Return the lines up to the first non-blank line, or an empty list if all lines are blank."""
+        """Read the lines up to and including the first non-blank line. Returns [] if all lines are blank."""
         head: list[bytes] = []
         while line := self._readline(LONGEST_LOOK):
             if not head:

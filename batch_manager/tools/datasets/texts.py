@@ -23,7 +23,7 @@ class TextRecords:
 
         prompt or text          the prompt
         messages                a conversation, which the tokenizer's chat template formats. If the last of several
-                                messages is of the assistant, it is the output
+                                messages has the role assistant, it is the output
         instruction, input      the instruction, a line end, and the input (optional)
 
     The output length is max_tokens, output_tokens or output_len. If a record has none of these keys, it is the number

@@ -74,7 +74,7 @@ def write_file(path: str | os.PathLike, pieces: Iterable[str]) -> None:
     An existing file is replaced after all pieces are written, and stays unchanged after an error.
 
     Raises DatasetError if the file cannot be written, BrokenPipeError if the reader of the standard output has exited,
-    and the errors of the iterator.
+    and the errors of the iterator `pieces`.
     """
     try:
         if os.fspath(path) == STDOUT:

@@ -33,5 +33,5 @@ WAITING_FOR: dict[str, Colour] = {
 
 
 def of_waiting(reason: str) -> Colour:
-    """Return the colours of waiting spans with this reason, or WAITING for a reason of a custom scheduler."""
+    """Return the colour of waiting spans with this reason. For a custom scheduler's reason, return WAITING."""
     return WAITING_FOR.get(reason, WAITING)

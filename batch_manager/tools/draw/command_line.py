@@ -131,7 +131,7 @@ def _draw(options: argparse.Namespace) -> str:
 
 
 def _noted(iterations: Iterable[IterationTrace], *lists: SmallRun | Timeline | None) -> Iterator[IterationTrace]:
-    """Append each iteration to the lists that are not None, and yield the iteration.
+    """Yield the iterations of a trace. Each is first appended to every object of `lists` that is not None.
 
     The trace is read only once, because it may not fit into memory.
     """

@@ -54,7 +54,7 @@ def run_demo(requests: Sequence[DemoRequest], params: TrtGptModelOptionalParams,
     def get(max_num_requests: int) -> list[InferenceRequest]:
         """Return the requests that are due in this iteration.
 
-        While the engine is idle, iterations are not counted. The next request is due at once in this case.
+        While the engine is idle, iterations are not counted, and the next request is due at once.
         """
         items = []
         while waiting and len(items) < max_num_requests:

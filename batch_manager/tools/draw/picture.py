@@ -63,7 +63,7 @@ class Picture:
         return Picture(numbers, list(alive), [[cells.get(i, Cell()) for i in alive] for cells in cells_of])
 
     def columns(self) -> list[list[Cell]]:
-        """Return the cells by request instead of by iteration."""
+        """Return the cells of each request, in the order of the iterations."""
         return [[row[j] for row in self.rows] for j in range(len(self.request_ids))]
 
     def folds(self) -> list[tuple[int, int]]:

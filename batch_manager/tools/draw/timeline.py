@@ -115,9 +115,9 @@ class Timeline:
         return code
 
     def _begin(self, kind: Kind, ids: Sequence[int], index: int, *, may_be_older: bool = True) -> None:
-        """Begin a span of this kind for the requests that are not in a span of this kind.
+        """Begin a span of `kind` at iteration `index` for each request of `ids` whose current span has another kind.
 
-        may_be_older   False: leave out live requests
+        may_be_older   False: begin no span for requests that are live already
         """
         if not ids:
             return

@@ -1,4 +1,4 @@
-"""What a section of the report gets: the device, its clock, rates from earlier sections, and the deadline."""
+"""What the sections of a report share: the device, its clock, the rates that earlier sections measured, a deadline."""
 
 import time
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class Bench:
         return dry if self.is_dry else real
 
     def wants(self, *names: str) -> bool:
-        """Return whether the report measures any of these goals."""
+        """Return whether the report measures at least one of the goals `names`."""
         return not self.goals or any(name in self.goals for name in names)
 
     @property
@@ -70,21 +70,21 @@ class Bench:
                                  f"the measurement needs {seconds:.0f} s")
 
     def generator(self) -> torch.Generator:
-        """Return a generator on the device with a new seed."""
+        """Return a random generator on the device. Each call uses another seed."""
         self._seed += 1
         return torch.Generator(self.device).manual_seed(self._seed)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return normal random numbers. Each call returns new numbers."""
+        """Return a tensor of normally distributed random numbers. Each call returns other numbers."""
         values = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return values.normal_(generator=self.generator())
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        """Return random integers from low to high - 1."""
+        """Return a tensor of random integers from `low` to `high` - 1. Each call returns other numbers."""
         return torch.randint(low, high, shape, dtype=dtype, device=self.device, generator=self.generator())
 
     def poisoned(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a tensor of NaN. An entry that a kernel does not write stays NaN."""
+        """Return a tensor of NaN for the output of a kernel. An entry that the kernel does not write stays NaN."""
         return torch.full(shape, torch.nan, dtype=dtype or self.dtype, device=self.device)
 
     def tensor(self, values: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -54,7 +54,7 @@ def _one(bench: Bench, heads: Heads, length: int, against_matrix: str | None, ag
 
 
 def _of_torch(bench: Bench, sequences: PagedSequences) -> Callable[[int], torch.Tensor]:
-    """Return a launch of torch's attention for the same shapes, on contiguous keys and values."""
+    """Return a launch of torch's attention with the shapes of `sequences`, on random contiguous keys and values."""
     heads, length = sequences.heads, sequences.new_tokens
     query = bench.normal(1, heads.query, length, heads.size)
     keys, values = (bench.normal(1, heads.query, length, heads.size) for _ in range(2))

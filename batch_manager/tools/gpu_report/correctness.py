@@ -39,9 +39,11 @@ def run(bench: Bench) -> Iterator[Record]:
 
 
 def error_of(bench: Bench, name: str, *args: Any, oracle_as_is: bool = False, **kwargs: Any) -> float:
-    """Return the largest error of a kernel: of its results, and of its tensor arguments, which it may write.
+    """Run the kernel `name` and its oracle on equal arguments, and return the largest error.
 
-    args, kwargs   arguments of the kernel and, in float64, of the oracle
+    The results are compared, and also the tensor arguments after the run, because a kernel may write to them.
+
+    args, kwargs   arguments of the kernel; the oracle gets copies in float64
     oracle_as_is   pass the arguments to the oracle in their own dtypes, because its samples depend on the dtypes
     """
     given = [*args, *kwargs.values()]
@@ -187,7 +189,10 @@ def _philox(bench: Bench) -> float:
 
 
 def _histories(bench: Bench) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
-    """Return (number of rows, logits [rows, vocabulary] float32, [history, history_row, length]) with random values."""
+    """Return random inputs of the kernels that read token histories.
+
+    The inputs are (number of rows, logits [rows, vocabulary] float32, [history, history_row, length]).
+    """
     rows, vocabulary, longest = bench.pick((8, 32000, 2048), (2, 40, 24))
     history = bench.integers(0, min(vocabulary, 200), rows + 2, longest)
     order = bench.tensor(np.arange(rows)[::-1].copy() + 2, torch.int64)
@@ -196,9 +201,10 @@ def _histories(bench: Bench) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
 
 
 def _word_lists(bench: Bench, rows: int) -> list[torch.Tensor]:
-    """Return (word lists, start of each row's list, number of words of each row), with the same two words for each row.
+    """Return the word arguments of a kernel: [word lists, start of each row's list, number of words of each row].
 
-    The words have two tokens and one token. A list has the ends of the words, followed by their tokens.
+    All rows share one list of two words. The first word has two tokens, and the second has one. A list has the end
+    position of each word, followed by the tokens of all words.
     """
     lists = np.array([2, 3, 5, 7, 11], np.int32)
     return [bench.tensor(lists, torch.int32), bench.tensor(np.zeros(rows), torch.int32),

@@ -20,7 +20,7 @@ DRY_LAUNCHES = 2
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Mean seconds of a launch in each repetition."""
+    """The measured time of a launch: its mean seconds in each repetition."""
 
     seconds: tuple[float, ...]
 
@@ -30,7 +30,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Difference between the medians of the first and the second half of the repetitions, over the smaller one."""
+        """Relative difference between the medians of the first and the second half of the repetitions, at least 0."""
         half = len(self.seconds) // 2
         if not half:
             return 0.0
@@ -70,7 +70,7 @@ class GpuClock:
         self._module.synchronize(self.device)
 
     def warm(self) -> None:
-        """Compute for WARM_SECONDS."""
+        """Keep the device busy with matrix products for WARM_SECONDS."""
         a = torch.randn(4096, 4096, dtype=torch.bfloat16, device=self.device)
         until = time.monotonic() + WARM_SECONDS
         while time.monotonic() < until:

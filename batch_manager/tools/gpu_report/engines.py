@@ -66,13 +66,13 @@ class MeasuredClient(Client):
             self._may_go.wait(GATE_SECONDS)
 
     def hold_when(self, condition: Callable[[Stamp], bool]) -> None:
-        """Make the worker wait after the next iteration for which the condition is true."""
+        """Make the worker wait after the next iteration whose Stamp satisfies `condition`."""
         self._is_held.clear()
         self._may_go.clear()
         self._hold_when = condition
 
     def let_go_until(self, condition: Callable[[Stamp], bool]) -> None:
-        """Let the waiting worker go on, until it waits after the next iteration for which the condition is true."""
+        """Let the waiting worker continue until after the next iteration whose Stamp satisfies `condition`."""
         released, self._may_go = self._may_go, threading.Event()
         self._is_held.clear()
         self._hold_when = condition
@@ -116,9 +116,9 @@ class Served:
         return median(between)
 
     def generation_rate(self) -> float:
-        """Return the tokens/s of the steps after the last context in which all requests generate.
+        """Return the tokens/s of the steps in which all requests generate, after the last step with a context.
 
-        Raises BenchmarkError if there are fewer than two such steps.
+        Raises BenchmarkError if there are fewer than two of these steps.
         """
         last_context = max((number for number, stamp in enumerate(self.stamps) if stamp.contexts), default=-1)
         most = max(stamp.generating for stamp in self.stamps)
@@ -170,7 +170,7 @@ def equal_requests(shape: Shape, count: int, prompt: int, output: int) -> list[d
 
 
 def make_requests(shape: Shape, lengths: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Return requests of random tokens with these (prompt, output) lengths, in the form of a workload."""
+    """Return requests of random tokens in the form of a workload, one for each (prompt, output) of `lengths`."""
     random = np.random.default_rng(0)
     return [{"id": number, "arrival_s": 0.0, "max_tokens": int(output),
              "prompt": random.integers(3, shape.vocabulary, prompt).tolist()}

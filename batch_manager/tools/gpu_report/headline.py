@@ -52,7 +52,7 @@ def headline_workload(shape: Shape, count: int, shortest: int, longest: int) -> 
 
 def _against_results(bench: Bench, case: str, ours: float, spread: float,
                      workload: dict[str, Any]) -> Iterator[Record]:
-    """Yield a record for each peer's result of this workload. The user must have measured them on the same device.
+    """Yield a record for each peer's result of `workload`. The user must have measured the results on the same device.
 
     ours     this engine's output tokens/s
     spread   see `Record`

@@ -50,7 +50,7 @@ def _idle(bench: Bench, label: str, graphs: bool) -> Iterator[Record]:
 
 
 def _watch(bench: Bench, made: Engine, batch: int, context: int, steps: int) -> DeviceActivity:
-    """Return the activity of `steps` iterations in which the whole batch generates.
+    """Return the activity of the device during `steps` iterations in which the whole batch generates.
 
     The worker waits while the tracer starts and ends.
 

@@ -108,7 +108,7 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
 
 
 def value(line: dict[str, Any]) -> str:
-    """Format the numerator with its unit."""
+    """Format the numerator of a report's line with its unit."""
     return "-" if line["numerator"] is None else f"{number(line['numerator'])} {line['unit']}".strip()
 
 
@@ -117,7 +117,7 @@ def number(value: float | None) -> str:
 
 
 def verdict(line: dict[str, Any]) -> str:
-    """Return "yes", "no" or "-" for a measured case, and otherwise the status of the case."""
+    """Return whether a measured case meets its goal: "yes", "no" or "-" (not judged). Otherwise return its status."""
     if line["status"] != MEASURED:
         return line["status"]
     return {True: "yes", False: "no", None: "-"}[line["met"]]

@@ -76,7 +76,7 @@ class SimulatedBackend:
         self._tokens, self._finish = np.full(count, TOKEN, np.int32), np.zeros(count, np.uint8)
 
     def end(self, batch: ScheduledBatch, done_at: float) -> StepOutput:
-        """Advance the clock to `done_at`, at which a step ends, and return the output of the step."""
+        """Advance the clock to `done_at`, when the step of `batch` ends, and return the output of the step."""
         self.clock.now = max(self.clock.now, done_at)
         slots = batch.generation.slots
         first = [work.slot for work in batch.context if work.is_last_chunk]
@@ -86,20 +86,21 @@ class SimulatedBackend:
         return StepOutput(batch.micro_batch_id, slots, self._tokens[:len(slots)], self._finish[:len(slots)])
 
     def generation_shape(self, slots: np.ndarray) -> StepShape:
-        """Return the shape of a generation step of these sequences, with cached_tokens left at 0."""
+        """Return the shape of a generation step of the sequences in `slots`, but with `cached_tokens` 0."""
         return StepShape(generation_requests=len(slots), shared_tokens=shared_tokens(self._found_tokens[slots]))
 
     def generation_seconds(self, shape: StepShape, cached_tokens: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return (seconds of each of the next steps, seconds of the host per step), for steps of this shape.
+        """Return (seconds of each of the next generation steps [steps], seconds of the host for each step).
 
-        cached_tokens   [steps] cached tokens of each step, which replace the cached tokens of the shape
+        shape           amounts of work in each step, without cached tokens
+        cached_tokens   [steps] cached tokens of each step
         """
         step_s = self.cost.generation_step_seconds(shape, cached_tokens)
         return step_s * self._scatter.generation_factors(self.steps, len(cached_tokens)), self.cost.host_seconds(shape)
 
     def leap(self, request_ids: np.ndarray, shape: StepShape, ends_s: np.ndarray, step_s: np.ndarray,
              cached_tokens: np.ndarray) -> None:
-        """Run len(ends_s) generation steps of these requests, in lockstep.
+        """Run len(ends_s) generation steps of the requests `request_ids`, in lockstep.
 
         shape   shape of the steps, without cached tokens
         ends_s, step_s, cached_tokens   [steps] end time, seconds and cached tokens of each step
@@ -124,7 +125,7 @@ class SimulatedBackend:
 
 
 class SimulatedStep:
-    """A launched step."""
+    """A step that SimulatedBackend has launched."""
 
     def __init__(self, backend: SimulatedBackend, batch: ScheduledBatch, done_at: float) -> None:
         self._backend, self._batch, self._done_at = backend, batch, done_at

@@ -73,13 +73,14 @@ class CostModel:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def step_seconds(self, shape: StepShape) -> float:
-        """Return the predicted seconds of the device, or of the CPU that computes the step."""
+        """Return the predicted seconds in which the device, which may be a CPU, computes a step of this shape."""
         return _linear(self.mixed_s if shape.context_requests else self.generation_s, shape)
 
     def generation_step_seconds(self, shape: StepShape, cached_tokens: np.ndarray) -> np.ndarray:
-        """Return [n]: the predicted seconds of generation steps of this shape, but with these cached tokens [n].
+        """Return the predicted seconds [n] of n generation steps that differ only in their cached tokens.
 
-        The shape itself must have no cached tokens.
+        shape           amounts of work in each step, with `cached_tokens` 0
+        cached_tokens   [n] cached tokens of each step
         """
         each = self.generation_s.get("cached_tokens", 0.0) + self.generation_s.get(DISTINCT, 0.0)
         return _linear(self.generation_s, shape) + each * cached_tokens
@@ -98,7 +99,7 @@ class CostModel:
             json.dump(self.record(), file, indent=1)
 
     def record(self) -> dict[str, Any]:
-        """Return the content of the file."""
+        """Return the content of a cost model's file, as values for JSON."""
         return {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
 
     @classmethod
@@ -127,7 +128,7 @@ class CostModel:
 
 
 def amount(term: str, shape: StepShape) -> int:
-    """Return the number of units of a term in a step."""
+    """Return the number of units of `term` in a step of this shape, to be multiplied by its seconds per unit."""
     if term == CONSTANT:
         return 1
     if term in UP_TO:

@@ -57,7 +57,10 @@ def stamps_of(run: Run) -> Stamps:
 
 
 def balance(run: Run) -> dict[str, Any]:
-    """Return the number of replicas, and [minimum, maximum] over replicas of requests, tokens and seconds of steps."""
+    """Return the number of replicas, and how unevenly the load was divided.
+
+    Requests, output tokens and seconds of steps are [smallest value of a replica, largest value of a replica].
+    """
     count = len(run.replicas)
     served = np.bincount(run.log_book.replica[run.log_book.replica >= 0], minlength=count)
     tokens = np.bincount(run.log_book.replica.clip(min=0), weights=run.log_book.tokens, minlength=count)

@@ -15,7 +15,7 @@ SHORTEST = 2
 
 @dataclass(frozen=True, slots=True)
 class Leap:
-    """The next iterations of a loop, unless a request arrives.
+    """The next iterations of a loop, precomputed for the case that no request arrives during them.
 
     requests   requests that generate in every step
     shape      shape of the steps, without cached tokens
@@ -43,7 +43,7 @@ class Leap:
 
 
 def possible_leap(loop: GenerationLoop, backend: SimulatedBackend) -> Leap | None:
-    """Return the iterations before a request ends or blocks may run out, or None if there are fewer than SHORTEST.
+    """Return a leap over the iterations before a request ends or blocks may run out. None: fewer than SHORTEST.
 
     Returns None also if steps are not in lockstep, an active request does not generate in every step, or a request is
     queued. In all other cases, the leap has exactly the iterations that the loop would run.

@@ -25,7 +25,7 @@ class LogBook:
         self._used = 0
 
     def note(self, indices: np.ndarray, now: float) -> None:
-        """Record a token at `now` for each of these requests. Indices are unique."""
+        """Record a token at `now` for each request of `indices`, which are unique."""
         before = self.last_s[indices]
         gaps = now - before
         self.last_s[indices] = now
@@ -42,9 +42,9 @@ class LogBook:
         self._add(*np.unique(gaps, return_counts=True))
 
     def note_run(self, indices: np.ndarray, times: np.ndarray) -> None:
-        """Record a token for each of these requests at each of these ascending times [k].
+        """Record k tokens for each request of `indices`: one at each of `times` [k], which ascend.
 
-        Each request must have a token already.
+        Each request must have a recorded token already.
         """
         self.note(indices, float(times[0]))
         self.tokens[indices] += len(times) - 1

@@ -122,7 +122,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def combinations(sweeps: Sequence[Swept]) -> list[dict[str, Any]]:
-    """Return a dictionary (setting -> value) for each combination of values. Without sweeps, the list is [{}]."""
+    """Return a list with a dictionary (setting -> value) for each combination of swept values. Without sweeps: [{}]."""
     names = [name for name, _ in sweeps]
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*(values for _, values in sweeps))]
 

@@ -70,7 +70,7 @@ class Replica:
         return self.backend.reused_tokens
 
     def hand_over(self, index: int, now: float) -> None:
-        """Queue a request that arrives now. An idle replica begins at once."""
+        """Queue the request `index`, which arrives at `now`. An idle replica begins at once."""
         if not self.unfinished:
             self.clock.now = max(self.clock.now, now)
         elif self._leap is not None and self._loop.has_room:
