@@ -65,7 +65,7 @@ class FusedStep:
         return registers[self._recording.result]
 
     def _prepare(self, num_rows: int) -> list[tuple[Launch, list[int]]]:
-        """Return (launch, registers that no later launch uses) for each launch of a step of `num_rows` rows, in order."""
+        """Return (launch, registers that no later launch uses) for each launch of a step of num_rows rows."""
         steps = fuse(self._recording, lambda *sizes: is_fused(
             num_rows, *sizes, self._recording.dtype.itemsize, self._limits))
         last_use = {register: index for index, step in enumerate(steps) for register in _touched_by(step)}
