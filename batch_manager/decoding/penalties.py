@@ -10,8 +10,7 @@ from .logits_stage import LogitsStage
 
 
 class TokenPenalties(LogitsStage):
-    """Penalises tokens of prompt and output with the operation `token_penalties`. Opposite values favour the tokens.
-
+    """Lowers the logits of tokens in prompt and output with the operation `token_penalties`, or raises them.
     Presence and frequency penalties ignore the first `prompt_ignore_length` tokens of the prompt, at most the whole
     prompt.
     """
