@@ -58,6 +58,7 @@ class GenerationInputs:
 
     The step has R generation rows of one token each; padding rows have length 0. The token of a row is the newest of
     its sequence: the position of the token is the length minus one, and its key and value are stored at this position.
+
     kv_lengths     [R] int32   tokens of each sequence in the KV cache, including the token of this step; 0: padding
     table_rows     [R] int32   row of `block_tables` for each sequence; None: row i belongs to sequence i
     block_tables   [rows, m] int32
@@ -194,6 +195,7 @@ class Attention(Protocol):
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             rotary: RotaryTable | None, sink_logits: torch.Tensor | None = None) -> torch.Tensor:
         """Rotate query and key, write key and value to the pool, and return the attention of the queries.
+
         Shapes   query [T, heads, head_size]; key, value [T, kv_heads, head_size]; result [T, heads * head_size];
                  sink_logits [heads] float32, contiguous, only for layers with has_sink_logits. Models without such
                  layers omit the argument, so an implementation that serves only them need not accept it
@@ -227,6 +229,7 @@ class BindableAttention(Attention, Protocol):
 
     def plan_contexts(self, query_lengths: np.ndarray, kv_lengths: np.ndarray) -> np.ndarray:
         """Return the work list [W, k] int32 of contexts, on the host.
+
         query_lengths   new tokens of each context
         kv_lengths      tokens of each context in the KV cache, including the new tokens
         """
@@ -241,6 +244,7 @@ class BindableAttention(Attention, Protocol):
 
     def bind(self, generation: GenerationInputs, contexts: ContextInputs | None) -> None:
         """Make `run` read the tensors of `generation` and `contexts`. A step calls it instead of `plan` and `receive`.
+
         The rows of the step are those of `generation`, then those of `contexts`. The launches of `run` depend only on
         the shapes and addresses of the tensors.
         """

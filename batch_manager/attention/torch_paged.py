@@ -62,6 +62,7 @@ class _Context:
 @dataclass(slots=True)
 class _Group:
     """Generation rows of n sequences of similar length, which are computed together in layers with one window.
+
     rows    [n] int64: the packed row of each sequence; a slice if these rows are consecutive
     pages   [2 * n * kv_heads * m] int64   page numbers in the order (key or value, sequence, head, block)
     mask    [n * kv_heads, 1, m * tokens_per_block], 0 where visible, -inf elsewhere; with ALiBi

@@ -36,6 +36,7 @@ UNIFORM_ROWS = 16
 
 class TritonPagedAttention:
     """Paged attention in Triton over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size].
+
     sink            number of sink tokens; see windows.py
     deterministic   make the bits of a row independent of the step that computes it: generation rows run in the context
                     kernel, as contexts of one token

@@ -49,6 +49,7 @@ assert (NOT_FINISHED, END_ID) == (0, 1)                 # so that a bool is a fi
 
 class GptDecoder:
     """Samples one token for each row of logits, or finds candidates for beams. Skips features that no row has.
+
     state           per-slot state; the last operation of `keep` stores the sampled tokens in it
     searches        beam searches by slot; they advance when the host has read the candidates
     history         tokens of the sequences with stages or stop words that read tokens. The outputs of beams are written

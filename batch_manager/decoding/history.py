@@ -58,6 +58,7 @@ class TokenHistory:
 
     def append(self, rows: SamplingRows, is_kept: np.ndarray, sampled: torch.Tensor) -> None:
         """Store the sampled tokens of the rows for which `is_kept` is true, each at its position.
+
         Shapes   is_kept [r] bool on the host, at least one true; sampled [r]
         """
         self._reserve(0, int(rows.positions[is_kept].max()) + 1)

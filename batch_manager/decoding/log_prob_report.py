@@ -46,6 +46,7 @@ class TopRows:
 
     def by_slot(self, arrays: Mapping[str, np.ndarray]) -> dict[int, TopLogProbs]:
         """Return slot -> likeliest tokens of the slot's row, with their log-probs.
+
         arrays   `tensors` on the host
         """
         ids, log_probs = arrays["top_ids"], arrays["top_log_probs"]

@@ -90,6 +90,7 @@ class LogitsPostProcessors:
 
     def apply(self, logits: torch.Tensor, slots: np.ndarray) -> PostProcessed | None:
         """Run the post-processors on `logits` [r, vocab] float32, in place. Row i belongs to slots[i].
+
         Returns None if no row has a function. Raises ForeignCodeError if a batched function raised in a call for
         several requests.
         """

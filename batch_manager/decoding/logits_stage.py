@@ -9,6 +9,7 @@ from .logits_rows import LogitsRows
 
 class LogitsStage:
     """One change to the logits of a step. Its effect on a sequence must not depend on the step's other sequences.
+
     A custom stage (Parts.stages) may inherit from this class or implement all of its members. While the manager is
     constructed, a warm-up calls the stage with dummy sequences of request id 0 and prompt [0]. One of these sequences
     has the largest number of beams. If a warm-up call raises, the constructor raises ConfigError.

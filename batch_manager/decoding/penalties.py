@@ -11,6 +11,7 @@ from .logits_stage import LogitsStage
 
 class TokenPenalties(LogitsStage):
     """Lowers the logits of tokens in prompt and output with the operation `token_penalties`, or raises them.
+
     Presence and frequency penalties ignore the first `prompt_ignore_length` tokens of the prompt, at most the whole
     prompt.
     """

@@ -34,6 +34,7 @@ class SampledTokens:
     @staticmethod
     def joined(parts: "Sequence[SampledTokens]") -> "SampledTokens":
         """Return the rows of all parts, concatenated."""
+
         def column(name: str) -> torch.Tensor | None:
             values = [getattr(part, name) for part in parts]
             known = next((value for value in values if value is not None), None)
@@ -49,6 +50,7 @@ class SampledTokens:
 @dataclass(slots=True, eq=False)
 class SampledStep:
     """The result of sampling a step, on the device until `tensors` are read back.
+
     slots             [n] int32 on the host: slots of the sequences of the step, in batch order
     rows              the r rows of sequences without beams; the next five fields belong to these rows
     tokens            [r] int32 or int64; undefined where not finite

@@ -51,6 +51,7 @@ class SamplingRows:
 
 class Plane:
     """The columns of SlotState with one element size, in one array.
+
     host     [columns, slots] on the host
     tensor   the copy on the device; on a CPU it shares the memory of `host`
     """

@@ -58,6 +58,7 @@ class Stages:
     """Sets up and applies the stages of a decoder, in order.
 
     In `SlotState`, each stage has one bit in `features`, and a column for each parameter that it reads.
+
     raised_last   the stage that last raised, in `set_up` or `apply`; None: no stage raised
     """
 

@@ -11,6 +11,7 @@ from ..errors import ConfigError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContext:
     """The settings shared by all layers of a loaded model. A model passes them to each layer that it constructs.
+
     device          device on which the layers compute
     dtype           dtype of weights and hidden states
     deterministic   make the bits of a row depend on that row alone, not on the other rows of the step

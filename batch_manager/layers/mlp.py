@@ -16,6 +16,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
 
 class GatedMlp:
     """The gated network down(f(gate(x)) * up(x)). Gate and up are one matrix product; f is one of ACTIVATIONS.
+
     gate_up   names of gate and up in the checkpoint: two tensors, or one tensor with gate before up
     scale     factor on the output; None: no factor
     """

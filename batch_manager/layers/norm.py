@@ -12,6 +12,7 @@ from .recording import Rows
 
 class RmsNorm:
     """RMS norm: x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight), in float32, for x [..., size].
+
     weight_offset   1 for checkpoints that store the weight minus one (Gemma)
     """
 

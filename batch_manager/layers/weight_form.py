@@ -21,6 +21,7 @@ from .context import LayerContext
 @dataclass(frozen=True, slots=True)
 class WeightForm:
     """A stored form of a matrix W [out, in] and a bias b [out] or None: two functions and their fixed arguments.
+
     multiply        multiply(x, *multiply_arguments) -> x W^T + b in a new tensor; x [T, in]
     add_product     add_product(x, residual, *add_arguments) -> residual + x W^T + b. May overwrite `residual`. The sum
                     is rounded once if the form supports it

@@ -49,6 +49,7 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
                load_format: str = "auto", seed: int = 0, deterministic: bool = False, compiled_step: bool = False,
                free_bytes: int | None = None, model_implementation: str = "auto") -> LoadedModel:
     """Load the model of the checkpoint at `path`.
+
     dtype           a torch dtype or its name; "auto": on a GPU the checkpoint's dtype, or float32 if it
                     states none; on a CPU float32
     load_format     "auto": safetensors or GGUF; "dummy": random weights from `seed`, which need only config.json

@@ -112,6 +112,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The sizes and options of one model. A family with more of them adds fields in a subclass.
+
     head_size                entries of one attention head; hidden_size / num_heads unless the configuration states it
     vocab_size               rows of the embedding
     max_position_embeddings  number of positions that the model supports; with longrope, the number before scaling
@@ -202,6 +203,7 @@ def refuse_unread_aliases(config: Fields, understood: Collection[str]) -> None:
 
     A group in _ALIASES lists the names that different families use for one value. The model class has read a value if
     it read the value under any name of the group.
+
     config       the fields of the file, after the model class has read the fields that it knows
     understood   as in `refuse_unsupported_fields`
     """

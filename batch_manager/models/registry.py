@@ -16,6 +16,7 @@ from .model_spec import ModelSpec
 
 class Model(Protocol):
     """The protocol of model classes. An object is one model on one device, used by one thread at a time.
+
     harmless_tensors   regular expressions for tensors that a checkpoint may contain but the model does not need, such
                        as "model.rotary.inv_freq"; an expression matches the whole name. Any other tensor that
                        `__init__` does not request is refused by name

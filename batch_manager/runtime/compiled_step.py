@@ -18,6 +18,7 @@ class CompiledStep:
 
     The operations read and write *registers*, which are buffers with one row for each token of the step. This class
     allocates them.
+
     recording     recording of a model with packed matrices, see layers/recording.py
     kv_pool       [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]
     num_heads     query heads

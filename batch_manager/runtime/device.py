@@ -124,6 +124,7 @@ def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextMan
 @contextlib.contextmanager
 def on_device(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
     """Context manager: make `device` the thread's current GPU and translate the errors of GPU and host.
+
     stream   becomes the thread's current stream; None: the current stream stays
     Raises   DeviceLostError if the device cannot be used again; MemoryError if host memory ran out. All other
              exceptions pass through, including torch's out-of-memory errors of a GPU.
@@ -159,6 +160,7 @@ def first_line(error: BaseException) -> str:
 
 class Uploads:
     """Sends host arrays to the device in one copy, without waiting for the copy.
+
     pinned_bytes   pinned host memory in use; 0 on a CPU, where tensors share the arrays' memory
     """
 
@@ -247,6 +249,7 @@ class CapturedGraph:
 
 class Readback:
     """Copies tensors from the device to the host. Tensors of up to LARGE_READBACK_BYTES are joined into one copy.
+
     is_reused   whether a later step, possibly launched before `wait`, overwrites the tensors
     """
 

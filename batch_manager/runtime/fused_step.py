@@ -49,6 +49,7 @@ class FusedStep:
 
     def run(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         """Return the logits [r, vocab] of at most `most_rows` rows, or hidden states if `gives_logits` is False.
+
         hidden      [r, hidden size]; may be overwritten
         positions   [r] int64
         attention   planned or bound for the step

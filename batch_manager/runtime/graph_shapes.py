@@ -63,6 +63,7 @@ def graph_rows(most_rows: int) -> tuple[int, ...]:
 
 def mixed_sizes(most_rows: int, most_tokens: int, num_weights: int) -> frozenset[tuple[int, int]]:
     """Return the sizes (generation rows, context tokens) for which graphs of steps with contexts are captured.
+
     most_rows     generation rows of the largest step
     most_tokens   context tokens of the largest step
     num_weights   weights of the model, which determine the time per token

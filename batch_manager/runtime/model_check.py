@@ -9,6 +9,7 @@ from ..models.registry import Model
 
 class CheckedModel:
     """Wraps a model and checks its results against the description in models.registry.Model.
+
     vocab_size, hidden_size   sizes in the model's spec
     dtype                     dtype of the weights; each result has this dtype or float32
     Raises                    ConfigError, from `embed`, `forward` and `logits`

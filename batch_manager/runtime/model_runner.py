@@ -62,6 +62,7 @@ class ModelRunner:
 
     def run(self, call: ModelCall, state: SlotState, input_tokens: np.ndarray | None = None) -> CallResult:
         """Run a call of the model. Only the KV cache entries of the call's tokens change.
+
         input_tokens   [g] int32: input tokens of the generation rows; None: the newest tokens in `state`
         """
         step, padding = call.step, call.padding

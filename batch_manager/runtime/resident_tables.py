@@ -37,6 +37,7 @@ class ResidentTables:
 
     def changes(self, tables: BlockTables) -> tuple[np.ndarray, np.ndarray]:
         """Return the changes to send: indices of distinct entries of the flat table [u] int64, their blocks [u] int32.
+
         tables   the host's tables, with all noted changes
         """
         if not self._changed:

@@ -60,6 +60,7 @@ def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, attention
 def compile_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, kv_pool: torch.Tensor,
                  sink: int, threads: int) -> CompiledStep:
     """Compile a model's forward, check its results on one step against torch, and return it.
+
     spec      the model's spec with the effective windows
     threads   largest number of threads
     Mutates   block 0 of the KV cache pool, used for the comparison

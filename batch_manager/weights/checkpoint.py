@@ -35,6 +35,7 @@ class StoredWeights(Weights, Protocol):
 
 class Checkpoint(Protocol):
     """The protocol of checkpoints: the files of one model. Every method raises ModelLoadError for a fault in a file.
+
     path   the path that errors name
     """
 

@@ -289,6 +289,7 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
 def _longrope(metadata: Metadata, scaling: dict[str, Any], values: dict[str, Any],
               factors: Callable[[str], list[float]]) -> dict[str, Any]:
     """Return the field `rope_scaling` of Phi-3, which has its factors in two tensors; empty without scaled positions.
+
     Sets `original_max_position_embeddings` in `values` if positions are scaled.
     """
     longest = metadata.count("context_length")

@@ -105,6 +105,7 @@ class GgufHeader:
 
 def read_gguf_header(checkpoint_file: CheckpointFile) -> GgufHeader:
     """Read and check the header of a file, such as one from `folder.gguf_file(path)`.
+
     Raises ModelLoadError, which names the file and the key or tensor.
     """
     try:

@@ -166,6 +166,7 @@ _OUTSIDE_BLOCKS = re.compile(r"(\w+)\.(weight|bias)")
 def locate(architecture: str, tensors: Mapping[str, GgufTensor], heads: Heads,
            file: CheckpointFile) -> dict[str, Location]:
     """Return Hugging Face's name -> Location for all tensors of a GGUF file.
+
     Raises ModelLoadError for a tensor that `architecture` does not use.
     """
     names, found = NAMES[architecture], {}

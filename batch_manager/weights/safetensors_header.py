@@ -35,6 +35,7 @@ class StoredTensor:
 
 def read_header(checkpoint_file: CheckpointFile) -> dict[str, StoredTensor]:
     """Return name -> description of a file's tensors, and check that the tensors fill the file without gaps or overlap.
+
     Raises ModelLoadError, which names file and field.
     """
     where = checkpoint_file.path

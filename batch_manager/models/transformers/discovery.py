@@ -18,6 +18,7 @@ NUM_TOKENS = 16
 @dataclass(frozen=True, slots=True)
 class DiscoveredLayer:
     """How one layer attends, found from its attention call in the forward pass.
+
     module            name of the calling module
     sizes             (query heads, key heads, head size)
     score_arguments   see attention_function.score_arguments

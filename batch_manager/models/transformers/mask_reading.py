@@ -12,6 +12,7 @@ MOST_READ = 2**20                 # keys of one row that are checked
 
 def read_window(sees: Callable[..., Any], max_positions: int, layer: str) -> int | None:
     """Return the window of a causal mask, in tokens, including the query's own token; None if it has no window.
+
     max_positions   number of positions of the model; some rows of the mask are checked, among them the last one
                     below both max_positions and MOST_READ
     layer           name of the layer, for the error's message
