@@ -37,7 +37,7 @@ from .fused_linear_settings import MOST_ROWS, fused_linear_settings
 
 @triton.jit
 def _rows_of(x_row_ptr, row_inside, start, STEP: tl.constexpr, K: tl.constexpr):
-    """Load entries start .. start + STEP - 1 of each row of x; zeros past the end of the rows and of a row."""
+    """Load entries start .. start + STEP - 1 of each row of x; zeros for rows and entries that do not exist."""
     inner = start + tl.arange(0, STEP)
     if K % STEP == 0:
         return tl.load(x_row_ptr + inner[None, :], mask=row_inside[:, None], other=0.0)
@@ -49,7 +49,7 @@ def _rows_of(x_row_ptr, row_inside, start, STEP: tl.constexpr, K: tl.constexpr):
 def _piece_of(weight_row_ptr, column_inside, start, STEP: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr):
     """Load entries start .. start + STEP - 1 of the program's rows of the weight, transposed.
 
-    Entries past the end of the rows and of a row are zeros.
+    Rows and entries that do not exist are zeros.
     """
     inner = start + tl.arange(0, STEP)
     if K % STEP == 0:

@@ -97,7 +97,8 @@ def rope_kv_append(
 ):
     """Rotate queries and keys, then append keys and values. Returns the rotated queries.
 
-    See the module docstring for shapes."""
+    See the module docstring for shapes.
+    """
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads, tokens_per_block = kv_pool.shape[2:4]
     group = num_heads // num_kv_heads

@@ -180,7 +180,7 @@ class Attention(Protocol):
         """Prepare one step on the host: select kernels and partition the work.
 
         Returns  the arrays that `run` needs on the device, or None. The caller uploads them with its own arrays in one
-                 asynchronous copy. `plan` itself must not copy to the device, which would wait for the previous step
+                 asynchronous copy. `plan` must not copy to the device itself: its copy would wait for the previous step
         """
         ...
 

@@ -4,7 +4,7 @@ Attention is computed in four stages:
 
     keys      The keys are divided into tiles of fixed size, counted from position 0 of the sequence.
     scores    Each tile takes one matrix product. The maximum of a row over all tiles does not depend on their order.
-    weights   The exp of each score is computed alone. The exps of a tile are summed in pieces of fixed shape.
+    weights   The exp of the scores is computed elementwise. The exps of a tile are summed in pieces of fixed shape.
     values    Each tile takes one matrix product. The partial results are added one by one, from first tile to last.
 
 A tile that a row does not see adds zeros, which leaves the bits unchanged. Rows of different lengths can therefore

@@ -31,8 +31,9 @@ class _Tile:
 
     rows     packed rows of the queries
     sinks    number of sink keys that all rows see and that are not in `keys`
-    keys     range of the keys that the context reads. It ends with the key of the last row. If no row sees some key
-             after the sinks, it starts with the first key in the window of the first row, else at position 0
+    keys     range of the keys that the context reads. It ends with the key of the last row. It starts with the first
+             key in the window of the first row if at least one key lies between the sinks and this window, else with
+             the key at position 0
     window_mask   [rows, n] for the first n of `keys`: -inf where the key is before the window of the row and no sink,
              else 0. None: no key is outside the window of a row
     first    (position of the first row, position of the first of `keys`)

@@ -1,4 +1,6 @@
-"""Checks the second to eighth end ids of sequences. The first end id is a column of SlotState; few sequences have more.
+"""Compares sampled tokens with the second to eighth end ids of their sequences.
+
+The first end id is a column of SlotState. Few sequences have more end ids.
 """
 
 import torch

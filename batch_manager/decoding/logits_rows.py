@@ -48,7 +48,7 @@ class LogitsRows:
         return self._state.host[name][self.slots]
 
     def column_as_set_up(self, name: str) -> torch.Tensor:
-        """Return the values [r] that `column` returns without any call of `replace`."""
+        """Return the values [r] that `column(name)` would return if `replace` had not been called."""
         if self._state.device.type == "cpu":
             return torch.from_numpy(self.on_host(name))
         plane, index, is_float = self._state.locate(name)

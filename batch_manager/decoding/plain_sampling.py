@@ -1,6 +1,7 @@
 """Samples tokens for rows without stages, beams and other features beyond the parameters of `sample_token`.
 
-The kernel launches are the same for all values of the parameters, so that a graph can replay them."""
+The kernel launches are the same for all values of the parameters, so that a graph can replay them.
+"""
 
 from collections.abc import Callable, Mapping
 

@@ -94,7 +94,10 @@ class Rows:
         return self.recording.norm(self, weight, bias, epsilon, offset)
 
     def multiplied(self, matrix: Any, outputs: int, adds_to: "Rows | None" = None) -> "Rows":
-        """Record the product with `matrix`, the WeightForm.matrix of a layer. `adds_to` is a residual to add it to."""
+        """Record the product with `matrix`, which is WeightForm.matrix of a layer.
+
+        adds_to   rows to which the product is added; None: the product is written to a new register
+        """
         return self.recording.product(self, matrix, outputs, adds_to)
 
     def activated(self, kind: str, *, gated: bool) -> "Rows":

@@ -80,9 +80,9 @@ def padded(count: int, sizes: Sequence[int]) -> int | None:
 
 
 def padded_mixed(num_rows: int, num_tokens: int, sizes: frozenset[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the smallest size that holds num_rows generation rows and num_tokens context tokens; None: not in `sizes`.
+    """Return the smallest size that holds num_rows generation rows and num_tokens context tokens.
 
-    sizes   the result of `mixed_sizes`
+    Returns None if this size is not in `sizes`, a result of `mixed_sizes`.
     """
     size = padded(num_rows, MIXED_ROWS), padded(num_tokens, MIXED_TOKENS)
     return size if size in sizes else None

@@ -1,4 +1,4 @@
-"""CUDA graphs of plain steps. A graph has the launches of `PlainSteps.run_step` for one shape and replays them at once.
+"""CUDA graphs of plain steps. A graph makes the launches of `PlainSteps.run_step` for one shape in a single call.
 
 For each row count in graph_shapes.py there is one graph for generation steps in which all rows are greedy, and one for
 all other generation steps. If attention may split sequences into parts at a row count, there are two more graphs for

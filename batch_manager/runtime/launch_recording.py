@@ -11,7 +11,7 @@ from ..layers.weight_form import PlainMatrix
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """result = norm of x, for each head alone if x has heads. RMS norm if bias is None, else layer norm."""
+    """result = norm of x, of each head separately if x has heads. RMS norm if bias is None, else layer norm."""
 
     x: Rows
     result: Rows

@@ -164,7 +164,7 @@ class PlainSteps:
 
 
 def _mixed_size(batch: ScheduledBatch, sizes: frozenset[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the smallest size that holds a step with contexts, to which the step is padded; None: not in `sizes`."""
+    """Return the size to which a step with contexts is padded; None if no size of `sizes` holds the step."""
     return padded_mixed(len(batch.generation), sum(len(work.token_ids) for work in batch.context), sizes)
 
 

@@ -92,7 +92,7 @@ class CheckpointFolder:
     def file(self, name: str, named_by: str = "") -> CheckpointFile:
         """Return the file `name` of the folder. Errors name `named_by` as the source of the name.
 
-        Raises ModelLoadError for a name that is not a bare file name, a refused link, and anything but a regular file.
+        Raises ModelLoadError if `name` is not a bare file name, or if it names a refused link or no regular file.
         """
         where = f" (named by {named_by})" if named_by else ""
         if not name or name in (".", "..") or not name.isprintable() or any(sign in name for sign in "/\\:"):
