@@ -1,4 +1,4 @@
-"""The model families: one file each. A model is composed of layers/ and does not inherit from another family.
+"""The model families: one file each, composed of layers/, without inheritance between them.
 
 Owns     a family's configuration, tensor names and order of operations; `loading` loads a checkpoint
 Not      where keys and values are stored, which tokens run, how tokens are sampled from the logits
