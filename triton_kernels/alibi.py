@@ -13,7 +13,7 @@ from .soft_cap import LOG2_E
 
 @triton.jit
 def alibi(key_position, query_position, slope_log2, FACTOR_LOG2: tl.constexpr):
-    """Return the bias. All shapes broadcast.
+    """Return the bias of each pair of positions, times log2(e). All shapes broadcast.
 
     slope_log2   slope * log2(e) if FACTOR_LOG2 is 0, else the slope
     """
@@ -24,19 +24,20 @@ def alibi(key_position, query_position, slope_log2, FACTOR_LOG2: tl.constexpr):
 
 @triton.jit
 def _product(position, slope):
-    """Multiply, rounded to bfloat16 as torch rounds the product of an integer and a bfloat16."""
+    """Return position * slope, rounded to bfloat16 as torch rounds the product of an integer and a bfloat16."""
     return _rounded(_rounded(position.to(tl.float32)) * slope)
 
 
 @triton.jit
 def _rounded(number):
-    """Round to bfloat16, to nearest even. Done on the bits, because Triton's interpreter casts toward zero."""
+    """Round to the nearest bfloat16, ties to even. Works on the bits, because Triton's interpreter casts toward zero.
+    """
     bits = number.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
     return bits.to(tl.float32, bitcast=True)
 
 
 def alibi_factors(bfloat16_factor):
-    """Return (factor on the slopes, FACTOR_LOG2) for the kernels."""
+    """Return (factor by which the caller multiplies the slopes, FACTOR_LOG2) for the kernels."""
     assert bfloat16_factor is None or bfloat16_factor > 0
     return (LOG2_E, 0.0) if bfloat16_factor is None else (1.0, bfloat16_factor * LOG2_E)

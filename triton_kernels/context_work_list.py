@@ -1,8 +1,8 @@
 """The work list of `paged_attention_context`: one row per tile of a sequence's new tokens. Pure host arithmetic.
 
-A tile of new tokens has as many tokens as a tile of queries, which one program computes, has rows. Each token has one
-query per query head. The queries of a full tile of tokens therefore need one program per query head, and a row of the
-list starts this number of programs.
+A program computes a tile of queries, with a fixed number of rows. A tile of new tokens has the same number of tokens.
+Each token has one query per query head. The queries of a full tile of tokens therefore need one program per query head,
+and a row of the list starts this number of programs.
 
 The size of a tile depends only on the head size and the element size, so the list does not depend on the device.
 """
@@ -24,7 +24,9 @@ def context_tile_rows(head_size: int, element_size_bytes: int) -> int:
 
 
 def context_work_list(query_lengths, kv_lengths, tile_rows: int, padded_to: int = 0) -> np.ndarray:
-    """Return the work list [W, WORK_COLUMNS] int32: rows (sequence, index of the tile), by descending number of keys.
+    """Return the work list [W, WORK_COLUMNS] int32 with a row (sequence, index of the tile in the sequence) per tile.
+
+    The tiles that see most keys come first.
 
     query_lengths, kv_lengths   [C] integers: new tokens and keys of each context, including the keys of this step
     padded_to                   minimum number of rows; rows of -1 are appended, whose programs exit immediately
@@ -45,9 +47,10 @@ def context_work_list(query_lengths, kv_lengths, tile_rows: int, padded_to: int 
 
 
 def most_context_tiles(num_tokens: int, num_contexts: int, tile_rows: int) -> int:
-    """Return the maximum number of rows of a `context_work_list` of at most this many new tokens and sequences.
+    """Return the maximum number of rows of the `context_work_list` of a step.
 
-    The maximum occurs when all sequences but one have a single token.
+    The step has at most `num_tokens` new tokens of at most `num_contexts` contexts. The maximum occurs when all
+    contexts but one have a single token.
     """
     num_sequences = min(num_contexts, num_tokens)
     return num_sequences + (num_tokens - num_sequences) // tile_rows if num_sequences else 0

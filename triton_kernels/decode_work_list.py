@@ -54,7 +54,7 @@ def decode_work_list(
 
 
 def _visible_pages(kv_lengths: np.ndarray, tokens_per_block: int, window: int | None, sink: int) -> np.ndarray:
-    """Return [S] the number of pages of each sequence that have a key visible to its newest token."""
+    """Return [S]: the number of pages of each sequence that have a key visible to its newest token."""
     pages = -(-kv_lengths // tokens_per_block)
     if not window:
         return pages

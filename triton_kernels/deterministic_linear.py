@@ -2,8 +2,8 @@
 
     out = x W^T + bias
 
-Shapes      x                        [T, K]   contiguous rows, any row stride
-            weight                   [N, K]   contiguous
+Shapes      x                        [T, K]   T rows of K inputs; contiguous rows, any row stride
+            weight                   [N, K]   N outputs; contiguous
             bias                     [N] or None
             out                      [T, N]   None: allocated
 Mutates     out.
@@ -66,7 +66,7 @@ def _deterministic_linear_kernel(
 
 
 class LinearSettings(NamedTuple):
-    """Launch settings of one program; rows, columns and step (of K) in elements."""
+    """Launch settings: rows and columns of the tile of one program, and its step along K, in elements."""
 
     rows: int
     columns: int

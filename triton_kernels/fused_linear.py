@@ -4,11 +4,11 @@
     y    = n W^T + bias
     out  = y                                             without activation and residual
            f(y), with y rounded to the dtype             with an activation, one of `activation.KINDS`
-           f(y[:, :I]) * y[:, I:], likewise              gated; I is half of the rows of W
+           f(y[:, :I]) * y[:, I:], with y rounded        with a gated activation; I is half of the rows of W
            residual + y, rounded once                    with a residual, in place
 
-Shapes      x                        [T, K]   contiguous rows, any row stride; T <= MOST_ROWS
-            weight                   [N, K]   contiguous; [2 I, K] when gated, the rows of the gate first
+Shapes      x                        [T, K]   T rows of K inputs, T <= MOST_ROWS; contiguous rows, any row stride
+            weight                   [N, K]   N outputs; contiguous; [2 I, K] when gated, the rows of the gate first
             bias                     [N] or None
             norm_weight, norm_bias   [K]   norm_weight None: no norm; norm_bias None: RMSNorm,
                                            x / sqrt(mean(x^2) + epsilon) * (weight_offset + norm_weight)
@@ -37,7 +37,7 @@ from .fused_linear_settings import MOST_ROWS, fused_linear_settings
 
 @triton.jit
 def _rows_of(x_row_ptr, row_inside, start, STEP: tl.constexpr, K: tl.constexpr):
-    """Load entries start .. start + STEP - 1 of each row; zeros outside."""
+    """Load entries start .. start + STEP - 1 of each row of x; zeros for rows and entries that do not exist."""
     inner = start + tl.arange(0, STEP)
     if K % STEP == 0:
         return tl.load(x_row_ptr + inner[None, :], mask=row_inside[:, None], other=0.0)
@@ -47,7 +47,10 @@ def _rows_of(x_row_ptr, row_inside, start, STEP: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _piece_of(weight_row_ptr, column_inside, start, STEP: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr):
-    """Load entries start .. start + STEP - 1 of the program's rows of the weight, transposed; zeros outside."""
+    """Load entries start .. start + STEP - 1 of the program's rows of the weight, transposed.
+
+    Rows and entries that do not exist are zeros.
+    """
     inner = start + tl.arange(0, STEP)
     if K % STEP == 0:
         if MASKED:

@@ -1,4 +1,4 @@
-"""Whether a linear layer is fused with its norm and activation, and its launch settings. Host arithmetic.
+"""Decides whether a linear layer is fused with its norm and activation, and computes its launch settings, on the host.
 
 The constants are estimates from vendors' bandwidths and latencies, not measured on a GPU.
 `python -m batch_manager.tools.gpu_report` times fused against separate launches.
@@ -50,9 +50,9 @@ def fused_linear_settings(in_size, out_size, gated, element_size_bytes, limits) 
 
 
 def is_fused(num_rows, in_size, out_size, gated, norm, element_size_bytes, limits) -> bool:
-    """Whether the fused launch is expected to be faster than separate launches.
+    """Whether the fused launch is expected to be faster than separate launches, for a step of `num_rows` rows.
 
-    norm   "none", "rms" or "layer"
+    norm   the fused norm: "none", "rms" or "layer"
     """
     if num_rows > MOST_ROWS:
         return False

@@ -2,10 +2,10 @@
 
     a row ends if (the first `length` tokens of its history, token) ends with a word of its list
 
-Shapes      token                    [R]   any integer dtype
+Shapes      token                    [R]   any integer dtype: the sampled token of each row
             history                  [H, C]   int32, contiguous rows, any row stride
-            history_row              [R] int64   row of `history` for each row
-            length                   [R] int64   number of tokens of that history before `token`, at most C
+            history_row              [R] int64   row of `history` with the sequence of each row
+            length                   [R] int64   number of tokens before `token`, in the row of `history`, at most C
             lists                    [L] int32   lists of words, as in `ban_words`
             list_start               [R] int32   start of the row's list
             count                    [R] int32   number of words in the row's list
@@ -51,7 +51,7 @@ def _match_stop_words_kernel(
 
 
 def match_stop_words(token, history, history_row, length, lists, list_start, count):
-    """Return which rows end, [R] bool. See the module docstring for shapes."""
+    """Return [R] bool: whether the token of each row completes a stop word. See the module docstring for shapes."""
     ended = torch.empty(len(token), dtype=torch.bool, device=token.device)
     assert history.stride(1) == 1
     if len(token) == 0:

@@ -3,9 +3,9 @@
     out[s, h] = sum_i w_i * partial_out[i, h],   w_i = 2^lse_i / sum_j 2^lse_j,   lse = partial_lse[:, h]
     over the partial results i = part_starts[s] .. part_starts[s + 1] - 1 of sequence s
 
-Shapes      partial_out              [P, HQ, D] float32   each normalized by its own sum; rows that belong to no
-                                                          sequence are not read
-            partial_lse              [P, HQ] float32   base-2 logarithm of that sum
+Shapes      partial_out              [P, HQ, D] float32   P partial results of HQ heads, each normalized by its own sum
+                                                          of weights; rows that belong to no sequence are not read
+            partial_lse              [P, HQ] float32   base-2 logarithm of this sum
             part_starts              [S + 1] int32   ascending
             out                      [S, HQ, D]
 Mutates     out, except for sequences without partial results.

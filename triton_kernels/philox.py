@@ -20,7 +20,7 @@ import triton.language as tl
 
 @triton.jit
 def philox_words(k0, k1, c0, c1, c2, c3):
-    """Compute ten rounds on uint32 words."""
+    """Return the four words after ten rounds, for a key (k0, k1) and a counter (c0, c1, c2, c3) of uint32 words."""
     multiplier_0 = tl.full((), 0xD2511F53, tl.uint32)
     multiplier_1 = tl.full((), 0xCD9E8D57, tl.uint32)
     key_step_0 = tl.full((), 0x9E3779B9, tl.uint32)
@@ -73,7 +73,7 @@ def _philox_uniform_kernel(seed_ptr, position_ptr, uniform_ptr):
 
 
 def philox(key, counter):
-    """Compute ten rounds. See the module docstring for shapes."""
+    """Return the four words of each key and counter. See the module docstring for shapes."""
     assert key.is_contiguous() and counter.is_contiguous()
     words = torch.empty_like(counter)
     _philox_kernel[(len(counter),)](key, counter, words, num_warps=1)

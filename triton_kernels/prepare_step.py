@@ -1,4 +1,4 @@
-"""All work of a plain step before its first layer, in one launch.
+"""All work of a step before its first layer, in one launch: update the block tables and embed the input tokens.
 
     block_table.flat[table_entries[i]] = table_blocks[i]
     token[t] = last_tokens[slots[t], positions[t] mod C]     for the first R rows: generation
@@ -80,7 +80,7 @@ def prepare_step(
     block_table, table_entries, table_blocks, last_tokens, slots, positions, input_tokens, embedding=None, cleared=None,
     out=None,
 ):
-    """Prepare the step in one launch. Returns out. See the module docstring for shapes."""
+    """Update the block tables and embed the input tokens. Returns out. See the module docstring for shapes."""
     num_slots, num_changes = len(slots), len(table_entries)
     num_rows, num_cleared = num_slots + len(input_tokens), 0 if cleared is None else len(cleared)
     hidden_size = 1 if embedding is None else embedding.shape[1]

@@ -4,14 +4,15 @@
     rotated = [x1 * cos - x2 * sin, x2 * cos + x1 * sin, the other D - R entries unchanged]
     pool[slot // B, 0, h, slot % B] = rotated key,  pool[slot // B, 1, h, slot % B] = value     if slot >= 0
 
-Shapes      query                    [T, HQ, D]   T packed tokens; heads contiguous, any row stride
-            key, value               [T, HK, D]   likewise; the three may be views of one packed tensor
+Shapes      query                    [T, HQ, D]   T packed tokens, HQ query heads of size D; heads contiguous, any row
+                                                  stride
+            key, value               [T, HK, D]   HK key heads; likewise. The three may be views of one packed tensor
             kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens
-            slot_mapping             [T] int64   flat token slot, block * B + offset; -1 = do not write
-            positions                [T] int32 or int64   valid for every row, also padded rows
+            slot_mapping             [T] int64   entry of each token in the pool, block * B + offset; -1 = do not write
+            positions                [T] int32 or int64   a valid position for every row, padding included
             cos_table, sin_table     [positions, R / 2] float32   None: no rotation
             query_out                [T, HQ, D]   None: rotate the queries in place
-Units       deterministic: make the bits of a row depend on that row alone; the kernel always does
+Units       deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
 Mutates     kv_pool and query_out (or query). No two rows may have the same slot.
 Oracle      triton_kernels/reference/rope_kv_append.py
 Source      rotary embedding (Su et al. 2021) in the half-split arrangement; written for this project.
@@ -94,7 +95,10 @@ def rope_kv_append(
     query, key, value, kv_pool, slot_mapping, positions=None, cos_table=None, sin_table=None, query_out=None,
     deterministic=False,
 ):
-    """Rotate, then append. See the module docstring for shapes. Returns the rotated queries."""
+    """Rotate queries and keys, then append keys and values. Returns the rotated queries.
+
+    See the module docstring for shapes.
+    """
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads, tokens_per_block = kv_pool.shape[2:4]
     group = num_heads // num_kv_heads

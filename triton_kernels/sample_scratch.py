@@ -1,4 +1,7 @@
-"""Size of the scratch memory of `sample_token`. Pure arithmetic, so that the memory plan can include it."""
+"""Computes the size of the scratch memory of `sample_token`, without importing triton, for the memory plan.
+
+`sample_token` finds the thresholds of top-k and top-p by radix selection: it divides each logit into digits.
+"""
 
 MAX_BLOCK = 4096        # logits of a piece of a row
 BUCKETS = 2048          # values of a digit of 11 bits
@@ -6,12 +9,12 @@ LONG = 8                # bytes of an int64
 
 
 def num_digits(element_size_bytes: int) -> int:
-    """Return the number of digits of a logit: 2 for 16-bit dtypes, 3 for float32."""
+    """Return the number of digits into which a logit is divided: 2 for 16-bit dtypes, 3 for float32."""
     return 3 if element_size_bytes == 4 else 2
 
 
 def num_histograms(digits: int) -> int:
-    """Return the number of histograms of a row, in addition to the counts by first digit.
+    """Return the number of histograms of a row whose logits have `digits` digits, besides the counts by first digit.
 
     A row has counts and weights for top-k by each digit after the first, and weights for top-p by each digit.
     """

@@ -8,7 +8,8 @@
     token    = the smallest id whose cumulative kept probability, in id order, exceeds u * (sum of kept probabilities)
     log_prob = log p[token], without any filter
 
-Shapes      logits                   [R, V]   any float dtype, contiguous rows, any row stride; -inf = forbidden token
+Shapes      logits                   [R, V]   any float dtype, R rows of V tokens, contiguous rows, any row stride;
+                                     -inf = forbidden token
             temperature              [R] float32   0: greedy, with the log-prob at temperature 1
             top_k                    [R] int32   0: off
             top_p                    [R] float32   0 with top_k > 0, or >= 1: off
@@ -75,7 +76,7 @@ UNIT = tl.constexpr(1099511627776.0)    # 2^40
 
 @triton.jit
 def _load_piece(row_ptr, piece, num_tokens, BLOCK: tl.constexpr):
-    """Load the logits of a piece as float32; -inf past the end."""
+    """Load the logits of piece number `piece` of a row as float32; -inf past the end of the row."""
     token = piece * BLOCK + tl.arange(0, BLOCK)
     return tl.load(row_ptr + token, mask=token < num_tokens, other=-float("inf")).to(tl.float32)
 
@@ -128,7 +129,7 @@ def _has_top_p(top_p):
 
 @triton.jit
 def _slot(slot_ptr, row):
-    """Return the index of a row's sampling parameters."""
+    """Return the index of a row in the tensors of sampling parameters."""
     slot = row
     if slot_ptr is not None:
         slot = tl.load(slot_ptr + row)
@@ -139,7 +140,7 @@ def _slot(slot_ptr, row):
 #     counts for top-k, by digit 1 ..; weights of the same logits, by digit 1 ..; weights for top-p, by digit 0, 1 ..
 @triton.jit
 def _histogram_index(filter, digit, DIGITS: tl.constexpr):
-    """Return the index of the histogram that determines this digit of the filter's threshold."""
+    """Return the index of the histogram that determines digit number `digit` of the threshold of `filter`."""
     return tl.where(filter == TOP_K, digit - 1, 2 * DIGITS - 2 + digit)
 
 
@@ -166,7 +167,7 @@ def _next_digit(histogram, digits, missing, VALUES: tl.constexpr):
 
 @triton.jit
 def _all_digits(histogram_ptr, digits_ptr, missing_ptr, row, filter, DIGITS: tl.constexpr):
-    """Return all digits of a filter's threshold. Requires that all but the last are stored."""
+    """Return all digits of the threshold of `filter`. All digits but the last must be stored already."""
     index = (row * 2 + filter) * DIGITS + DIGITS - 2
     digits = tl.load(digits_ptr + index)
     if digits != KEEPS_ALL:

@@ -13,9 +13,9 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def soft_cap(doubled, CAP_LOG2: tl.constexpr):
-    """Return CAP_LOG2 * tanh(x), where `doubled` is 2 x log2(e).
+    """Return CAP_LOG2 * tanh(x) for `doubled` = 2 * log2(e) * x.
 
-    If the power overflows or underflows, the result is CAP_LOG2 or -CAP_LOG2.
+    If 2^doubled overflows or underflows, the result is CAP_LOG2 or -CAP_LOG2.
     """
     return CAP_LOG2 - 2.0 * CAP_LOG2 / (1.0 + tl.exp2(doubled))
 

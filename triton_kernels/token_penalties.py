@@ -6,10 +6,10 @@
     m(id) = number of those occurrences from token `ignored` on
     x     = x - (presence if m(id) > 0) - frequency * m(id)
 
-Shapes      logits                   [R, V]   float32, contiguous rows, any row stride
+Shapes      logits                   [R, V]   float32, R rows of V tokens, contiguous rows, any row stride
             history                  [H, C]   int32, contiguous rows, any row stride; ids >= V have no logit
-            history_row              [R] int64   row of `history` for each row of logits
-            length                   [R] int64   number of tokens of that history that count, at most C
+            history_row              [R] int64   row of `history` with the sequence of each row of logits
+            length                   [R] int64   number of tokens of the sequence in its row of `history`, at most C
             repetition               [R] float32   above 0; 1: off
             presence, frequency      [R] float32   0: off
             ignored                  [R] int32   leading tokens that presence and frequency do not count, 0..length
@@ -71,7 +71,7 @@ def _token_penalties_kernel(
 
 @triton.jit
 def _counts(tokens_ptr, begin, end, first, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Count the occurrences of each id of this piece of the vocabulary in tokens begin .. end - 1."""
+    """Return how often each id first .. first + BLOCK - 1 of the vocabulary occurs in tokens begin .. end - 1."""
     counts = tl.zeros([BLOCK], tl.int32)
     for start in range(begin, end, CHUNK):
         index = start + tl.arange(0, CHUNK)
@@ -82,7 +82,7 @@ def _counts(tokens_ptr, begin, end, first, BLOCK: tl.constexpr, CHUNK: tl.conste
 
 
 def token_penalties(logits, history, history_row, length, repetition, presence, frequency, ignored):
-    """Modify and return `logits`. See the module docstring for shapes."""
+    """Apply the penalties to `logits`, in place, and return `logits`. See the module docstring for shapes."""
     num_rows, vocabulary = logits.shape
     assert logits.stride(1) == 1 and history.stride(1) == 1
     if num_rows == 0:

@@ -7,7 +7,8 @@ def alibi_bias(key_position: torch.Tensor, query_position: torch.Tensor, slopes:
                bfloat16_factor: float | None) -> torch.Tensor:
     """Return the float32 bias to add to scores; see LayerAttention. All shapes broadcast; positions are integers.
 
-    Every operation is elementwise and rounds its result, so the bits of an element depend on that element alone.
+    Every operation is elementwise and rounds its result. The bits of an element of the bias depend only on its key
+    position, its query position and its slope.
     """
     if bfloat16_factor is None:
         return slopes * (key_position - query_position).to(torch.float32)

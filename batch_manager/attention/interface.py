@@ -14,17 +14,17 @@ from ..errors import ConfigError
 class PackedStep:
     """Host arrays that describe the tokens of one packed step. Contexts come first, then generation rows.
 
-    T tokens, n sequences of which the first c are contexts, r rows that need logits.
+    The step has T tokens of n sequences, of which the first c are contexts. The logits of r tokens are sampled.
 
-    token_ids      [T] int32   0 for a generation row: the sampler has its token, by slot
+    token_ids      [T] int32   0 for a generation row, whose token is in the sampler's state of the slot
     positions      [T] int32   position of each token in its sequence
     pool_slots     [T] int64   where the key and value of each token go: block id * tokens_per_block + offset
-    slots          [n] int32   sequence slots in batch order; each beam is a sequence and repeats the slot
-    query_starts   [n + 1] int32   offsets of the sequences in the packed tokens
-    kv_lengths     [n] int32   tokens of each sequence in the KV cache, including those that this step writes
+    slots          [n] int32   slot of each sequence, in batch order; each beam is a sequence and repeats the slot
+    query_starts   [n + 1] int32   offset of each sequence in the packed tokens, and T
+    kv_lengths     [n] int32   tokens of each sequence in the KV cache, including the tokens of this step
     block_tables   [n, m] int32   block ids in order; m is the length of the longest table of the step. Entries past the
                    end of a sequence, and entries of freed blocks outside its window, are arbitrary: do not read them
-    num_contexts   c
+    num_contexts   c; in a step with draft tokens, generating sequences count as contexts
     logits_rows    [r] int64   packed indices of the tokens whose logits are sampled, in batch order: the last token of
                    each sequence that yields a token; with draft tokens, also each draft and the token before them
     num_verifying  in a step with draft tokens, the number of generating sequences. They are the last contexts of the
@@ -56,10 +56,10 @@ class PackedStep:
 class GenerationInputs:
     """Device tensors that attention reads for the generation rows of a step.
 
-    R rows of one token each; padded rows have length 0. The token of a row is the newest of its sequence: its position
-    is the length minus one, and its key and value go to that position in the last block.
+    The step has R generation rows of one token each; padding rows have length 0. The token of a row is the newest of
+    its sequence: the position of the token is the length minus one, and its key and value are stored at this position.
 
-    kv_lengths     [R] int32   tokens of each sequence in the KV cache, including this step's; 0: padding
+    kv_lengths     [R] int32   tokens of each sequence in the KV cache, including the token of this step; 0: padding
     table_rows     [R] int32   row of `block_tables` for each sequence; None: row i belongs to sequence i
     block_tables   [rows, m] int32
     work           window -> (work list [W, 4] int32, part starts [R + 1] int32) of `decode_work_list`. Part starts are
@@ -80,8 +80,8 @@ class ContextInputs:
 
     positions      [T] int32 or int64
     pool_slots     [T] int64   where the key and value of each token go, as in PackedStep; -1: padding
-    query_starts   [C + 1] int32   offsets of the sequences in these tokens; padding sequences are empty
-    kv_lengths     [C] int32   tokens of each sequence in the KV cache, including this step's
+    query_starts   [C + 1] int32   offset of each sequence in the T tokens; padding sequences are empty
+    kv_lengths     [C] int32   tokens of each sequence in the KV cache, including the tokens of this step
     table_rows     [C] int32   row of `block_tables` for each sequence; None: row i belongs to sequence i
     block_tables   [rows, m] int32
     work           [W, k] int32   work list of `context_work_list`
@@ -149,7 +149,11 @@ class LayerAttention:
 
 
 def refuse_wrong_sink_logits(layer: int, how: LayerAttention, sink_logits: object) -> NoReturn:
-    """Raise ConfigError because the sink logits passed to `run` contradict `has_sink_logits` of the layer."""
+    """Raise ConfigError: `run` got sink logits for a layer without has_sink_logits, or none for a layer with it.
+
+    how           the LayerAttention of the layer
+    sink_logits   the argument of `run`
+    """
     passed = "without" if sink_logits is None else "with"
     raise ConfigError(f"the attention of layer {layer} was called {passed} sink_logits",
                       f"its LayerAttention.has_sink_logits is {how.has_sink_logits}",
@@ -165,7 +169,10 @@ def _is_positive(value: object) -> bool:
 
 
 class Attention(Protocol):
-    """Paged attention of all layers of a model. It is built once per model and pool, and used by one thread."""
+    """Paged attention of all layers of a model over one KV cache pool. One thread at a time uses it.
+
+    A step calls `plan` once, then `receive`, then `run` once for each layer.
+    """
 
     dispatch: str   # "triton" or "torch"
 
@@ -173,20 +180,21 @@ class Attention(Protocol):
         """Prepare one step on the host: select kernels and partition the work.
 
         Returns  the arrays that `run` needs on the device, or None. The caller uploads them with its own arrays in one
-                 asynchronous copy. Do not copy to the device here: a copy would wait for the previous step
+                 asynchronous copy. `plan` must not copy to the device itself: its copy would wait for the previous step
         """
         ...
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> None:
         """Receive the device copies of the arrays that `plan` returned.
 
-        Called after `plan` and before the first `run` of the step. Optional when `plan` returns None.
+        The caller calls `receive` after `plan` and before the first `run` of the step. If `plan` returned None, the
+        caller may leave out the call.
         """
         ...
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             rotary: RotaryTable | None, sink_logits: torch.Tensor | None = None) -> torch.Tensor:
-        """Rotate query and key, write key and value to the pool, and attend.
+        """Rotate query and key, write key and value to the pool, and return the attention of the queries.
 
         Shapes   query [T, heads, head_size]; key, value [T, kv_heads, head_size]; result [T, heads * head_size];
                  sink_logits [heads] float32, contiguous, only for layers with has_sink_logits. Models without such
@@ -201,14 +209,17 @@ class BindableAttention(Attention, Protocol):
     """An attention that can read its inputs from fixed device buffers, so that graphs can replay its steps.
 
     windows    the distinct windows of the layers, in any order
-    can_bind   whether this instance supports `bind`; an attention without this attribute does not
+    can_bind   whether this instance supports `bind`. An attention without this attribute does not support it
     """
 
     windows: tuple[int | None, ...]
     can_bind: bool
 
     def plan_generation(self, kv_lengths: np.ndarray) -> dict[int | None, tuple[np.ndarray, np.ndarray]]:
-        """Return, on the host, window -> (work list [W, 4], part starts [s + 1]) for sequences of these lengths [s]."""
+        """Return window -> (work list [W, 4], part starts [s + 1]), on the host, for s generation rows.
+
+        kv_lengths   [s] tokens of each sequence in the KV cache, including the new token
+        """
         ...
 
     def most_parts(self, num_rows: int, max_blocks: int) -> int:
@@ -217,7 +228,7 @@ class BindableAttention(Attention, Protocol):
         ...
 
     def plan_contexts(self, query_lengths: np.ndarray, kv_lengths: np.ndarray) -> np.ndarray:
-        """Return, on the host, the work list [W, k] int32 of contexts.
+        """Return the work list [W, k] int32 of contexts, on the host.
 
         query_lengths   new tokens of each context
         kv_lengths      tokens of each context in the KV cache, including the new tokens
@@ -225,11 +236,14 @@ class BindableAttention(Attention, Protocol):
         ...
 
     def most_context_work(self, num_tokens: int, num_contexts: int) -> tuple[int, int]:
-        """Return (maximum number of rows W, k) of the work list of `plan_contexts`. A row of -1 is padding."""
+        """Return the maximum number of rows W, and the number of columns k, of the work list of `plan_contexts`.
+
+        The work list is for `num_contexts` contexts with `num_tokens` tokens in all. A row of -1 is padding.
+        """
         ...
 
     def bind(self, generation: GenerationInputs, contexts: ContextInputs | None) -> None:
-        """Make `run` read these tensors. Replaces `plan` and `receive`.
+        """Make `run` read the tensors of `generation` and `contexts`. A step calls it instead of `plan` and `receive`.
 
         The rows of the step are those of `generation`, then those of `contexts`. The launches of `run` depend only on
         the shapes and addresses of the tensors.
@@ -238,7 +252,7 @@ class BindableAttention(Attention, Protocol):
 
 
 class HeadLayout(Protocol):
-    """The parts of a model's shape that attention needs. `ModelSpec` satisfies it."""
+    """The sizes and options of a model that an attention is built from. `ModelSpec` satisfies this protocol."""
 
     num_layers: int
     num_heads: int

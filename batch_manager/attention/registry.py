@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_attention(spec: HeadLayout, kv_pool: torch.Tensor, sink: int = 0, deterministic: bool = False) -> Attention:
-    """Return the attention over `kv_pool` for the device of the pool. Logs the choice.
+    """Build the attention over `kv_pool` with the implementation for the pool's device. Logs the choice.
 
     sink            number of sink tokens: the first tokens of a sequence, visible outside the windows; see windows.py
     deterministic   make the bits of a row independent of the step that computes it

@@ -1,12 +1,14 @@
 """Deterministic paged attention in torch, for `deterministic` on a CPU. The bits of a row do not depend on the step.
 
-    keys      in tiles of fixed size, counted from position 0 of the sequence, regardless of the chunk
-    scores    one matrix product per tile; then the maximum of the row over all tiles, which is independent of the order
-    weights   elementwise exp, and its sum per tile, in pieces of fixed shape
-    values    one matrix product per tile; the partial results are added one by one, from first tile to last
+Attention is computed in four stages:
+
+    keys      The keys are divided into tiles of fixed size, counted from position 0 of the sequence.
+    scores    Each tile takes one matrix product. The maximum of a row over all tiles does not depend on their order.
+    weights   The exp of the scores is computed elementwise. The exps of a tile are summed in pieces of fixed shape.
+    values    Each tile takes one matrix product. The partial results are added one by one, from first tile to last.
 
 A tile that a row does not see adds zeros, which leaves the bits unchanged. Rows of different lengths can therefore
-share products. Generation rows and rows of a prompt go through the same four steps. Everything is computed in float32.
+share products. Generation rows and rows of a prompt go through the same stages. Everything is computed in float32.
 
 The products are batched torch products. The height of a product is its number of query rows. Only those heights and
 numbers of products per call are used that give the same bits in a measurement on this machine: see `_find_counts`.
@@ -35,12 +37,13 @@ _found: dict[tuple, tuple[int, dict[int, tuple[int, ...]]]] = {}
 
 @dataclass(slots=True)
 class _RowTile:
-    """Consecutive query rows of a context sequence.
+    """Consecutive query rows of a context, and the key tiles that they see.
 
-    rows    packed rows
-    keys    the key tiles of the context that the rows can see
+    rows    packed rows of the queries
+    keys    range of the gathered key tiles that the rows can see
     mask    [n, 1, positions, 1, tile] float32 for the last n of these tiles, 0 where visible, -inf elsewhere
-    positions   of keys [tiles, 1, 1, 1, 1, tile] and of rows [positions, 1, 1], int64; None: no layer needs them
+    positions   two int64 tensors: positions of the keys [tiles, 1, 1, 1, 1, tile], and of the rows [positions, 1, 1];
+                None: no layer needs them
     """
 
     rows: slice
@@ -51,10 +54,9 @@ class _RowTile:
 
 @dataclass(slots=True)
 class _Context:
-    """One context sequence.
+    """The query rows of one context, in tiles, and the pages that they read.
 
-    pages   page numbers in the order (key or value, tile, head, page of the tile)
-    tiles   the query rows of the sequence
+    pages   numbers of the pages to read, in the order (key or value, tile, head, page of the tile)
     """
 
     pages: torch.Tensor
@@ -63,11 +65,11 @@ class _Context:
 
 @dataclass(slots=True)
 class _Group:
-    """Sequences of similar length that are in the generation phase.
+    """Generation rows of n sequences of similar length, which are computed together.
 
     rows    [n] int64: the packed row of each sequence; a slice if these rows are consecutive
     pages   numbers of the pages to read, in the order (key or value, tile, sequence, head, page of the tile)
-    mask    [tiles, n, 1, 1, tile] float32
+    mask    [tiles, n, 1, 1, tile] float32, 0 where visible, -inf elsewhere
     positions   two int64 tensors: positions of the keys [tiles, n, 1, 1, 1, tile], and of the rows [n, 1, 1, 1, 1];
                 None if no layer needs them
     """
@@ -79,7 +81,7 @@ class _Group:
 
 
 class FixedTileAttention(TorchPagedAttention):
-    """The deterministic and slower form of TorchPagedAttention."""
+    """The deterministic form of TorchPagedAttention, which is slower."""
 
     deterministic = True
 
@@ -103,7 +105,7 @@ class FixedTileAttention(TorchPagedAttention):
     # ------------------------------------------------------------------ per layer
 
     def _generate(self, layer, group, query, sink_logits):
-        """Attend with one query row per sequence. Returns [n, heads * head_size]."""
+        """Return the attention [n, heads * head_size] of the generation rows of a group of n sequences."""
         rows = query[group.rows].float()
         count = len(rows)
         key, value = self._gather(layer, group.pages, count * self.kv_heads)
@@ -112,7 +114,7 @@ class FixedTileAttention(TorchPagedAttention):
         return attended[:, : self.group].reshape(count, -1).to(query.dtype)
 
     def _attend(self, layer, context, query, key, value, result, sink_logits):
-        """Attend with the rows of one context sequence. Writes to `result`."""
+        """Compute the attention of the query rows of one context, and write it to their rows of `result`."""
         key, value = self._gather(layer, context.pages, self.kv_heads)
         positions, height = self.tile_positions, self.tile_positions * self.group
         for tile in context.tiles:
@@ -126,14 +128,17 @@ class FixedTileAttention(TorchPagedAttention):
             result[tile.rows].view(count, self.kv_heads, self.group, -1).copy_(attended.transpose(0, 1))
 
     def _gather(self, layer, pages, per_tile):
-        """Return keys and values, each [tiles, per_tile, tile, head_size] float32."""
+        """Return the keys and values of `pages`, each [tiles, per_tile, tile, head_size] float32.
+
+        per_tile   number of heads in a tile, over all sequences
+        """
         gathered = self.layer_pages[layer].index_select(0, pages).float()
         return gathered.view(2, -1, per_tile, self.tile, self.head_size)
 
     def _attend_tiles(self, layer, queries, key, value, planned, units, sink_logits):
         """Return the attention of queries [u, rows, head_size] over key and value [tiles, u, tile, head_size].
 
-        planned       a _Group or _RowTile
+        planned       the _Group or _RowTile of the queries
         units         (number of sequences, number of kv heads); u is their product
         sink_logits   [kv heads, group] or None
         """
@@ -175,9 +180,9 @@ class FixedTileAttention(TorchPagedAttention):
         return attended.div_(total)
 
     def _per_row(self, per_head, count):
-        """Expand one number per head [kv heads, group] to one per row [kv heads, count, 1].
+        """Expand `per_head` [kv heads, group], one number per head, to one number per row, [kv heads, count, 1].
 
-        The values of padded rows are arbitrary.
+        The numbers of padding rows are arbitrary.
         """
         head = torch.arange(count, dtype=torch.int64, device=self.device) % self.group
         return per_head[:, head, None]
@@ -210,7 +215,7 @@ class FixedTileAttention(TorchPagedAttention):
         return _Context(pages, tiles)
 
     def _positions(self, key, query):
-        """Upload the positions of keys and queries. Returns None if no layer needs them."""
+        """Return the key and query positions on the device; None if no layer needs them."""
         return (self._upload(key), self._upload(query)) if self._slopes else None
 
     def _plan_group(self, step, members, lengths, seen, window, slopes, factor):
@@ -228,9 +233,9 @@ class FixedTileAttention(TorchPagedAttention):
                       self._upload(mask), positions)
 
     def _tiles_read(self, first_position, length, window):
-        """Return [n, m] the indices of the key tiles that each sequence reads, ascending.
+        """Return the indices [n, m] of the key tiles that each of n sequences reads, ascending.
 
-        A shorter sequence is padded with further tiles, which the mask hides.
+        The row of a shorter sequence is padded with the indices of later tiles, which the mask hides.
         """
         last = (length - 1) // self.tile
         if not window:
@@ -241,10 +246,10 @@ class FixedTileAttention(TorchPagedAttention):
         return index + ((first - sinks)[:, None] * (index >= sinks[:, None]))
 
     def _tile_pages(self, step, indices, first_position, length, tiles, window):
-        """Return page numbers of layer 0 for tiles [n, m], in the order (key or value, tile, sequence, head, page).
+        """Return page numbers of `tiles` [n, m] in layer 0, in the order (key or value, tile, sequence, head, page).
 
-        Blocks past the end of the sequence, and invisible blocks, which may have another owner, are replaced by the
-        last block of the sequence.
+        Blocks past the end of a sequence, and blocks that it no longer sees, may belong to another sequence. They are
+        replaced by the last block of the sequence.
         """
         own_last = ((length - 1) // self.block)[:, None, None]
         column = tiles[:, :, None] * self.pages_per_tile + np.arange(self.pages_per_tile)
@@ -261,12 +266,12 @@ class FixedTileAttention(TorchPagedAttention):
     # ------------------------------------------------------------------ once
 
     def _find_counts(self) -> tuple[int, dict[int, tuple[int, ...]]]:
-        """Measure which heights and numbers of products per call give the same bits as the reference.
+        """Measure which heights of products, and which numbers of products per call, give the bits of a reference.
 
         The reference is one call of PRODUCT_COUNTS[-1] products that have the height of a context product.
 
-        Returns   (lowest height with the bits of the reference, which generation rows use; height -> numbers of
-                  products per call with these bits). The dictionary has the lowest height and that of context products
+        Returns   (the lowest height with the bits of the reference, which generation rows use; height -> numbers of
+                  products per call with these bits). The keys are the lowest height and the height of context products
         Raises    ConfigError if the bits depend on the row index
         """
         height, count = self.tile_positions * self.group, PRODUCT_COUNTS[-1]
@@ -281,8 +286,8 @@ class FixedTileAttention(TorchPagedAttention):
         expected = [in_pieces(product, rows, others, sizes=(count,)) for product, rows, others in kinds]
 
         def agreeing(rows_height):
-            """Return the numbers of products per call at which products of this height give the first rows of
-            `expected`."""
+            """Return the numbers of products per call at which products of `rows_height` rows give the first rows of
+            `expected`, bit for bit."""
             found = set(PRODUCT_COUNTS)
             for (product, rows, others), whole in zip(kinds, expected):
                 rows = rows[:, :rows_height]
@@ -316,7 +321,7 @@ def _sum(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _padded_rows(rows: torch.Tensor, height: int) -> torch.Tensor:
-    """Pad rows [u, r, head_size] with zeros to [u, height, head_size]."""
+    """Return rows [u, r, head_size], padded with zeros to [u, height, head_size] if r is smaller than `height`."""
     return functional.pad(rows, [0, 0, 0, height - rows.shape[1]]) if rows.shape[1] < height else rows
 
 

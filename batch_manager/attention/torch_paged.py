@@ -27,15 +27,16 @@ TILE_ROWS = 64
 
 @dataclass(slots=True)
 class _Tile:
-    """Query rows of a context sequence, and the keys that they see.
+    """Query rows of a context, and the keys that they see.
 
-    rows     packed rows
+    rows     packed rows of the queries
     sinks    number of sink keys that all rows see and that are not in `keys`
-    keys     indices among the keys that the context reads. They end at the key of the last row. They start at the first
-             key in the window of the first row if this key comes after the sinks, else at position 0
+    keys     range of the keys that the context reads. It ends with the key of the last row. It starts with the first
+             key in the window of the first row if at least one key lies between the sinks and this window, else with
+             the key at position 0
     window_mask   [rows, n] for the first n of `keys`: -inf where the key is before the window of the row and no sink,
              else 0. None: no key is outside the window of a row
-    first    positions of the first row and of the first of `keys`
+    first    (position of the first row, position of the first of `keys`)
     """
 
     rows: slice
@@ -47,9 +48,9 @@ class _Tile:
 
 @dataclass(slots=True)
 class _Context:
-    """One context sequence under one window.
+    """The query rows of one context, in tiles, and the pages that they read in layers with one window.
 
-    rows    packed rows of the sequence
+    rows    packed rows of the queries
     pages   [2 * kv_heads * m] int64   page numbers in the order (key or value, head, block); None: nothing is cached,
             so the sequence attends only to keys of this step
     """
@@ -61,7 +62,7 @@ class _Context:
 
 @dataclass(slots=True)
 class _Group:
-    """Generating sequences of similar length under one window.
+    """Generation rows of n sequences of similar length, which are computed together in layers with one window.
 
     rows    [n] int64: the packed row of each sequence; a slice if these rows are consecutive
     pages   [2 * n * kv_heads * m] int64   page numbers in the order (key or value, sequence, head, block)
@@ -75,11 +76,12 @@ class _Group:
 
 
 class TorchPagedAttention:
-    """Attention over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size].
+    """Paged attention in torch over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size].
 
     sink            number of sink tokens; see windows.py
 
-    Blocks that no query of the step sees are not gathered: they may have another owner, and 0 * NaN is NaN.
+    Blocks that no query of the step sees are not gathered: they may belong to another sequence and contain NaN, and
+    0 * NaN is NaN.
     """
 
     dispatch = "torch"
@@ -142,7 +144,7 @@ class TorchPagedAttention:
         return result
 
     def _generate(self, layer, group, query, sink_logits):
-        """Attend with one query row per sequence. Returns [n, heads * head_size]."""
+        """Return the attention [n, heads * head_size] of the generation rows of a group of n sequences."""
         rows = query[group.rows]
         gathered = self.layer_pages[layer].index_select(0, group.pages)
         key, value = gathered.view(2, len(rows) * self.kv_heads, -1, self.head_size)
@@ -158,7 +160,7 @@ class TorchPagedAttention:
         return torch.bmm(_softmax(scores, sink_logits), value).view(len(rows), -1)
 
     def _attend(self, layer, context, query, key, value, result, sink_logits):
-        """Attend with the rows of one context sequence. Writes to `result`."""
+        """Compute the attention of the query rows of one context, and write it to their rows of `result`."""
         if context.pages is None:
             key, value = key[context.rows].transpose(0, 1), value[context.rows].transpose(0, 1)
         else:
@@ -185,7 +187,7 @@ class TorchPagedAttention:
             result[tile.rows].view(split).copy_(attended.view(rows.shape).permute(2, 0, 1, 3))
 
     def _add_positions(self, layer, tile, scores):
-        """Add the ALiBi bias to the scores [kv heads, group, rows, keys] of a tile."""
+        """Add the ALiBi bias of the layer, if it has one, to the scores [kv heads, group, rows, keys] of a tile."""
         _, slopes, factor = self._kinds[layer]
         if slopes is None:
             return
@@ -196,7 +198,7 @@ class TorchPagedAttention:
         scores.add_(alibi_bias(positions, rows[:, None], self._slopes[slopes][:, :, None, None], factor))
 
     def _plan_generation(self, step, window, slopes, factor):
-        """Return the groups of generating sequences, with the pages and masks that they read under one window."""
+        """Divide the generating sequences into groups of similar length. Returns the _Group of each."""
         lengths = step.kv_lengths[step.num_contexts :].astype(np.int64)
         seen, num_blocks = None, -(-lengths // self.block)
         if window:
@@ -229,7 +231,11 @@ class TorchPagedAttention:
         return _Context(slice(begin, end), self._pages(blocks[None])[0], tiles)
 
     def _plan_tile(self, row, end, row_to_position, missing, window):
-        """Plan packed rows row .. end - 1. `missing` keys between the sinks and the windows are not gathered."""
+        """Return the _Tile of packed rows row .. end - 1 of a context.
+
+        row_to_position   difference between the position of a row and its packed row
+        missing           number of keys between the sinks and the windows that the context does not read
+        """
         first, stop = row + row_to_position, end + row_to_position                    # positions
         if window and first - window + 1 > self.sink:
             # The sinks are separate. The window of each row starts one key later than the window of the previous row.
@@ -246,7 +252,12 @@ class TorchPagedAttention:
         return _Tile(slice(row, end), 0, slice(stop), window_mask, (first, 0))
 
     def _plan_group(self, step, members, lengths, seen, window, slopes, factor):
-        """Plan one group. `seen` is `blocks_seen` of all generating sequences; None without a window."""
+        """Return the _Group of some generating sequences.
+
+        members   [n] their indices among the generating sequences
+        lengths   tokens of all generating sequences in the KV cache
+        seen      `blocks_seen` of all generating sequences; None without a window
+        """
         lengths, indices = lengths[members, None], step.num_contexts + members
         last = (lengths - 1) // self.block
         if seen is None:
@@ -275,7 +286,7 @@ class TorchPagedAttention:
                       self._pages(blocks).view(-1), mask.to(self.dtype))
 
     def _pages(self, blocks):
-        """Convert block ids [n, m] to page numbers of layer 0, [2, n, kv_heads, m] flattened to [1, ...]."""
+        """Return the page numbers of block ids [n, m] in layer 0, [2, n, kv_heads, m] flattened to [1, ...]."""
         pages = blocks[:, None] * self.pages_per_block + self._pages_of_layer_0
         return self._upload(pages.reshape(1, -1))
 
@@ -284,9 +295,9 @@ class TorchPagedAttention:
 
 
 def _softmax(scores: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Tensor:
-    """Return the softmax over the last of three dimensions.
+    """Return the softmax of `scores`, which has three dimensions, over the last dimension.
 
-    sink_logits   an extra score for each row, which counts in the sum and whose weight is dropped; None: no such score
+    sink_logits   one more score for each row, which counts in the sum but has no weight in the result; None: none
     """
     if sink_logits is None:
         return scores.softmax(-1)

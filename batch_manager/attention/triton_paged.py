@@ -1,6 +1,7 @@
 """Paged attention with the Triton kernels.
 
-For contexts, one kernel rotates and appends, and another kernel attends. For generation rows, one kernel does all this.
+For contexts, one kernel rotates queries and keys and appends keys and values to the KV cache, and another kernel
+attends. For generation rows, a single kernel does all of this.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ UNIFORM_ROWS = 16
 
 
 class TritonPagedAttention:
-    """Attention over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size].
+    """Paged attention in Triton over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size].
 
     sink            number of sink tokens; see windows.py
     deterministic   make the bits of a row independent of the step that computes it: generation rows run in the context
@@ -88,11 +89,14 @@ class TritonPagedAttention:
 
     @property
     def can_bind(self) -> bool:
-        """Whether `bind` is supported. False with `deterministic`, where generation rows run as contexts."""
+        """Whether `bind` is supported. False with `deterministic`, which runs generation rows as contexts."""
         return not self.deterministic
 
     def plan_generation(self, kv_lengths: np.ndarray) -> dict[int | None, tuple[np.ndarray, np.ndarray]]:
-        """Return window -> (work list, part starts) of generation rows with kv_lengths [s]; see `decode_work_list`."""
+        """Return window -> (work list, part starts) for s generation rows; see `decode_work_list`.
+
+        kv_lengths   [s] tokens of each sequence in the KV cache, including the new token
+        """
         if not len(kv_lengths):
             return {}
         kv_heads, tokens_per_block = self.layer_pools[0].shape[2:4]
@@ -108,7 +112,7 @@ class TritonPagedAttention:
         return max(num_rows, min(in_sequences, num_rows + ROUNDS * self._resident_programs() // kv_heads))
 
     def plan_contexts(self, query_lengths: np.ndarray, kv_lengths: np.ndarray) -> np.ndarray:
-        """Return the work list of contexts; see `context_work_list`."""
+        """Return the work list of the contexts with these lengths; see `context_work_list`."""
         return context_work_list(query_lengths, kv_lengths, self.tile_rows)
 
     def most_context_work(self, num_tokens: int, num_contexts: int) -> tuple[int, int]:
@@ -116,7 +120,7 @@ class TritonPagedAttention:
         return most_context_tiles(num_tokens, num_contexts, self.tile_rows), WORK_COLUMNS
 
     def bind(self, generation: GenerationInputs, contexts: ContextInputs | None) -> None:
-        """Make `run` read these tensors. A step calls either `bind`, or `plan` and `receive`."""
+        """Make `run` read the tensors of `generation` and `contexts`. Replaces `plan` and `receive` in a step."""
         self._generation, self._contexts = generation, contexts
         rows = len(generation.kv_lengths)
         self._generation_rows, self._context_rows = slice(0, rows), slice(rows, None)

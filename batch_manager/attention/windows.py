@@ -15,11 +15,11 @@ import numpy as np
 
 def effective_windows(model_windows: Sequence[int | None], max_attention_window: int | None, sink_token_length: int,
                       max_seq_len: int) -> tuple[tuple[int | None, ...], int]:
-    """Return (window of each layer, sink) from the windows of the model and the configured window.
+    """Return (window of each layer, number of sink tokens), from the windows of the model and the configured window.
 
-    Each layer uses the smaller of the two windows, or None if no sequence can be longer than this window. Sinks belong
-    to the configured window. They are visible in every layer that has a window, even if the model's own window is the
-    smaller. Without a configured window there are no sinks.
+    Each layer uses the smaller of its own window and the configured window, or None if no sequence can be longer than
+    this window. Sink tokens need a configured window: without it, or if no layer has a window, their number is 0.
+    Otherwise they are visible in every layer that has a window, even if the layer's own window is the smaller.
     """
     windows = []
     for own in model_windows:
@@ -32,8 +32,9 @@ def blocks_seen(first_position: np.ndarray, length: np.ndarray, block: int, wind
                 sink: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Count the blocks whose keys the queries first_position .. length - 1 see, elementwise over sequences.
 
-    Returns   (sink blocks, skipped blocks, blocks seen in total). The sequence sees its first `sink blocks` blocks and
-              all blocks after the skipped blocks. Skipped blocks may already be freed: do not read them
+    Returns   (sink blocks, skipped blocks, blocks seen in total). The queries see the sink blocks, which are the first
+              blocks of the sequence. They do not see the skipped blocks, which come next and may already be freed. They
+              see all blocks after the skipped ones
     """
     first = np.maximum(first_position - window + 1, 0) // block if window else np.zeros_like(first_position)
     sinks = np.minimum(-(-sink // block), first)

@@ -1,8 +1,8 @@
 """Bans set the logits of forbidden tokens to -inf.
 
     end ids               are forbidden until min_length tokens are generated
-    repeated n-grams      forbid a token that would repeat an n-gram of the sequence
-    bad words             forbid the last token of a word if the sequence ends with the word's other tokens
+    repeated n-grams      a token is forbidden if it would repeat an n-gram of the sequence
+    bad words             the last token of a word is forbidden if the sequence ends with the word's other tokens
 """
 
 import numpy as np

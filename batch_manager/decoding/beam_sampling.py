@@ -1,4 +1,7 @@
-"""Sampling for beams: finds the candidates on the device and advances the searches on the host."""
+"""Sampling for beams: finds the best continuations on the device, and advances the beam searches on the host.
+
+The best continuations of a sequence's beams are called candidates.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ Upload = Callable[[Sequence[np.ndarray]], list[torch.Tensor]]
 class BeamGroup:
     """The beams of one sequence in a step.
 
-    The beams sample the tokens at `position`, from rows first..first + count - 1 of the logits of all beams.
+    The step samples their tokens at `position`, from rows first..first + count - 1 of the logits of all beams.
     """
 
     slot: int
@@ -32,8 +35,8 @@ class BeamGroup:
 class BeamRows:
     """The rows of a step, split into b rows of beams and s other rows, with the arguments of `beam_topk`.
 
-    singles                          rows of sequences without beams
-    beams                            rows of beams; the rows of a sequence are contiguous
+    singles                          the s rows of sequences without beams
+    beams                            the b rows of beams; the rows of a sequence are contiguous
     device_singles, device_beams     [s] and [b] int64 on the device: indices of `singles` and `beams` among all rows
     groups                           a BeamGroup for each sequence with beams, in order
     sums                             [b] float32 on the device: cumulative log-probability of each beam
@@ -89,9 +92,9 @@ class BeamRows:
 
 
 class SampledBeams:
-    """The candidates of a step for its beams. `finish` advances the searches when the candidates are on the host.
+    """The candidates for the beams of a step. `finish` advances the searches when the candidates are on the host.
 
-    slots     [b] int32: slot of each row of beams
+    slots     [b] int32: slot of each of the b rows of beams
     tensors   tensors to read back: beam_log_probs, beam_parents, beam_tokens [groups, candidates], beam_finite [b] bool
     """
 
@@ -110,10 +113,10 @@ class SampledBeams:
                 if not has_continuation[index] and not group.search.has_finished]
 
     def finish(self, arrays: dict[str, np.ndarray], failed: Collection[int]) -> dict[int, BeamStep]:
-        """Advance the searches and return slot -> BeamStep of its sequence.
+        """Advance the search of each sequence, and return slot -> BeamStep of the sequence.
 
         arrays   `tensors` on the host
-        failed   slots to skip, because their rows are unusable
+        failed   slots to skip, because their logits are unusable
         Mutates  the searches, after all operations that can fail
         """
         columns = arrays["beam_log_probs"], arrays["beam_parents"], arrays["beam_tokens"]
@@ -126,9 +129,9 @@ class SampledBeams:
 
 def to_log_probs(logits: torch.Tensor, temperature: torch.Tensor, rows: BeamRows, *,
                  one_by_one: bool = False) -> torch.Tensor:
-    """Turn the rows that stages act on into log-probabilities, in place.
+    """Turn the rows of logits on which stages act into log-probabilities, in place.
 
-    Returns [b] bool: whether each of these rows was finite; True for the other rows.
+    Returns [b] bool: False for a row on which stages act and whose logits are not finite, else True.
 
     one_by_one   compute each group separately
     Shapes       logits [b, vocab] float32; temperature [b]
@@ -147,9 +150,9 @@ def to_log_probs(logits: torch.Tensor, temperature: torch.Tensor, rows: BeamRows
 
 def find_candidates(kernel: Callable, logits: torch.Tensor, temperature: torch.Tensor, rows: BeamRows, *,
                     one_by_one: bool = False) -> Sequence[torch.Tensor]:
-    """Return the results of `beam_topk` for the beams of a step.
+    """Return the results of the operation `beam_topk`, which is `kernel`, for the beams of a step.
 
-    logits       [b, vocab] float32, log-probabilities in the rows that stages act on
+    logits       [b, vocab] float32; log-probabilities in the rows on which stages act
     temperature  [b]
     one_by_one   compute each group separately
     """

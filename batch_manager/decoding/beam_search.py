@@ -57,7 +57,11 @@ EMPTY = np.float32(-np.inf)             # cum_log_prob of an empty beam
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trail:
-    """The tokens that a step added to the live beams, and their parent beams in `before`. All arrays are [width]."""
+    """The tokens that one step added to the live beams, linked to the trail of the step before. All arrays are [width].
+
+    before    trail of the step before; None: this is the first step
+    parents   the beam of the step before that each token extends
+    """
 
     before: "_Trail | None"
     tokens: np.ndarray
@@ -65,7 +69,7 @@ class _Trail:
     log_probs: np.ndarray
 
     def walk_back(self, beam: int) -> tuple[list[int], list[float], list[int]]:
-        """Return the tokens, log-probs and rows of the output of `beam`, first token first."""
+        """Return the tokens of the output of `beam`, their log-probs, and the beams that they extend, in order."""
         tokens, log_probs, rows = [], [], []
         trail: _Trail | None = self
         while trail is not None:
@@ -79,7 +83,7 @@ class _Trail:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Finished:
-    """A finished hypothesis: the output of beam `row` in `before`, then `token`, which may be an end id."""
+    """A finished hypothesis: the output of beam `row` in the trail `before`, then `token`, which may be an end id."""
 
     score: np.float32
     cum_log_prob: np.float32
@@ -101,8 +105,9 @@ class _Finished:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeamSearch:
-    """The search of one sequence between two steps. It is immutable, so that a step can run again: `advance` returns a
-    new search.
+    """The beam search of one sequence between two steps.
+
+    The object is immutable, so that a step can run again: `advance` returns a new search.
 
     num_candidates  number of continuations that `advance` takes
     cum_log_probs   [beams] float32 of the live beams, -inf for an empty beam. Before the first step there is one beam
@@ -147,7 +152,7 @@ class BeamSearch:
 
     def advance(self, log_probs: np.ndarray, parents: np.ndarray,
                 tokens: np.ndarray) -> tuple["BeamSearch", BeamStep]:
-        """Return the search and its output after one more step.
+        """Return the search after one more step, and the BeamStep of this step.
 
         log_probs, parents, tokens   [num_candidates] the best continuations, best first, from `beam_topk`
         """
@@ -181,7 +186,7 @@ class BeamSearch:
 
     def _next_beams(self, sums: np.ndarray, log_probs: np.ndarray, parents: np.ndarray,
                     tokens: np.ndarray) -> tuple[BeamStep, np.ndarray]:
-        """Return the live beams and their cum_log_probs, filled up to `width` with empty beams."""
+        """Return (BeamStep, cum_log_probs) of the given live beams, both filled up to `width` with empty beams."""
         width, count = self.sampling.beam_width, len(sums)
         if count == width:
             return BeamStep(tokens, parents, log_probs), sums
@@ -206,9 +211,10 @@ class BeamSearch:
 
 
 class BeamSearches:
-    """The searches of all slots.
+    """The beam searches of the sequences in all slots.
 
-    Each search is stored by the position that it samples next. A step that is run again starts from the same search.
+    A search is stored by slot and by the position that it samples next. A step that is run again therefore starts from
+    the same search.
     """
 
     def __init__(self) -> None:
@@ -234,20 +240,20 @@ class BeamSearches:
         return len(self._first)
 
     def width(self, slot: int) -> int:
-        """Return the number of beams of the sequence in a slot."""
+        """Return the number of beams of the sequence in a slot; 1 without a search."""
         return self._first[slot].sampling.beam_width if slot in self._first else 1
 
     def at(self, slot: int, position: int) -> BeamSearch:
-        """Return the search before it samples the tokens at this position."""
+        """Return the search as it is before the tokens at `position` are sampled."""
         found = self._rings[slot].at(0, position)
         return found[1] if found is not None and found[0] == position else self._first[slot]
 
     def keep(self, slot: int, position: int, after: BeamSearch) -> None:
-        """Store `after`, the search after the tokens at this position were sampled."""
+        """Store `after`, the search as it is after the tokens at `position` were sampled."""
         self._rings[slot].put(0, position + 1, (position + 1, after))
 
     def input_tokens(self, generation: GenerationWork) -> np.ndarray:
-        """Return the input tokens [g * beam width] int32 of a generation step."""
+        """Return the input tokens [g * beam width] int32 of g generation requests: the newest token of each beam."""
         return np.concatenate([self.at(slot, kv_length + 1).last_tokens for slot, kv_length in zip(
             generation.slots.tolist(), generation.kv_lengths.tolist())])
 

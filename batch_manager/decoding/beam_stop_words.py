@@ -27,7 +27,7 @@ class BeamStopWords:
     def ended(self, outputs: np.ndarray, parents: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Return [k] bool: whether tokens[i], appended to outputs[parents[i]], ends a stop word.
 
-        outputs   [beams, n] int32, generated so far
+        outputs   [beams, n] int32, the tokens that each beam generated so far
         """
         ended = np.isin(tokens, self._alone)
         for index in np.flatnonzero(np.isin(tokens, self._last_tokens)).tolist():
@@ -37,7 +37,7 @@ class BeamStopWords:
         return ended
 
     def _end(self, output: np.ndarray, length: int) -> tuple[int, ...]:
-        """Return the last `length` tokens of prompt and output, or fewer if there are fewer."""
+        """Return the last `length` tokens of prompt and `output`, or all tokens if there are fewer."""
         if length > len(output):
             output = np.concatenate([self._prompt_end, output])
         return tuple(output[max(len(output) - length, 0) :].tolist())

@@ -48,12 +48,12 @@ assert (NOT_FINISHED, END_ID) == (0, 1)                 # so that a bool is a fi
 
 
 class GptDecoder:
-    """Samples one token per row, and candidates for beams. Skips features that no row of a step has.
+    """Samples one token for each row of logits, or finds candidates for beams. Skips features that no row has.
 
     state           per-slot state; the last operation of `keep` stores the sampled tokens in it
     searches        beam searches by slot; they advance when the host has read the candidates
-    history         tokens of the sequences whose stages or stop words read them; the outputs of beams are written
-                    before each step, from the search with which the step starts
+    history         tokens of the sequences with stages or stop words that read tokens. The outputs of beams are written
+                    to it before each step, from the search with which the step starts
     stages          the changes made to logits before sampling
     own_stages      custom stages, which run between the stages of `stages.default_stages`, see stages.py
     deterministic   the bits of a row do not depend on the other rows. On a CPU, torch splits work by the number of
@@ -100,7 +100,7 @@ class GptDecoder:
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> SampledStep:
         """Sample from `logits` [r, vocab], of any float dtype. Stores nothing; `keep` stores the sampled tokens.
 
-        rows      the sequence of each row of logits; the beams of a sequence are contiguous
+        rows      slot and position of each row of logits; the beams of a sequence are contiguous
         Mutates   logits, by post-processors and stages
         """
         logits_rows = LogitsRows(rows, self.state, self.history)
@@ -157,7 +157,7 @@ class GptDecoder:
         return self._stop_words.mark(finish, tokens, rows) if rows.features & STOP_WORDS else finish
 
     def keep(self, sampled: SampledStep) -> None:
-        """Store the sampled tokens for later steps: for their input tokens, histories and stages."""
+        """Store the sampled tokens in all state that later steps read: newest tokens, token histories and stages."""
         rows = sampled.rows
         if rows.features & HISTORY:
             self.history.append(rows, rows.active(HISTORY), sampled.tokens)
@@ -166,7 +166,7 @@ class GptDecoder:
         self.state.last_tokens.put(rows.device_slots, rows.device_positions, sampled.tokens.long())
 
     def plain_counts(self, num_rows: int) -> torch.Tensor:
-        """Allocate the argument `counts` of `sample_plain`, for rows that may not all be greedy.
+        """Allocate the tensor `counts` for `sample_plain`, which needs it unless all rows are greedy.
 
         The caller must set the tensor to zeros.
         """
@@ -174,7 +174,7 @@ class GptDecoder:
 
     def sample_plain(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
                      counts: torch.Tensor | None, results: torch.Tensor) -> None:
-        """Sample and store tokens for rows that need only the parameters of `sample_token`; see plain_sampling.py."""
+        """Sample and store a token for each row of a plain step; see plain_sampling.py for the arguments."""
         sample_plain(self.state, self._sample_token, SAMPLED_BY, logits, slots, positions, counts, results)
 
     def _find_candidates(self, logits: torch.Tensor, rows: BeamRows) -> Sequence[torch.Tensor]:
@@ -198,9 +198,9 @@ class GptDecoder:
                           for row in np.flatnonzero(rows.active(RAW_LOG_PROBS)).tolist()])
 
     def _stage_and_sample(self, logits: torch.Tensor, rows: LogitsRows, raw: torch.Tensor | None) -> SampledTokens:
-        """Apply the stages and sample.
+        """Apply the stages to the rows, and sample a token for each row.
 
-        raw   `raw_log_probs` of these rows; None: no row asked for them
+        raw   `raw_log_probs` of the rows that asked for them; None: no row asked
         """
         given = None
         if rows.features & STAGES:
@@ -226,7 +226,9 @@ class GptDecoder:
         return SampledTokens(tokens, finite, log_probs, None if given is None else given & ~finite, top)
 
     def _given_finite(self, logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
-        """Return [r] bool: whether each row is finite before the stages. May be False for a row that no stage changes.
+        """Return [r] bool: whether the logits of each row are finite before the stages.
+
+        The value may be False for a finite row that no stage changes.
         """
         changed = rows.active(STAGES)
         if logits.device.type != "cpu" or changed.all():
@@ -249,8 +251,10 @@ class GptDecoder:
         return self._all_greedy
 
     def _sample_one_by_one(self, logits: torch.Tensor, rows: LogitsRows, raw: torch.Tensor | None) -> SampledTokens:
-        """Apply the stages to each row and sample each row, as if it were a step of its own. Log-probs are 0 in rows
-        that did not ask for them."""
+        """Apply the stages and sample, each row separately, so that its bits do not depend on the other rows.
+
+        Log-probs are 0 in rows that did not ask for them.
+        """
         if raw is None:
             raw_of = [None] * len(rows)
         else:

@@ -1,4 +1,6 @@
-"""The second to eighth end ids of sequences. The first end id is a column of the slot state; few sequences have more.
+"""Compares sampled tokens with the second to eighth end ids of their sequences.
+
+The first end id is a column of SlotState. Few sequences have more end ids.
 """
 
 import torch
@@ -12,7 +14,7 @@ NONE = -1                          # matches no token
 
 
 class MoreEndIds:
-    """For each slot, the end ids after the first end id.
+    """Stores the end ids after the first of the sequence in each slot, and compares tokens with them.
 
     Slots with several end ids have the bit MORE_END_IDS in `SlotState.features`. Sequences with beams are left out,
     because beam search checks their end ids.
@@ -38,7 +40,7 @@ class MoreEndIds:
         return bool(more)
 
     def end(self, tokens: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
-        """Return [r] bool: whether each token of `tokens` [r] is one of the further end ids of its sequence."""
+        """Return [r] bool: whether each token of `tokens` [r] is an end id of its sequence other than the first."""
         self._reserve()
         return (tokens[:, None] == self._ids[rows.device_slots]).any(1)
 

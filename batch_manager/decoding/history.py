@@ -26,7 +26,7 @@ class TokenHistory:
         self._rows_per_slot = 1
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
-        """Set up a sequence with a history in a slot and store its tokens so far."""
+        """Set up a sequence with a history in a slot, and store its prompt and any output."""
         assert setup.history is not None, "the setup has no history, but a stage or stop word reads it"
         length, width = len(setup.history), setup.sampling.beam_width
         if width > self._rows_per_slot:
@@ -57,7 +57,7 @@ class TokenHistory:
         return self.tokens[:, :length]
 
     def append(self, rows: SamplingRows, is_kept: np.ndarray, sampled: torch.Tensor) -> None:
-        """Store the sampled tokens of the rows in `is_kept`.
+        """Store the sampled tokens of the rows for which `is_kept` is true, each at its position.
 
         Shapes   is_kept [r] bool on the host, at least one true; sampled [r]
         """

@@ -1,8 +1,8 @@
-"""Log-probabilities of the likeliest tokens, and raw log-probabilities.
+"""Reports the log-probabilities of the likeliest tokens, and raw log-probabilities, for the rows that asked for them.
 
-Raw log-probabilities are the log_softmax of the model's unchanged logits.
-Both need the whole distribution in memory, for the rows that asked for them. The log-probability of the sampled token
-is taken from the same distribution, and agrees with the report to the bit.
+Raw log-probabilities are the log_softmax of the model's unchanged logits. Both reports need the log-probability of each
+token of the vocabulary in memory. The log-probability of the sampled token is taken from the same numbers, and agrees
+with the report to the bit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ class TopRows:
 
     @staticmethod
     def joined(parts: "Sequence[TopRows | None]") -> "TopRows | None":
-        """Concatenate the rows of all parts. None: no part has rows."""
+        """Concatenate the rows of all parts. Returns None if no part has rows."""
         parts = [part for part in parts if part is not None]
         if not parts:
             return None
@@ -45,7 +45,7 @@ class TopRows:
                        [count for part in parts for count in part.counts], tensors)
 
     def by_slot(self, arrays: Mapping[str, np.ndarray]) -> dict[int, TopLogProbs]:
-        """Return slot -> its likeliest tokens.
+        """Return slot -> likeliest tokens of the slot's row, with their log-probs.
 
         arrays   `tensors` on the host
         """
@@ -77,12 +77,12 @@ def raw_log_probs(logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
 
 def report(logits: torch.Tensor, rows: LogitsRows, tokens: torch.Tensor, log_probs: torch.Tensor | None,
            raw: torch.Tensor | None, beam_topk: Callable, send: Send) -> TopRows | None:
-    """Return the likeliest tokens of the rows that asked for them. None: no row asked.
+    """Return the likeliest tokens of the rows that asked for them; None if no row asked.
 
     logits      [r, vocab], after the stages
-    tokens      [r] sampled
-    log_probs   [r] float32; None: no request asked for log-probs
-    raw         [q, vocab] float32: `raw_log_probs` of these rows; None: no row asked for them
+    tokens      [r], the sampled tokens
+    log_probs   [r] float32, the log-probs of the sampled tokens; None: no request asked for log-probs
+    raw         [q, vocab] float32: the result of `raw_log_probs`; None: no row asked for raw log-probs
     Mutates     log_probs, in the rows with a feature in REPORTED
     """
     asked = np.flatnonzero(rows.active(REPORTED))

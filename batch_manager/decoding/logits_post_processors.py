@@ -2,8 +2,9 @@
 
 A function has one of two forms. Both run on the worker thread while a step is launched, once for each token to sample:
 after the last chunk of a context and in each generation step. If a step fails and is run again, the function is called
-again for the same token with the same sequence. Its result must therefore depend on its arguments only, and not on the
-number of calls. The logits are float32 tensors on the engine's device. On a GPU the current stream is the engine's.
+again for the same token with the same arguments. Its result must therefore depend on its arguments only, and not on the
+number of calls. The logits are float32 tensors on the engine's device. On a GPU, a function runs with the engine's
+stream as the current stream.
 
     one request     (request_id: int, logits [1, beams, vocab], token_ids: list[list[int]]) -> logits
                     The function changes the tensor and returns it, or returns another tensor of the same shape, dtype
@@ -12,8 +13,8 @@ number of calls. The logits are float32 tensors on the engine's device. On a GPU
                     One call serves all requests of a step with this function. It changes the tensor in place.
                     logits[i] is the tensor [1, beams, vocab] of request i
 
-token_ids has prompt and output, one list per beam. The function may keep the lists. Right after the prompt there is one
-beam, whatever the beam width.
+token_ids has prompt and output, one list per beam. The function may keep the lists. For the first token after the
+prompt there is one beam, even if the request has several.
 
 A function that raises, returns another value, or leaves a row with NaN, +inf or no finite logit ends its own request.
 To send a message in the response, raise InvalidRequestError. If a batched function raises for several requests, the
@@ -57,7 +58,7 @@ class PostProcessed:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows first..end - 1 of a step, one row for each beam of a sequence."""
+    """The rows first..end - 1 of a step, which belong to one sequence with a post-processor, one row for each beam."""
 
     slot: int
     first: int
@@ -65,7 +66,7 @@ class _Rows:
     processor: LogitsPostProcessor
 
     def token_ids(self) -> list[list[int]]:
-        """Return one list per row; after a context there is one row, whatever the beam width."""
+        """Return prompt and output of each row. After a context there is one row, even with several beams."""
         return self.processor.token_ids()[: self.end - self.first]
 
 
@@ -78,7 +79,7 @@ class LogitsPostProcessors:
         self._in_post_processor = Guard().raising("logits post-processor")
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
-        """Set up a sequence in a slot."""
+        """Store the post-processor of the sequence in a slot, if it has one."""
         if setup.logits_post_processor is not None:
             self._of_slot[slot] = setup.logits_post_processor
         elif self._of_slot:
@@ -88,7 +89,7 @@ class LogitsPostProcessors:
         return len(self._of_slot)
 
     def apply(self, logits: torch.Tensor, slots: np.ndarray) -> PostProcessed | None:
-        """Run the functions on `logits` [r, vocab] float32, in place. Row i belongs to slots[i].
+        """Run the post-processors on `logits` [r, vocab] float32, in place. Row i belongs to slots[i].
 
         Returns None if no row has a function. Raises ForeignCodeError if a batched function raised in a call for
         several requests.
@@ -138,7 +139,7 @@ class LogitsPostProcessors:
         return None
 
     def _run_batched(self, batch: list[_Rows], logits: torch.Tensor) -> dict[int, RowFailure]:
-        """Run the function for a batch of requests. Returns slot -> failure."""
+        """Run a batched function in one call for all requests of `batch`. Returns slot -> failure."""
         width = batch[0].end - batch[0].first
         rows = np.concatenate([np.arange(rows.first, rows.end) for rows in batch])
         picked = _picked(logits, rows)
@@ -161,14 +162,15 @@ class LogitsPostProcessors:
 
 
 def _picked(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    """Return these rows of `logits`: `logits` itself if it has no other rows, else a copy."""
+    """Return the rows `rows` of `logits`: `logits` itself if these are all its rows, else a copy."""
     return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
 
 
 def _raised(error: BaseException) -> RowFailure:
-    """Return the failure for an exception of the function.
+    """Return the failure of a request whose post-processor raised `error`.
 
-    The message of a RequestError is meant for the response. Other messages are left out, because they may quote tokens.
+    The message of a RequestError becomes part of the response. Other messages are left out, because they may quote
+    tokens.
     """
     if is_a(error, RequestError):
         with suppress(BaseException):                              # a user's subclass may raise in __str__

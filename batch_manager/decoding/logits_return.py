@@ -21,13 +21,13 @@ def context_logits(project: Callable[[torch.Tensor], torch.Tensor], hidden: torc
 
 
 def generation_logits(logits: torch.Tensor, rows: LogitsRows) -> tuple[list[int], torch.Tensor]:
-    """Return the slots of the rows that asked for logits, and copies of these q rows, [q, vocab]."""
+    """Return (slots of the q rows that asked for logits, a copy of these rows [q, vocab])."""
     asked = np.nonzero(rows.active(GENERATION_LOGITS))[0]
     return rows.slots[asked].tolist(), logits[torch.from_numpy(asked).to(logits.device)]
 
 
 def logits_by_slot(slots: list[int], logits: np.ndarray) -> dict[int, np.ndarray]:
-    """Return slot -> its rows of `logits` [q, vocab]. The rows of a slot are contiguous."""
+    """Return slot -> rows of `logits` [q, vocab] that belong to the slot. The rows of a slot are contiguous."""
     by_slot, start = {}, 0
     while start < len(slots):
         stop = start + 1

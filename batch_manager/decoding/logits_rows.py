@@ -44,11 +44,11 @@ class LogitsRows:
         return self._replaced[name] if name in self._replaced else self.column_as_set_up(name)
 
     def on_host(self, name: str) -> np.ndarray:
-        """Return a column [r] on the host, as it was set up."""
+        """Return a sampling parameter, `end_id` or `prompt_length`, [r] on the host, as it was set up."""
         return self._state.host[name][self.slots]
 
     def column_as_set_up(self, name: str) -> torch.Tensor:
-        """Return a column [r] on the device, as it was set up, whatever `replace` has set."""
+        """Return the values [r] that `column(name)` would return if `replace` had not been called."""
         if self._state.device.type == "cpu":
             return torch.from_numpy(self.on_host(name))
         plane, index, is_float = self._state.locate(name)
@@ -61,18 +61,18 @@ class LogitsRows:
         return [self.column(name) for name in names]
 
     def replace(self, name: str, values: torch.Tensor) -> None:
-        """Replace a column by these values [r], in this object only."""
+        """Make `column` return `values` [r] for `name`. Affects this object only."""
         self._replaced[name] = values
 
     def history(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (tokens [h, c] int32, row [r] int64, length [r] int64).
+        """Return (tokens [h, c] int32, row [r] int64, length [r] int64), on the device.
 
-        The sequence of row i of the logits is tokens[row[i], :length[i]]. Its tokens are defined only if a stage with
-        `needs_history` is active for the sequence.
+        The prompt and output of row i of the logits are tokens[row[i], :length[i]]. They are defined only if a stage
+        with `needs_history` is active for the sequence.
         """
         return (self._history.up_to(int(self.positions[self.active(HISTORY)].max(initial=0))),
                 self._history.device_rows_of(self._rows), self.device_positions)
 
     def part(self, of: slice) -> "LogitsRows":
-        """Return a slice of the rows as a separate LogitsRows, without replaced columns."""
+        """Return a slice of the rows as a separate LogitsRows, without the values set with `replace`."""
         return LogitsRows(self._rows.part(of), self._state, self._history)

@@ -8,7 +8,7 @@ from .logits_rows import LogitsRows
 
 
 class LogitsStage:
-    """One change to the logits. The effect on a sequence must not depend on the other sequences of the step.
+    """One change to the logits of a step. Its effect on a sequence must not depend on the step's other sequences.
 
     A custom stage (Parts.stages) may inherit from this class or implement all of its members. While the manager is
     constructed, a warm-up calls the stage with dummy sequences of request id 0 and prompt [0]. One of these sequences
@@ -21,18 +21,18 @@ class LogitsStage:
     reads: tuple[str, ...] = ()
 
     def is_active(self, setup: SlotSetup) -> bool:
-        """Whether the stage may change the logits of this sequence. Default: a field in `reads` is not neutral."""
+        """Whether the stage may change the logits of the sequence. Default: a field in `reads` is not neutral."""
         return setup.sampling.sets(self.reads)
 
     def needs_history(self, setup: SlotSetup) -> bool:
-        """Whether `apply` reads the tokens of this sequence. Called only if the stage is active for it."""
+        """Whether `apply` reads the tokens of the sequence. Called only if the stage is active for the sequence."""
         return False
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
         """Set up a sequence in a slot and discard the state of the slot's previous sequence.
 
-        The decoder calls the method even if the stage is not active for the sequence. It calls the method again if a
-        step is run again, and after a pause.
+        The decoder calls the method even if the stage is not active for the sequence. It calls the method again for the
+        same sequence if a step is run again, and when a paused request starts over.
         """
 
     def apply(self, logits: torch.Tensor, rows: LogitsRows, active: np.ndarray) -> None:

@@ -30,13 +30,13 @@ class BeamStep:
 
 def columns_with_beams(slots: np.ndarray, single_slots: np.ndarray, tokens: np.ndarray, finish: np.ndarray,
                        log_probs: np.ndarray | None, beam_steps: Mapping[int, BeamStep]) -> dict[str, Any]:
-    """Return the columns of a StepOutput, by name.
+    """Return name -> column of a StepOutput.
 
     slots          [r] slots of all sequences, in batch order
-    single_slots   [s] slots of sequences without beams, in the same order; tokens, finish and log_probs [s] belong to
-                   these
-    beam_steps     slot -> step of a sequence with beams; a sequence without a step has failed and gets a row without
-                   tokens
+    single_slots   [s] slots of sequences without beams, in the same order
+    tokens, finish, log_probs   [s] results of the sequences without beams
+    beam_steps     slot -> BeamStep of a sequence with beams. A sequence that is missing here has failed and gets a row
+                   without tokens
     """
     lengths = np.zeros(len(slots), np.int32)
     is_single = np.isin(slots, single_slots)

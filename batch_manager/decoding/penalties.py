@@ -10,7 +10,9 @@ from .logits_stage import LogitsStage
 
 
 class TokenPenalties(LogitsStage):
-    """Penalises tokens of prompt and output with the operation `token_penalties`. Opposite values favour the tokens.
+    """Lowers the logits of tokens that occur in prompt or output, with the operation `token_penalties`.
+
+    Parameters on the other side of their neutral value raise these logits.
 
     Presence and frequency penalties ignore the first `prompt_ignore_length` tokens of the prompt, at most the whole
     prompt.

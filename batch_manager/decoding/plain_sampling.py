@@ -1,5 +1,7 @@
-"""Sampling of rows that need only the parameters of `sample_token`. The kernel launches are the same for all values of
-the parameters."""
+"""Samples tokens for rows without stages, beams and other features beyond the parameters of `sample_token`.
+
+The kernel launches are the same for all values of the parameters, so that a graph can replay them.
+"""
 
 from collections.abc import Callable, Mapping
 

@@ -1,4 +1,4 @@
-"""Per-slot values by position. A value is kept as long as a step that reads it can run again."""
+"""Stores values of each slot by position. A value is kept as long as a step that reads it can run again."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ class PositionRing:
     """The newest values of each slot, one for each position.
 
     A failed step is run again, possibly after later steps were launched. It must read the same values as the first
-    time. Each value is therefore stored by its position. Only the value COLUMNS positions later overwrites it.
+    time. Each value is therefore stored by its position, and is overwritten by the value COLUMNS positions later.
 
     values   [slots, COLUMNS, ...] a numpy array, indexed with arrays, or a tensor, indexed with tensors; assign a
              longer array or tensor to add slots
@@ -22,9 +22,9 @@ class PositionRing:
         self.values = values
 
     def at(self, slots: Any, positions: Any) -> Any:
-        """Return the values [n, ...] at these positions. slots, positions [n]"""
+        """Return the values [n, ...] of `slots` [n] at `positions` [n]."""
         return self.values[slots, positions & COLUMNS - 1]
 
     def put(self, slots: Any, positions: Any, values: Any) -> None:
-        """Store values at these positions. slots, positions, values [n]"""
+        """Store `values` [n, ...] for `slots` [n] at `positions` [n]."""
         self.values[slots, positions & COLUMNS - 1] = values

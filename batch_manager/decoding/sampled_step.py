@@ -33,7 +33,7 @@ class SampledTokens:
 
     @staticmethod
     def joined(parts: "Sequence[SampledTokens]") -> "SampledTokens":
-        """Concatenate the rows of all parts."""
+        """Return the rows of all parts, concatenated."""
 
         def column(name: str) -> torch.Tensor | None:
             values = [getattr(part, name) for part in parts]
@@ -49,7 +49,7 @@ class SampledTokens:
 
 @dataclass(slots=True, eq=False)
 class SampledStep:
-    """The result of sampling a step, on the device.
+    """The result of sampling a step, on the device until `tensors` are read back.
 
     slots             [n] int32 on the host: slots of the sequences of the step, in batch order
     rows              the r rows of sequences without beams; the next five fields belong to these rows
@@ -93,10 +93,10 @@ class SampledStep:
 
     def output(self, arrays: Mapping[str, np.ndarray], failures: Mapping[int, RowFailure],
                vocab_size: int) -> dict[str, Any]:
-        """Return the columns of the StepOutput by name, generation_logits and failures included.
+        """Return name -> column of the StepOutput, including generation_logits and failures.
 
-        arrays     `tensors` on the host
-        failures   slot -> failure found before sampling; the result also has the failures found here
+        arrays     the tensors of `tensors`, on the host
+        failures   slot -> failure found before sampling. The result has these failures and those found in `arrays`
         Mutates    the searches of beams, which advance
         """
         if not arrays["finite"].all() or self.post_processed is not None or self.beams is not None:
@@ -133,8 +133,7 @@ class SampledStep:
         return failures | dict.fromkeys(not_finite, UNUSABLE)
 
     def _slots_without_a_token(self, arrays: Mapping[str, np.ndarray]) -> tuple[set[int], set[int]]:
-        """Return the slots whose logits were not finite before the stages, and the slots in which the stages left no
-        token."""
+        """Return (slots whose logits were not finite before the stages, slots in which the stages left no token)."""
         not_finite, emptied, slots = set(), set(), self.rows.slots
         if not arrays["finite"].all():
             without = ~arrays["finite"]

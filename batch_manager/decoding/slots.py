@@ -50,7 +50,7 @@ class SamplingRows:
 
 
 class Plane:
-    """The columns of slot state that have the same element size.
+    """The columns of SlotState with one element size, in one array.
 
     host     [columns, slots] on the host
     tensor   the copy on the device; on a CPU it shares the memory of `host`
@@ -136,15 +136,15 @@ class SlotState:
         self._changed.append(slot)
 
     def _is_sampled(self, slot: int) -> bool:
-        """Whether the sequence in a slot is sampled, and not greedy.
+        """Whether the tokens of the sequence in a slot are sampled at random, and not greedily.
 
-        The method reads the float32 values. A value that rounds to 0 on the device is therefore 0 here too.
+        The method reads the parameters in float32, as the device does. A value that rounds to 0 in float32 is 0 here.
         """
         temperature, top_k, top_p = (self.host[name][slot] for name in ("temperature", "top_k", "top_p"))
         return temperature != 0 and top_k != 1 and bool(top_k != 0 or top_p != 0)
 
     def put(self, slot: int, **values: int) -> None:
-        """Set the named columns of a slot. The device has the values after the next `upload`."""
+        """Set columns of a slot, passed as name=value. The device has the values after the next `upload`."""
         for name, value in values.items():
             self.host[name][slot] = value
         self._changed.append(slot)
@@ -169,7 +169,7 @@ class SlotState:
         return plane.tensor[index].view(torch.float32) if is_float else plane.tensor[index]
 
     def active(self, feature: int, slots: np.ndarray) -> np.ndarray:
-        """Return [n] bool: whether the sequence in each of these slots has the feature."""
+        """Return [n] bool: whether the sequence in each slot of `slots` [n] has the feature."""
         return (self.features[slots] & feature) != 0
 
     def _refresh_views(self) -> None:

@@ -55,8 +55,9 @@ def default_stages(state: SlotState, own: Sequence[LogitsStage] = ()) -> tuple[L
 
 
 class Stages:
-    """The stages of a decoder. In `SlotState`, each stage has one bit in `features`, and a column for each parameter
-    that it reads.
+    """Sets up and applies the stages of a decoder, in order.
+
+    In `SlotState`, each stage has one bit in `features`, and a column for each parameter that it reads.
 
     raised_last   the stage that last raised, in `set_up` or `apply`; None: no stage raised
     """
@@ -71,9 +72,9 @@ class Stages:
             state.add_columns(stage.reads)
 
     def set_up(self, slot: int, setup: SlotSetup) -> tuple[int, bool]:
-        """Set up a sequence in a slot.
+        """Set up a sequence in a slot, in all stages.
 
-        Returns the bits of the active stages, and whether any active stage reads the tokens of the sequence.
+        Returns the bits of the stages that are active for the sequence, and whether one of these reads its tokens.
         """
         bits, needs_history = 0, False
         try:
@@ -88,7 +89,7 @@ class Stages:
         return bits, needs_history
 
     def changes(self, rows: LogitsRows) -> bool:
-        """Whether any active stage may change the logits. False if only top-p decay is active."""
+        """Whether a stage that is active for a row may change its logits. False if only top-p decay is active."""
         return rows.features & self._changing != 0
 
     def apply(self, logits: torch.Tensor, rows: LogitsRows) -> None:

@@ -12,9 +12,9 @@ from .word_lists import WordLists, has_longer_words
 class StopWords:
     """Ends a sequence at the last token of a stop word, with the operation `match_stop_words`.
 
-    The last token of the word must be sampled. The other tokens may be in the prompt, as in TensorRT-LLM. If a token is
-    also an end id, the finish reason is END_ID. beam_stop_words.py serves sequences with beams, whose candidates must
-    all be checked.
+    The last token of the word must be sampled. The other tokens may be in the prompt, as in TensorRT-LLM. If a token
+    ends a stop word and is an end id, the finish reason is END_ID. beam_stop_words.py serves sequences with beams,
+    because it must check all candidates.
     """
 
     def __init__(self, state: SlotState) -> None:

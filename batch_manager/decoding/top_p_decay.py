@@ -1,4 +1,4 @@
-"""Top-p decay shrinks top-p with each sampled token and resets it after the reset id.
+"""Top-p decay lowers top-p with each sampled token and resets it after the token `top_p_reset_ids`.
 
     after the reset id       top_p = its initial value
     after any other token    top_p = max(top_p * decay, min)

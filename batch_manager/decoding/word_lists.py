@@ -1,4 +1,4 @@
-"""Stop and bad words of all slots, on the device, in the form that the kernels read. A word is a list of tokens."""
+"""Stores stop words or bad words of all slots on the device, as the kernels read them. A word is a list of tokens."""
 
 from collections.abc import Sequence
 
@@ -13,11 +13,11 @@ SMALLEST_HEAP = 1024
 
 
 class WordLists:
-    """One list of words per slot.
+    """A list of words for the sequence in each slot.
 
-    All lists share one tensor on the device, the heap. Each list has the format of `packed`. Lists of slots that were
-    set up again leave gaps. When the heap is full, the current lists are copied to a new heap. Two columns of the slot
-    state hold the start of each list and its number of words.
+    All lists share one tensor on the device, the heap. Each list has the format of `packed`. When a slot is set up
+    again, its old list leaves a gap. When the heap is full, the current lists are copied to a new heap. Two columns of
+    SlotState have the start of each list and its number of words.
 
     name   prefix of the names of these two columns
     """
@@ -31,7 +31,7 @@ class WordLists:
         self._heap_used = 0
 
     def put(self, slot: int, words: Words) -> None:
-        """Set the list of the sequence in a slot; it may be empty."""
+        """Set the words of the sequence in a slot; the list may be empty."""
         self._lists.pop(slot, None)
         if words:
             self._lists[slot] = packed(words)
@@ -72,6 +72,6 @@ def has_longer_words(words: Words) -> bool:
 
 
 def packed(words: Words) -> np.ndarray:
-    """Return int32: the exclusive end of each word in the flattened tokens, then the flattened tokens."""
+    """Return one int32 array: the end of each word in the flattened tokens, then the flattened tokens."""
     ends = np.cumsum([len(word) for word in words])
     return np.concatenate([ends, [token for word in words for token in word]]).astype(np.int32)

@@ -10,11 +10,11 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContext:
-    """The settings shared by all layers of a loaded model. A model passes it to each layer that it constructs.
+    """The settings shared by all layers of a loaded model. A model passes them to each layer that it constructs.
 
     device          device on which the layers compute
     dtype           dtype of weights and hidden states
-    deterministic   make the bits of a row depend on that row alone, regardless of the rest of the step
+    deterministic   make the bits of a row depend on that row alone, not on the other rows of the step
     compiled_step   store matrices in the layout of the compiled step on a CPU
 
     The next three fields are extension points. In this version they must be None: the layers that they concern
@@ -36,9 +36,9 @@ class LayerContext:
     adapters: Any = None
 
     def refuse(self, layer: str, *ports: str) -> None:
-        """Raise ConfigError if one of the fields `ports` is set, because the layer does not support it.
+        """Raise ConfigError if one of the fields named in `ports` is set, because the layer does not support it.
 
-        layer   class and name of the layer
+        layer   class and name of the layer, for the message
         """
         for port in ports:
             value = getattr(self, port)

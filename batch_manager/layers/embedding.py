@@ -44,7 +44,8 @@ class Head:
     float32.
 
     name      full name of the tensor: "lm_head.weight". (`Linear` takes the prefix before `.weight`)
-    tied_to   an embedding whose tensor the head shares. The head holds a copy if its products need a packed matrix
+    tied_to   an embedding whose tensor the head uses; None: the head uses the tensor `name`. The head copies the
+              tensor of the embedding if its products need a packed matrix
     softcap   replace logits by softcap * tanh(logits / softcap); None: no cap
     scale     factor on the logits, before the softcap; None: no factor
     bias      add the bias tensor whose name ends in `.bias` instead of `.weight`

@@ -1,4 +1,4 @@
-"""Feed-forward networks. A call returns the output; `add_to` adds it to a residual in the last matrix product."""
+"""Feed-forward networks. A call returns the output; `add_to` adds the output to a residual, in one matrix product."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
 
 
 class GatedMlp:
-    """down(f(gate(x)) * up(x)). Gate and up are one matrix product; f is one of ACTIVATIONS.
+    """The gated network down(f(gate(x)) * up(x)). Gate and up are one matrix product; f is one of ACTIVATIONS.
 
     gate_up   names of gate and up in the checkpoint: two tensors, or one tensor with gate before up
     scale     factor on the output; None: no factor
@@ -47,7 +47,7 @@ class GatedMlp:
 
 
 class Mlp:
-    """project(f(expand(x))). f is one of ACTIVATIONS; `bias` and `transposed` as in `Linear`."""
+    """The network project(f(expand(x))). f is one of ACTIVATIONS; `bias` and `transposed` are as in `Linear`."""
 
     def __init__(self, weights: Weights, context: LayerContext, expand: str, project: str, hidden_size: int,
                  intermediate_size: int, activation: str, transposed: bool = False, bias: bool = True) -> None:

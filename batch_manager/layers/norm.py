@@ -11,7 +11,7 @@ from .recording import Rows
 
 
 class RmsNorm:
-    """x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight), computed in float32. Works on [..., size].
+    """RMS norm: x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight), in float32, for x [..., size].
 
     weight_offset   1 for checkpoints that store the weight minus one (Gemma)
     """
@@ -31,9 +31,9 @@ class RmsNorm:
 
 
 class LayerNorm:
-    """(x - mean) / sqrt(variance + epsilon) * weight + bias, computed in float32. Works on [..., size].
+    """Layer norm: (x - mean) / sqrt(variance + epsilon) * weight + bias, in float32, for x [..., size].
 
-    weight, bias   whether the checkpoint has them
+    weight, bias   whether the checkpoint has a weight and a bias; without them, the weight is 1 and the bias is 0
     """
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, size: int, epsilon: float,
@@ -52,9 +52,9 @@ class LayerNorm:
 
 
 class HeadLayerNorm:
-    """LayerNorm of each head, with separate weights for each head and no bias. Works on [T, heads, size].
+    """Layer norm of each head of x [T, heads, size], with separate weights for each head and no bias.
 
-    parts         names and shapes of the tensors whose concatenation holds the weights of all heads
+    parts         names and shapes of the tensors whose concatenation has the weights of all heads
     entry_order   permutation of the concatenated weights: entry i uses weight entry_order[i]; None: stored order
     """
 

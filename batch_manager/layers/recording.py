@@ -1,9 +1,10 @@
 """Records the operations of a model's forward once, so that later steps replay them in one call.
 
 `record` calls the `forward` of a model with `Rows` in place of a tensor. Each layer appends its operations to the
-recording. A model that needs an operation that is not supported here is not recorded and runs in torch. A `Recording`
-has the operations of triton_kernels/cpu/native/step.c. Other recordings have the same methods and record other
-operations, such as kernel launches on a GPU in runtime/launch_recording.py.
+recording. The operations read and write *registers*, which are buffers with one row for each token of a step. A model
+that needs an operation that is not supported here is not recorded and runs in torch. A `Recording` has the operations
+of triton_kernels/cpu/native/step.c. Other recordings have the same methods and record other operations, such as kernel
+launches on a GPU in runtime/launch_recording.py.
 """
 
 import struct
@@ -33,13 +34,13 @@ ANY_ROWS = 1_000_000_007           # `len` of recorded rows, whose number is unk
 
 
 class NotRecordableError(Exception):
-    """The model uses an operation that cannot be recorded. The message names it."""
+    """The model uses an operation that cannot be recorded. The message names the operation."""
 
 
 class Rows:
-    """A stand-in for the hidden states of a step: a range of columns of a register.
+    """A stand-in for a tensor of hidden states: a range of columns of a register.
 
-    recording   the recording of operations on the rows: a Recording, or an object with its methods
+    recording   the Recording, or an object with its methods, to which operations on the rows are appended
     heads       number of heads into which the columns are divided, each of `size` entries; None: not divided
     """
 
@@ -93,7 +94,10 @@ class Rows:
         return self.recording.norm(self, weight, bias, epsilon, offset)
 
     def multiplied(self, matrix: Any, outputs: int, adds_to: "Rows | None" = None) -> "Rows":
-        """Record the product with `matrix` of a layer's WeightForm. The product is added to `adds_to` if given."""
+        """Record the product with `matrix`, which is WeightForm.matrix of a layer.
+
+        adds_to   rows to which the product is added; None: the product is written to a new register
+        """
         return self.recording.product(self, matrix, outputs, adds_to)
 
     def activated(self, kind: str, *, gated: bool) -> "Rows":
@@ -104,7 +108,7 @@ class Rows:
 
 @dataclass(slots=True)
 class Recording:
-    """The operations of one forward.
+    """The recorded operations of a model's forward, for the compiled step on a CPU.
 
     dtype       dtype of all rows
     operations  OPERATION_NUMBERS integers for each operation; see step.c
@@ -130,14 +134,18 @@ class Recording:
         return Rows(self, 0, 0, width)
 
     def add(self, kind: int, rows: Sequence[Rows], numbers: Sequence[int] = ()) -> None:
-        """Append an operation. `rows` are its operands and results, in the order that step.c expects."""
+        """Append an operation of a kind of step.c.
+
+        rows      operands and results of the operation, in the order that step.c expects
+        numbers   further arguments of the operation
+        """
         operands = ((one.register, self.strides[one.register], one.column) for one in rows)
         operation = [kind, *chain.from_iterable(operands), *numbers]
         self.operations.append(operation + [0] * (OPERATION_NUMBERS - len(operation)))
         self.uses.append([one.register for one in rows])
 
     def register(self, width: int) -> Rows:
-        """Create a register and return its rows."""
+        """Create a register of `width` columns, and return the Rows with all its columns."""
         register = len(self.strides)
         self.strides.append(-(-width // INPUTS_ALIGNED) * INPUTS_ALIGNED)
         if width % INPUTS_ALIGNED == 0:
@@ -145,7 +153,7 @@ class Recording:
         return Rows(self, register, 0, width)
 
     def floats(self, tensor: torch.Tensor) -> int:
-        """Return the address of a contiguous float32 version of the tensor, which is kept alive."""
+        """Return the address of a contiguous float32 version of the tensor, which the recording keeps alive."""
         kept = tensor.detach().to(torch.float32).contiguous()
         self.kept.append(kept)
         return kept.data_ptr()
@@ -213,20 +221,20 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """The rows of a table that the tokens look up, by their positions or ids."""
+    """A stand-in for the rows that an Embedding looks up in `table`, by the positions or ids of the tokens."""
 
     table: torch.Tensor
 
 
 class Positions:
-    """A stand-in for the positions of the tokens, passed to `forward`."""
+    """A stand-in for the tensor of positions that a model's `forward` gets."""
 
     def __getattr__(self, name: str) -> Any:
         raise NotRecordableError(f"it uses {name} of the positions")
 
 
 class RecordedAttention:
-    """An attention that records its calls.
+    """Passed to a model's `forward` in place of an Attention: records each call of `run`.
 
     heads   (query heads, kv heads, head size)
     layers  the LayerAttention of each layer, with its effective window
@@ -253,7 +261,7 @@ def record(forward: Callable[..., Any], hidden_size: int, dtype: torch.dtype, at
            make: Callable[[torch.dtype], Any] = Recording) -> Any:
     """Record `forward(hidden, positions, attention)` in a new recording, `make(dtype)`, and return the recording.
 
-    Raises NotRecordableError.
+    Raises NotRecordableError if an operation of `forward` cannot be recorded.
     """
     recording = make(dtype)
     hidden = recording.incoming(hidden_size)
@@ -270,7 +278,7 @@ def record(forward: Callable[..., Any], hidden_size: int, dtype: torch.dtype, at
 
 
 def record_head(logits: Callable[..., Any], hidden_size: int, dtype: torch.dtype) -> Any:
-    """Return the PackedMatrix if `logits(hidden)` is a single product with it, else None."""
+    """Return the PackedMatrix of a model's head if its `logits(hidden)` is a single product with it, else None."""
     recording = Recording(dtype, strides=[0])           # `hidden` is not register 0, whose rows have no padding
     hidden = recording.register(hidden_size)
     try:

@@ -79,7 +79,10 @@ def half_split_rows(rotated_heads: int, other_heads: int, head_size: int, size: 
 
 
 def inverse_frequencies(rotary: RotaryParameters, head_size: int) -> torch.Tensor:
-    """Return the frequencies [head_size / 2] float32, in radians per position."""
+    """Return the rotary frequencies [head_size / 2] float32, in radians per position.
+
+    head_size   number of rotated entries of a head
+    """
     exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device="cpu") / head_size
     plain = 1.0 / rotary.theta**exponents
     if rotary.kind == "default":
@@ -96,7 +99,7 @@ def inverse_frequencies(rotary: RotaryParameters, head_size: int) -> torch.Tenso
 
 
 def _llama3(rotary: RotaryParameters, plain: torch.Tensor) -> torch.Tensor:
-    """Keep high frequencies, divide low frequencies by `factor`, and interpolate between them."""
+    """Return the frequencies `plain`, with low ones divided by `factor` and medium ones interpolated (Llama 3.1)."""
     wavelength = 2 * math.pi / plain
     blend = (rotary.original_max_positions / wavelength - rotary.low_freq_factor) / (
         rotary.high_freq_factor - rotary.low_freq_factor)
@@ -109,7 +112,7 @@ def _llama3(rotary: RotaryParameters, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rotary: RotaryParameters, head_size: int, periods: torch.Tensor) -> torch.Tensor:
-    """Keep high frequencies, divide low frequencies by `factor`, and blend along a ramp between them."""
+    """Return the frequencies 1 / `periods`, with low ones divided by `factor` and medium ones blended along a ramp."""
     def dimension_of(rotations: float) -> float:
         return (head_size * math.log(rotary.original_max_positions / (rotations * 2 * math.pi))
                 / (2 * math.log(rotary.theta)))

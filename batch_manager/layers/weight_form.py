@@ -1,6 +1,6 @@
-"""How the weight matrix of a layer is stored and multiplied.
+"""Chooses how the weight matrix of a layer is stored and multiplied.
 
-A layer calls the functions in its WeightForm directly. The layer itself handles splits and adapters.
+A layer calls the functions in its WeightForm directly. The layer itself handles tensor parallelism and adapters.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from .context import LayerContext
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """A matrix W [out, in] with bias b [out] or None, as two operations and their fixed arguments.
+    """A stored form of a matrix W [out, in] and a bias b [out] or None: two functions and their fixed arguments.
 
     multiply        multiply(x, *multiply_arguments) -> x W^T + b in a new tensor; x [T, in]
     add_product     add_product(x, residual, *add_arguments) -> residual + x W^T + b. May overwrite `residual`. The sum
@@ -40,14 +40,17 @@ class WeightForm:
 
 @dataclass(frozen=True, slots=True)
 class PlainMatrix:
-    """weight [out, in] contiguous, and bias [out] or None, both in the dtype and on the device of the rows."""
+    """A matrix for recorded launches: contiguous weight [out, in], and bias [out] or None.
+
+    Both have the dtype and the device of the rows with which they are multiplied.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
 
 
 def is_compiled(weight: torch.Tensor, context: LayerContext) -> bool:
-    """Whether the weight is converted to a PackedMatrix, which is a copy, for the compiled step."""
+    """Whether `make_weight_form` copies the weight to a PackedMatrix, for the compiled step."""
     return context.compiled_step and not context.deterministic and weight.dtype in COMPILED_TYPES
 
 
@@ -77,12 +80,12 @@ def _add_plain_product(x: torch.Tensor, residual: torch.Tensor, transposed: torc
 
 
 def _in_panels(matrix: PackedMatrix) -> WeightForm:
-    """Return the form of the compiled step."""
+    """Return the form that the compiled step uses."""
     return WeightForm(matrix.multiply, (), matrix.add_product, (), shares_weight=False, matrix=matrix)
 
 
 def _in_one_dnn(packed: torch.Tensor, bias: torch.Tensor | None) -> WeightForm:
-    """Return the form packed for oneDNN: 1.5 to 2.4 times as fast on a CPU as the plain matrix."""
+    """Return the form of a matrix packed for oneDNN, 1.5 to 2.4 times as fast on a CPU as the plain form."""
     # Use the overloads directly: their lookup takes a tenth of the time of a small product.
     product = torch.ops.mkldnn._linear_pointwise
     return WeightForm(product.default, (packed, bias, "none", [], ""), product.binary, (packed, bias, "add"),

@@ -38,8 +38,8 @@ DEFAULT_POSITIONS = 2048       # the models' training length; ALiBi has no limit
 class BloomSpec(ModelSpec):
     """The spec of BLOOM models.
 
-    adds_to_normed   whether attention and the MLP add their outputs to the normed rows; otherwise to the rows before
-                     the norm
+    adds_to_normed   whether attention and the MLP add their outputs to their normed input; otherwise to the input
+                     before the norm
     """
 
     adds_to_normed: bool
@@ -100,7 +100,8 @@ class Bloom:
                          tied_to=self.embedding if spec.tie_word_embeddings else None)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings before their norm. `forward` applies the norm, also to rows of a prompt-tuning table."""
+        """Return the embeddings before their norm. `forward` applies the norm, also to rows of a prompt-tuning table.
+        """
         return self.embedding(token_ids)
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:

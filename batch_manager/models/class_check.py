@@ -65,7 +65,7 @@ def _refuse_no_strings(class_name: str, member: str, value: object, what: str) -
 
 
 def refuse_wrong_spec(model_class: type, spec: object) -> None:
-    """Raise ConfigError unless `spec` is a ModelSpec with valid fields. `check_spec` compares the fields."""
+    """Raise ConfigError unless `spec` is a ModelSpec with valid fields. `check_spec` checks that they fit together."""
     name = f"{model_class.__name__}.read_spec"
     if not isinstance(spec, ModelSpec):
         raise ConfigError(f"{name} returned {shown(spec)}", "expected a ModelSpec", "")
@@ -83,7 +83,7 @@ def refuse_wrong_spec(model_class: type, spec: object) -> None:
 
 
 def _fields(spec: ModelSpec) -> Iterable[tuple[str, str, bool]]:
-    """Yield (name of a field, description of its valid values, whether its value is valid)."""
+    """Yield (name of a field of the spec, description of the valid values, whether the field's value is valid)."""
     for field in _SIZES:
         size = getattr(spec, field)
         yield field, "an integer above 0", isinstance(size, int) and not isinstance(size, bool) and size > 0

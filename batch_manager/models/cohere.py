@@ -23,7 +23,7 @@ from .model_spec import ModelSpec, layer_count, read_decoder_spec, refuse_window
 class CohereSpec(ModelSpec):
     """The spec of Cohere models.
 
-    logit_scale   factor of the logits
+    logit_scale   factor by which the logits are multiplied
     """
 
     logit_scale: float

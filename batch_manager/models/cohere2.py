@@ -24,7 +24,7 @@ class Cohere2Spec(ModelSpec):
     """The spec of Cohere 2 models.
 
     slides        for each layer: whether it has a window and rotary positions; otherwise it has neither
-    logit_scale   factor of the logits
+    logit_scale   factor by which the logits are multiplied
     """
 
     slides: tuple[bool, ...]

@@ -37,7 +37,7 @@ from .model_spec import (
 class FalconSpec(ModelSpec):
     """The spec of Falcon models.
 
-    is_parallel     whether attention and the MLP read the same rows; otherwise the MLP follows attention
+    is_parallel     whether attention and the MLP read the same hidden states; otherwise the MLP follows attention
     has_own_norms   whether parallel attention and MLP have separate norms; False if `is_parallel` is False
     """
 

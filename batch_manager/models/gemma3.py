@@ -84,7 +84,7 @@ class Gemma3:
 
 
 def _for_sliding_layers(config: Fields) -> Fields:
-    """Return the configuration with the `rope_theta` of the sliding layers."""
+    """Return the configuration with `rope_local_base_freq`, which holds for sliding layers, as its `rope_theta`."""
     return Fields({**config.values, "rope_theta": config.values.get("rope_local_base_freq")}, config.where)
 
 

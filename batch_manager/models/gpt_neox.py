@@ -23,7 +23,7 @@ from .model_spec import ModelSpec, layer_count, read_decoder_spec, refuse_window
 class GptNeoXSpec(ModelSpec):
     """The spec of GPT-NeoX models.
 
-    is_parallel   whether attention and the MLP read the same rows; otherwise the MLP follows attention
+    is_parallel   whether attention and the MLP read the same hidden states; otherwise the MLP follows attention
     """
 
     is_parallel: bool

@@ -23,9 +23,9 @@ from .model_spec import ModelSpec, layer_count, read_decoder_spec, refuse_window
 class GraniteSpec(ModelSpec):
     """The spec of Granite models.
 
-    embedding_scale   factor of the embeddings
-    residual_scale    factor of the outputs of attention and MLP in each layer
-    logits_divisor    divisor of the logits
+    embedding_scale   factor by which the embeddings are multiplied
+    residual_scale    factor by which the outputs of attention and MLP are multiplied in each layer
+    logits_divisor    number by which the logits are divided
     """
 
     embedding_scale: float

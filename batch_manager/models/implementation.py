@@ -1,4 +1,4 @@
-"""Chooses the implementation of a model: a class of this package, a registered class, or transformers."""
+"""Chooses what runs a model: a native class, which is a class of this package or a registered one, or transformers."""
 
 from ..errors import UnsupportedModelError
 from ..weights.json_file import Fields, shown
@@ -9,9 +9,9 @@ NATIVE, TRANSFORMERS = "native", "transformers"
 
 
 def choose_implementation(config: Fields, architecture: str, wanted: str) -> str:
-    """Return NATIVE or TRANSFORMERS for a checkpoint.
+    """Return NATIVE or TRANSFORMERS, which names the implementation that runs a checkpoint.
 
-    wanted   "native", "transformers" or "auto", as for load_model. "auto" chooses NATIVE if a class is known for
+    wanted   "native", "transformers" or "auto", as for load_model. "auto" chooses NATIVE if a native class is known for
              the architecture, except for a model type that only transformers runs
     Raises   UnsupportedModelError if the choice is transformers and the model type is not proven to run in the engine
     """
@@ -41,7 +41,7 @@ def choose_implementation(config: Fields, architecture: str, wanted: str) -> str
 
 
 def _has_foreign_type(config: Fields, architecture: str) -> bool:
-    """Whether a shipped class is known for the architecture, but only transformers runs the model type."""
+    """Whether a class of this package is known for the architecture, but only transformers runs the model type."""
     expected = model_type_of(architecture)
     if expected is None or not is_shipped(architecture, find_model(architecture)):
         return False

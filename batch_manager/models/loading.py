@@ -20,9 +20,9 @@ from .registry import Model, find_model, is_shipped, known_architectures, model_
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run.
+    """A model with its weights on a device, ready to run.
 
-    weight_bytes     total size of the tensors and of the copies that layers keep for speed
+    weight_bytes     total size of the weights and of the copies of weights that layers keep for speed
     end_ids          tokens that end a sequence, from the checkpoint
     implementation   "native" or "transformers"
     """
@@ -48,7 +48,7 @@ def read_spec(path: str | os.PathLike, model_implementation: str = "auto") -> Mo
 def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: torch.dtype | str = "auto",
                load_format: str = "auto", seed: int = 0, deterministic: bool = False, compiled_step: bool = False,
                free_bytes: int | None = None, model_implementation: str = "auto") -> LoadedModel:
-    """Load the checkpoint at `path`.
+    """Load the model of the checkpoint at `path`.
 
     dtype           a torch dtype or its name; "auto": on a GPU the checkpoint's dtype, or float32 if it
                     states none; on a CPU float32
@@ -57,8 +57,10 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     compiled_step   on a CPU: store matrices for the compiled step, see triton_kernels/cpu/native
     free_bytes      free device memory; larger weights are refused before any allocation. None: no check
     model_implementation   "native": a class of this package, or a registered one; "transformers": transformers' own
-                           class with the engine's attention; "auto": native if there is such a class
-    Raises                 ModelLoadError, which names file and field; UnsupportedModelError; InsufficientMemoryError
+                           class with the engine's attention; "auto": "native" if there is such a class for the
+                           architecture and model type
+    Raises                 ConfigError for a wrong argument; ModelLoadError, which names file and field;
+                           UnsupportedModelError; InsufficientMemoryError
     """
     device = torch.device(device)
     if model_implementation not in MODEL_IMPLEMENTATIONS:
@@ -119,10 +121,10 @@ def check_tensors(checkpoint: Checkpoint, model_class: type[Model], spec: ModelS
 
 def refuse_too_many_weights(num_weights: int, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
                            free_bytes: int | None) -> None:
-    """Raise InsufficientMemoryError if the weights alone are larger than the free memory.
+    """Raise InsufficientMemoryError if `num_weights` weights are larger than the free memory.
 
-    The system provides the pages of a large allocation only when they are written. An allocation that is too large
-    can therefore succeed, and the system would kill the process later, during loading.
+    The operating system provides the pages of a large allocation only when they are written. An allocation that is too
+    large can therefore succeed, and the system would kill the process later, during loading.
     """
     num_bytes = num_weights * dtype.itemsize
     if free_bytes is not None and num_bytes > free_bytes:
@@ -133,7 +135,7 @@ def refuse_too_many_weights(num_weights: int, checkpoint: Checkpoint, device: to
 
 
 def class_and_spec(checkpoint: Checkpoint, model_implementation: str = "auto") -> tuple[type[Model], ModelSpec, str]:
-    """Return (model class of the checkpoint, its spec, "native" or "transformers"). Raises like `load_model`."""
+    """Return (model class of the checkpoint, spec, "native" or "transformers"). Raises the errors of `load_model`."""
     config = checkpoint.config()
     names = config.texts("architectures")
     if len(names) != 1:

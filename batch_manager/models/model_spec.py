@@ -111,16 +111,16 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The numbers of one model. A family with more numbers adds fields in a subclass.
+    """The sizes and options of one model. A family with more of them adds fields in a subclass.
 
     head_size                entries of one attention head; hidden_size / num_heads unless the configuration states it
     vocab_size               rows of the embedding
-    max_position_embeddings  positions that the model supports; with longrope, its positions before stretching
+    max_position_embeddings  number of positions that the model supports; with longrope, the number before scaling
     attention                one LayerAttention for each layer: scale, window, softcap, ALiBi slopes, sink logits
     norm_epsilon             epsilon of all norms
     tie_word_embeddings      whether the head uses the embedding's matrix
-    rotary                   None: the model has learned positions, or ALiBi slopes in `attention`, or transformers
-                             computes its positions
+    rotary                   parameters of rotary positions. None: the model has learned positions, or ALiBi slopes in
+                             `attention`, or transformers computes its positions
     rotary_size              leading entries of each head that are rotated; None: all
     qkv_bias, out_bias       whether the attention's projections have biases
     mlp_bias                 whether the projections of the feed-forward network have biases
@@ -163,7 +163,7 @@ class ModelSpec:
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
-        """Numbers of rows of the query, key and value projections."""
+        """Numbers of rows of the weights of the query, key and value projections."""
         return (self.num_heads * self.head_size, *(self.num_kv_heads * self.head_size,) * 2)
 
 
@@ -173,8 +173,8 @@ Spec = TypeVar("Spec", bound=ModelSpec)
 def refuse_unsupported_fields(config: Fields, understood: Collection[str], *, is_shipped: bool) -> None:
     """Raise ModelLoadError if a field changes what the model computes and the model class does not read this field.
 
-    understood   `understands` of the class: the fields that it reads
-    is_shipped   whether the class is the shipped one of its architecture
+    understood   `understands` of the model class: the fields that it reads
+    is_shipped   whether the model class is this package's class for the architecture
     """
     for name, neutral in (_NEUTRAL if is_shipped else _NEUTRAL | _NEUTRAL_IF_REGISTERED).items():
         value = config.values.get(name)
@@ -199,9 +199,12 @@ def refuse_unsupported_fields(config: Fields, understood: Collection[str], *, is
 
 
 def refuse_unread_aliases(config: Fields, understood: Collection[str]) -> None:
-    """Raise ModelLoadError if a name in _ALIASES has a value that the class read under no name of the same group.
+    """Raise ModelLoadError if a field in _ALIASES has a value that the model class did not read.
 
-    config       the fields, after the class has read its own
+    A group in _ALIASES lists the names that different families use for one value. The model class has read a value if
+    it read the value under any name of the group.
+
+    config       the fields of the file, after the model class has read the fields that it knows
     understood   as in `refuse_unsupported_fields`
     """
     for names in _ALIASES:
@@ -212,8 +215,10 @@ def refuse_unread_aliases(config: Fields, understood: Collection[str]) -> None:
 
 
 def _names_shipped_class(config: Fields) -> bool:
-    """Whether `auto_map` names the class in `architectures`. The code of the checkpoint is then older than the class
-    of that name in transformers, and transformers uses its own class."""
+    """Whether `auto_map` names the same class as `architectures`.
+
+    The checkpoint's code is then the older form of a class that transformers has, and transformers uses its own class.
+    """
     by_task = config.values["auto_map"]
     text = by_task.get("AutoModelForCausalLM") if isinstance(by_task, dict) else None
     return isinstance(text, str) and [text.rpartition(".")[2]] == config.values["architectures"]
@@ -240,7 +245,7 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
 
     windows                    window of each layer, as in LayerAttention
     scale, softcap             values for all layers, as in LayerAttention; scale None: head_size ** -0.5
-    activation, norm_epsilon   names of the fields
+    activation, norm_epsilon   names of the fields of the activation and of the norms' epsilon
     head_size, num_kv_heads, tie_word_embeddings, max_positions, default_activation
                                the family's defaults; num_kv_heads None: the number of attention heads
     default_norm_epsilon, default_theta
@@ -248,7 +253,7 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
                                the field is refused
     rope                       the rotary parameters; None: those in `rope_parameters` or `rope_scaling`
     partial_rotary_factor      the family's default; None: whole heads are rotated, and another factor is refused
-    spec_class, more_fields    a subclass of ModelSpec, and the values of its additional fields
+    spec_class, more_fields    the class of the spec, and the values of the fields that it adds to ModelSpec
     Raises ModelLoadError, which names file and field.
     """
     num_heads = config.count("num_attention_heads", maximum=MAX_HEADS)
@@ -293,11 +298,11 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
 
 
 def check_spec(config: Fields, spec: ModelSpec, class_name: str, *, is_shipped: bool) -> None:
-    """Raise if the numbers of a spec do not fit together.
+    """Raise ModelLoadError or ConfigError if the numbers of a spec do not fit together.
 
-    is_shipped   whether the class is the shipped one of its architecture, which takes all numbers from the file or from
-                 the family's defaults
-    Raises       ModelLoadError for a number of the file, ConfigError naming the class for a number of the class
+    is_shipped   whether the model class is this package's class for the architecture, which takes all numbers from the
+                 file or from the family's defaults
+    Raises       ModelLoadError for a number from the file; ConfigError, which names the class, for any other number
     """
     def fault(is_from_file: bool, of_file: str, of_spec: str, expected: str, fix: str) -> ConfigError:
         if is_shipped or is_from_file:
@@ -335,14 +340,17 @@ def check_spec(config: Fields, spec: ModelSpec, class_name: str, *, is_shipped: 
 
 
 def even_share(config: Fields, name: str, whole: int, parts: int) -> int:
-    """Return whole / parts, the default head size. Raises ModelLoadError, which names `name`, for a remainder."""
+    """Return whole / parts. Raises ModelLoadError, which names the field `name` of `whole`, if there is a remainder.
+
+    parts   number of attention heads
+    """
     if whole % parts:
         raise config.fault(name, f"a multiple of the number of attention heads, {parts}")
     return whole // parts
 
 
 def name_or_alias(config: Fields, name: str, alias: str) -> str:
-    """Return `alias` if the file has it, else `name`. Raises ModelLoadError if the file has both and they differ."""
+    """Return `alias` if the file has this field, else `name`. Raises ModelLoadError if both fields exist and differ."""
     if name in config and alias in config and config.values[name] != config.values[alias]:
         raise config.fault(alias, f"no value, or the value of {name}")
     return alias if alias in config else name
@@ -361,7 +369,7 @@ def read_activation(config: Fields, name: str, default: str) -> str:
 
 
 def read_dtype(config: Fields) -> str | None:
-    """Return `dtype`, or `torch_dtype` of older configurations; None if the dtype is not stated."""
+    """Return the field `dtype`, or `torch_dtype` in older files; None if the file states no dtype or "auto"."""
     name = "dtype" if "dtype" in config else "torch_dtype"
     given = config.text(name, "auto").removeprefix("torch.")
     if given != "auto" and given not in DTYPES:
@@ -370,9 +378,9 @@ def read_dtype(config: Fields) -> str | None:
 
 
 def read_layer_windows(config: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer, by `layer_types` or by `max_window_layers` (Qwen2, Qwen3).
+    """Return the window of each layer, from `layer_types` or else `max_window_layers` (Qwen2, Qwen3).
 
-    As in transformers, an absent `sliding_window` means 4096, and null means no window.
+    As in transformers, an absent `sliding_window` means 4096 tokens, and null means no window.
     """
     has_windows = config.flag("use_sliding_window", False)
     window = read_window(config) if has_windows else None
@@ -385,7 +393,7 @@ def read_layer_windows(config: Fields, num_layers: int) -> tuple[int | None, ...
 
 
 def read_alternating_windows(config: Fields, period: int) -> tuple[int | None, ...]:
-    """Return the window of each layer, by `layer_types`. By default, every `period`-th layer has no window."""
+    """Return the window of each layer, from `layer_types`. By default, every `period`-th layer has no window."""
     kinds = read_layer_types(config, ["sliding_attention" if (index + 1) % period else "full_attention"
                                       for index in range(layer_count(config))])
     return windows_of(config, kinds, read_window(config))
@@ -403,10 +411,10 @@ def read_uniform_windows(config: Fields, window: int | None) -> tuple[int | None
 
 
 def windows_of(config: Fields, kinds: list[str], window: int | None) -> tuple[int | None, ...]:
-    """Return the window of each layer.
+    """Return the window of each layer, `window` for sliding_attention and None for full_attention.
 
-    kinds    `layer_types`
-    window   `sliding_window`, or None if it is null
+    kinds    the field `layer_types`, or its default
+    window   the field `sliding_window`; None: the field is null
     """
     if not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise config.fault("layer_types", "only full_attention and sliding_attention")
@@ -416,17 +424,17 @@ def windows_of(config: Fields, kinds: list[str], window: int | None) -> tuple[in
 
 
 def read_softcap(config: Fields, name: str, default: float | None) -> float | None:
-    """Return a softcap: `default` if the field is absent, None if it is null."""
+    """Return the softcap in the field `name`: `default` if the field is absent, None if it is null."""
     return config.number(name, None if name in config.values else default)
 
 
 def read_window(config: Fields) -> int | None:
-    """Return `sliding_window`: 4096 if the field is absent, None if it is null."""
+    """Return the field `sliding_window`, in tokens: 4096 if the field is absent, None if it is null."""
     return config.count("sliding_window", None if "sliding_window" in config.values else 4096)
 
 
 def read_layer_types(config: Fields, default: list[str]) -> list[str]:
-    """Return `layer_types`, which must have as many entries as `default`."""
+    """Return the field `layer_types`, or `default` if the file has none. Both must have the same number of entries."""
     kinds = config.texts("layer_types", default)
     if len(kinds) != len(default):
         raise config.fault("layer_types", f"one entry for each of the {len(default)} layers")
@@ -506,10 +514,10 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
 
 
 def rope_fields_by_kind(config: Fields) -> tuple[Fields, Fields]:
-    """Return the rotary parameters of full layers and of sliding layers, for a family with a table for each kind.
+    """Return (rotary parameters of full layers, those of sliding layers), for a family with a table for each kind.
 
-    `rope_parameters` contains them by kind of layer. Older files have `rope_scaling`, which applies to full layers
-    only.
+    `rope_parameters` contains the parameters by kind of layer. Older files have `rope_scaling`, which applies to full
+    layers only.
     """
     nothing = Fields({}, config.where)
     by_kind = config.fields("rope_parameters", nothing)
@@ -529,7 +537,7 @@ def rope_fields_by_kind(config: Fields) -> tuple[Fields, Fields]:
 
 
 def _rope_fields(config: Fields) -> Fields:
-    """Return `rope_scaling`, which is the older name, else `rope_parameters`; empty if the file has neither."""
+    """Return the field `rope_scaling`, which is the older name, else `rope_parameters`; empty if both are absent."""
     rope = config.fields("rope_scaling", Fields({}, config.where))
     return rope if rope.values else config.fields("rope_parameters", rope)
 

@@ -116,7 +116,7 @@ class Opt:
                          tied_to=self.tokens if spec.tie_word_embeddings else None)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings, mapped to the hidden size. Rows of a prompt-tuning table must already have the hidden size."""
+        """Return the embeddings, mapped to the hidden size. Rows of a prompt-tuning table must have the hidden size."""
         rows = self.tokens(token_ids)
         return rows if self.project_in is None else self.project_in(rows)
 

@@ -15,7 +15,7 @@ from .model_spec import ModelSpec
 
 
 class Model(Protocol):
-    """One model on one device, used by one thread.
+    """The protocol of model classes. An object is one model on one device, used by one thread at a time.
 
     harmless_tensors   regular expressions for tensors that a checkpoint may contain but the model does not need, such
                        as "model.rotary.inv_freq"; an expression matches the whole name. Any other tensor that
@@ -37,24 +37,33 @@ class Model(Protocol):
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
-        """Parse and check config.json. Raises ModelLoadError, which names file and field."""
+        """Return the spec, parsed from config.json and checked. Raises ModelLoadError, which names file and field."""
         ...
 
     def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
-        """Create the layers from `weights` and `context`. The layers request every tensor of the checkpoint."""
+        """Create the layers from `weights` and `context`.
+
+        The layers must request every tensor of the checkpoint, except those that match `harmless_tensors`.
+        """
         ...
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Packed tokens [T] int64 -> a new tensor [T, hidden_size] of embeddings, without position terms. The engine
-        can replace rows of this tensor before it calls `forward`."""
+        """Return a new tensor [T, hidden_size] with the embeddings of packed tokens [T] int64, without position terms.
+
+        The engine can replace rows of this tensor before it calls `forward`.
+        """
         ...
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """Embeddings from `embed` and positions [T] -> hidden states [T, hidden_size], after the last norm."""
+        """Return the hidden states [T, hidden_size] after the last norm. May overwrite `hidden`.
+
+        hidden      [T, hidden_size] from `embed`
+        positions   [T] position of each token in its sequence
+        """
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows of hidden states [r, hidden_size] -> [r, vocab_size], float32 or in the dtype of the weights."""
+        """Return logits [r, vocab_size] of hidden states [r, hidden_size], in float32 or the dtype of the weights."""
         ...
 
 
@@ -133,16 +142,16 @@ def find_model(architecture: str, named_by: str = "") -> type[Model]:
 
 
 def is_shipped(architecture: str, model_class: type[Model]) -> bool:
-    """Whether `model_class` is the package's own class for `architecture`."""
+    """Whether `model_class` is this package's class for `architecture`."""
     module, name = _SHIPPED.get(architecture, ("", ""))
     return (model_class.__module__, model_class.__qualname__) == (f"{__package__}.{module}", name)
 
 
 def model_type_of(architecture: str) -> str | None:
-    """Return transformers' model type of a shipped architecture; None for any other architecture."""
+    """Return transformers' model type for an architecture of this package; None for any other architecture."""
     return _MODEL_TYPES.get(architecture)
 
 
 def is_shipped_type(model_type: str) -> bool:
-    """Whether a shipped architecture has this model type in transformers."""
+    """Whether an architecture of this package has the model type `model_type` in transformers."""
     return model_type in _MODEL_TYPES.values()

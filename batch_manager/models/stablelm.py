@@ -23,7 +23,7 @@ from .model_spec import ModelSpec, layer_count, read_decoder_spec, refuse_window
 class StableLmSpec(ModelSpec):
     """The spec of StableLM models.
 
-    is_parallel   whether attention and the MLP read the same normed rows; otherwise the MLP follows attention
+    is_parallel   whether attention and the MLP read the same normed hidden states; otherwise the MLP follows attention
     """
 
     is_parallel: bool

@@ -1,4 +1,4 @@
-"""Runs a model as compiled code on a CPU: one call runs its recorded forward for a step, another call runs its head."""
+"""Runs a model as compiled code on a CPU: one call for the recorded forward of a step, another call for the head."""
 
 import time
 
@@ -14,14 +14,18 @@ from .thread_governor import ThreadGovernor
 
 
 class CompiledStep:
-    """Runs the recorded operations of a model over a KV cache pool, and allocates their registers.
+    """Runs the recorded operations of a model over a KV cache pool.
+
+    The operations read and write *registers*, which are buffers with one row for each token of the step. This class
+    allocates them.
 
     recording     recording of a model with packed matrices, see layers/recording.py
     kv_pool       [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]
     num_heads     query heads
     head          the packed matrix of the model's head; None: the head is not just a product
     threads       largest number of threads, including the calling thread
-    Raises        CannotCompileError if the library cannot be built. Packing the matrices raises the same error earlier
+    Raises        CannotCompileError if the library cannot be built; packing the matrices, which comes first, raises
+                  the same error
     """
 
     def __init__(self, recording: Recording, kv_pool: torch.Tensor, num_heads: int, head: PackedMatrix | None,
@@ -68,7 +72,7 @@ class CompiledStep:
 
     @property
     def threads(self) -> int:
-        """Number of threads of the newest step."""
+        """Number of threads that computed the newest step."""
         return self._governor.newest
 
     @property
@@ -98,9 +102,9 @@ class CompiledStep:
 
 
 def arrange(recording: Recording) -> tuple[list[int], int]:
-    """Return the offset of each register, in entries per row, and the total number of entries per row.
+    """Return the offset of each register, in entries per row, and the number of entries per row of all registers.
 
-    After the last use of a register, another register of the same stride can get its memory. A register whose rows end
+    After the last use of a register, a later register of the same stride can get its memory. A register whose rows end
     in padding keeps its memory, because the padding must stay zero.
     """
     last_use = {register: index for index, used in enumerate(recording.uses) for register in used}

@@ -22,7 +22,10 @@ _ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", ())
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """Return the device named "cuda", "cuda:1" or "cpu"; None: a GPU if there is one. Raises ConfigError."""
+    """Return the device with this name, such as "cuda", "cuda:1" or "cpu". None: a GPU if there is one, else the CPU.
+
+    Raises ConfigError if the name is unknown or torch does not find the device.
+    """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = named_device(name)
@@ -39,7 +42,7 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 def named_device(name: str) -> torch.device:
-    """Return the device of this name, which need not exist. Raises ConfigError for an unknown name."""
+    """Return the torch device with this name, which need not exist. Raises ConfigError for an unknown name."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
@@ -59,7 +62,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def used_memory(device: torch.device) -> int:
-    """Return the bytes in use on a GPU, from its driver, after all launched work is done; 0 for a CPU."""
+    """Wait for all launched work, and return the bytes that the driver reports as in use on the GPU; 0 for a CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -83,7 +86,7 @@ class AllocatedMemory:
         self._device, self._num_bytes, self._asked_at = device, 0, -math.inf
 
     def num_bytes(self) -> int:
-        """Return the number of bytes, at most MEMORY_SECONDS old."""
+        """Return the number of allocated bytes, read from torch at most MEMORY_SECONDS ago."""
         if self._device.type == "cuda" and time.monotonic() - self._asked_at >= MEMORY_SECONDS:
             self._num_bytes, self._asked_at = torch.cuda.memory_allocated(self._device), time.monotonic()
         return self._num_bytes
@@ -114,13 +117,13 @@ def finish_stream(stream: torch.cuda.Stream | None) -> None:
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[None]:
-    """Context manager: make the stream the thread's current one. None: change nothing."""
+    """Context manager: make `stream` the thread's current stream. None: change nothing."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 @contextlib.contextmanager
 def on_device(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Context manager: make this GPU the thread's current one and translate its errors.
+    """Context manager: make `device` the thread's current GPU and translate the errors of GPU and host.
 
     stream   becomes the thread's current stream; None: the current stream stays
     Raises   DeviceLostError if the device cannot be used again; MemoryError if host memory ran out. All other
@@ -156,7 +159,7 @@ def first_line(error: BaseException) -> str:
 
 
 class Uploads:
-    """Sends arrays to the device in one copy, without waiting for it.
+    """Sends host arrays to the device in one copy, without waiting for the copy.
 
     pinned_bytes   pinned host memory in use; 0 on a CPU, where tensors share the arrays' memory
     """
@@ -185,7 +188,7 @@ class Uploads:
     def into(self, target: torch.Tensor, array: np.ndarray) -> None:
         """Queue a copy of a uint8 array to `target`, a uint8 tensor of the same size on the device.
 
-        The copy runs after the work launched so far. The caller may overwrite the array as soon as this returns.
+        The copy runs after the work launched so far. The caller may overwrite `array` as soon as `into` returns.
         """
         if self._shares_memory:
             target.copy_(torch.from_numpy(array))
@@ -245,7 +248,7 @@ class CapturedGraph:
 
 
 class Readback:
-    """Copies tensors from the device to the host, the small ones in one copy.
+    """Copies tensors from the device to the host. Tensors of up to LARGE_READBACK_BYTES are joined into one copy.
 
     is_reused   whether a later step, possibly launched before `wait`, overwrites the tensors
     """
@@ -272,7 +275,7 @@ class Readback:
         self._done.record(torch.cuda.current_stream(device))
 
     def wait(self) -> dict[str, np.ndarray]:
-        """Wait for the copies and return the arrays. Releases the GIL. Raises the exceptions of `on_device`."""
+        """Wait for the copies and return name -> array. Releases the GIL. Raises the exceptions of `on_device`."""
         if self._done is not None:
             with on_device(self._device):
                 self._done.synchronize()
@@ -302,7 +305,7 @@ def _is_lost(device: torch.device, error: RuntimeError) -> bool:
 
 
 def _free_host_memory() -> int:
-    """Return the smaller of MemAvailable and the free bytes of the control group. Both count page cache as free."""
+    """Return the free bytes of the machine or, if these are fewer, of the control group. Page cache counts as free."""
     free = _meminfo_available()
     if free is None:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

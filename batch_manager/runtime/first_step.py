@@ -1,6 +1,6 @@
-"""Compares a compiled or fused forward with the model's own forward, on one step, before the first request.
+"""Helpers to compare a compiled or fused forward with the model's own forward, on one step, before the first request.
 
-The tolerance is above the differences that rounding causes, and far below those of a wrong operation.
+Tolerances are above the differences that rounding causes, and far below those of a wrong operation.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from ..attention.interface import PackedStep
 
 
 def first_step(num_tokens: int, vocab_size: int) -> PackedStep:
-    """Return a context step of num_tokens tokens, which must fit into block 0."""
+    """Return a step whose only request is a context of `num_tokens` tokens in block 0. The tokens must fit into it."""
     rows = np.arange(num_tokens, dtype=np.int32)
     return PackedStep(token_ids=rows % vocab_size, positions=rows, pool_slots=rows.astype(np.int64),
                       slots=np.zeros(1, np.int32), query_starts=np.array([0, num_tokens], np.int32),
@@ -22,7 +22,8 @@ def first_step(num_tokens: int, vocab_size: int) -> PackedStep:
 def describe_difference(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:
     """Return how far two tensors of the same shape differ, for a message; "" if they agree or `expected` is not finite.
 
-    tolerance   upper limit of the largest difference, as a share of the largest expected value
+    tolerance   the tensors agree if their largest difference is at most this share of the largest absolute expected
+                value
     """
     found, expected = found.float(), expected.float()
     scale, difference = expected.abs().max().item(), (found - expected).abs().max().item()

@@ -35,7 +35,7 @@ Launch = Callable[[Registers, torch.Tensor, Attention], None]          # (regist
 
 
 class FusedStep:
-    """Runs a recording for steps of up to MOST_ROWS rows.
+    """Runs the recorded operations of a model in generation steps of up to MOST_ROWS rows.
 
     limits         the DeviceLimits of the device
     gives_logits   whether the recording includes the head, so that `run` returns logits; otherwise hidden states
@@ -48,7 +48,7 @@ class FusedStep:
         self._launches: dict[int, list[tuple[Launch, list[int]]]] = {}
 
     def run(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """Return the logits of at most `most_rows` rows, or their hidden states if `gives_logits` is False.
+        """Return the logits [r, vocab] of at most `most_rows` rows, or hidden states if `gives_logits` is False.
 
         hidden      [r, hidden size]; may be overwritten
         positions   [r] int64
@@ -66,7 +66,7 @@ class FusedStep:
         return registers[self._recording.result]
 
     def _prepare(self, num_rows: int) -> list[tuple[Launch, list[int]]]:
-        """Return the launches of steps of num_rows rows in order, each with the registers that no later launch uses."""
+        """Return (launch, registers that no later launch uses) for each launch of a step of num_rows rows."""
         steps = fuse(self._recording, lambda *sizes: is_fused(
             num_rows, *sizes, self._recording.dtype.itemsize, self._limits))
         last_use = {register: index for index, step in enumerate(steps) for register in _touched_by(step)}
@@ -83,7 +83,7 @@ def _touched_by(step: Operation | FusedProduct) -> list[int]:
 
 
 def _launch(step: Operation | FusedProduct, widths: list[int], device: torch.device) -> Launch:
-    """Return the launch of one operation. Everything that does not depend on the inputs is resolved here."""
+    """Return a function that launches the operation `step`. All that the inputs do not determine is resolved here."""
     result = step.result.register
     match step:
         case FusedProduct():
@@ -155,7 +155,7 @@ def _fused_launch(step: FusedProduct, device: torch.device) -> Launch:
 
 
 def _reader(rows: Rows, widths: list[int]) -> Callable[[Registers], torch.Tensor]:
-    """Return a function that selects these rows from the registers: [r, width], or [r, heads, size] with heads."""
+    """Return a function that selects `rows` from the registers, as [r, width]; [r, heads, size] if they have heads."""
     register, begin, end, heads = rows.register, rows.column, rows.column + rows.width, rows.heads
     if is_whole(rows, widths):
         return lambda registers: registers[register]

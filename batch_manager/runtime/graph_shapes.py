@@ -1,7 +1,7 @@
-"""The padded shapes of plain steps that have graphs, and the choice among them. Pure arithmetic.
+"""The padded shapes for which graphs of plain steps are captured, and the choice of one for a step. Pure arithmetic.
 
 A padding row costs as much as a real row in matrix products, and nothing elsewhere. The row counts of shapes are
-therefore close together. A generation step has at most as many padding rows as real rows. From 8 rows on it has at most
+therefore close together. A generation step has fewer padding rows than real rows. From 8 rows on it has at most
 7 padding rows, and from 256 rows on at most 31.
 
 In a step with contexts, the generation rows and the context tokens are padded. A few shapes suffice for two reasons.
@@ -29,10 +29,10 @@ MOST_OPERATIONS = 12 * 10**11
 class StepShape(NamedTuple):
     """The padded shape of a plain step. It determines the step's addresses, sizes and launches.
 
-    rows             generation rows, padding included
+    rows             number of generation rows, padding included
     is_split         whether attention may split generating sequences into parts
-    samples          whether some rows may not be greedy
-    context_tokens   tokens of contexts, padding included
+    samples          whether rows may sample at random; False: all rows are greedy
+    context_tokens   number of context tokens, padding included
     contexts         number of contexts, padding included
     """
 
@@ -53,16 +53,16 @@ class StepShape(NamedTuple):
 
 
 def graph_rows(most_rows: int) -> tuple[int, ...]:
-    """Return the row counts of generation steps with graphs, in ascending order.
+    """Return the row counts for which graphs of generation steps are captured, in ascending order.
 
-    They end with the first count that is at least `most_rows`, or with MOST_ROWS if that is smaller.
+    The last count is the first that is at least `most_rows`, or MOST_ROWS if `most_rows` is larger than MOST_ROWS.
     """
     rows = [*SMALL_ROWS, *range(STEP, LARGE_ROWS, STEP), *range(LARGE_ROWS, MOST_ROWS + 1, LARGE_STEP)]
     return _up_to(rows, most_rows)
 
 
 def mixed_sizes(most_rows: int, most_tokens: int, num_weights: int) -> frozenset[tuple[int, int]]:
-    """Return the sizes (generation rows, context tokens) of the steps with contexts that have graphs.
+    """Return the sizes (generation rows, context tokens) for which graphs of steps with contexts are captured.
 
     most_rows     generation rows of the largest step
     most_tokens   context tokens of the largest step
@@ -74,17 +74,20 @@ def mixed_sizes(most_rows: int, most_tokens: int, num_weights: int) -> frozenset
 
 
 def padded(count: int, sizes: Sequence[int]) -> int | None:
-    """Return the smallest of the ascending `sizes` that is at least `count`, or None."""
+    """Return the smallest of the ascending `sizes` that is at least `count`, or None if all are smaller."""
     index = bisect.bisect_left(sizes, count)
     return sizes[index] if index < len(sizes) else None
 
 
 def padded_mixed(num_rows: int, num_tokens: int, sizes: frozenset[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the smallest of `sizes` (see `mixed_sizes`) that holds these rows and context tokens, or None."""
+    """Return the smallest size that holds num_rows generation rows and num_tokens context tokens.
+
+    Returns None if this size is not in `sizes`, a result of `mixed_sizes`.
+    """
     size = padded(num_rows, MIXED_ROWS), padded(num_tokens, MIXED_TOKENS)
     return size if size in sizes else None
 
 
 def _up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:
-    """Return the ascending `sizes` up to the first that is at least `most`."""
+    """Return the ascending `sizes` up to and including the first that is at least `most`."""
     return tuple(sizes[: bisect.bisect_left(sizes, most) + 1])

@@ -1,10 +1,10 @@
-"""CUDA graphs of plain steps: the launches of `PlainSteps.run_step` for one shape, replayed in one call.
+"""CUDA graphs of plain steps. A graph makes the launches of `PlainSteps.run_step` for one shape in a single call.
 
 For each row count in graph_shapes.py there is one graph for generation steps in which all rows are greedy, and one for
-all other generation steps. If attention may split sequences into parts at this row count, there are two more graphs for
-it. Steps with contexts have one graph for each size. All graphs are captured before the first request. The largest
-graph is captured first, so that the others can share its memory. A shape runs once before its capture, because kernels
-are tuned and compiled at their first use, and neither can be captured.
+all other generation steps. If attention may split sequences into parts at a row count, there are two more graphs for
+this row count. Steps with contexts have one graph for each size. All graphs are captured before the first request. The
+largest graph is captured first, so that the others can share its memory. A shape runs once before its capture, because
+kernels are tuned and compiled at their first use, and neither can be captured.
 """
 
 import time
@@ -25,7 +25,7 @@ from .layouts import Layout
 
 def may_capture(params: TrtGptModelOptionalParams, device: torch.device, layout: Layout, has_own_attention: bool
                 ) -> bool:
-    """Whether to capture graphs of plain steps. Raises ConfigError if cuda_graphs is True but impossible."""
+    """Whether to capture graphs of plain steps. Raises ConfigError if cuda_graphs is True but graphs are impossible."""
     if not params.cuda_graphs:         # off by default: replayed steps have not been verified on a GPU
         return False
     obstacle = _obstacle(params, device, layout, has_own_attention)
@@ -51,9 +51,9 @@ def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, layout: L
 
 
 class Graphs:
-    """The captured graphs, by shape.
+    """Captures graphs of plain steps, one for each shape, and replays them.
 
-    run_step   launches a step of a shape, which determines the launches
+    run_step   (shape) -> None: launches a step. The shape determines all launches
     """
 
     def __init__(self, device: torch.device, run_step: Callable[[StepShape], None]) -> None:
@@ -61,11 +61,11 @@ class Graphs:
         self._graphs: dict[StepShape, CapturedGraph] = {}
 
     def capture(self, shapes: Sequence[StepShape], prepare: Callable[[StepShape], None]) -> bool:
-        """Capture a graph for each shape, largest first. Returns True.
+        """Capture a graph for each shape, largest first, and return True.
 
-        If a capture fails, logs a warning, drops all graphs and returns False.
+        If a capture fails, log a warning, drop all graphs and return False.
 
-        prepare   (shape) -> None: sends inputs that consist of padding only
+        prepare   (shape) -> None: sends inputs that consist of padding only to the device
         """
         began, used = time.monotonic(), used_memory(self._device)
         try:
@@ -87,7 +87,7 @@ class Graphs:
         return True
 
     def run(self, shape: StepShape) -> None:
-        """Replay the graph of a shape, or make the launches one by one if it has none."""
+        """Replay the graph of a shape, or make the launches one by one if the shape has no graph."""
         graph = self._graphs.get(shape)
         if graph is None:
             self._run_step(shape)

@@ -1,4 +1,4 @@
-"""Records what a model does to the rows of a step as operations for launches on a GPU; see layers/recording.py."""
+"""Records the forward of a model as a list of operations for launches on a GPU; see layers/recording.py."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from ..layers.weight_form import PlainMatrix
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """result = norm of x, per head if x has heads. RMS norm if bias is None, else layer norm."""
+    """result = norm of x, of each head separately if x has heads. RMS norm if bias is None, else layer norm."""
 
     x: Rows
     result: Rows
@@ -52,7 +52,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """result = attention of a layer. May overwrite query, key and value."""
+    """result = the attention of `layer` for query, key and value, which it may overwrite."""
 
     layer: int
     query: Rows

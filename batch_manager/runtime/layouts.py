@@ -37,13 +37,13 @@ Layout = Callable[[ScheduledBatch, BlockTables, int], list[ModelCall]]
 
 
 def fused(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
-    """Return one packed call."""
+    """Return one packed call with all tokens of the batch."""
     embeddings = prompt_tuning_embeddings(batch.context) if batch.context else None
     return [ModelCall(pack(batch, tables, tokens_per_block), embeddings=embeddings)]
 
 
 def split(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
-    """Return a context call, then a generation call. Empty calls are left out."""
+    """Return a packed call for the contexts, then one for the generation rows. Empty calls are left out."""
     if not (batch.context and len(batch.generation)):
         return fused(batch, tables, tokens_per_block)
     parts = (replace(batch, generation=NO_GENERATION), replace(batch, context=()))

@@ -1,7 +1,7 @@
 """Computes the number of KV cache blocks from the free memory.
 
-    with max_tokens     ceil(max_tokens / tokens_per_block) blocks; an error if they do not fit into the share
-    otherwise, the smallest of
+    If max_tokens is set, the number is ceil(max_tokens / tokens_per_block). Blocks that do not fit into the share below
+    are an error. Otherwise the number is the largest that fits into each of
         the share               free_gpu_memory_fraction of the memory that is free after the weights and one step's
                                 buffers. At most half of the free memory is subtracted for these buffers, because few
                                 steps are of the largest size
@@ -19,7 +19,7 @@ DEFAULT_CPU_POOL_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The KV cache pool has num_blocks blocks of block_bytes bytes each. `reason` explains the number in the log."""
+    """The size of the KV cache pool: num_blocks blocks of block_bytes bytes. `reason` explains the size in the log."""
 
     num_blocks: int
     block_bytes: int
@@ -31,7 +31,7 @@ class MemoryPlan:
 
 
 def plan_host_blocks(host_cache_size: int, *, block_bytes: int, free_bytes: int) -> int:
-    """Return the number of blocks in host memory; 0 if host_cache_size is 0.
+    """Return the number of host blocks that `host_cache_size` bytes hold; 0 if host_cache_size is 0.
 
     free_bytes   free host memory
     Raises InsufficientMemoryError; ConfigError if host_cache_size is less than one block.

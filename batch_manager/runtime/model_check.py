@@ -8,7 +8,7 @@ from ..models.registry import Model
 
 
 class CheckedModel:
-    """A model whose results are checked against the description in models.registry.Model.
+    """Wraps a model and checks its results against the description in models.registry.Model.
 
     vocab_size, hidden_size   sizes in the model's spec
     dtype                     dtype of the weights; each result has this dtype or float32

@@ -24,8 +24,8 @@ from .padded_call import forward_padded
 class CallResult:
     """The result of one call.
 
-    hidden           [r, hidden size]: hidden states to sample from
-    rows             slots and positions of these rows
+    hidden           [r, hidden size]: hidden states of the r rows to sample from
+    rows             slots of these rows, and positions of the tokens to sample
     context_finite   [context tokens] bool: whether the hidden state of each context token is finite; None: no contexts
     context_logits   slot -> [chunk tokens, vocab] float32 on the host, for the slots that return context logits
     """
@@ -39,8 +39,8 @@ class CallResult:
 class ModelRunner:
     """Runs calls of one model over one KV cache pool.
 
-    compiled   runs the forward of calls without padding; None: the model's layers run the forward
-    fused      runs the forward of `generate` for few rows; None: the model's layers run the forward
+    compiled   runs the forward of calls without padding; None: the model's layers run it
+    fused      runs the forward in `generate` if the step has few rows; None: the model's layers run it
     table      [vocab, hidden size]: the embedding table, if the model's `embed` is a plain lookup; otherwise None
     """
 
@@ -61,7 +61,7 @@ class ModelRunner:
             self._model = model
 
     def run(self, call: ModelCall, state: SlotState, input_tokens: np.ndarray | None = None) -> CallResult:
-        """Run a call. It changes only the KV cache entries of its tokens.
+        """Run a call of the model. Only the KV cache entries of the call's tokens change.
 
         input_tokens   [g] int32: input tokens of the generation rows; None: the newest tokens in `state`
         """
@@ -169,7 +169,7 @@ class ModelRunner:
 
 
 def join_rows(parts: list[SamplingRows]) -> SamplingRows:
-    """Concatenate the rows of several calls."""
+    """Concatenate the sampling rows of several calls, in order."""
     if len(parts) == 1:
         return parts[0]
     return SamplingRows(

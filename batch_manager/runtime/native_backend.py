@@ -90,7 +90,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                         or the configured ones. With sink tokens, the factory also gets `sink=`; a factory without
                         this parameter fails here
     own_stages          (num_slots, device) -> custom stages, see decoding/stages.py
-    is_engine_thread    (threading.Thread) -> whether the thread runs only the engine, so that it may keep num_threads
+    is_engine_thread    (threading.Thread) -> whether the thread runs only the engine, so that its thread count may
+                        stay at num_threads between steps
     Raises              ConfigError and its subclasses, after freeing all memory
     """
     device = resolve_device(params.device)
@@ -197,7 +198,7 @@ def refuse_too_many_slots(num_slots: int, free_bytes: int) -> None:
 
 
 def refuse_nondeterministic_parts(device: torch.device, attention_factory: Callable[..., Attention] | None) -> None:
-    """Raise ConfigError for a device or attention that cannot be deterministic."""
+    """Raise ConfigError if the device or a custom attention rules out `deterministic`."""
     if device.type != "cpu" and not use_triton(device):
         raise ConfigError(f"deterministic is True, and the device is {device_name(device)}, without triton",
                           "on a GPU the deterministic matrix products are Triton kernels",
@@ -234,7 +235,7 @@ class NativeBackend:
     host_pool          blocks in host memory
     num_threads        threads of a step on a CPU; None: torch's setting
     own_stages         custom stages
-    is_engine_thread   whether a thread keeps num_threads between steps, see thread_count.py
+    is_engine_thread   (thread) -> whether its thread count stays at num_threads between steps, see thread_count.py
     graph_sizes        sizes of the steps with contexts that `capture_graphs` captures, see graph_shapes.py
     """
 
@@ -288,9 +289,9 @@ class NativeBackend:
     def start(self, batch: ScheduledBatch) -> "NativeStep | PlainStep":
         """Launch a step; see seams.ModelBackend.
 
-        After an exception, the step can run again. The new run repeats the updates of block tables and slots, skips the
-        device operations that are done, and writes the KV cache entries of the tokens again. Sampled tokens are stored
-        last, and by position.
+        After an exception, the same step can be started again. The new run repeats the updates of block tables and
+        slots, skips the device operations that are done, and writes the KV cache entries of the tokens again. Sampled
+        tokens are stored last, and by position.
         """
         if batch.generation.num_drafts is not None or batch.context and any(work.num_drafts for work in batch.context):
             raise NotImplementedError("draft tokens are not verified by this backend yet")
@@ -331,7 +332,7 @@ class NativeBackend:
                            pinned=self._pinned_bytes + self._uploads.pinned_bytes)
 
     def figures(self) -> dict[str, int]:
-        """Return the backend's own statistics: on a CPU, the number of threads of the newest step."""
+        """Return the backend's own statistics: on a CPU, the number of threads of the newest step; on a GPU, none."""
         if self._device.type != "cpu" or self._runner is None:
             return {}
         compiled = self._runner.compiled
@@ -416,19 +417,20 @@ class NativeBackend:
                 clear_block(self._pool, 0)
 
     def _cached_by_a_long_sequence(self) -> int:
-        """Return a number of cached tokens with which attention splits a sequence into parts, if it splits sequences.
+        """Return a number of cached tokens at which attention splits a sequence into parts, if it splits sequences.
 
-        The next token is the first of its block, because a window then spans the largest number of blocks.
+        The number is a multiple of tokens_per_block if possible: at the first token of a block, a window spans the
+        largest number of blocks.
         """
         tokens_per_block = self.info.tokens_per_block
         num_blocks = min(LONG_SEQUENCE_BLOCKS, -(-self.info.max_seq_len // tokens_per_block))
         return max((num_blocks - 1) * tokens_per_block, 1)
 
     def compile_step(self, loaded: LoadedModel, spec: ModelSpec, *, must: bool = False) -> None:
-        """Run the model's forward as compiled code from now on, if that is possible.
+        """Run the model's forward as compiled code from now on, if the model can be compiled.
 
         spec   the model's spec with the effective windows
-        must   whether to raise ConfigError if the model cannot be compiled
+        must   whether to raise ConfigError if the model cannot be compiled; otherwise a message is logged
         """
         try:
             with self._threads():
@@ -467,7 +469,7 @@ class NativeBackend:
                 "let the stage accept requests that it does not know; see the exception above") from error
 
     def _sample(self, batch: ScheduledBatch, calls: list[CallResult]) -> "NativeStep":
-        """Compute logits, sample tokens, and start their copy to the host."""
+        """Compute logits from the hidden states of `calls`, sample tokens, and start copying the tokens to the host."""
         first = calls[0]                                          # has the contexts, in every layout
         rows, hidden = first.rows, first.hidden
         if len(calls) > 1:
@@ -489,7 +491,7 @@ class NativeBackend:
 
 
 class NativeStep:
-    """A launched step.
+    """A launched step that is not a plain step.
 
     sampled   the result of sampling; None: no token is sampled
     """

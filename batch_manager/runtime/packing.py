@@ -26,9 +26,9 @@ class Padding:
 
 
 def padding(step: PackedStep, num_generation_rows: int) -> Padding | None:
-    """Return the padding of contexts to the longest context, or of generation rows to `num_generation_rows`.
+    """Return the rows of a call padded to the longest context, or to `num_generation_rows` generation rows.
 
-    Returns None if no row is padding.
+    Returns None if no row would be padding.
 
     step   contains only contexts, or only generation rows
     """
@@ -48,7 +48,8 @@ def padding(step: PackedStep, num_generation_rows: int) -> Padding | None:
 def pack(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> PackedStep:
     """Pack a batch. Each beam is packed as a sequence. `tables` must have been updated with the batch.
 
-    If any generating sequence has draft tokens, all generating sequences are packed as chunks of 1 + drafts tokens.
+    If any generating sequence has draft tokens, each generating sequence is packed as a context: a chunk of its newest
+    token and its drafts.
 
     Raises   AssertionError if a token of the step has no block. Blocks of earlier tokens may have been released.
     """
@@ -132,8 +133,8 @@ class GenerationRows(NamedTuple):
     slots        [n] int32   slot of the sequence; repeated for each beam
     positions    [n] int32   position of the token
     kv_lengths   [n] int32   tokens in the KV cache, including the token of this step
-    table_rows   [n] int32   row of the block tables
-    blocks       [n] int32   block of the token
+    table_rows   [n] int32   row of the sequence in the block tables
+    blocks       [n] int32   id of the block that holds the token
     max_blocks   number of blocks of the longest sequence
     """
 
@@ -164,7 +165,7 @@ class ContextRows(NamedTuple):
     """The contexts of a step.
 
     step            the packed contexts, without the generation rows
-    table_rows      [c] int32   row of the block tables
+    table_rows      [c] int32   row of the sequence in the block tables
     is_last_chunk   [c] bool   whether the chunk is the last of its prompt, so that a token is sampled after it
     """
 
@@ -204,7 +205,7 @@ def _blocks(tables: BlockTables, table_rows: np.ndarray, positions: np.ndarray, 
 
 
 def _pool_slots(blocks: np.ndarray, positions: np.ndarray, tokens_per_block: int) -> np.ndarray:
-    """Return the tokens' entries in the KV cache pool, [n] int64: block id * tokens_per_block + offset."""
+    """Return the index of each token's entry in the KV cache pool, [n] int64: block id * tokens_per_block + offset."""
     pool_slots = blocks.astype(np.int64)
     pool_slots *= tokens_per_block
     pool_slots += positions % tokens_per_block
@@ -213,7 +214,11 @@ def _pool_slots(blocks: np.ndarray, positions: np.ndarray, tokens_per_block: int
 
 def _logits_rows(context: tuple[ContextWork, ...], num_drafts: np.ndarray | None,
                  query_starts: np.ndarray) -> np.ndarray:
-    """Return the rows of the last 1 + drafts tokens of each generating sequence and of each context's last chunk."""
+    """Return the packed rows whose logits are sampled, ascending.
+
+    A generating sequence, or a context in its last chunk, has the rows of its last 1 + (number of drafts) tokens. Other
+    contexts have none.
+    """
     counts, ends = np.ones(len(query_starts) - 1, np.int64), query_starts[1:].astype(np.int64)
     counts[:len(context)] = [work.is_last_chunk * (1 + work.num_drafts) for work in context]
     if num_drafts is not None:
@@ -223,7 +228,7 @@ def _logits_rows(context: tuple[ContextWork, ...], num_drafts: np.ndarray | None
 
 
 def _check(table_rows: np.ndarray, kv_lengths: np.ndarray, tables: BlockTables, tokens_per_block: int) -> int:
-    """Assert that all sequences fit into their blocks. Returns the number of blocks of the longest sequence."""
+    """Assert that each sequence has blocks for all its tokens. Returns the number of blocks of the longest sequence."""
     assert len(table_rows), "an empty batch"
     mapped = tables.mapped[table_rows]
     outside = kv_lengths > mapped * tokens_per_block

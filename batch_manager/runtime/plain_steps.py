@@ -33,7 +33,7 @@ NO_SIZES: frozenset[tuple[int, int]] = frozenset()
 
 
 def can_bind(attention: Attention) -> bool:
-    """Whether an attention supports inputs at fixed addresses."""
+    """Whether an attention can read its inputs at fixed addresses; see BindableAttention."""
     return getattr(attention, "can_bind", False) is True
 
 
@@ -44,8 +44,8 @@ class PlainSteps:
     decoder          a decoder for num_slots + 1 sequences; padding rows use the last slot
     tables           the host's block tables
     num_slots        number of sequences in the largest step
-    max_beam_width   rows of the block tables per slot
-    max_seq_len      tokens of the longest sequence
+    max_beam_width   number of rows of the block tables per slot
+    max_seq_len      number of tokens of the longest sequence
     mixed_sizes      sizes of the steps with contexts for which graphs will be captured, see graph_shapes.py
 
     graphs   the captured graphs; None: all launches are made one by one
@@ -74,7 +74,7 @@ class PlainSteps:
         self._writer = StepWriter(self.inputs, attention, self.resident, tables, uploads, padding_slot=num_slots)
 
     def serves(self, batch: ScheduledBatch) -> bool:
-        """Whether a step is plain and its sequences fit into the fixed memory."""
+        """Whether the step of `batch` is plain and its sequences fit into the fixed memory."""
         generation, state = batch.generation, self._decoder.state
         if generation.beam_width > 1 or generation.num_drafts is not None or state.num_taken > self._num_slots:
             return False
@@ -106,7 +106,7 @@ class PlainSteps:
         return PlainStep(batch, shape, self._decoder.state.active, readback)
 
     def write(self, batch: ScheduledBatch) -> StepShape:
-        """Write the arrays of the step to the host memory that is sent to the device. Returns the step's shape."""
+        """Write the arrays of a step to the host memory from which `start` sends them. Returns the step's shape."""
         generation, contexts, sequences = NO_GENERATION_ROWS, None, len(batch.generation)
         if sequences:
             generation = locate_generation(batch, self._tables, self._tokens_per_block)
@@ -151,11 +151,11 @@ class PlainSteps:
             self.pad_to(rows)
 
     def pad_to(self, rows: tuple[int, ...]) -> None:
-        """From now on, pad generation steps to these row counts, and serve padded steps with contexts too."""
+        """From now on, pad generation steps to the row counts in `rows`, and serve steps with contexts too."""
         self._graph_rows, self._graph_sizes = rows, frozenset(self._mixed_shapes)
 
     def _may_split(self, rows: int) -> bool:
-        """Whether attention may split a sequence into parts in a step of this many rows."""
+        """Whether attention may split a sequence into parts in a step of `rows` generation rows."""
         return self._attention.most_parts(rows, self.resident.tensor.shape[1]) > rows
 
     def _send_padding(self, shape: StepShape) -> None:
@@ -164,7 +164,7 @@ class PlainSteps:
 
 
 def _mixed_size(batch: ScheduledBatch, sizes: frozenset[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the size to which a step with contexts is padded. None: no size holds it."""
+    """Return the size to which a step with contexts is padded; None if no size of `sizes` holds the step."""
     return padded_mixed(len(batch.generation), sum(len(work.token_ids) for work in batch.context), sizes)
 
 

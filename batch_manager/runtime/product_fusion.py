@@ -29,8 +29,8 @@ class FusedProduct:
 def fuse(recording: LaunchRecording, pays: Callable[[int, int, bool, str], bool]) -> list[Operation | FusedProduct]:
     """Return the operations in order, with norms, activations, biases and sums fused into matrix products.
 
-    pays   (columns of the product's input, columns of the result, whether the activation is gated, norm: "none", "rms"
-           or "layer") -> whether it is faster to fuse a product with this norm and activation
+    pays   (columns of the product's input, columns of the result, whether a gated activation is fused, fused norm:
+           "none", "rms" or "layer") -> whether the fused product is faster than separate launches
     """
     operations, widths = recording.operations, recording.widths
     readers: dict[int, list[int]] = {}
@@ -42,7 +42,10 @@ def fuse(recording: LaunchRecording, pays: Callable[[int, int, bool, str], bool]
         return is_whole(product.x, widths) and is_whole(product.result, widths)
 
     def activation_after(index: int) -> int | None:
-        """Return the index of a product's only reader if this is an activation of the whole product, else None."""
+        """Return the index of the activation to fuse into the product at `index`, or None.
+
+        The activation must be the only reader of the product and must read all its columns.
+        """
         product = operations[index]
         found = readers.get(product.result.register, [])
         if product.adds or len(found) != 1 or product.result.register == recording.result:
@@ -58,7 +61,7 @@ def fuse(recording: LaunchRecording, pays: Callable[[int, int, bool, str], bool]
         return pays(product.matrix.weight.shape[1], outputs, gated, norm)
 
     def takes_norm(norm_at: int, index: int) -> bool:
-        """Whether a product can read the norm's input and apply the norm itself, if this saves time."""
+        """Whether the operation at `index` is a product that can apply the norm at `norm_at` itself, and saves time."""
         norm, operation = operations[norm_at], operations[index]
         if not isinstance(operation, Product) or not can_fuse(operation):
             return False

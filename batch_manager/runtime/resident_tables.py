@@ -27,7 +27,7 @@ class ResidentTables:
         return self._num_rows * self._max_blocks
 
     def note(self, updates: BlockTableUpdates) -> None:
-        """Note changed entries of the host's tables. Ignores rows and columns outside this table."""
+        """Note the entries of the host's tables that `updates` changed. Entries outside this table are ignored."""
         rows, indices = updates.slots, updates.indices
         inside = (rows < self._num_rows) & (indices < self._max_blocks)
         self._changed.append((rows.astype(np.int64) * self._max_blocks + indices)[inside])
@@ -36,7 +36,7 @@ class ResidentTables:
             self._most_noted = 2 * len(self._once()) + MOST_NOTED
 
     def changes(self, tables: BlockTables) -> tuple[np.ndarray, np.ndarray]:
-        """Return the changes to send: distinct entries of the flat table [u] int64, and their blocks [u] int32.
+        """Return the changes to send: indices of distinct entries of the flat table [u] int64, their blocks [u] int32.
 
         tables   the host's tables, with all noted changes
         """

@@ -1,4 +1,4 @@
-"""Decides whether a model's forward runs as compiled code on a CPU, and compares it with torch."""
+"""Decides whether a model's forward runs as compiled code on a CPU, and compares the compiled forward with torch."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 def may_compile(params: TrtGptModelOptionalParams, device: torch.device,
                 attention_factory: Callable[..., Attention] | None) -> bool:
-    """Whether to pack the matrices for compiled code. Raises ConfigError if cpu_compile is True but impossible."""
+    """Whether to pack the matrices for compiled code. Raises ConfigError if cpu_compile is True but rules this out."""
     obstacle = _obstacle(params, device, attention_factory)
     if obstacle and params.cpu_compile:
         raise ConfigError(f"cpu_compile is True, but {obstacle}", "compiled steps need a CPU with a C compiler and the "
@@ -59,7 +59,7 @@ def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, attention
 
 def compile_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, kv_pool: torch.Tensor,
                  sink: int, threads: int) -> CompiledStep:
-    """Return the compiled forward of a model, after comparing its results on a first step with those of torch.
+    """Compile a model's forward, check its results on one step against torch, and return it.
 
     spec      the model's spec with the effective windows
     threads   largest number of threads

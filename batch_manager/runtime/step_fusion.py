@@ -23,7 +23,9 @@ class WrongStepError(NotRecordableError):
 
 def make_fused_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, uploads: Uploads,
                     tokens_per_block: int) -> FusedStep:
-    """Return the fused forward of a model, and its head if this can be recorded, after a comparison with the model.
+    """Fuse a model's forward, check its results against the model itself, and return it.
+
+    The fused step includes the model's head if the head can be recorded.
 
     spec      the model's spec with the effective windows
     Mutates   block 0 of the KV cache pool, used for the comparison
@@ -40,7 +42,10 @@ def make_fused_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, 
 
 
 def record_step(loaded: LoadedModel, spec: ModelSpec) -> tuple[LaunchRecording, bool]:
-    """Return the recording of a model's forward, and whether it includes the head. Raises NotRecordableError."""
+    """Record a model's forward, and its head if possible. Returns the recording, and whether it includes the head.
+
+    Raises NotRecordableError if the forward cannot be recorded.
+    """
     recorded = RecordedAttention((spec.num_heads, spec.num_kv_heads, spec.head_size), spec.attention, 0)
     recording = record(loaded.model.forward, spec.hidden_size, loaded.dtype, recorded, make=LaunchRecording)
     return recording, _record_head(loaded.model, recording)

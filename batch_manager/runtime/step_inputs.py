@@ -37,8 +37,9 @@ TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """The device arrays of a step of one shape, with R generation rows, T context tokens of C sequences, and u changes
-    of the block tables.
+    """The device arrays of a step of one shape.
+
+    The step has R generation rows, T context tokens of C contexts, and u changes of the block tables.
 
     slots               [R + C] int64   slots of the tokens to sample
     sampled_positions   [R + C] int32   positions of the tokens to sample
@@ -72,7 +73,7 @@ class StepInputs:
     """The input buffer and the result buffer of all steps on the device, divided into arrays for each shape.
 
     largest        the shapes that need the largest buffers
-    attention      determines the size of its work lists
+    attention      the attention whose work lists are among the arrays
     block_tables   [rows, m] int32 on the device
     """
 
@@ -88,15 +89,15 @@ class StepInputs:
         self._shapes: dict[StepShape, tuple[dict[str, np.ndarray], StepTensors, int]] = {}
 
     def arrays(self, shape: StepShape) -> dict[str, np.ndarray]:
-        """Return the next step's arrays on the host, by name. They contain old values, so write every entry."""
+        """Return name -> host array for the next step of `shape`. The arrays contain old values: write every entry."""
         return self._of(shape)[0]
 
     def tensors(self, shape: StepShape) -> StepTensors:
-        """Return the arrays of a step on the device."""
+        """Return the device arrays of steps of `shape`. They stay at the same addresses."""
         return self._of(shape)[1]
 
     def send(self, shape: StepShape) -> None:
-        """Send `arrays` to the device in one copy, without waiting for it."""
+        """Send the arrays that `arrays(shape)` returned to the device in one copy, without waiting for the copy."""
         num_bytes = self._of(shape)[2]
         self._uploads.into(self._buffer[:num_bytes], self._staging[:num_bytes])
 
@@ -156,7 +157,7 @@ def _num_results(shape: StepShape) -> int:
 
 
 def _offsets(sections) -> tuple[dict[str, tuple[int, np.dtype, tuple[int, ...]]], int]:
-    """Return name -> (first byte, dtype, shape), and the total number of bytes."""
+    """Return name -> (first byte, dtype, shape) of each array in the buffer, and the total number of bytes."""
     offsets, start = {}, 0
     for name, (dtype, size) in sections.items():
         offsets[name] = start, np.dtype(dtype), size

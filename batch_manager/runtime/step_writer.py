@@ -27,11 +27,11 @@ class StepWriter:
         self._uploads, self._padding_slot = uploads, padding_slot
 
     def plan(self, generation: GenerationRows, num_rows: int) -> Work:
-        """Return attention's work lists for the generation rows, padded to num_rows."""
+        """Return attention's (work list, part starts) of each window, for the generation rows padded to `num_rows`."""
         return list(self._attention.plan_generation(_padded(generation.kv_lengths, num_rows)).values())
 
     def write(self, shape: StepShape, work: Work, generation: GenerationRows, contexts: ContextRows | None) -> None:
-        """Write all arrays of a step. Block table changes that do not fit into the arrays are uploaded immediately."""
+        """Write all arrays of a step of `shape`. Block table changes beyond the arrays' size are uploaded at once."""
         arrays, rows = self._inputs.arrays(shape), shape.rows
         entries, blocks = self._resident.changes(self._tables)
         room = len(arrays["table_entries"])

@@ -1,9 +1,8 @@
-"""Sets the number of threads that a step on a CPU computes with, without changing it for other threads.
+"""Sets the number of threads with which a step computes on a CPU, without changing this number for other callers.
 
 torch has one thread count for the process. A thread adopts this count when it first computes. OpenMP and MKL have a
 count for each calling thread, and torch computes with these counts. `torch.set_num_threads` writes all three. This
-module writes only the two counts of the calling thread, with functions of the OpenMP and MKL that torch has loaded. No
-other thread is affected.
+module writes only the two counts of the calling thread, with functions of the OpenMP and MKL that torch has loaded.
 """
 
 import contextlib
@@ -45,12 +44,12 @@ def compute_threads(device: torch.device, count: int | None,
 
 
 def require_openmp() -> None:
-    """Raise ConfigError if this torch computes without OpenMP, so that the count of one thread cannot be set."""
+    """Raise ConfigError if this torch computes without OpenMP, which is needed to set the count of one thread."""
     _libraries()
 
 
 def has_openmp() -> bool:
-    """Whether this torch computes with OpenMP, so that the count of one thread can be set."""
+    """Whether this torch computes with OpenMP, which is needed to set the count of one thread."""
     try:
         return bool(_libraries())
     except ConfigError:
@@ -58,9 +57,9 @@ def has_openmp() -> bool:
 
 
 def _set_for_this_thread(count: int, mkl_count: int | None = None) -> int:
-    """Set the calling thread's counts, and return MKL's previous count.
+    """Set the calling thread's OpenMP and MKL counts, and return its previous MKL count; 0 without MKL.
 
-    mkl_count   None: `count`; 0: MKL uses the count of OpenMP
+    mkl_count   MKL's count; None: the same as `count`; 0: MKL uses the count of OpenMP
     """
     openmp, mkl = _libraries()
     openmp.omp_set_num_threads(count)

@@ -2,8 +2,9 @@
 
 A step waits for its slowest thread. If another program occupies the core of one thread, the whole step waits, and fewer
 threads are faster. In this case the processor time of a step is less than its wall-clock time multiplied by its number
-of threads: processor time is lost. The governor then tries half the threads. Otherwise it tries twice as many from time
-to time. A trial alternates between the current and the other number, and the governor keeps the faster number.
+of threads: processor time is lost. From time to time, the governor starts a trial: with half the threads if processor
+time is lost, otherwise with twice as many. A trial alternates between the current number and the tried number, and the
+governor keeps the faster of the two.
 
 Row counts between two powers of two share a decision. Results do not depend on the number of threads.
 """
@@ -30,7 +31,7 @@ class _Decision:
     """The number of threads for steps of about the same size.
 
     threads   current number
-    trial     the other number during a trial; None: there is no trial
+    trial     the tried number during a trial; None: there is no trial
     """
 
     threads: int
@@ -45,7 +46,7 @@ class ThreadGovernor:
     """Chooses the threads of each step from the times of earlier steps.
 
     most        largest number of threads; at least 1
-    newest      number of threads of the newest step
+    newest      number of threads chosen for the newest step
     monotonic   clock, in seconds
     """
 
@@ -67,7 +68,7 @@ class ThreadGovernor:
         return self.newest
 
     def report(self, rows: int, seconds: float, processor_seconds: float) -> None:
-        """Report a step's wall-clock time and the processor time of all its threads."""
+        """Report the wall-clock time of a step of `rows` rows, and the processor time of all its threads."""
         if self.most == 1:
             return
         decision = self._decision(rows)
@@ -86,7 +87,7 @@ class ThreadGovernor:
         return self._decisions[size]
 
     def _other(self, decision: _Decision) -> int | None:
-        """Return the number of threads to try, or None."""
+        """Return the number of threads to try next, or None if there is no number to try."""
         if decision.threads > 1 and statistics.median(decision.lost_shares) > LOST_SHARE:
             return decision.threads // 2
         return min(2 * decision.threads, self.most) if decision.threads < self.most else None

@@ -18,10 +18,10 @@ CONFIG_FILE, GENERATION_CONFIG_FILE = "config.json", "generation_config.json"
 
 
 class StoredWeights(Weights, Protocol):
-    """Tensors stored in files.
+    """Weights that are stored in files.
 
     num_weights   number of elements in all tensors of the files
-    stored_types  type, as the files spell it, such as "BF16" or "Q4_K" -> number of tensors
+    stored_types  name of a tensor type in the files, such as "BF16" or "Q4_K" -> number of tensors of this type
     """
 
     num_weights: int
@@ -34,7 +34,7 @@ class StoredWeights(Weights, Protocol):
 
 
 class Checkpoint(Protocol):
-    """The files of one model. Every method raises ModelLoadError for a fault in a file.
+    """The protocol of checkpoints: the files of one model. Every method raises ModelLoadError for a fault in a file.
 
     path   the path that errors name
     """
@@ -50,13 +50,15 @@ class Checkpoint(Protocol):
         ...
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> StoredWeights:
-        """Open the tensor files. Tensors have the names of Hugging Face's checkpoints. On the device "meta" all checks
-        run, but tensors have only shapes."""
+        """Open the tensor files. Returns the source of tensors on `device` in `dtype`, with Hugging Face's names.
+
+        On the device "meta", all checks run, but tensors have only shapes.
+        """
         ...
 
 
 class HuggingFaceFolder:
-    """A folder with config.json and safetensors files."""
+    """The Checkpoint of a folder with config.json and safetensors files."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         self._folder = CheckpointFolder(path)

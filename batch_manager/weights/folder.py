@@ -34,9 +34,9 @@ class CheckpointFile:
 
 
 def existing_path(path: str | os.PathLike) -> Path:
-    """Resolve `path`, which must exist. The last part of a file's path is kept, even if it is a link.
+    """Return `path` with links resolved. If `path` is a link to a file, the link itself is not resolved.
 
-    Raises ModelLoadError.
+    Raises ModelLoadError if the path does not exist.
     """
     try:
         given = os.fsdecode(path)
@@ -62,9 +62,9 @@ def is_gguf_name(name: str) -> bool:
 
 
 def gguf_file(path: str | os.PathLike) -> CheckpointFile:
-    """Return the regular file at `path`. It may be a link to anywhere, because the user passed it.
+    """Return the regular file at `path`. The path may be a link to any folder, because the user passed it.
 
-    Raises ModelLoadError.
+    Raises ModelLoadError if there is no regular file.
     """
     found = existing_path(path)
     target = found.resolve()
@@ -90,9 +90,9 @@ class CheckpointFolder:
         return os.path.lexists(self.path / name)
 
     def file(self, name: str, named_by: str = "") -> CheckpointFile:
-        """Return a regular file of the folder. Errors name `named_by` as the source of the name.
+        """Return the file `name` of the folder. Errors name `named_by` as the source of the name.
 
-        Raises ModelLoadError.
+        Raises ModelLoadError if `name` is not a bare file name, or if it names a refused link or no regular file.
         """
         where = f" (named by {named_by})" if named_by else ""
         if not name or name in (".", "..") or not name.isprintable() or any(sign in name for sign in "/\\:"):
@@ -119,7 +119,7 @@ class CheckpointFolder:
     def _blobs(self) -> Path | None:
         """The path of the repository's `blobs`, if this folder is a snapshot in a Hugging Face cache; otherwise None.
 
-        The path can be compared with a link's target, because both are resolved.
+        The path has no links, so it can be compared with the resolved target of a link.
         """
         snapshots, repository = self.path.parent, self.path.parent.parent
         is_cached = snapshots.name == "snapshots" and repository.name.startswith("models--")

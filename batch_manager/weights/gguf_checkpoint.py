@@ -1,4 +1,4 @@
-"""A GGUF file, or several shards, as a checkpoint."""
+"""Presents a GGUF file, or several shards, as a checkpoint."""
 
 import os
 import re
@@ -20,7 +20,7 @@ MAX_SHARDS = 1000
 
 
 class GgufCheckpoint:
-    """A .gguf file, or the first shard of a model in shards. The other shards are in the same folder."""
+    """The Checkpoint of a .gguf file, or of several shards in one folder, of which `path` is the first."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         first = gguf_file(path)

@@ -1,7 +1,7 @@
-"""The configuration of a GGUF file, under the field names of Hugging Face's config.json.
+"""Translates the metadata of a GGUF file into the fields of Hugging Face's config.json.
 
-The family's model class reads and checks the values, as it does for a config.json. This module refuses a file that has
-a metadata key of the architecture that was not read. Values that GGUF files never state, such as the activation, are
+The family's model class reads and checks the values, as it does for a config.json. This module refuses a file with a
+metadata key of the architecture that it did not read. Values that GGUF files never state, such as the activation, are
 the family's defaults in transformers.
 """
 
@@ -54,7 +54,7 @@ class GgufFields(Fields):
 
 
 class Metadata:
-    """Access to the metadata keys of the file's architecture. A name is a key without its "ARCHITECTURE." prefix."""
+    """Access to the metadata of a file, by name. A name is a metadata key without its "ARCHITECTURE." prefix."""
 
     def __init__(self, header: GgufHeader, tensors: Mapping[str, GgufTensor]) -> None:
         self.header, self.tensors = header, tensors
@@ -71,7 +71,7 @@ class Metadata:
         return f"{self.architecture}.{name}"
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of "ARCHITECTURE.name", or the default if the key is absent."""
+        """Return the value of the key "ARCHITECTURE.name", or the default if the key is absent."""
         self._read.add(self.key(name))
         return self.header.metadata.get(self.key(name), default)
 
@@ -90,7 +90,9 @@ class Metadata:
         return value
 
     def fault(self, name: str, expected: str, fix: str = "") -> ModelLoadError:
-        """Return the error to raise for an invalid value of a key. expected: the words after "expected" in the message.
+        """Return the error to raise for an invalid value of a key.
+
+        expected   the words after "expected" in the message
         """
         value = self.header.metadata.get(self.key(name))
         return ModelLoadError(f"{self.where}: {self.key(name)} is {shown(value)}", f"expected {expected}", fix)
@@ -99,7 +101,7 @@ class Metadata:
         return name in self.tensors
 
     def refuse_unread_keys(self) -> None:
-        """Raise ModelLoadError for a key of the architecture that was not read, unless it is known to be neutral."""
+        """Raise ModelLoadError for a key of the architecture that was not read, unless the key changes nothing."""
         for key, value in self.header.metadata.items():
             name = key.removeprefix(f"{self.architecture}.")
             if name == key or key in self._read:
@@ -137,10 +139,10 @@ class Family:
 
 def read_config(header: GgufHeader, tensors: Mapping[str, GgufTensor],
                 factors: Callable[[str], list[float]]) -> tuple[GgufFields, Heads]:
-    """Return the configuration of the file, and its head counts and head size.
+    """Return the configuration of a GGUF file as fields of config.json, and its head counts and head size.
 
     tensors   name -> tensor, of all shards
-    factors   name of a tensor -> its elements
+    factors   (name of a tensor) -> elements of the tensor
 
     Raises ModelLoadError, which names file and key, or UnsupportedModelError, which names the architecture.
     """
@@ -216,7 +218,7 @@ def _vocab_size(metadata: Metadata) -> int:
 
 
 def _dtype(metadata: Metadata) -> str:
-    """Return the dtype of the weights on a GPU, chosen by the types in the file."""
+    """Return the name of the dtype for the weights on a GPU, chosen by the types of the matrices in the file."""
     kinds = {tensor.kind for tensor in metadata.tensors.values() if len(tensor.shape) > 1}
     if kinds <= {"F32"}:
         return "float32"
@@ -264,7 +266,7 @@ def _rotary(metadata: Metadata, family: Family, heads: Heads, factors: Callable[
 
 
 def _scaling(metadata: Metadata) -> dict[str, Any]:
-    """Return `rope_scaling`, empty if positions are not scaled."""
+    """Return the field `rope_scaling`; empty if positions are not scaled."""
     kind = metadata.get("rope.scaling.type", "none")
     if kind in ("none", "longrope"):
         if metadata.get("rope.scaling.factor", 1.0) not in (0, 1):
@@ -286,7 +288,7 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
 
 def _longrope(metadata: Metadata, scaling: dict[str, Any], values: dict[str, Any],
               factors: Callable[[str], list[float]]) -> dict[str, Any]:
-    """Return `rope_scaling` of Phi-3, whose factors are stored in two tensors; empty if positions are not scaled.
+    """Return the field `rope_scaling` of Phi-3, which has its factors in two tensors; empty without scaled positions.
 
     Sets `original_max_position_embeddings` in `values` if positions are scaled.
     """
@@ -306,7 +308,10 @@ def _longrope(metadata: Metadata, scaling: dict[str, Any], values: dict[str, Any
 
 
 def _frequency_factors(metadata: Metadata, heads: Heads, factors: Callable[[str], list[float]]) -> dict[str, Any]:
-    """Return Llama 3.1's divisors of the frequencies, as the factors of a longrope that does not extend the context."""
+    """Return `rope_scaling` with Llama 3.1's divisors of the frequencies, as short factors of a longrope.
+
+    This longrope does not extend the context.
+    """
     numbers = factors("rope_freqs.weight")
     if len(numbers) != heads.size // 2 or not all(MIN_NUMBER <= number <= MAX_NUMBER for number in numbers):
         raise ModelLoadError(f"{metadata.where}: rope_freqs.weight contains {shown(numbers)}",
@@ -317,7 +322,10 @@ def _frequency_factors(metadata: Metadata, heads: Heads, factors: Callable[[str]
 
 
 def _layer_types(metadata: Metadata, period: int) -> list[str]:
-    """Return `layer_types` by the file's pattern. Without a pattern, every `period`-th layer has full attention."""
+    """Return the field `layer_types`, from the file's pattern.
+
+    If the file has no pattern, every `period`-th layer has full attention.
+    """
     layers, name = metadata.count("block_count"), "attention.sliding_window_pattern"
     pattern = metadata.get(name)
     if isinstance(pattern, GgufArray):
@@ -367,8 +375,10 @@ def _gemma2(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[st
 
 
 def _query_scalar(metadata: Metadata, heads: Heads, layers_of_27b: int) -> int:
-    """Return `query_pre_attn_scalar` of Gemma 2 and 3, which has no metadata key. The 27B models, recognized by their
-    number of layers, use hidden size / query heads. All others use the head size."""
+    """Return the field `query_pre_attn_scalar` of Gemma 2 and 3, for which there is no metadata key.
+
+    The 27B models, recognized by their number of layers, use hidden size / query heads. All others use the head size.
+    """
     if metadata.count("block_count") != layers_of_27b:
         return heads.size
     return metadata.count("embedding_length") // heads.queries

@@ -72,9 +72,9 @@ class GgufArray:
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor of the file.
+    """The description of a tensor of the file.
 
-    kind         name of its type, such as "Q4_K"
+    kind         name of the tensor type, such as "Q4_K"
     shape        shape in torch's order: rows first
     row_bytes    bytes of one row, the elements along the last dimension
     begin, end   byte range in the file
@@ -91,7 +91,7 @@ class GgufTensor:
 class GgufHeader:
     """The checked header of a GGUF file.
 
-    identity   device, inode, size and modification time of the file, which tell whether it was replaced
+    identity   device, inode, size and modification time of the file, which show whether the file was replaced
     metadata   key -> bool, int, float, str or GgufArray
     tensors    name -> GgufTensor
     """
@@ -104,7 +104,7 @@ class GgufHeader:
 
 
 def read_gguf_header(checkpoint_file: CheckpointFile) -> GgufHeader:
-    """Read and check the header of a file, which `folder.gguf_file(path)` returns.
+    """Read and check the header of a file, such as one from `folder.gguf_file(path)`.
 
     Raises ModelLoadError, which names the file and the key or tensor.
     """
@@ -156,7 +156,7 @@ def incomplete(file: CheckpointFile, reason: str) -> ModelLoadError:
 
 
 def open_again(header: GgufHeader) -> BinaryIO:
-    """Open the file again for its data. Raises OSError, or ModelLoadError if it changed since its header was read."""
+    """Open the header's file to read data. Raises OSError, or ModelLoadError if the file changed after its header."""
     file = header.file.real_path.open("rb", buffering=0)
     if _identity(file) != header.identity:
         file.close()
@@ -275,7 +275,7 @@ class _Reader:
         return GgufArray(name, count, begin, self._offset)
 
     def _skip_texts(self, count: int, key: str) -> None:
-        """Skip `count` strings. The loop runs once per token of a vocabulary, so it decodes nothing."""
+        """Skip the `count` strings of the array `key`. Decodes nothing, because a vocabulary has many strings."""
         offset, unpack = self._offset, _LENGTH.unpack_from
         for _ in range(count):
             if offset + 8 > len(self._data):
@@ -286,7 +286,7 @@ class _Reader:
         self._offset = offset
 
     def _description(self, name: str) -> tuple[str, tuple[int, ...], int, int, int]:
-        """Read the description of a tensor. Returns its type, shape, bytes per row, bytes, and offset in the data."""
+        """Read the description of a tensor. Returns (type, shape, bytes per row, total bytes, offset in the data)."""
         rank = self._unsigned(_SHORT_LENGTH, name)
         if not 1 <= rank <= MAX_RANK:
             raise ModelLoadError(f"{self.where}: {shown(name)} has {rank:,} dimensions", f"expected 1 to {MAX_RANK}")
@@ -370,7 +370,10 @@ class _Reader:
         self._offset = end
 
     def _read_to(self, end: int, what: str) -> None:
-        """Extend `_data` to the first `end` bytes. Raises if the file, or the largest allowed header, is shorter."""
+        """Read on until `_data` has the first `end` bytes of the file.
+
+        Raises ModelLoadError if the file is shorter, or if the header would exceed MAX_HEADER_BYTES.
+        """
         if end > self.file_bytes:
             raise incomplete(self.where, f"{what} ends at byte {end:,}; the file has {self.file_bytes:,} bytes")
         if end > MAX_HEADER_BYTES:

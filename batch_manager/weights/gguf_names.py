@@ -20,7 +20,7 @@ from .json_file import shown
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Numbers of query and key heads, and the head size. The order of rows depends on them."""
+    """The numbers of query and key heads, and the head size, on which the order of rows in the file depends."""
 
     queries: int
     keys: int
@@ -33,11 +33,11 @@ class Location:
 
     tensor       name of the GGUF tensor
     rows         rows of the GGUF tensor that belong to the Hugging Face tensor; None: all
-    is_one_row   `rows` is one row, and the Hugging Face tensor is this row without the first dimension
-    order        () -> [rows] int64, the GGUF row of each Hugging Face row; None: unchanged. Called when the tensor is
-                 read, after its shape is checked
-    transposed   the GGUF tensor is the transpose
-    offset       number to add to every element
+    is_one_row   whether the Hugging Face tensor is the single row in `rows`, without the first dimension
+    order        () -> [rows] int64, the GGUF row of each Hugging Face row; None: the same order. Called when the tensor
+                 is read, after its shape is checked
+    transposed   whether the GGUF tensor is the transpose of the Hugging Face tensor
+    offset       number to add to every element of the GGUF tensor
     """
 
     tensor: str
@@ -73,16 +73,16 @@ _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "ou
 
 
 def halves_apart(heads: int, size: int) -> torch.Tensor:
-    """Return the row order of Llama's queries or keys, [rows]: the file interleaves the two halves of each head."""
+    """Return Location.order [rows] for Llama's queries or keys: the file interleaves the two halves of each head."""
     rows = torch.arange(heads * size, dtype=torch.int64, device="cpu")
     return rows.view(heads, size // 2, 2).transpose(1, 2).reshape(-1)
 
 
 def parts_by_key_head(heads: Heads) -> torch.Tensor:
-    """Return the row order of a fused projection, [rows].
+    """Return Location.order [rows] for a fused projection of queries, keys and values.
 
-    Hugging Face's tensor has the queries, the key and the value of the first key head, then those of the next. The file
-    has all queries, then all keys, then all values.
+    Hugging Face's tensor has the queries, the key and the value of the first key head, then those of the next key head.
+    The file has all queries, then all keys, then all values.
     """
     rows = torch.arange((heads.queries + 2 * heads.keys) * heads.size, dtype=torch.int64, device="cpu")
     queries, keys, values = rows.view(-1, heads.size).split([heads.queries, heads.keys, heads.keys])
@@ -106,11 +106,11 @@ def _fused_rows(name: str, heads: Heads) -> Order:
 class Names:
     """The tensor names of one architecture, and the converter's changes to its tensors.
 
-    layer       name in a GGUF block -> name in a Hugging Face layer
-    layers      Hugging Face's prefix of a layer's number
+    layer       name in a GGUF block, which is a layer -> name in a Hugging Face layer
+    layers      prefix of the layer's number in Hugging Face's names, such as "model.layers"
     outside     GGUF name -> Hugging Face's name, for tensors outside the layers
-    rows        (name in a block, heads) -> row order of the tensor; None: unchanged
-    offset      number to add to the weights of norms
+    rows        (name in a block, heads) -> Location.order of the tensor
+    offset      number to add to the weights of norms in the file
     transposed  names of matrices in a block that the converter transposes
     by_head     names of matrices in a block that Hugging Face splits by row, into one tensor for each head
     two_norms   changes to `layer` for blocks with two parallel norms
@@ -165,7 +165,7 @@ _OUTSIDE_BLOCKS = re.compile(r"(\w+)\.(weight|bias)")
 
 def locate(architecture: str, tensors: Mapping[str, GgufTensor], heads: Heads,
            file: CheckpointFile) -> dict[str, Location]:
-    """Return Hugging Face's name -> location for every tensor of the file.
+    """Return Hugging Face's name -> Location for all tensors of a GGUF file.
 
     Raises ModelLoadError for a tensor that `architecture` does not use.
     """
@@ -199,7 +199,7 @@ def locate(architecture: str, tensors: Mapping[str, GgufTensor], heads: Heads,
 
 
 def _split_qkv(tensor: str, kind: str, prefix: str, heads: Heads) -> dict[str, Location]:
-    """Locate queries, keys and values in a fused projection."""
+    """Return Hugging Face's name -> Location for the queries, keys and values in a fused projection of the file."""
     ends = [heads.queries * heads.size, heads.keys * heads.size, heads.keys * heads.size]
     starts = [0, ends[0], ends[0] + ends[1]]
     return {f"{prefix}.{part}_proj.{kind}": Location(tensor, range(start, start + rows))

@@ -25,7 +25,7 @@ MAX_FACTORS = 2**20
 
 
 def numbers_of(headers: Sequence[GgufHeader], name: str) -> list[float]:
-    """Read a small F32 tensor that belongs to the configuration. Raises ModelLoadError."""
+    """Return the elements of a small F32 tensor that belongs to the configuration. Raises ModelLoadError."""
     header = next(header for header in headers if name in header.tensors)
     tensor = header.tensors[name]
     if tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_FACTORS:
@@ -36,11 +36,10 @@ def numbers_of(headers: Sequence[GgufHeader], name: str) -> list[float]:
 
 
 class GgufWeights:
-    """The tensors of one model's GGUF files under Hugging Face's names, converted on request to one dtype on one
-    device.
+    """The StoredWeights of one model's GGUF files: tensors under Hugging Face's names, on one device in one dtype.
 
-    Reading a tensor needs memory for that tensor and a few of its rows. `finish` raises if a tensor was never
-    requested.
+    A tensor is read and converted when it is requested. This takes memory for the tensor and a few of its rows.
+    `finish` raises ModelLoadError if a tensor was never requested.
     """
 
     def __init__(self, headers: Sequence[GgufHeader], locations: Mapping[str, Location], device: torch.device,
@@ -93,7 +92,10 @@ class GgufWeights:
         self.num_bytes += num_bytes
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
-        """Raise if a tensor was never requested. `harmless` is ignored, because converters write no such tensors."""
+        """Raise ModelLoadError if a tensor was never requested.
+
+        `harmless` is ignored, because converters write no tensors that a model does not need.
+        """
         left = sorted(self._locations.keys() - self._used)
         if left:
             more = f" and {len(left) - 1} more" if left[1:] else ""
@@ -123,7 +125,7 @@ class GgufWeights:
                                  "check that the file is complete")
 
     def _fill(self, target: torch.Tensor, location: Location) -> None:
-        """Read a tensor into `target`, which has the tensor's shape. On the device "meta" nothing is read."""
+        """Read the tensor at `location` into `target`, which has its shape. On the device "meta" nothing is read."""
         if target.device.type == "meta":
             return
         with self._files.reading(location.tensor) as read:
@@ -142,7 +144,7 @@ class GgufWeights:
 
 
 def _fill_vector(target: torch.Tensor, location: Location, vector: torch.Tensor) -> None:
-    """Copy a bias or a norm, which is decoded whole. The rows and the order of its location refer to elements."""
+    """Copy a decoded bias or norm to `target`. For these, the rows and the order of `location` refer to elements."""
     vector = vector if location.rows is None else vector[location.rows.start : location.rows.stop]
     _copy(target, vector if location.order is None else vector[location.order()])
 
@@ -194,7 +196,10 @@ Decoder = Callable[[bytearray, int], torch.Tensor]
 
 
 def _decoder(kind: str, file: CheckpointFile) -> Decoder:
-    """Return (bytes, rows) -> [rows, columns] on the CPU. Raises ModelLoadError for a type that cannot be decoded."""
+    """Return the decoder of a tensor type: (bytes, number of rows) -> [rows, columns] on the CPU.
+
+    Raises ModelLoadError, which names `file`, for a type that cannot be decoded.
+    """
     if kind in _PLAIN:
         return lambda data, rows: torch.frombuffer(data, dtype=_PLAIN[kind]).view(rows, -1)
     try:
@@ -236,7 +241,10 @@ class _Files:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[Callable[[int, int], bytearray]]:
-        """Yield (offset, number of bytes) -> bytes of the tensor. Raises ModelLoadError if the file has changed."""
+        """Context manager: yield a function (offset, number of bytes) -> bytes of the tensor `name`.
+
+        Raises ModelLoadError if the file has changed.
+        """
         header = self._headers[name]
         try:
             with open_again(header) as file:

@@ -23,7 +23,7 @@ _short.maxlevel, _short.maxstring, _short.maxlong, _short.maxlist, _short.maxdic
 
 
 def shown(value: object) -> str:
-    """Format a value for a message: short, whatever its size and depth."""
+    """Format a value for a message. The text is short, even if the value is large or deeply nested."""
     return _short.repr(value)
 
 
@@ -96,7 +96,10 @@ class Fields:
 
     def missing(self, name: str, expected: str,
                 fix: str = f"{AGAIN}, or add the field") -> ModelLoadError:
-        """Return the error to raise for a field that is absent or null. expected: as in `fault`."""
+        """Return the error to raise for a field that is absent or null.
+
+        expected   the words after "expected" in the message
+        """
         return ModelLoadError(f"{self.where}: {_name(name)} is missing", f"expected {expected}", fix)
 
     def count(self, name: str, default: Any = _REQUIRED, minimum: int = 1, maximum: int = MAX_COUNT) -> Any:
@@ -113,35 +116,35 @@ class Fields:
                          f"0..{MAX_COUNT:,}")
 
     def numbers(self, name: str) -> list[float]:
-        """Return a list of numbers in MIN_NUMBER..MAX_NUMBER, as floats."""
+        """Return the value of a field that must be a list of numbers in MIN_NUMBER..MAX_NUMBER, as floats."""
         return [float(item) for item in self._get(
             name, Fields._REQUIRED, lambda value: isinstance(value, list) and all(
                 type(item) in (int, float) and MIN_NUMBER <= item <= MAX_NUMBER for item in value),
             f"a list of numbers in {MIN_NUMBER:g}..{MAX_NUMBER:g}")]
 
     def number(self, name: str, default: Any = _REQUIRED, minimum: float = MIN_NUMBER) -> Any:
-        """Return a number in `minimum`..MAX_NUMBER, as a float."""
+        """Return the value of a field that must be a number in `minimum`..MAX_NUMBER, as a float."""
         value = self._get(name, default,
                           lambda value: isinstance(value, int | float) and minimum <= value <= MAX_NUMBER,
                           f"a number in {minimum:g}..{MAX_NUMBER:g}")
         return float(value) if isinstance(value, int) else value
 
     def flag(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Return true or false."""
+        """Return the value of a field that must be true or false."""
         return self._get(name, default, lambda value: isinstance(value, bool), "true or false", bools=True)
 
     def text(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Return a string."""
+        """Return the value of a field that must be a string."""
         return self._get(name, default, lambda value: isinstance(value, str), "a string")
 
     def texts(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Return a list of strings."""
+        """Return the value of a field that must be a list of strings."""
         return self._get(name, default,
                          lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
                          "a list of strings")
 
     def fields(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Return a nested object, as Fields."""
+        """Return the value of a field that must be an object, as Fields."""
         value = self._get(name, default, lambda value: isinstance(value, dict), "an object")
         return Fields(value, f"{self.where}: {_name(name)}") if isinstance(value, dict) else value
 
@@ -158,5 +161,5 @@ class Fields:
 
 
 def _name(name: str) -> str:
-    """Return a field's name for a message. A long or unprintable name comes from the file and is shown like a value."""
+    """Return a field's name for a message. A long or unprintable name, which comes from the file, is shortened."""
     return name if len(name) <= 120 and name.isprintable() else shown(name)

@@ -21,9 +21,9 @@ ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The description of a tensor.
+    """The description of a tensor in the header.
 
-    dtype        the dtype as the file spells it; it may be a dtype that cannot be loaded
+    dtype        name of the dtype in the file; the dtype may be one that cannot be loaded
     begin, end   byte range in the data, which follows the header
     """
 
@@ -34,7 +34,7 @@ class StoredTensor:
 
 
 def read_header(checkpoint_file: CheckpointFile) -> dict[str, StoredTensor]:
-    """Read the tensors' descriptions, and check that the tensors fill the file without gaps or overlap.
+    """Return name -> description of a file's tensors, and check that the tensors fill the file without gaps or overlap.
 
     Raises ModelLoadError, which names file and field.
     """
@@ -62,7 +62,7 @@ def incomplete(path: Path, reason: str) -> ModelLoadError:
 
 
 def _stored(path: Path, name: str, fields: Fields) -> StoredTensor:
-    """Read one description, and check the tensor's number of bytes unless its dtype cannot be loaded."""
+    """Return the description of tensor `name`. Checks its number of bytes, unless its dtype cannot be loaded."""
     dtype, shape = fields.text("dtype"), fields.counts("shape", range(MAX_RANK + 1))
     begin, end = fields.counts("data_offsets", range(2, 3))
     if dtype in ELEMENT_BYTES and (size := math.prod(shape) * ELEMENT_BYTES[dtype]) != end - begin:
@@ -72,7 +72,7 @@ def _stored(path: Path, name: str, fields: Fields) -> StoredTensor:
 
 
 def _check_ranges(path: Path, tensors: dict[str, StoredTensor], data_bytes: int) -> None:
-    """Check that the tensors fill the data without gaps or overlap."""
+    """Raise ModelLoadError unless the tensors fill the `data_bytes` bytes of data without gaps or overlap."""
     end = 0
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if stored.begin != end or stored.end < end:

@@ -33,10 +33,11 @@ class _Tensor:
 
 
 class SafetensorsWeights:
-    """The tensors of a folder, converted on request to one dtype on one device. On the device "meta" no data is read,
-    and tensors have only shapes.
+    """The StoredWeights of a folder of safetensors files: tensors on one device in one dtype.
 
-    `finish` raises if a tensor was never requested, because a checkpoint with unused tensors is of a different model.
+    A tensor is read and converted when it is requested. On the device "meta" no data is read, and tensors have only
+    shapes. `finish` raises ModelLoadError if a tensor was never requested, because a checkpoint with unused tensors
+    belongs to a different model.
     """
 
     def __init__(self, folder: CheckpointFolder, device: torch.device, dtype: torch.dtype) -> None:
@@ -99,7 +100,10 @@ class SafetensorsWeights:
         self.num_bytes += num_bytes
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
-        """Close the files. Raises if a tensor was never requested and its name matches no pattern of `harmless`."""
+        """Close the files.
+
+        Raises ModelLoadError if a tensor was never requested and its name matches no pattern of `harmless`.
+        """
         patterns = [re.compile(pattern) for pattern in harmless]
         left = sorted(name for name in self._tensors.keys() - self._used
                       if not any(pattern.fullmatch(name) for pattern in patterns))

@@ -12,9 +12,9 @@ Shape = Sequence[int]
 
 
 class Weights(Protocol):
-    """Tensors by name, all on one device and in one dtype.
+    """The protocol of sources of tensors. A source returns tensors by name, all on one device and in one dtype.
 
-    num_bytes   size of all tensors returned so far, and of the copies that layers keep for speed
+    num_bytes   size of all tensors returned so far, and of the copies of them that layers keep for speed
     """
 
     num_bytes: int
@@ -24,20 +24,25 @@ class Weights(Protocol):
         ...
 
     def tensor(self, name: str, shape: Shape) -> torch.Tensor:
-        """Return the tensor, which is contiguous. The shape of a single number is (). Raises ModelLoadError if the
-        tensor is missing or has another shape."""
+        """Return the tensor `name`, contiguous. `shape` is () for a single number.
+
+        Raises ModelLoadError if the tensor is missing or has another shape.
+        """
         ...
 
     def stacked(self, parts: Sequence[tuple[str, Shape]]) -> torch.Tensor:
         """Return several tensors, concatenated along the first dimension, as one contiguous tensor.
 
-        The other dimensions of the tensors must be equal. Raises ModelLoadError as `tensor` does.
+        parts   (name, shape) of each tensor, in order; dimensions after the first must be equal
+        Raises  ModelLoadError if a tensor is missing or has another shape
         """
         ...
 
     def tied(self, name: str, to: str) -> None:
-        """Declare that the model uses `to` in place of `name`, so that `name` counts as used. Raises ModelLoadError if
-        the checkpoint has a different tensor under `name`."""
+        """Declare that the model uses the tensor `to` in place of `name`, so that `name` counts as requested.
+
+        Raises ModelLoadError if the checkpoint has a different tensor under `name`.
+        """
         ...
 
     def count_copy(self, num_bytes: int) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 
 def ban_ngrams(logits, history, history_row, length, size):
-    """Modify and return `logits`. See the kernel for shapes."""
+    """Set the logits of forbidden tokens to -inf, in place. Returns `logits`. See the kernel for shapes."""
     numbers, tokens_of, size = logits.numpy(), history.numpy(), size.numpy()
     history_row, length = history_row.numpy(), length.numpy()
     for row in size.nonzero()[0].tolist():

@@ -8,14 +8,14 @@ import numpy as np
 
 
 def ban_words(logits, history, history_row, length, lists, list_start, count, max_count):
-    """Modify and return `logits`. See the kernel for shapes."""
+    """Set the logits of forbidden tokens to -inf, in place. Returns `logits`. See the kernel for shapes."""
     rows, tokens = words_lacking_last_token(history, history_row, length, lists, list_start, count)
     logits.numpy()[rows, tokens] = -np.inf
     return logits
 
 
 def words_lacking_last_token(history, history_row, length, lists, list_start, count):
-    """Return ([n] row, [n] last token) of each word whose other tokens end the history of its row.
+    """Return (row [n], last token [n]) of each word whose other tokens are the last tokens of its row's history.
 
     The arguments are tensors as in `ban_words`, the results numpy arrays.
     """

@@ -1,7 +1,7 @@
 """The best continuations of groups of beams on a CPU. Same contract as triton_kernels/beam_topk.py.
 
 The best tokens of a row are found by blocks (logit_blocks.py). These candidates are few, so the oracle's code ranks
-them by group. Log-probs are computed only for candidates in rows that are not log-probs already.
+them by group. Log-probs are computed only for the candidates, and only in rows without are_log_probs.
 """
 
 import torch
@@ -49,7 +49,7 @@ def _largest_in_order(x: torch.Tensor, blocks: torch.Tensor, count: int) -> tupl
 
 
 def _log_probs(x: torch.Tensor, maxima: torch.Tensor, values: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Return log_softmax(x / temperature) at the logits `values` [r, count] of x. `maxima` [r] are the largest of x."""
+    """Return log_softmax(x / temperature) of the logits `values` [r, count] of x. `maxima` [r] are the largest of x."""
     inverse = inverse_temperature_of(temperature)[:, None]
     total = (x - maxima[:, None]).mul_(inverse).exp_().sum(1, keepdim=True)
     return (values - maxima[:, None]) * inverse - total.log_()

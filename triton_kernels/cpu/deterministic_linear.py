@@ -2,9 +2,9 @@
 
 Same contract as triton_kernels/deterministic_linear.py; the weight can also be packed for oneDNN.
 
-Torch multiplies the rows in pieces, whose sizes were measured to give the same bits as the largest size, for the shape
-of the weight, on this machine, with this number of threads. The first call measures the sizes and caches them for the
-process.
+Torch multiplies the rows in pieces. Only those sizes of pieces are used that gave the same bits as the largest size in
+a measurement, for the shape of the weight, on this machine, with this number of threads. The first call measures the
+sizes and caches them for the process.
 """
 
 import torch
@@ -38,7 +38,7 @@ def deterministic_linear(x, weight, bias=None, out=None):
 
 
 def _find_sizes(x, weight, bias):
-    """Measure and return the usable sizes.
+    """Measure and return the usable sizes of pieces.
 
     The engine makes the first call at startup, with the number of threads of all later steps.
     """

@@ -42,20 +42,20 @@ def in_pieces(operation: Callable[..., torch.Tensor], *operands: torch.Tensor, s
 
 
 def elementwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Return function(x) for an elementwise function, computed in pieces."""
+    """Return function(x) for an elementwise function, computed in pieces of ELEMENTS elements."""
     return in_pieces(function, x.reshape(-1), sizes=(ELEMENTS,)).view(x.shape)
 
 
 def row_by_row(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """Return function(rows) for a rowwise function of rows [n, size], computed in pieces."""
+    """Return function(rows) for a rowwise function of rows [n, size], computed in pieces of about ELEMENTS elements."""
     return in_pieces(function, rows, sizes=(max(1, ELEMENTS // rows.shape[1]),))
 
 
 def agreeing_sizes(operation: Callable[..., torch.Tensor], *operands: torch.Tensor,
                    sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes, ascending, with which the result has the same bits as with the largest of `sizes`.
+    """Return the sizes of pieces, ascending, with which the result has the same bits as with the largest of `sizes`.
 
-    Returns () if even with the largest size the bits of a row depend on its index or on other rows.
+    Returns () if the bits of a row depend on its index or on other rows even with the largest size.
 
     operands   operands with random values, whose number of rows is a multiple of the largest size
     """

@@ -1,4 +1,4 @@
-"""Memory in large pages, if the system supports them, for data that each step reads in full.
+"""Allocates memory in large pages, if the system supports them, for data that each step reads in full.
 
 A large page needs one address translation instead of 512, and a processor caches few translations.
 
@@ -21,7 +21,7 @@ _shared = np.zeros(0, np.uint8)        # the unused rest of the memory that smal
 def allocate(num_bytes: int) -> np.ndarray:
     """Return zeros [num_bytes] uint8, aligned to a large page. Pages take up memory only once they are written.
 
-    Raises   MemoryError
+    Raises   MemoryError if the system does not provide the memory
     """
     try:
         memory = mmap.mmap(-1, num_bytes + LARGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -36,7 +36,7 @@ def allocate(num_bytes: int) -> np.ndarray:
 
 
 def allocate_shared(num_bytes: int) -> np.ndarray:
-    """Return zeros like `allocate`, but small arrays share large pages and are aligned to 4,096 bytes only."""
+    """Return zeros [num_bytes] uint8 for an array that may share large pages with others, aligned to 4,096 bytes."""
     global _shared
     if num_bytes >= SHARED_BYTES:
         return allocate(num_bytes)

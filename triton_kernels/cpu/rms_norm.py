@@ -1,7 +1,7 @@
 """RMSNorm on a CPU. Same contract as triton_kernels/rms_norm.py.
 
-Takes five torch operations, or six for 16-bit dtypes. The formula as written would take eight. At least as fast as
-torch's own norm, and faster for few rows.
+The norm takes five torch operations, or six for 16-bit dtypes. The formula as written would take eight. The norm is at
+least as fast as torch's own, and faster for few rows.
 """
 
 import functools
@@ -29,7 +29,10 @@ def rms_norm(hidden, weight, epsilon, residual=None, weight_offset=0.0, out=None
 
 
 def _in_pieces(rows, weight, epsilon):
-    """Normalize deterministically: sum in pieces of fixed shape; all other operations are correctly rounded."""
+    """Normalize with the bits of a row depending on that row alone.
+
+    Sums are computed in pieces of fixed shape. All other operations are correctly rounded.
+    """
     size = rows.shape[-1]
     flat = rows.reshape(-1, size).float()
     squares = row_by_row(lambda piece: piece.square().sum(1, keepdim=True), flat)
@@ -39,6 +42,6 @@ def _in_pieces(rows, weight, epsilon):
 
 @functools.lru_cache(maxsize=64)
 def _root(square):
-    """Return the square root as a tensor, because `hypot_` does not accept a number."""
+    """Return the square root of `square` as a tensor, because `hypot_` does not accept a number."""
     with torch.inference_mode(False):
         return torch.tensor(square**0.5, dtype=torch.float32, device="cpu")

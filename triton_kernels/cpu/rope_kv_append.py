@@ -10,7 +10,7 @@ import torch
 
 
 class StepRows:
-    """The positions of the tokens of one step, and the rows of the pool for their keys and values.
+    """The rows of the rotary tables and of the pool for the tokens of one step.
 
     slot_mapping    [T] int64   as in the kernel; `kv_rows` is undefined for entries of -1
     positions       [T] int64   None: no rotation
@@ -31,7 +31,9 @@ class StepRows:
         self._table = self._cos = self._sin = None
 
     def rotate(self, rows, cos_table, sin_table):
-        """Rotate `rows` [T, H, D] (queries, keys or both) in place. Calls with the same table share its gathered rows.
+        """Rotate `rows` [T, H, D] (queries, keys or both) in place.
+
+        The rows of the tables are gathered once for all calls with the same `cos_table`.
         """
         if self._table is not cos_table:
             cos, sin = cos_table.index_select(0, self._positions), sin_table.index_select(0, self._positions)
@@ -73,7 +75,7 @@ def rope_kv_append(
     query, key, value, kv_pool, slot_mapping, positions=None, cos_table=None, sin_table=None, query_out=None,
     deterministic=False,
 ):
-    """Rotate, then append. Returns the rotated queries. See the kernel for shapes."""
+    """Rotate queries and keys, then append keys and values. Returns the rotated queries. See the kernel for shapes."""
     heads, kv_heads = query.shape[1], key.shape[1]
     step = StepRows(slot_mapping, None if positions is None else positions.long(), kv_pool, deterministic)
     rows = torch.cat([query, key, value], dim=1)

@@ -136,12 +136,12 @@ class _Batch:
         return part
 
     def weights(self, logits: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
-        """Return unnormalized probabilities of `logits` [n, m]."""
+        """Return unnormalized probabilities of `logits` [n, m], with 1 at the maximum of a row."""
         return (logits - maxima[:, None]).mul_(self.inverse_temperature[:, None]).exp_()
 
 
 def _by_count(batch: _Batch) -> torch.Tensor:
-    """Sample with top-k, then top-p."""
+    """Return the tokens [n] of rows with top-k, sampled from what top-k and then top-p and min-p keep."""
     few = batch.top_k <= CANDIDATES
     if few.all():
         tokens, solved = _from_largest(batch)
@@ -153,7 +153,7 @@ def _by_count(batch: _Batch) -> torch.Tensor:
 
 
 def _solve_rest(batch: _Batch, tokens: torch.Tensor, solved: torch.Tensor) -> torch.Tensor:
-    """Sample the rows that are not `solved` by sorting. Writes to `tokens` and returns it."""
+    """Sample the rows that are not `solved`, by sorting. Writes their tokens to `tokens`, and returns it."""
     rest = (~solved).nonzero()[:, 0]
     if len(rest):
         tokens[rest] = _by_sorting(batch.select(rest))
@@ -161,7 +161,7 @@ def _solve_rest(batch: _Batch, tokens: torch.Tensor, solved: torch.Tensor) -> to
 
 
 def _from_largest(batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample with top-k from candidates. Returns (tokens, whether they are valid).
+    """Sample from the k largest logits of each row. Returns (tokens [n], whether each token is valid [n]).
 
     A token is invalid if the k-th largest logit of its row equals the next largest, unless both are -inf.
     """
@@ -181,7 +181,7 @@ def _from_largest(batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _by_mass(batch: _Batch) -> torch.Tensor:
-    """Sample with top-p, and min-p if there is one, without top-k."""
+    """Return the tokens [n] of rows without top-k, sampled from what top-p and min-p keep."""
     blocks = block_maxima(batch.logits)
     all_weights = batch.weights(batch.logits, blocks.amax(1))
     target = batch.top_p * block_sums(all_weights).double().sum(1)
@@ -198,7 +198,7 @@ def _by_mass(batch: _Batch) -> torch.Tensor:
 
 
 def _from_all(batch: _Batch) -> torch.Tensor:
-    """Sample without a filter, or with min-p alone."""
+    """Return the tokens [n] of rows without top-k and top-p, sampled from all tokens that min-p keeps."""
     maxima = batch.logits.amax(1)
     weights = batch.weights(batch.logits, maxima)
     if batch.has_min_p:
@@ -207,7 +207,7 @@ def _from_all(batch: _Batch) -> torch.Tensor:
 
 
 def _by_sorting(batch: _Batch) -> torch.Tensor:
-    """Sample with any filters: sorting finds the smallest logit that they keep."""
+    """Return the tokens [n] of rows with any filters. Sorting finds the smallest logit that the filters keep."""
     # Row by row, because one row fits the cache.
     smallest = torch.tensor([
         _smallest_of_row(row, inverse, count, mass) for row, inverse, count, mass in zip(
@@ -240,7 +240,7 @@ def _smallest_of_row(logits: np.ndarray, inverse_temperature: np.float32, top_k:
 
 
 def _smallest_kept(values: torch.Tensor, weights: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return [n, 1] the value at which the cumulative sum of `weights` reaches the target, or the last value.
+    """Return [n, 1]: the value of each row at which the cumulative sum of `weights` reaches `target`, or the last one.
 
     values   [n, m] descending
     """
@@ -257,7 +257,10 @@ def _choose_candidate(weights: torch.Tensor, ids: torch.Tensor, uniform: torch.T
 
 
 def _choose_by_weight(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Like `_choose_candidate`, over the whole vocabulary: choose the block, then the id in it."""
+    """Return the smallest id whose cumulative weight exceeds uniform * (sum of weights [n, vocab]).
+
+    Chooses the block first, then the id in the block.
+    """
     cumulative = block_sums(weights).double().cumsum(1)
     target = uniform[:, None] * cumulative[:, -1:]
     block = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)

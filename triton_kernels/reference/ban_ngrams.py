@@ -3,10 +3,10 @@
     t = the first `length` tokens of the row's history, n = size
     logits[t[s+n-1]] = -inf for every s at which t[s .. s+n-2] equals the last n-1 tokens
 
-Shapes      logits                   [R, V]   float32, contiguous rows, any row stride
+Shapes      logits                   [R, V]   float32, R rows of V tokens, contiguous rows, any row stride
             history                  [H, C]   int32, contiguous rows, any row stride; ids >= V have no logit
-            history_row              [R] int64   row of `history` for each row of logits
-            length                   [R] int64   number of tokens of that history that count, at most C
+            history_row              [R] int64   row of `history` with the sequence of each row of logits
+            length                   [R] int64   number of tokens of the sequence in its row of `history`, at most C
             size                     [R] int32   n; 0: off; 1: forbid all tokens of the sequence
 Neutral     a row of size 0 is unchanged, and its history is not read: history_row and length are arbitrary
 Mutates     logits
@@ -16,7 +16,7 @@ import torch
 
 
 def ban_ngrams(logits, history, history_row, length, size):
-    """Modify and return `logits`. See the module docstring for shapes."""
+    """Set the logits of forbidden tokens to -inf, in place. Returns `logits`. See the module docstring for shapes."""
     for row in range(len(logits)):
         others = int(size[row]) - 1
         if others < 0:

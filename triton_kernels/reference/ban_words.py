@@ -6,10 +6,10 @@
     logits[w[n-1]] = -inf for every word w of n tokens with t[length-n+1 ..] equal to w[.. n-2]. A word of one token is
     always forbidden.
 
-Shapes      logits                   [R, V]   float32, contiguous rows, any row stride
+Shapes      logits                   [R, V]   float32, R rows of V tokens, contiguous rows, any row stride
             history                  [H, C]   int32, contiguous rows, any row stride
-            history_row              [R] int64   row of `history` for each row of logits
-            length                   [R] int64   number of tokens of that history that count, at most C
+            history_row              [R] int64   row of `history` with the sequence of each row of logits
+            length                   [R] int64   number of tokens of the sequence in its row of `history`, at most C
             lists                    [L] int32   lists of words, as above
             list_start               [R] int32   start of the row's list
             count                    [R] int32   number of words in the row's list
@@ -37,7 +37,7 @@ def lacks_last_token(word, history, history_row, length):
 
 
 def ban_words(logits, history, history_row, length, lists, list_start, count, max_count):
-    """Modify and return `logits`. See the module docstring for shapes."""
+    """Set the logits of forbidden tokens to -inf, in place. Returns `logits`. See the module docstring for shapes."""
     for row in range(len(logits)):
         for word in words_of(lists, list_start[row], count[row]):
             if lacks_last_token(word, history, history_row[row], length[row]):

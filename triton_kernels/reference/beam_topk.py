@@ -6,11 +6,12 @@
     score    = cum_log_probs of the row + log_prob - diversity_rate of the group * rank
     Returns the num_candidates largest scores of each group, best first; ties: first row, then lower rank
 
-Shapes      logits          [R, V]   any float dtype, contiguous rows, any row stride; -inf = forbidden token
+Shapes      logits          [R, V]   any float dtype, R rows (beams) of V tokens, contiguous rows, any row stride;
+                                     -inf = forbidden token
             temperature     [R] float32
             cum_log_probs   [R] float32   -inf: the row has no candidates
             diversity_rate  [G] float32   >= 0; 0: scores are sums of log-probs
-            group_starts    [G + 1] int32   group g is the rows group_starts[g] .. group_starts[g + 1] - 1
+            group_starts    [G + 1] int32   group g has the rows group_starts[g] .. group_starts[g + 1] - 1
             num_candidates  K >= 1
             max_rows        at least the number of rows of the largest group
             are_log_probs   [R] bool   the logits of the row are log-probs and are not normalized; None: in no row

@@ -2,8 +2,8 @@
 
     out = x W^T + bias
 
-Shapes      x                        [T, K]   contiguous rows, any row stride
-            weight                   [N, K]   contiguous
+Shapes      x                        [T, K]   T rows of K inputs; contiguous rows, any row stride
+            weight                   [N, K]   N outputs; contiguous
             bias                     [N] or None
             out                      [T, N]   None: allocated
 Mutates     out.

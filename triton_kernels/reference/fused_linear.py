@@ -4,11 +4,11 @@
     y    = n W^T + bias
     out  = y                                             without activation and residual
            f(y), with y rounded to the dtype             with an activation, one of `activation.KINDS`
-           f(y[:, :I]) * y[:, I:], likewise              gated; I is half of the rows of W
+           f(y[:, :I]) * y[:, I:], with y rounded        with a gated activation; I is half of the rows of W
            residual + y, rounded once                    with a residual, in place
 
-Shapes      x                        [T, K]   contiguous rows, any row stride; T <= MOST_ROWS
-            weight                   [N, K]   contiguous; [2 I, K] when gated, the rows of the gate first
+Shapes      x                        [T, K]   T rows of K inputs, T <= MOST_ROWS; contiguous rows, any row stride
+            weight                   [N, K]   N outputs; contiguous; [2 I, K] when gated, the rows of the gate first
             bias                     [N] or None
             norm_weight, norm_bias   [K]   norm_weight None: no norm; norm_bias None: RMSNorm,
                                            x / sqrt(mean(x^2) + epsilon) * (weight_offset + norm_weight)

@@ -4,9 +4,10 @@
     token r of sequence c has position p = kv_lengths[c] - query_length[c] + r
     and sees the keys k <= p with k > p - window or k < sink
 
-Shapes      query                    [T, HQ, D]   T packed tokens; heads contiguous, any row stride
-            kv_pool                  [N, 2, HK, B, D]   the pool of one layer; it already contains the keys and values
-                                                        of the new tokens
+Shapes      query                    [T, HQ, D]   T packed tokens of C sequences, HQ query heads of size D; heads
+                                                  contiguous, any row stride
+            kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens, HK key heads. It
+                                                        already contains the keys and values of the new tokens
             block_table              [rows, max_blocks] int32   pages of each sequence in order. Entries of pages
                                                         without a visible key are not read: their blocks may belong
                                                         to another sequence.

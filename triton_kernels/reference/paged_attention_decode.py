@@ -7,7 +7,7 @@
     out[s, h] = softmax(scale * rotated(query[s, h]) . K[s, h // G]) V[s, h // G]
     over the keys k <= p of sequence s with k > p - window or k < sink
 
-Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query heads; heads contiguous
+Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query heads of size D; heads contiguous
             key, value               [S, HK, D]   likewise; the three may be views of one packed tensor
             kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens
             block_table              [rows, max_blocks] int32   pages of each sequence in order, including the newest

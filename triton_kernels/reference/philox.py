@@ -21,14 +21,14 @@ WORD = 0xFFFFFFFF
 
 
 def _multiply(constant: int, words):
-    """Return the (high, low) words of constant * words, within int64."""
+    """Return the (high, low) 32-bit words of constant * words, computed in int64 without overflow."""
     low_part, high_part = constant * (words & 0xFFFF), constant * (words >> 16)      # each below 2^48
     middle = high_part + (low_part >> 16)
     return middle >> 16, ((middle & 0xFFFF) << 16) | (low_part & 0xFFFF)
 
 
 def philox(key, counter):
-    """Compute ten rounds. See the module docstring for shapes."""
+    """Return the four words of each key and counter. See the module docstring for shapes."""
     k0, k1 = key.unbind(1)
     c0, c1, c2, c3 = counter.unbind(1)
     for _ in range(10):

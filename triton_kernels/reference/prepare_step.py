@@ -1,4 +1,4 @@
-"""All work of a plain step before its first layer, in one launch.
+"""All work of a step before its first layer, in one launch: update the block tables and embed the input tokens.
 
     block_table.flat[table_entries[i]] = table_blocks[i]
     token[t] = last_tokens[slots[t], positions[t] mod C]     for the first R rows: generation
@@ -17,7 +17,7 @@ def prepare_step(
     block_table, table_entries, table_blocks, last_tokens, slots, positions, input_tokens, embedding=None, cleared=None,
     out=None,
 ):
-    """Prepare the step. Returns out. See the module docstring."""
+    """Update the block tables and embed the input tokens. Returns out. See the module docstring."""
     block_table.view(-1)[table_entries] = table_blocks
     if cleared is not None:
         cleared.zero_()

@@ -4,11 +4,12 @@
     x         = residual, or hidden without one
     out       = x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight)
 
-Shapes      hidden, out              [..., E]   two or three dimensions; the last contiguous, any stride in the others
-                                                (as for heads of a packed tensor)
+Shapes      hidden, out              [..., E]   [T, E] or [T, H, E] for H heads; the last dimension contiguous, any
+                                                stride in the others
+                                                (such as the heads of a packed tensor)
             residual                 [T, E]   contiguous rows; None: no addition
             weight                   [E]
-Units       deterministic: make the bits of a row depend on that row alone; the kernel always does
+Units       deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
 Mutates     residual and out. out can be `hidden`; None: allocated.
 Returns     out.
 """

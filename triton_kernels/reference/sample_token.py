@@ -8,7 +8,8 @@
     token    = the smallest id whose cumulative kept probability, in id order, exceeds u * (sum of kept probabilities)
     log_prob = log p[token], without any filter
 
-Shapes      logits                   [R, V]   any float dtype, contiguous rows, any row stride; -inf = forbidden token
+Shapes      logits                   [R, V]   any float dtype, R rows of V tokens, contiguous rows, any row stride;
+                                     -inf = forbidden token
             temperature              [R] float32   0: greedy, with the log-prob at temperature 1
             top_k                    [R] int32   0: off
             top_p                    [R] float32   0 with top_k > 0, or >= 1: off
@@ -75,7 +76,7 @@ def sample_token(
 
 
 def record_tokens(tokens, position, slots, end_id, finish, last_tokens):
-    """Set `finish` and `last_tokens` from the sampled tokens."""
+    """Write the tokens to `last_tokens`, and to `finish` whether each is the end id. Skips a tensor that is None."""
     slots = torch.arange(len(tokens), dtype=torch.int64, device=tokens.device) if slots is None else slots
     if finish is not None:
         finish.copy_(tokens == end_id[slots])
@@ -84,10 +85,10 @@ def record_tokens(tokens, position, slots, end_id, finish, last_tokens):
 
 
 def _sample(x, p, top_k, top_p, lowest, uniforms):
-    """Return the token of each row.
+    """Return the sampled token of each row.
 
-    x        logits
-    p        probabilities
+    x        [R, V] logits
+    p        [R, V] probabilities
     lowest   the smallest logit that min-p keeps
     """
     vocabulary = x.shape[1]

@@ -6,10 +6,10 @@
     m(id) = number of those occurrences from token `ignored` on
     x     = x - (presence if m(id) > 0) - frequency * m(id)
 
-Shapes      logits                   [R, V]   float32, contiguous rows, any row stride
+Shapes      logits                   [R, V]   float32, R rows of V tokens, contiguous rows, any row stride
             history                  [H, C]   int32, contiguous rows, any row stride; ids >= V have no logit
-            history_row              [R] int64   row of `history` for each row of logits
-            length                   [R] int64   number of tokens of that history that count, at most C
+            history_row              [R] int64   row of `history` with the sequence of each row of logits
+            length                   [R] int64   number of tokens of the sequence in its row of `history`, at most C
             repetition               [R] float32   above 0; 1: off
             presence, frequency      [R] float32   0: off
             ignored                  [R] int32   leading tokens that presence and frequency do not count, 0..length
@@ -24,7 +24,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def token_penalties(logits, history, history_row, length, repetition, presence, frequency, ignored):
-    """Modify and return `logits`. See the module docstring for shapes."""
+    """Apply the penalties to `logits`, in place, and return `logits`. See the module docstring for shapes."""
     vocabulary = logits.shape[1]
     for row in range(len(logits)):
         if repetition[row] == 1 and presence[row] == 0 and frequency[row] == 0:

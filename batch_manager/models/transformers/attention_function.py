@@ -1,7 +1,7 @@
 """The attention function that models of transformers call.
 
-A call must find its step. Keyword arguments cannot carry the step, because some families drop them on the way to the
-attention function. A context variable, which is separate for each thread, carries the step.
+Each call must find the step that it belongs to. Keyword arguments cannot carry the step, because some families drop
+them on the way to the attention function. A context variable, which is separate for each thread, carries the step.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +35,10 @@ class StepInProgress(Protocol):
 
     def attend(self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any,
                keywords: dict[str, Any]) -> torch.Tensor:
-        """query [1, heads, T, D], key [1, kv heads, T, D], value [1, kv heads, T, Dv] -> [1, T, heads, Dv]"""
+        """Return the attention [1, T, heads, Dv] of one layer, which is `module`.
+
+        Shapes   query [1, heads, T, D]; key [1, kv heads, T, D]; value [1, kv heads, T, Dv]
+        """
         ...
 
 
@@ -44,7 +47,7 @@ _step: ContextVar[StepInProgress | None] = ContextVar("step_in_progress", defaul
 
 @contextmanager
 def in_step(step: StepInProgress) -> Iterator[None]:
-    """Within this context, attention calls of this thread go to `step.attend`."""
+    """Context manager: send the attention calls of this thread to `step.attend`."""
     token = _step.set(step)
     try:
         yield
@@ -63,7 +66,7 @@ def _attend(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, val
 
 @dataclass(frozen=True, slots=True)
 class MaskDescription:
-    """The function that defines a mask.
+    """Stands for an attention mask: the function with which transformers would compute the mask.
 
     sees   (batch, head, query position, key position) -> whether the query sees the key; all are integer tensors
     """
@@ -83,12 +86,12 @@ def register(library: Any) -> None:
 
 
 def score_arguments(keywords: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the keyword arguments that change scores, in the order of SCORE_KEYWORDS."""
+    """Return the values of the keyword arguments in SCORE_KEYWORDS, in this order; None for an absent one."""
     return tuple(keywords.get(name) for name in SCORE_KEYWORDS)
 
 
 def unknown_keyword(keywords: dict[str, Any]) -> str | None:
-    """Return a keyword argument that this package does not know and that could change scores; None if there is none."""
+    """Return the name of a keyword argument that is unknown here and could change scores; None if there is none."""
     return next((name for name, value in keywords.items() if value is not None and name != SINK_LOGITS
                  and name not in SCORE_KEYWORDS and name not in _IGNORED_KEYWORDS), None)
 

@@ -69,7 +69,7 @@ def make_configuration(config: Fields, model_type: str) -> Any:
 def most_positions(configuration: Any, where: str) -> int | None:
     """Return the number of positions that the model supports; None if the configuration does not state it.
 
-    With longrope, this is the number of positions before stretching. In a longer sequence, the keys of earlier tokens
+    With longrope, this is the number of positions before scaling. In a longer sequence, the keys of earlier tokens
     would change.
     """
     positions = getattr(configuration, "max_position_embeddings", None)
@@ -109,7 +109,10 @@ def refuse_untested_kinds(configuration: Any, where: str) -> None:
 
 
 def _ropes(parameters: Any) -> list[dict[str, Any]]:
-    """Return all sets of rotary parameters: `parameters`, and the sets for kinds of layers that it contains."""
+    """Return all sets of rotary parameters: `parameters`, and each set for a kind of layers that it contains.
+
+    The list is empty if `parameters` is not a dict.
+    """
     if not isinstance(parameters, dict):
         return []
     return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]

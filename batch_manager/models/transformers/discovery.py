@@ -17,7 +17,7 @@ NUM_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredLayer:
-    """One attention call of the forward pass.
+    """How one layer attends, found from its attention call in the forward pass.
 
     module            name of the calling module
     sizes             (query heads, key heads, head size)
@@ -31,7 +31,7 @@ class DiscoveredLayer:
 
 
 class _Discovery:
-    """A step that checks and records each attention call."""
+    """A StepInProgress that checks each attention call and records it as a DiscoveredLayer."""
 
     def __init__(self, model: Any, max_positions: int) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -112,7 +112,7 @@ class _WithoutValues(TorchFunctionMode):
 
 
 def discover(model: Any, base: Any, hidden_size: int, max_positions: int, where: str) -> tuple[DiscoveredLayer, ...]:
-    """Return how the layers of a model on the meta device attend, in the order of their calls.
+    """Return how each layer of a model on the meta device attends, in the order of the attention calls.
 
     base   the part of the model that computes hidden states
     Raises UnsupportedModelError for a model that the engine does not run, or ModelLoadError; both name `where`

@@ -11,7 +11,7 @@ SAVED_BY_ANOTHER_VERSION = "save the model again, or install the version of tran
 
 
 def transformers() -> Any:
-    """Return the library. Raises ConfigError if it is not installed or too old."""
+    """Import and return the library. Raises ConfigError if it is not installed or too old."""
     try:
         import transformers as library
     except ImportError as error:
@@ -29,7 +29,9 @@ def transformers() -> Any:
 
 
 def checkpoint_names() -> tuple[Any, Any]:
-    """Return the modules of transformers that map tensor names of checkpoints. Raises ConfigError if they are absent.
+    """Return the modules conversion_mapping and core_model_loading of transformers, which map names of tensors.
+
+    Raises ConfigError if the installed version does not have them.
     """
     library = transformers()
     try:

@@ -27,9 +27,10 @@ def refuse_different_logits(wrapped: Any, model: Any, spec: Any, context: LayerC
     """Raise UnsupportedModelError if the logits of the wrapped model differ from those of `model` with eager attention.
 
     Both models compute two prompts of random tokens from a fixed seed. The wrapped model computes the prompts packed,
-    in chunks, and their last tokens as generation rows. TOLERANCES are the differences allowed for rounding.
+    in chunks, and their last tokens as generation rows. TOLERANCES are the differences allowed for rounding, and
+    ROWS_WITHIN is the share of tokens that must be within them.
 
-    wrapped   the TransformersModel of `model`
+    wrapped   the TransformersModel that wraps `model`
     """
     windows = [layer.window for layer in spec.attention if layer.window is not None]
     wanted = max([NUM_TOKENS, *(window + BLOCK for window in windows if window + BLOCK <= MOST_TOKENS)])
@@ -59,7 +60,7 @@ def refuse_different_logits(wrapped: Any, model: Any, spec: Any, context: LayerC
 
 
 def _reference_logits(model: Any, context: LayerContext, prompts: list[np.ndarray]) -> list[torch.Tensor]:
-    """Compute logits with transformers' own attention, one prompt at a time."""
+    """Return the logits of each prompt, computed with transformers' own attention, one prompt at a time."""
     chosen = model.config._attn_implementation
     model.config._attn_implementation = "eager"
     try:
@@ -70,7 +71,10 @@ def _reference_logits(model: Any, context: LayerContext, prompts: list[np.ndarra
 
 
 def _engine_logits(wrapped: Any, spec: Any, context: LayerContext, prompts: list[np.ndarray]) -> list[torch.Tensor]:
-    """Compute logits in packed steps: two chunks of each prompt, then their last tokens as generation rows."""
+    """Return the logits of each prompt, computed in packed steps with the engine's attention.
+
+    Two steps compute a chunk of each prompt, and a third step computes the last tokens as generation rows.
+    """
     columns = -(-max(map(len, prompts)) // BLOCK)
     pool = torch.zeros(len(prompts) * columns, spec.num_layers, 2, spec.num_kv_heads, BLOCK, spec.head_size,
                        dtype=context.dtype, device=context.device)

@@ -11,7 +11,7 @@ MOST_READ = 2**20                 # keys of one row that are checked
 
 
 def read_window(sees: Callable[..., Any], max_positions: int, layer: str) -> int | None:
-    """Return the window of a causal mask in tokens, including the query's; None if each query sees all earlier tokens.
+    """Return the window of a causal mask, in tokens, including the query's own token; None if it has no window.
 
     max_positions   number of positions of the model; some rows of the mask are checked, among them the last one
                     below both max_positions and MOST_READ
@@ -39,7 +39,7 @@ def read_window(sees: Callable[..., Any], max_positions: int, layer: str) -> int
 
 
 def _row(sees: Callable[..., Any], query: int) -> torch.Tensor:
-    """Return whether the query sees each key up to its own position and two keys after it."""
+    """Return a bool for each key up to two positions after the query: whether the query sees the key."""
     keys = torch.arange(query + 3, dtype=torch.int64, device="cpu")
     zero = torch.zeros_like(keys)
     seen = sees(zero, zero, zero + query, keys)

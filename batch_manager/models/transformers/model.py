@@ -108,7 +108,10 @@ class TransformersModel:
 
 
 class _Head:
-    """Computes logits from hidden states: the model's own forward, with a stand-in for the base."""
+    """Computes logits from hidden states.
+
+    Runs the model's own forward, in which a stand-in that returns the hidden states replaces the base model.
+    """
 
     def __init__(self, model: Any, base: Any) -> None:
         self._model = copy.copy(model)
@@ -117,7 +120,7 @@ class _Head:
         self._model.__dict__["_modules"] = {**model._modules, **dict.fromkeys(names, _StandIn())}
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[r, hidden size] -> [r, vocab]"""
+        """Return the logits [r, vocab] of hidden states [r, hidden size]."""
         return self._model(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
 
 
@@ -157,7 +160,7 @@ def _base_of(model: Any, where: str) -> Any:
 
 
 def _check_tokens(model: Any, configuration: Any, where: str) -> None:
-    """Raise UnsupportedModelError unless the embedding is [vocab_size, hidden_size]; in OPT-350m it is narrower."""
+    """Raise UnsupportedModelError unless the embedding is [vocab_size, hidden_size]. In OPT-350m it is narrower."""
     tokens = model.get_input_embeddings()
     sizes = tuple(getattr(getattr(tokens, "weight", None), "shape", ()))
     if sizes != (configuration.vocab_size, configuration.hidden_size):
@@ -191,7 +194,10 @@ def _check_tables_and_logits(model: Any, configuration: Any, positions: int, whe
 
 
 def _widest(model: Any) -> int:
-    """Return the elements per token of a layer's widest intermediate result, for the estimate of a step's memory."""
+    """Return the size per token of the widest intermediate result in a layer, in elements.
+
+    The number serves the estimate of a step's memory.
+    """
     head = model.get_output_embeddings()
     widths = [max(module.weight.shape) for module in model.modules() if module is not head
               and isinstance(getattr(module, "weight", None), torch.Tensor) and module.weight.dim() == 2

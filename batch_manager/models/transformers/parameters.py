@@ -15,8 +15,9 @@ def fill(model: Any, weights: Weights, device: torch.device, dtype: torch.dtype,
     """Replace the parameters and buffers of a model on the meta device with real ones.
 
     The files have the layout in which transformers saves a model. For example, files have one tensor for each expert,
-    where the model has a single tensor for all experts. Raises ModelLoadError, and ConfigError for a dtype in which
-    the model cannot be loaded.
+    where the model has a single tensor for all experts.
+
+    Raises   ModelLoadError for tensors that do not fit the model; ConfigError if the model cannot be loaded in `dtype`
     """
     _refuse_other_dtypes(model, dtype, where)
     _compute_buffers(model, device, where)
@@ -36,7 +37,10 @@ def fill(model: Any, weights: Weights, device: torch.device, dtype: torch.dtype,
 
 def _from_files(model: Any, stored: dict[str, torch.Tensor], tied: dict[str, str], weights: Weights, where: str,
                 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name in the model, tensor) for every parameter and persistent buffer."""
+    """Yield (name in the model, tensor from the files) for every parameter and persistent buffer in `stored`.
+
+    tied   name of a parameter that shares a tensor -> name of the parameter whose tensor it shares
+    """
     mapping, loading = checkpoint_names()
     try:
         # Names and shapes in files. The tensors are on the meta device, so nothing is copied.
@@ -89,7 +93,10 @@ def _from_files(model: Any, stored: dict[str, torch.Tensor], tied: dict[str, str
 
 def _read(weights: Weights, name: str, name_in_model: str, shape: torch.Size, targets: dict[str, list[str]],
           ) -> torch.Tensor:
-    """Read the tensor that the files store as `name`, or under the name of a parameter tied to it."""
+    """Read the tensor that the files store as `name`, or under the name of a parameter that shares the tensor.
+
+    targets   name of a parameter -> names of the parameters that share its tensor
+    """
     others = targets.get(name_in_model, [])
     if not weights.has(name):
         name = next((other for other in others if weights.has(other)), name)
@@ -135,7 +142,7 @@ def _compute_buffers(model: Any, device: torch.device, where: str) -> None:
 
 
 def _placeholder(dtype: torch.dtype) -> float | int | bool:
-    """Return a value that marks a buffer as not computed. Computed values differ from it, except for booleans."""
+    """Return the value that marks a buffer as not computed. No computed value equals it, except in boolean buffers."""
     if dtype.is_floating_point:
         return torch.nan
     return False if dtype == torch.bool else torch.iinfo(dtype).max

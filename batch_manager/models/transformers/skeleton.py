@@ -19,7 +19,7 @@ class _TooManyCallsError(Exception):
 
 
 class _Bounded(TorchFunctionMode):
-    """Stops the creation of a model whose configuration implies too many modules."""
+    """Context manager: stop the creation of a model whose configuration implies too many modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def make_skeleton(configuration: Any, architecture: str, where: str, attention: 
 
     attention   registered name of the model's attention function
     experts     registered name of the model's implementation of experts; None: transformers chooses
-    Raises      ModelLoadError, which names `where`
+    Raises      ModelLoadError, or its subclass UnsupportedModelError for another class; both name `where`
     """
     library = transformers()
     model_class = library.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(configuration), None)

@@ -44,7 +44,7 @@ class CannotBuildError(Exception):
 
 
 def built_library(functions: Sequence[str], check_interruption: Callable[[], None]) -> ctypes.CDLL:
-    """Return the library from the first usable cache folder. Build it there if it is missing.
+    """Return the library from the first usable cache folder, and build it there if it is missing.
 
     functions            functions that the library must export
     check_interruption   called periodically while the compiler runs; if it raises, the compiler is killed
@@ -72,7 +72,10 @@ def _compiler() -> Compiler:
 
 def _loaded(compiler: Compiler, name: str, functions: Sequence[str], check_interruption: Callable[[], None]
             ) -> ctypes.CDLL:
-    """Load or build the library. Raises OSError and SubprocessError."""
+    """Return the library `name` from the first usable cache folder, built if it is missing or damaged.
+
+    Raises OSError and SubprocessError.
+    """
     refusal = OSError("no cache folder for the compiled library is writable")
     for folder in _folders():
         path = folder / name
@@ -117,7 +120,7 @@ def _opened(path: Path, functions: Sequence[str]) -> ctypes.CDLL:
 
 
 def _append_digest(path: str) -> None:
-    """Append the checksum. Loaders ignore data after the end of a library."""
+    """Append the checksum of a library to its file. Loaders ignore data after the end of a library."""
     with open(path, "rb+") as file:
         content = file.read()
         if not content:
@@ -126,7 +129,7 @@ def _append_digest(path: str) -> None:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Delete old files of processes that were killed while they compiled."""
+    """Delete the old, unfinished files in `folder` of processes that were killed while they compiled."""
     for path in folder.glob(f"{UNFINISHED}*.so"):
         with contextlib.suppress(OSError):                 # another process has deleted it
             if time.time() - path.stat().st_mtime > 2 * SECONDS_TO_COMPILE:

@@ -43,7 +43,7 @@ class Step(ctypes.Structure):
 
 
 def address(structure: ctypes.Structure) -> int:
-    """Return the address of a structure. It is valid while the structure is alive."""
+    """Return the address of a structure, which is valid while the structure is alive."""
     return ctypes.addressof(structure)
 
 
@@ -67,12 +67,14 @@ def load_library(check_interruption: Callable[[], None] = lambda: None) -> ctype
 
 
 def hold_helpers(owner: Any) -> None:
-    """Keep the helper threads alive until `owner` releases them or is garbage-collected."""
+    """Keep the threads of the compiled code alive between steps, until `owner` releases them or is garbage-collected.
+    """
     _holders.add(owner)
 
 
 def release_helpers(owner: Any) -> None:
-    """Stop the helper threads, unless another owner holds them. Has no effect if `owner` does not hold them."""
+    """Stop the threads of the compiled code, unless another owner holds them. No effect if `owner` does not hold them.
+    """
     if owner in _holders:
         _holders.discard(owner)
         if not _holders:

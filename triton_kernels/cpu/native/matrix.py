@@ -18,11 +18,13 @@ from .library import (
 
 
 class PackedMatrix:
-    """A copy of W [outputs, inputs], in panels of 16 outputs, and of b [outputs] or None. Not thread-safe.
+    """A copy of a weight W [outputs, inputs], in panels of 16 outputs, and of a bias b [outputs] or None.
+
+    Only one thread at a time may call its methods.
 
     type      type of W, as numbered in vectors.h
     address   address of the `Matrix` structure that the compiled code reads
-    Raises    CannotCompileError, MemoryError
+    Raises    CannotCompileError if the library cannot be built; MemoryError
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
