@@ -7,7 +7,7 @@ from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelType
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An engine with the scripted backend. Fields have the names of the product's options; None means no limit."""
+    """The settings of an engine with the scripted backend. Fields are named like the options; None means no limit."""
 
     name: str
     vocab_size: int = 96
@@ -69,5 +69,5 @@ CYCLE = [*ENGINES, *ENGINES, STATIC, *ENGINES, *ENGINES, STATIC, *ENGINES, ROOMY
 
 
 def engine_of(block: int) -> Engine:
-    """Return the engine of a block. Consecutive blocks take turns with the engines of CYCLE."""
+    """Return the engine that runs the block `block`. Consecutive blocks use the engines of CYCLE in turn."""
     return CYCLE[block % len(CYCLE)]
