@@ -22,7 +22,7 @@ CHECKS = ["check_totals", "check_plan", "step output", "token ids", "guards", "h
 
 
 def noting(calls: list, instead):
-    """Return a function or a context manager, as `instead` is, that also counts its uses."""
+    """Return a wrapper of `instead`, a function or a context manager, that adds an entry to `calls` at each use."""
     if isinstance(instead, AbstractContextManager):
         return NotingBlock(calls)
 

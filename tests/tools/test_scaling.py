@@ -52,7 +52,7 @@ def result_file(tmp_path):
 
 
 def read_back(svg):
-    """Return the points (x, y, ends of the range) of a plot in the units of its axes, from the numbers at the axes."""
+    """Return the points (x, y, ends of the range) of a plot in the units of its axes, by the labels of the axes."""
     root = ElementTree.fromstring(svg)
 
     def axis(name, place):
