@@ -18,7 +18,7 @@ replace_functions = interpreter._patch_lang
 def replace_functions_once(function):
     """Replace the functions of triton.language that a kernel's `function` uses, unless a running kernel did so already.
 
-    Replaces `_patch_lang` of Triton's interpreter.
+    This function takes the place of `_patch_lang` in Triton's interpreter.
     """
     language = interpreter.tl
     modules = [value for value in function.__globals__.values() if value is language or value is language.core]

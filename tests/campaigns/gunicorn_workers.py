@@ -3,7 +3,7 @@
     python tests/campaigns/gunicorn_workers.py [--streams 16] [--tokens 1200]
 
 Streams run all the time. Kill -9 of a worker must break the streams of that worker only. HUP and TERM must break no
-stream. The program needs gunicorn, uvicorn, starlette and httpx. It prints a line per rule. The exit status is 1 if a
+stream. The program needs gunicorn, uvicorn, starlette and httpx. It prints a line per step. The exit status is 1 if a
 rule is broken.
 """
 

@@ -51,8 +51,8 @@ class Session:
     def _wait(self) -> str:
         """Print a mark and return the output before the mark.
 
-    The prompt cannot serve as the mark, because Ctrl-C may print two prompts.
-    """
+        The prompt cannot serve as the mark, because Ctrl-C may print two prompts.
+        """
         self._marks += 1
         self._ipython.sendline(f"print('<' + 'mark {self._marks}>')")
         self._ipython.expect(f"<mark {self._marks}>", timeout=60)
@@ -66,8 +66,8 @@ class Session:
     def interrupt(self, line: str, after_s: float) -> tuple[str, float]:
         """Start `line` as a cell and press Ctrl-C `after_s` seconds later.
 
-    Returns (output of the cell, seconds until the prompt is back).
-    """
+        Returns (output of the cell, seconds until the prompt is back).
+        """
         self._ipython.sendline(line)
         time.sleep(after_s)
         began = time.monotonic()

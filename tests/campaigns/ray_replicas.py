@@ -3,7 +3,7 @@
     python tests/campaigns/ray_replicas.py [--repeat 1] [--streams 16] [--tokens 300]
 
 Needs ray[serve]. Each stream must have the same tokens as without a kill, two replicas must run again within 20 s, and
-the request of a client that disconnects must end within a second. The program prints a line for the kill and one for
+the request of a client that disconnects must end within a second. The program prints a line for each kill and one for
 the disconnection. The exit status is 1 if a rule was broken.
 """
 

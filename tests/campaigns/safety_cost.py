@@ -59,7 +59,7 @@ Replacement = tuple[object, str, Any]     # object, name of the check in it, rep
 
 
 def nothing(*_: object, **__: object) -> None:
-    """Replaces a check."""
+    """Do nothing. This function replaces a check."""
 
 
 def replacements(loop: GenerationLoop) -> dict[str, list[Replacement]]:
@@ -124,7 +124,7 @@ class Cost:
 
 
 def timed(what: Callable[[], object]) -> int:
-    """Return the CPU time of a call in nanoseconds."""
+    """Call `what` and return the CPU time of the call in nanoseconds."""
     began = thread_time_ns()
     what()
     return thread_time_ns() - began
@@ -212,7 +212,7 @@ def finite_costs(pairs: int) -> dict[str, Cost]:
 
 
 def real_iteration_us() -> float:
-    """Return the median microseconds of a generation step of eight sequences of 128 tokens, on one thread."""
+    """Return the median CPU time of a generation step of BATCH sequences of 128 tokens, in microseconds."""
     import torch
 
     from batch_manager import KvCacheConfig, TrtGptModelOptionalParams

@@ -65,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
 def keep(source: Path, target: Path) -> None:
     """Copy what the test suite needs from `source` to `target`.
 
-    The files are the fitted trace, and the arrivals, lengths, settings and measured times of the workloads."""
+    It copies the fitted trace, and the arrivals, lengths, settings and measured results of the workloads.
+    """
     target.mkdir(parents=True, exist_ok=True)
     with gzip.open(target / "fitted.trace.gz", "wb") as file:
         file.write((source / f"{FITTED}.trace").read_bytes())

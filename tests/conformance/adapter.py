@@ -94,7 +94,7 @@ def seconds(milliseconds: float | None) -> float | None:
 
 
 def milliseconds(duration: int | None) -> int | None:
-    """Return 1000 times a record's duration in milliseconds, for a request on the test's clock. See `seconds`."""
+    """Return the milliseconds on the test's clock for a record's milliseconds: 1000 times as many. See `seconds`."""
     return None if duration is None else 1000 * duration
 
 
@@ -169,8 +169,8 @@ def make_chunking(config: dict) -> ContextChunking | None:
 def credit_of(policy: SchedulerPolicy, kv: KvCacheManager):
     """Return a function that estimates, as TensorRT-LLM does, how many tokens of a request's first chunk are reused.
 
-    The function returns the smaller one of this estimate and the number of tokens that a claim will reuse. Without
-    block reuse, None is returned.
+    The function returns the smaller of this estimate and the number of tokens that a claim will reuse. If block reuse
+    is off, `credit_of` returns None.
     """
     if not kv.enable_block_reuse:
         return None

@@ -6,7 +6,7 @@ from . import schema_oracle
 
 
 class NotCompared(Exception):
-    """The rules do not define the result of this case."""
+    """Raised for a case whose result the rules do not define."""
 
 
 def differences(adapter, case: dict) -> list[str]:
@@ -125,10 +125,10 @@ def compare_traces(adapter, case: dict) -> list[str]:
 
 
 def estimates_decide(model) -> bool:
-    """Whether the pool is too small for all requests, and the rules may estimate other numbers than a claim takes.
+    """Whether the pool is too small for all requests, and the rules may plan with wrong numbers of blocks.
 
-    The rules plan with estimated numbers of blocks, and the engine plans with the blocks that a claim takes. These
-    numbers differ for prompts that share blocks, for windows, and for drafts of several beams.
+    The rules plan with estimated numbers of blocks, and the engine plans with the blocks that a claim takes. The
+    estimates can be wrong for prompts that share blocks, for windows, and for drafts of several beams.
     """
     cache = model.cache
     if cache is None:

@@ -27,7 +27,7 @@ class Duplicate(Exception):
 
 
 class Undefined(Exception):
-    """The rules do not define the result of this case."""
+    """Raised for a case whose result the rules do not define."""
 
 
 def ceil_div(number: int, by: int) -> int:
@@ -441,7 +441,7 @@ class Cache:
     # sequences
 
     def add(self, request: Request) -> int:
-        """Take blocks for the whole prompt. Returns the number of cached tokens."""
+        """Take blocks for the whole prompt of `request`. Returns the number of the prompt's tokens that are cached."""
         if request.id in self.sequences:
             raise Duplicate
         size, length, beams = self.tokens_per_block, request.prompt_len, request.beam_width
@@ -520,7 +520,10 @@ class Cache:
                     self.let_go(block, front=True)
 
     def store(self, sequence: Sequence, num_tokens: int, with_partial: bool) -> None:
-        """Add the blocks of the sequence's first `num_tokens` tokens to the tree."""
+        """Add the blocks of the sequence's first `num_tokens` tokens to the prefix tree.
+
+        A block that is not full is added only if `with_partial` is true.
+        """
         if not self.reuse:
             return
         node = self.root

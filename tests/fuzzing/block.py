@@ -105,7 +105,7 @@ def companions(engine: Engine) -> list[InferenceRequest]:
 
 
 def heard(responses: list) -> dict[str, Any]:
-    """Return the compared output of a request: errors, and tensors whose pieces in `responses` are concatenated."""
+    """Return the output of a request that is compared: its errors, and its tensors, concatenated over `responses`."""
     pieces: dict[str, Any] = {"errors": [error for _, _, error in responses if error]}
     for name in ("output_ids", "output_log_probs"):
         pieces[name] = np.concatenate([tensors[name] for tensors, _, _ in responses if tensors], -1).tobytes() \

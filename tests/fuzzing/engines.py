@@ -38,7 +38,7 @@ class Engine:
         return self.model_type is TrtGptModelType.V1
 
     def options(self) -> dict:
-        """Return the engine's arguments of TrtGptModelOptionalParams."""
+        """Return the arguments of TrtGptModelOptionalParams for this engine."""
         names = ("max_batch_size", "max_num_tokens", "max_num_sequences", "max_queued_requests", "max_queued_tokens",
                  "max_request_bytes", "enable_chunked_context", "enable_trt_overlap")
         return {name: getattr(self, name) for name in names} | {

@@ -145,9 +145,9 @@ class Thread:
 
 @contextmanager
 def managers_over(threading: object) -> Iterator[None]:
-    """Within the context, give managers and their workers `threading` as the module of this name.
+    """Within the context, replace the module `threading` of managers and their workers by the object `threading`.
 
-    Other managers of this process are hidden.
+    The package's handler at interpreter exit does not see other managers of this process.
     """
     nobody = type(interpreter_exit._controls)()
     with (patch.object(gpt_manager, "threading", threading), patch.object(worker, "threading", threading),

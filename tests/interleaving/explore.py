@@ -51,9 +51,9 @@ def cost(decision: Decision, choice: str) -> int:
 
 
 def below(schedule: Schedule, decisions: list[Decision], preemptions: int) -> Iterator[tuple[Schedule, int]]:
-    """Yield (child, preemptions left) for each child of a finished run's schedule that `preemptions` suffice for.
+    """Yield (child, preemptions left) for each child of a run's schedule that costs at most `preemptions` more.
 
-    decisions   the decisions of the finished run
+    decisions   the decisions of the run, which has finished
     """
     for number in range(max(schedule, default=-1) + 1, len(decisions)):
         decision = decisions[number]

@@ -1,4 +1,4 @@
-"""Planted concurrency bugs, each with the scenario that finds it. Bugs that the product once had are marked.
+"""Planted concurrency bugs, each with the scenario that finds it. Bugs that the engine once had are marked.
 
 A plant is a function that takes pytest's `monkeypatch` and breaks the manager's modules or their `threading`.
 """
@@ -67,7 +67,7 @@ def the_end_is_announced_before_it_has_come(patch) -> None:
 
 
 def with_finaliser(patch, finaliser: Callable[[GptManager, WorkerControl], Callable[[], None]]) -> None:
-    """Make `finaliser(manager, control)` return the function that runs when a manager is garbage-collected."""
+    """Replace the function that runs when a manager is garbage-collected by `finaliser(manager, control)`'s result."""
     def finalize(manager: GptManager, ask_to_abort: Callable[[], None]) -> weakref.finalize:
         return weakref.finalize(manager, finaliser(manager, ask_to_abort.__self__))
     patch.setattr(gpt_manager, "weakref", SimpleNamespace(finalize=finalize))

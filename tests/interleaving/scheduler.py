@@ -93,7 +93,7 @@ class Scheduler:
     # ------------------------------------------------------------------ for the run
 
     def run(self, main: Callable[[], None]) -> None:
-        """Start the task `main`, and return when all tasks have ended or none can run."""
+        """Start a task that runs `main`, and return when all tasks have ended or none can run."""
         self._current = self.start_task("main", main)
         self._current.gate.release()
         if not self._is_over.acquire(timeout=SECONDS_UNTIL_STUCK):

@@ -1,4 +1,4 @@
-"""The operations of block_machine.py. Each one calls the block manager and its model, and compares them."""
+"""The operations of block_machine.py. Each one calls the block manager and its model, and compares their states."""
 
 from collections import Counter
 from itertools import chain

@@ -57,7 +57,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: any(request.is_generating for request in self.running.values()))
     @rule(number=NUMBERS, drafts=NUMBERS)
     def draft(self, number, drafts):
-        """Claim several drafts of each of some requests, and accept some drafts."""
+        """Claim draft tokens for some generating requests, accept some of them, and rewind the rejected ones."""
         self.calls["draft"] += 1
         growing = self.chosen(number, generating=True)
         counts = [drafts // 7**place % (MOST_DRAFTS + 1) for place in range(len(growing))]
@@ -122,7 +122,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(number=NUMBERS)
     def free(self, number):
-        """End or pause a request."""
+        """Release the blocks of a request as at its end or a pause, and publish them unless its results are wrong."""
         self.calls["free"] += 1
         request = self.any_of(number // 8, self.running.values())
         computed = request.context_position if request.is_context else request.num_tokens
@@ -148,7 +148,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) < len(SLOTS) and self.kv.free_blocks)
     @rule(share=st.integers(1, 6))
     def evict(self, share):
-        """An unrelated request overwrites some or all free blocks."""
+        """Let an unrelated request overwrite some or all free blocks."""
         self.calls["evict"] += 1
         count = max(self.kv.free_blocks * share // 6, 1)
         (stranger,) = self.place([self.stranger(count * self.unit)])

@@ -61,9 +61,9 @@ def test_the_most_a_sequence_with_drafts_holds_is_enough(prompt_len, new, unit, 
 
 @pytest.mark.parametrize("seed", range(150))
 def test_what_is_reserved_is_enough_whatever_is_drafted_accepted_and_taken_back(seed):
-    """Sequences draft, accept and rewind random numbers of tokens. The pool has as many blocks as their reservations.
+    """No claim fails while sequences draft, accept and rewind random numbers of tokens.
 
-    No claim fails.
+    The pool has as many blocks as the reservations of all sequences together.
     """
     draw = Random(seed)
     unit, window = draw.randint(1, 4), draw.choice([None, draw.randint(1, 12), draw.randint(1, 12)])

@@ -1,7 +1,7 @@
 """A model of the device's KV cache, which finds reads of wrong content.
 
 The KV-cache content of a position depends on the token at the position and on all tokens before it. These tokens are
-the position's history. The model represents the content of a position by a number, which each history has. A step
+the position's history. The model gives each history a number, which represents the content of the position. A step
 reads the content of visible positions through its updated block table, and writes the content of the positions that it
 computes. This module does not call the KV cache manager.
 """
@@ -18,7 +18,7 @@ class Wrong(AssertionError):
 
 
 class Histories:
-    """Numbers histories: equal (number of the history before the token, token, extra id) have equal numbers."""
+    """Gives each history a number, which depends on the number before its last token, this token and its extra id."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple, int] = {}

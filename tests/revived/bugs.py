@@ -462,7 +462,7 @@ def a_device_keeps_one_token_of_a_slot(patch) -> None:
 
 
 def a_slot_is_what_its_new_owner_asked_for(patch) -> None:
-    """Rows are checked against the request that has their slot when the step is read, not the one at the launch."""
+    """Each row is checked as one of the request that has its slot when the step is read, not when it was launched."""
     checked = StepOutputCheck.checked
 
     def late(self, batch, output, asked):

@@ -1,4 +1,4 @@
-"""Schedulers written by users: TensorRT-LLM's documented example, unchanged, and other forms of plans."""
+"""Schedulers written by users run: TensorRT-LLM's documented example, unchanged, and schedulers with other plan types."""
 
 import pytest
 

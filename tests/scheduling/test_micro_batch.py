@@ -107,7 +107,7 @@ def test_a_prompt_too_long_for_any_step_waits_unless_a_pause_made_it_so(make_lin
 
 
 def test_a_chunk_of_a_prompt_that_a_pause_made_too_long_costs_what_it_computes(make_line):
-    """A paused request costs its uncached tokens if they fit into the step. Otherwise, its next chunk costs its size.
+    """A paused request costs its uncached tokens if these fit the step. Otherwise, it costs all tokens of its chunk.
 
     The chunk begins after the cached part of the prompt, so that none of its tokens are cached.
     """

@@ -1,4 +1,4 @@
-"""A static batch has the right requests."""
+"""LockstepScheduler, which makes static batches, puts the right requests into a batch."""
 
 import pytest
 

@@ -61,7 +61,7 @@ class FirstInLine:
         return swarm.max_num_tokens - sum(request.beam_width for request in plan.generation_requests)
 
     def taken_back(self, void: set[LlmRequest]) -> None:
-        """Forget the steps of the requests `void` that have not been judged, because they were taken back."""
+        """Forget the steps of the requests `void` that are not judged yet, because these steps were taken back."""
         self._runs = deque(run for run in self._runs if run[1] not in void)
 
     def step_ended(self) -> Iterator[str]:

@@ -45,13 +45,16 @@ def mix(word: int) -> int:
 
 
 class Oracle:
-    """The expected outputs of one model. Its requests are `history.Handed` objects."""
+    """Computes the expected outputs of requests to one scripted model. A request is a `history.Handed` object."""
 
     def __init__(self, *, vocab_size: int, key: int, window: int | None = None, sink: int = 0) -> None:
         self._vocab_size, self._key, self._window, self._sink = vocab_size, key, window, sink
 
     def _seen_with(self, total: int, history: Sequence[int], place: int, token: int) -> int:
-        """Return the hash `total` plus `token` at the position `place`, minus the token that leaves the window."""
+        """Return the hash `total` of the visible tokens after `token` is added at the position `place`.
+
+        The token that leaves the window is removed from the hash.
+        """
         total += mix(self._key + (place + 1) * A + (token + 1) * B)
         if self._window is not None and place - self._window >= self._sink:
             leaving = place - self._window

@@ -230,9 +230,9 @@ def _pressure(rng: Random, max_seq_len: int, traffic: Traffic) -> tuple[int, int
 
 
 def _endings(rng: Random, iterations: int, share: float) -> tuple[tuple[int, str], ...]:
-    """Return the (iteration, name) of a drain or a terminate request at `iterations`, and of harder endings near it.
+    """Return the (iteration, name) of a drain or a terminate request at `iterations`, and of other endings near it.
 
-    share   probability of each harder ending
+    share   probability of each other ending
     """
     endings = [(iterations, "drain")]
     if rng.random() < 0.2:

@@ -1,6 +1,6 @@
 """The benchmark program makes the right files from its arguments, also after failures and interruptions.
 
-The arguments request sweeps, saturation and gates, among others.
+The arguments request sweeps of the load, searches for the saturation and emulated static batches, among others.
 """
 
 import csv

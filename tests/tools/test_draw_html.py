@@ -72,7 +72,10 @@ def rows_of(header, columns):
 
 @pytest.fixture
 def traced(make_world, new_request):
-    """Return traced(seed) -> the iterations of a run in which requests wait, pause and are computed in chunks."""
+    """Return the function `traced(seed)`.
+
+    It returns the iterations of a random run in which requests wait, pause and are computed in chunks.
+    """
     def run(seed):
         draw = random.Random(seed)
         trace = Trace()

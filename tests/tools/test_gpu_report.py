@@ -1,4 +1,4 @@
-"""Without a GPU, all code of the GPU report runs, all its output has one form, and each failure has a name."""
+"""Without a GPU, all code of the GPU report runs, each line of its output is a valid record, and so is each failure."""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""The program for T16 leaves out each check whose cost it measures. Its figures need a quiet machine."""
+"""tests/campaigns/safety_cost.py removes each check whose cost it measures, and can measure every cost.
+
+The costs themselves are not tested, because they need a quiet machine."""
 
 from contextlib import AbstractContextManager
 

@@ -1,4 +1,4 @@
-"""The scaling of steps is measured correctly, and the plots and the page show the measured values."""
+"""The growth of step times with batch and context is measured correctly. Plots and page show the measured values."""
 
 import json
 import re

@@ -27,7 +27,7 @@ ROOT = str(Path(__file__).parents[2])
 
 @pytest.fixture
 def traced(make_world):
-    """Return the function `traced(requests, **options)`, which returns the iterations of a run with steps of STEP_S.
+    """Return the function `traced(requests, **options)`, which returns the iterations of a run with steps of STEP_S s.
 
     options   passed to make_world
     """
