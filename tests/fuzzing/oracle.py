@@ -62,7 +62,10 @@ class Verdict:
 
 
 def judge(draw: Draw, engine: Engine, now: float = 0.0) -> Verdict:
-    """Return the verdict on an item that is alone in the engine. Duplicates and full queues are judged elsewhere."""
+    """Return the verdict on an item that is alone in the engine.
+
+    `answers.check_items` judges duplicates and full queues.
+    """
     verdict = Verdict()
     if draw.kind is NOBODY:
         return verdict

@@ -122,7 +122,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(number=NUMBERS)
     def free(self, number):
-        """Release the blocks of a request as at its end or a pause, and publish them unless its results are wrong."""
+        """Release the blocks of a request, as at its end or at a pause, and mostly publish them."""
         self.calls["free"] += 1
         request = self.any_of(number // 8, self.running.values())
         computed = request.context_position if request.is_context else request.num_tokens
