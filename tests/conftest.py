@@ -1,6 +1,4 @@
-"""Fixtures of all tests: a recording client, a loop without a thread, a manager, and a check for leaked threads and
-files.
-"""
+"""Fixtures of all tests: a recording client, requests, a loop without a thread, a manager, and a check for leaks."""
 
 import os
 
@@ -100,7 +98,7 @@ def pytest_unconfigure(config):
 
 @pytest.fixture(scope="module", autouse=True)
 def objects_of_modules_are_not_collected():
-    """Exclude the objects that exist before the tests of a file from garbage collection.
+    """Freeze all objects that exist before the tests of a file, so that garbage collections do not visit them.
 
     Otherwise every full collection would visit the objects of torch, of transformers and of 13,000 collected tests.
     """

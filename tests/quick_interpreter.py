@@ -1,4 +1,4 @@
-"""Runs a program on interpreted Triton kernels, and omits work that the interpreter repeats at each function call.
+"""Runs a program with interpreted Triton kernels, without the work that the interpreter repeats at each function call.
 
     TRITON_INTERPRET=1 python -m tests.quick_interpreter MODULE [ARGUMENT ...]     as python -m MODULE [ARGUMENT ...]
     TRITON_INTERPRET=1 python -m tests.quick_interpreter -c CODE [ARGUMENT ...]    as python -c CODE [ARGUMENT ...]
@@ -16,7 +16,10 @@ replace_functions = interpreter._patch_lang
 
 
 def replace_functions_once(function):
-    """Call `_patch_lang`, unless the functions of the same modules are already replaced for a running kernel."""
+    """Replace the functions of triton.language that a kernel's `function` uses, unless a running kernel did so already.
+
+    This function takes the place of `_patch_lang` in Triton's interpreter.
+    """
     language = interpreter.tl
     modules = [value for value in function.__globals__.values() if value is language or value is language.core]
     if modules and not any(language.core.is_builtin(module.load) for module in modules):

@@ -2,9 +2,10 @@
 
     python -m tests.campaigns --tier F [--suite T1] [--first-seed N] [--seconds S] [--jobs 2]
 
-Each suite runs from its first seed until it has done what the tier requires, or the time is up. Seeds are consecutive,
-so --first-seed resumes a campaign. The last lines of the output belong in tests/CAMPAIGNS.md. The exit status is 1 if
-something is wrong, and 0 otherwise, even if a suite did less than its tier requires.
+A tier (Q, F or C) is an amount of work. Each suite runs seeds from --first-seed on, until it has done the work of the
+tier or `--seconds` have passed. Seeds are consecutive, so --first-seed resumes a campaign. The last lines of the output
+belong in tests/CAMPAIGNS.md. The exit status is 1 if a suite found a failure, and 0 otherwise, even if a suite did less
+than the tier requires.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from .registry import SUITES, Options, suite
 
 
 def commit() -> str:
-    """Return the checked-out commit, with a + if the tree differs from it."""
+    """Return the name of the checked-out commit, followed by + if the working tree has uncommitted changes."""
     described = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True)
     return described.stdout.strip() or "unknown"
 

@@ -2,10 +2,11 @@
 
     python -m tests.campaigns --suite T18
 
-The GPUs are sm_80, sm_90, sm_100 and gfx942. The compilers are the installed Triton and each of OTHER_TRITONS, which is
-installed into its own folder in the system's temporary folder. No kernel may spill, need a stack or take more shared
-memory than a program of the GPU has, except as ALLOWED says. The seed has no effect. `--jobs` is the number of GPUs
-for which kernels are compiled at a time. Triton's cache keeps the results for the next run.
+The GPUs are sm_80, sm_90, sm_100 and gfx942. The compilers are the installed Triton and each version in OTHER_TRITONS.
+The suite installs each of these versions into a folder of the system's temporary folder. No kernel may spill registers
+or need a stack, except for the kernels in ALLOWED. No kernel may take more shared memory than the GPU gives a program.
+The seed has no effect. `--jobs` is the number of GPUs for which kernels are compiled at a time. Triton's cache keeps
+the results for the next run.
 """
 
 import json
@@ -32,7 +33,7 @@ NO_CALLS = ("tests/kernels/test_ahead_of_time.py", "tests/kernels/test_argument_
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """The bytes of stack and the spills that kernels may have in some dtypes on some GPUs, with the reason."""
+    """Limits of the stack bytes and register spills of some kernels, in some dtypes on some GPUs, and their reason."""
 
     kernels: tuple[str, ...]
     gpus: tuple[str, ...]
@@ -56,7 +57,7 @@ ALLOWED = (
 
 
 def record_calls(file: Path, tests: tuple[Path, ...] = (KERNEL_TESTS,)) -> None:
-    """Record each kernel call of the tests in a file. Raises RuntimeError if a test fails."""
+    """Run `tests` and write each kernel call to `file`. Raises RuntimeError if a test fails."""
     environment = {**os.environ, "BATCH_MANAGER_ARGUMENT_SETS": str(file)}
     left_out = [f"--deselect={test}" for test in NO_CALLS]
     ran = subprocess.run([sys.executable, "-m", "pytest", "-q", "-n", "0", *left_out, *map(str, tests)], cwd=ROOT,
@@ -66,7 +67,10 @@ def record_calls(file: Path, tests: tuple[Path, ...] = (KERNEL_TESTS,)) -> None:
 
 
 def folder_of(triton: str) -> Path:
-    """Return the folder of a version of Triton, and install it if needed. Raises RuntimeError if that fails."""
+    """Return the folder of the Triton version `triton`, which is installed there if the folder has no Triton.
+
+    Raises RuntimeError if the installation fails.
+    """
     folder = Path(tempfile.gettempdir()) / f"triton-{triton}"
     if not (folder / "triton").exists():
         ran = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder),
@@ -78,9 +82,11 @@ def folder_of(triton: str) -> Path:
 
 def compile_calls(file: Path, gpus: tuple[str, ...], *, triton: Path | None = None,
                   seconds: float | None = None) -> list[dict]:
-    """Return the records of compile_argument_sets.py. Raises RuntimeError if the program fails.
+    """Compile the kernel calls in `file` for each of `gpus`, and return the records of compile_argument_sets.py.
 
-    triton   the folder of a version; None: the installed one
+    Raises RuntimeError if the program fails.
+
+    triton   the folder of a version of Triton; None: the installed version
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "1"          # the default differs between versions of Triton
@@ -95,7 +101,7 @@ def compile_calls(file: Path, gpus: tuple[str, ...], *, triton: Path | None = No
 
 
 def judge(records: list[dict], allowed: tuple[Allowed, ...] = ALLOWED) -> list[str]:
-    """Return a line for each violation."""
+    """Return a line for each record of a kernel that did not compile or exceeds the limits of the module docstring."""
     wrong = []
     for record in records:
         if "error" in record:
@@ -120,7 +126,7 @@ def _figures_that_are_wrong(record: dict, allowed: tuple[Allowed, ...]) -> list[
 
 
 def dtype_of(call: dict) -> str:
-    """Return the dtype of the first floating-point argument."""
+    """Return the dtype of a call's first floating-point tensor, or "integers" if the call has none."""
     tensors = [value for value in [*call["args"], *call["kwargs"].values()] if isinstance(value, dict)]
     return next((value["dtype"] for value in tensors if "float" in value["dtype"]), "integers")
 

@@ -24,7 +24,10 @@ LOOK_UPS = "look-ups among digests of four bits"
 
 
 def run_seed(number: int, shrinks: bool = False) -> tuple[Counter[str], str | None]:
-    """Run one seed. Returns (counts, failure or None)."""
+    """Run the seed `number`. Returns (number of calls of each rule, text of the failure or None).
+
+    If `shrinks` is True, a failure is shrunk to the fewest operations.
+    """
     machine = (MachineOfFullDigests, MachineOfFourBits)[number % 2]
     phases = [Phase.generate, Phase.shrink] if shrinks else [Phase.generate]
     BlockMachine.calls.clear()

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """An uncovered branch from one line of a file to another. A target_line below 0 is the end of the function."""
+    """An uncovered branch from one line of a file to another. A negative `target_line` is the end of the function."""
 
     file: str
     line: int
@@ -46,7 +46,7 @@ patch = subprocess
 
 
 def measure(folder: Path, jobs: int) -> dict:
-    """Run the tests of the core under coverage, in `jobs` processes. Returns the coverage report of its files."""
+    """Run the tests of the core in `jobs` processes. Returns the coverage report of the core's files."""
     settings, report = folder / "settings", folder / "report.json"
     settings.write_text(SETTINGS.format(package=ROOT / "batch_manager", folder=folder))
     tests = sorted({path for paths in CORE.values() for path in paths})
@@ -67,7 +67,7 @@ def measure(folder: Path, jobs: int) -> dict:
 
 
 def missing_branches(report: dict) -> list[Missing]:
-    """Return the uncovered branches of a report, with the text of their lines."""
+    """Return the uncovered branches of a coverage report, with the source text of both lines of each branch."""
     missing = []
     for path, found in sorted(report["files"].items()):
         file = str((ROOT / path).relative_to(ROOT))

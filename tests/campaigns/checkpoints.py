@@ -1,6 +1,7 @@
-"""T6: reads damaged checkpoints in several processes: first all truncations, then consecutive seeds.
+"""T6: reads damaged checkpoints in several processes.
 
-With --first-seed, the suite runs seeds only.
+The suite first reads all truncated checkpoints, and then checkpoints with the damage of consecutive seeds. If
+--first-seed is not 0, it runs seeds only.
 """
 
 import os
@@ -28,7 +29,7 @@ def bench(folder: Path) -> Bench:
 
 
 def portion(folder: Path, keys: list[str]) -> Counts:
-    """Try some checkpoints, in a folder of this process."""
+    """Load the damaged checkpoints that `keys` names, in this process' part of `folder`. Returns the counts."""
     return bench(folder).run(keys)
 
 

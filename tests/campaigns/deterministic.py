@@ -3,10 +3,10 @@
     python -m tests.campaigns.deterministic SEED             repeats one seed and prints each difference
     python -m tests.campaigns.deterministic 2 --normal       runs without the deterministic mode; most seeds differ
 
-A seed chooses a family, a dtype, a block size and requests, and runs the requests in several random circumstances. Each
-result of a request is compared with its reference, and the two are a pair. For the reference, the request runs alone,
-in one chunk, without pauses and without cached blocks. The KV cache of the reference has blocks of 64 tokens, so that a
-short request is one contiguous block.
+A seed chooses a family, a dtype, a block size and requests, and runs the requests in several random circumstances:
+batches, chunks, pauses and cached blocks. Each result of a request is compared with the reference result of the
+request. The two results are a pair. For the reference, the request runs alone, in one chunk, without pauses and without
+cached blocks. The KV cache of the reference has blocks of 64 tokens, so that a short request is one contiguous block.
 """
 
 import itertools
@@ -47,9 +47,9 @@ CHANCES = {"austen-4m": 1}                                  # weight of a family
 
 
 def draw_ask(draw: random.Random, vocab: int, block: int, text: list[int], longest: int) -> Ask:
-    """Return an Ask whose prompt begins with a number of blocks of `text`.
+    """Return an Ask with a random prompt, whose first blocks may be equal to those of `text`.
 
-    The prompt's length is a multiple of `block`, give or take one token.
+    The prompt's length is a multiple of `block`, or one token more or less.
     """
     blocks = draw.randint(1, longest // block)
     length = block * blocks + draw.choice([-1, 0, 1])
@@ -95,7 +95,7 @@ def kind_of(ask: Ask) -> str:
 
 def count_pair(counts: Counter, ask: Ask, request_id: int, circumstances: Circumstances, block: int,
                reused: int) -> None:
-    """Count a pair in its cell of AXES, and by its chunk size, reused blocks and pauses."""
+    """Count a pair in its cell, which has one value of each of AXES, and by chunk size, reused blocks and pauses."""
     length = len(ask.prompt)
     pauses = circumstances.pauses.get(request_id, ())
     is_chunked = circumstances.chunk is not None and circumstances.chunk < length
@@ -111,7 +111,7 @@ def count_pair(counts: Counter, ask: Ask, request_id: int, circumstances: Circum
 
 
 def run_seed(seed: int, parent: Path, deterministic: bool = True) -> tuple[Counter, list[str]]:
-    """Return (counts, differences)."""
+    """Run one seed. Returns (counts, a line for each run with differences)."""
     draw, counts, found = random.Random(seed), Counter(engines=1), []
     family = draw.choice([one for one in FAMILIES for _ in range(CHANCES.get(one, 3))])
     is_long, contiguous = draw.random() < 0.15, draw.random() < 0.3
@@ -164,7 +164,7 @@ def run(options: Options) -> Summary:
 
 
 def along_axes(total: Counter) -> list[tuple[str, str]]:
-    """Return (axis, counts of each value) for prompt lengths, chunk sizes, reused blocks and pauses."""
+    """Return (name, count of each value as text) for prompt lengths, chunk sizes, reused blocks and pauses."""
     axes = []
     for name in ("prompt", "chunk blocks", "hit at block", "pause at token"):
         values = sorted((key[1] for key in total if isinstance(key, tuple) and key[0] == name),

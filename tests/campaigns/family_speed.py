@@ -2,10 +2,10 @@
 
     python tests/campaigns/family_speed.py [--dtype bfloat16] [--in-flight 1] [--families opt phi ...]
 
-Each family has a model of the same width and depth with random weights. The program measures its median step time and
-Llama's in turn, several times. It prints the fastest medians, and the median of the time ratios divided by the ratio of
-the weight bytes that a step reads (all matrices except an embedding that is not the head). Results are recorded in
-tests/CAMPAIGNS.md.
+Each family has a model of the same width and depth with random weights. The program measures the median step time of
+the family's model and of Llama's in turn, several times. It prints the smallest median of each. It also prints the
+median of the time ratios, divided by the ratio of the weight bytes that a step reads (all matrices except an embedding
+that is not the head). Results are recorded in tests/CAMPAIGNS.md.
 """
 
 import argparse
@@ -64,7 +64,7 @@ CONFIGS = {
 
 
 class Timed(Client):
-    """The client of a manager whose requests are timed token by token. It keeps the times, not the responses."""
+    """The client of a manager, which records the time of each response and drops the response."""
 
     has_stats = False
 
@@ -82,7 +82,7 @@ class Timed(Client):
         self.left -= final
 
     def step_ms(self, tokens: int) -> float:
-        """Return the median milliseconds between two steps."""
+        """Generate `tokens` tokens for each request, and return the median milliseconds between two steps."""
         self.times, self.left = [], self.in_flight
         self.pending = [InferenceRequest(self.next_id + i, {
             "input_ids": [5 + i] * 16, "request_output_len": tokens, "streaming": True}) for i in range(self.in_flight)]

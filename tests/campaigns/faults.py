@@ -1,5 +1,7 @@
-"""T4: a fault at each call of each fault point, an exception wherever CPython can raise one of another thread, and many
-repeats of each way to end a process.
+"""T4: the scenarios of tests/sweep with faults.
+
+A fault occurs at each call of each fault point. An exception of another thread occurs at each instruction where CPython
+can raise it. Each way to end a process is repeated many times.
 """
 
 import subprocess
@@ -37,7 +39,7 @@ def tasks(options: Options) -> Iterator[Task]:
 
 
 def work(kind: str, arguments: tuple) -> tuple[Counter, list[str]]:
-    """Run one task. Returns (counts, violations)."""
+    """Run one task of the sort `kind`: "process", "point", "place" or "rows". Returns (counts, violations)."""
     if kind == "process":
         name, repeats, first = arguments
         result = subprocess.run([sys.executable, "-m", "tests.sweep.processes", name, str(repeats), str(first)],

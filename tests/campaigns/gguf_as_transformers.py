@@ -42,7 +42,7 @@ QUESTIONS = (
 
 
 def judge_of(path: str) -> torch.nn.Module:
-    """Return a transformers model with the weights of the file."""
+    """Return a transformers Llama with the weights of the GGUF file at `path`, in float32."""
     reader = gguf.GGUFReader(path)
 
     def said(key):

@@ -3,10 +3,11 @@
     python tests/campaigns/gguf_tokenizer.py --model SmolLM2-135M-Instruct.Q4_1.gguf --texts 20000
     python tests/campaigns/gguf_tokenizer.py --sentencepiece --texts 20000      # needs sentencepiece
 
-The first command compares ids and decoded texts with transformers' reading of a byte-level BPE file. Transformers omits
-the step that makes each digit a word, which the pre-tokenizer name `smollm` implies. Texts without numerals are
-therefore compared without this step, and all texts with it. The second command trains SentencePiece BPE models, with
-and without the leading space, writes them as GGUF files, and compares with SentencePiece.
+The first command compares ids and decoded texts with those of transformers, for a file with byte-level BPE. The
+pre-tokenizer name `smollm` implies a step that makes each digit a word, which transformers omits. The program compares
+texts without numerals with transformers as it is. It compares all texts with transformers after adding the step. The
+second command trains SentencePiece BPE models with and without the leading space, writes them as GGUF files, and
+compares the tokenizers read from these files with SentencePiece.
 """
 
 import argparse

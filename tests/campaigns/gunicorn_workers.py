@@ -1,9 +1,10 @@
-"""The OpenAI server under gunicorn with two workers: kill of a worker, then HUP, then TERM, each during streams.
+"""The OpenAI server under gunicorn with two workers, while a worker is killed, and while gunicorn gets HUP and TERM.
 
     python tests/campaigns/gunicorn_workers.py [--streams 16] [--tokens 1200]
 
-Kill -9 of a worker breaks the streams of that worker only; HUP and TERM break no stream. The program needs gunicorn,
-uvicorn, starlette and httpx. It prints a line per step. The exit status is 1 if a rule is broken.
+Streams run all the time. Kill -9 of a worker must break the streams of that worker only. HUP and TERM must break no
+stream. The program needs gunicorn, uvicorn, starlette and httpx. It prints a line per step. The exit status is 1 if a
+rule is broken.
 """
 
 import argparse
@@ -27,7 +28,7 @@ def children(process_id: int) -> list[int]:
 
 
 def streams_of(process_id: int, port: int) -> int:
-    """Return the number of a process's connections on the port."""
+    """Return the number of connections to `port` that the process `process_id` serves."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     here = {row[9] for row in rows if int(row[1].rpartition(":")[2], 16) == port and row[3] == "01"}
     links = [os.readlink(each) for each in Path(f"/proc/{process_id}/fd").iterdir() if each.is_symlink()]
@@ -41,7 +42,7 @@ def free_port() -> int:
 
 
 async def stream(url: str, number: int, tokens: int) -> str:
-    """Return "whole", or how the stream ended."""
+    """Read one stream to its end. Returns "whole" if it had all `tokens`, otherwise how the stream ended."""
     try:
         async with httpx.AsyncClient(timeout=120) as client, client.stream("POST", f"{url}/v1/completions", json={
                 "prompt": f"Chapter {number}", "seed": number, "max_tokens": tokens, "ignore_eos": True,

@@ -1,7 +1,7 @@
 """T10: all schedules of the scenarios with few preemptions, random schedules, and real threads; see tests/interleaving.
 
-ENOUGH has the number of preemptions of each tier. It is smaller for the schedules in which each line of the manager is
-a yield point, because their number is much larger.
+ENOUGH has the most preemptions of a schedule in each tier. The limit is smaller where each line of the manager is a
+yield point, because such schedules are much more numerous.
 """
 
 import subprocess
@@ -25,8 +25,8 @@ REPORTS = 5
 class Enough:
     """The amount of work of a tier.
 
-    preemptions            most preemptions, with yield points at locks, events, threads and callbacks
-    preemptions_at_lines   most preemptions if each line of the manager is a yield point too
+    preemptions            most preemptions of a schedule with yield points at locks, events, threads and callbacks
+    preemptions_at_lines   most preemptions of a schedule in which each line of the manager is a yield point too
     random                 number of random schedules
     """
 
@@ -43,7 +43,7 @@ ENOUGH = {"Q": Enough(1, 0, 2_000, 0, 5.0), "F": Enough(2, 1, 20_000, 5_000, 180
 
 @dataclass(slots=True)
 class Counts:
-    """The result of some schedules.
+    """The sums over some schedules.
 
     schedules     number of schedules that ran
     failed        reports of schedules with violations
@@ -57,9 +57,10 @@ class Counts:
 
 
 def portion(name: str, preemptions: int | None, first_seed: int, deadline: float | None) -> Counts:
-    """Run all schedules of a scenario with at most `preemptions` preemptions.
+    """Run all schedules of the scenario `name` with at most `preemptions` preemptions.
 
-    If `preemptions` is None, run random schedules instead, from seed `first_seed` on.
+    If `preemptions` is None, run RANDOM_A_PORTION random schedules instead, with seeds from `first_seed` on. Ends early
+    at `deadline`, a time of `time.time()`.
     """
     counts = Counts()
     runs = (systematic(name, preemptions) if preemptions is not None
@@ -117,7 +118,7 @@ def run(options: Options) -> Summary:
 
 
 def free_threading() -> str:
-    """Whether the real threads ran without a global interpreter lock."""
+    """Say for the summary whether this interpreter is free-threaded, so that the real threads ran in parallel."""
     is_free = sysconfig.get_config_var("Py_GIL_DISABLED") and not sys._is_gil_enabled()
     return "this was one" if is_free else "skipped, this interpreter is not one"
 

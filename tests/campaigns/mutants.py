@@ -2,9 +2,10 @@
 
     python -m tests.campaigns --suite T14-mutants [--first-seed 7]
 
-The package `cosmic-ray` makes the mutants. The seed chooses places in the core's files and the change at each place.
-Each mutant is tested alone, in a copy of the tree, with the tests that CORE in tests/campaigns/branches.py has for its
-file. tests/campaigns/survivors.py lists equivalent mutants, which no test can detect.
+The package `cosmic-ray` makes the mutants. The seed chooses positions in the core's files and the change at each
+position. Each mutant is tested alone, in a copy of the working tree, with the tests that CORE in
+tests/campaigns/branches.py names for the mutant's file. tests/campaigns/survivors.py lists equivalent mutants, which no
+test can detect.
 """
 
 import difflib
@@ -40,7 +41,7 @@ ONE_TEST_SECONDS, ALL_TESTS_SECONDS = 60, 1200              # a change may make 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """The `occurrence`-th change that an operator can make to a file of the core."""
+    """The change with index `occurrence` that a mutation operator of cosmic-ray can make to a file of the core."""
 
     file: str
     operator: str
@@ -48,7 +49,7 @@ class Mutant:
 
 
 def mutants() -> Iterator[list[Mutant]]:
-    """Yield a list of mutants for each position in the core's files that an operator can change.
+    """Yield the mutants of each position in the core's files that a mutation operator can change, as one list.
 
     The order is the same on all machines.
     """
@@ -75,7 +76,10 @@ def mutated(mutant: Mutant) -> str:
 
 
 def change_of(mutant: Mutant, text: str) -> Survivor:
-    """Return the changed lines, before and after, as an entry for the list of survivors. Its reason is empty."""
+    """Return the lines that the mutant changes, before and after, as a Survivor with an empty reason.
+
+    text   the content of the file after the change
+    """
     before, after = (ROOT / mutant.file).read_text().splitlines(), text.splitlines()
     for tag, start, stop, new_start, new_stop in difflib.SequenceMatcher(None, before, after).get_opcodes():
         if tag != "equal":
@@ -89,7 +93,7 @@ def selection_for(file: str) -> tuple[str, ...]:
 
 
 class Copies:
-    """Copies of the tree. One file of a copy is changed at a time."""
+    """Copies of the working tree, in which mutants are tested in parallel. Each copy has at most one changed file."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self._free: SimpleQueue[Path] = SimpleQueue()
@@ -102,7 +106,7 @@ class Copies:
             self._free.put(copy)
 
     def passes(self, tests: tuple[str, ...], file: str | None = None, text: str = "") -> bool:
-        """Whether the tests pass when the file has the content `text`. If `file` is None, no file is changed."""
+        """Whether `tests` pass in a free copy in which `file` has the content `text`. `file` may be None: no change."""
         copy = self._free.get()
         try:
             if file is not None:

@@ -1,8 +1,8 @@
-"""The shipped notebook, and IPython driven by keys: Ctrl-C in each method, and ten engines in a row.
+"""The shipped notebook, and an IPython process at a terminal: Ctrl-C in each method, and ten engines in a row.
 
     python tests/campaigns/notebook_sessions.py [--repeat 3]
 
-Needs ipython, pexpect, nbconvert and ipykernel. Each part raises AssertionError if something is wrong.
+Needs ipython, pexpect, nbconvert and ipykernel. The program raises AssertionError at the first violation.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def memory(): return int(open("/proc/self/statm").read().split()[1]) * os.syscon
 
 
 class Session:
-    """An IPython process at its prompt."""
+    """An IPython process in a terminal, which runs one line at a time as a cell."""
 
     def __init__(self) -> None:
         import pexpect
@@ -49,7 +49,10 @@ class Session:
         self.run("llm = made(); n = llm.generate('Emma', max_tokens=4); llm.close(); del llm, n; n = gc.collect()")
 
     def _wait(self) -> str:
-        """Print a mark and return the output before it. A prompt is no reliable mark, because Ctrl-C may print two."""
+        """Print a mark and return the output before the mark.
+
+        The prompt cannot serve as the mark, because Ctrl-C may print two prompts.
+        """
         self._marks += 1
         self._ipython.sendline(f"print('<' + 'mark {self._marks}>')")
         self._ipython.expect(f"<mark {self._marks}>", timeout=60)
@@ -61,7 +64,10 @@ class Session:
         return self._wait()
 
     def interrupt(self, line: str, after_s: float) -> tuple[str, float]:
-        """Press Ctrl-C in a cell. Returns (its output, seconds until the prompt is back)."""
+        """Start `line` as a cell and press Ctrl-C `after_s` seconds later.
+
+        Returns (output of the cell, seconds until the prompt is back).
+        """
         self._ipython.sendline(line)
         time.sleep(after_s)
         began = time.monotonic()
@@ -95,7 +101,10 @@ def run_notebook(folder: Path) -> str:
 
 
 def interrupt_everywhere(session: Session) -> str:
-    """Press Ctrl-C in the constructor, generate and close. Returns a summary."""
+    """Press Ctrl-C during the engine's constructor, `generate` and `close`. Returns a line with the results.
+
+    Raises AssertionError if the prompt is late or threads or files are left.
+    """
     before, slowest, in_constructor = session.numbers(), 0.0, 0
     for after_s in (0.02, 0.05, 0.1, 0.2, 0.3):
         printed, took = session.interrupt("llm = None; llm = made()", after_s)
@@ -120,7 +129,11 @@ def interrupt_everywhere(session: Session) -> str:
 
 
 def ten_engines(session: Session, is_closed: bool) -> str:
-    """Run a cell that makes an engine ten times. Returns a summary."""
+    """Run a cell that makes an engine ten times. Returns a line with the results.
+
+    If `is_closed` is True, the cell closes its engine. Otherwise, each run replaces the variable of the last engine.
+    Raises AssertionError if threads, files or memory are left.
+    """
     for number in range(13):                 # the allocator keeps the memory of the first three
         if number == 3:
             if not is_closed:

@@ -1,4 +1,4 @@
-"""Measures the CPU time per token of the OpenAI server with a scripted model, against tasks that only count deltas.
+"""Measures the CPU time per token of the OpenAI server with a scripted model, and of tasks that only count deltas.
 
     python tests/campaigns/openai_server_cpu.py [--streams 256] [--tokens 200] [--step-ms 5] [--runs 3]
 
@@ -77,7 +77,7 @@ async def server(streams: int, tokens: int, step_s: float) -> dict[str, float]:
 
 
 def client(port: int, streams: int, tokens: int) -> None:
-    """Read all streams until each has sent [DONE]."""
+    """Start `streams` streams of `tokens` tokens each, and read them until each has sent [DONE]."""
     selector, ends = selectors.DefaultSelector(), {}
     for number in range(streams):
         connection = socket.create_connection(("127.0.0.1", port))

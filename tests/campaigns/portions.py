@@ -12,10 +12,13 @@ from .registry import Options
 
 def each_done(work: Callable, portions: Iterator[tuple], options: Options,
               is_enough: Callable[[], bool] = lambda: False) -> Iterator[tuple[tuple, Any]]:
-    """Yield each portion with the result of `work(*portion)`, in order, until `is_enough()` or the time is up.
+    """Yield (portion, result of `work(*portion)`) for each portion, in order.
 
-    portions    two portions per process are taken in advance; the portions left in the iterator were not started
-    is_enough   called before a portion is taken; it sees the yielded results only
+    No portion is started after `is_enough()` returned True or `options.seconds` have passed.
+
+    portions    up to two portions per process are started before their results are yielded; the portions left in the
+                iterator at the end were not started
+    is_enough   called before a portion is started; the caller can decide by the results yielded until then
     """
     deadline = None if options.seconds is None else time.monotonic() + options.seconds
     running: deque[tuple[tuple, Future]] = deque()

@@ -1,4 +1,4 @@
-"""Random streams through the whole loop: tests/property/test_loop.py with more seeds.
+"""Random requests through the whole loop: the checks of tests/property/test_loop.py with more seeds.
 
     python tests/campaigns/random_streams.py --first-seed 0 --seconds 300
 

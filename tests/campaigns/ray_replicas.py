@@ -3,8 +3,8 @@
     python tests/campaigns/ray_replicas.py [--repeat 1] [--streams 16] [--tokens 300]
 
 Needs ray[serve]. Each stream must have the same tokens as without a kill, two replicas must run again within 20 s, and
-the request of a client that disconnects must end within a second. Prints a line per part. The exit status is 1 if
-something was wrong.
+the request of a client that disconnects must end within a second. The program prints a line for each kill and one for
+the disconnection. The exit status is 1 if a rule was broken.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def parents(pid: int) -> list[int]:
 
 
 def replicas() -> list[int]:
-    """Return the process ids of the engines that this program started."""
+    """Return the process ids of the running replicas that this program started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -98,7 +98,10 @@ def seconds_until(condition, most: float) -> float | None:
 
 
 def kill_one(port: int, undisturbed: list, tokens: int) -> tuple[list[str], str]:
-    """Kill one replica during streams. Returns (violations, line of output)."""
+    """Kill one replica during as many streams as `undisturbed` has results. Returns (violations, line of output).
+
+    undisturbed   results of the same streams without a kill
+    """
     wrong, before = [], replicas()
     streams = started(port, len(undisturbed), tokens)
     if seconds_until(lambda: all(len(s.tokens) > tokens // 10 for s in streams), 60) is None:

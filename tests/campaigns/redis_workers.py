@@ -1,4 +1,4 @@
-"""Workers of examples/redis_worker.py, while workers are killed, frozen and ended and Redis is killed and frozen.
+"""Runs workers of examples/redis_worker.py, and kills and freezes workers and Redis meanwhile.
 
     python tests/campaigns/redis_workers.py [--first-seed 0] [--seconds 300] [--workers 2] [--faults 8]
 
@@ -11,9 +11,9 @@ while entries keep coming:
     kill of Redis     kill -9 of Redis, which starts again
     freeze of Redis   SIGSTOP of Redis for up to 7 s, longer than a worker waits for a reply, so that commands are late
 
-Some entries are cancelled, and some are bad. Each entry must have one answer: the answer of an undisturbed run, or its
-beginning if the entry was cancelled. Streamed tokens must agree with the answer. The program prints a line with counts.
-The exit status is 1 if something was wrong.
+Some entries are cancelled, and some are malformed. Each entry must have one answer: the answer of an undisturbed run,
+or the beginning of that answer if the entry was cancelled. Streamed tokens must agree with the answer. The program
+prints a line with counts. The exit status is 1 if a rule was broken.
 """
 
 import argparse
@@ -45,7 +45,7 @@ MOST_UNANSWERED = 16
 
 
 class Run:
-    """One seed."""
+    """The run of one seed: its Redis, its workers and the entries added so far."""
 
     def __init__(self, seed: int, num_workers: int, counts: Counter) -> None:
         self.draw, self.counts, self.faults = random.Random(seed), counts, []
@@ -61,7 +61,7 @@ class Run:
         return WorkerProcess(self.server, name, "--drain", self.draw.choice(["0", "0.3", "20"]))
 
     def disturb(self, num_faults: int) -> list[str]:
-        """Run the faults of the seed. Returns the violations."""
+        """Cause `num_faults` random faults while adding entries, and wait for all answers. Returns the violations."""
         for worker in self.workers:
             worker.wait_until_it_serves()
         for fault in self.draw.choices(FAULTS, k=num_faults):
@@ -78,7 +78,7 @@ class Run:
         return self.faults + self.judged()
 
     def work(self, seconds: float) -> None:
-        """Add and cancel entries and read the streams, for some seconds."""
+        """Add and cancel entries and read the streams of tokens, for `seconds` seconds."""
         until, client = time.monotonic() + seconds, self.server.client
         while time.monotonic() < until:
             unanswered = set(self.asked) - {name for name, _ in answers(client)}

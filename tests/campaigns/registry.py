@@ -10,7 +10,7 @@ class Options:
     """The options of the command line.
 
     tier         Q, F or C: the amount of work
-    first_seed   the first seed of this run
+    first_seed   the first seed that each suite runs
     seconds      time limit of a suite; None: the suite runs until the work of the tier is done
     jobs         number of processes
     """
@@ -27,7 +27,7 @@ class Summary:
 
     ran        one line for tests/CAMPAIGNS.md: seeds and counts
     failures   violations, each with the command that repeats it
-    short      things that did not occur as often as the tier requires
+    short      lines that say what the suite did less of than the tier requires
     ran_on     lines with the kinds of cases and the number of each
     """
 

@@ -1,4 +1,4 @@
-"""T5: fuzzed requests, in blocks, in several processes."""
+"""T5: fuzzed requests, in several processes. A block is BLOCK requests that one engine runs; see tests/fuzzing."""
 
 import gc
 import resource
@@ -25,7 +25,7 @@ REPORTS = 5
 
 @dataclass(slots=True)
 class Counts:
-    """Sums over blocks. `failed` has (block, report) of each block with a fault."""
+    """Sums over blocks of requests. `failed` has (block number, report) of each block with a violation."""
 
     blocks: int = 0
     requests: int = 0
@@ -47,7 +47,7 @@ class Counts:
 
 
 def run_blocks(first_block: int, count: int) -> Counts:
-    """Run some blocks in this process."""
+    """Run `count` blocks of requests in this process, from the block `first_block` on."""
     counts = Counts()
     gc.collect()
     gc.freeze()                         # garbage collection then visits new objects only
@@ -64,7 +64,7 @@ def run_blocks(first_block: int, count: int) -> Counts:
 
 
 def portion(first_block: int, count: int) -> Counts:
-    """Run some blocks. If they hang, the process ends, with the stacks of its threads on stderr."""
+    """Run `count` blocks from `first_block` on. If they hang, the process prints its threads' stacks and ends."""
     dump_traceback_later(SECONDS_UNTIL_A_PORTION_HANGS, exit=True)
     try:
         return run_blocks(first_block, count)
@@ -73,7 +73,7 @@ def portion(first_block: int, count: int) -> Counts:
 
 
 def fuzz(options: Options) -> Counts:
-    """Run blocks from the first on, until the work of the tier is done or the time is up."""
+    """Run blocks from `options.first_seed` on, until the work of the tier is done or `options.seconds` have passed."""
     deadline = None if options.seconds is None else time.monotonic() + options.seconds
     counts, next_block = Counts(), options.first_seed
     running: deque[tuple[int, Future[Counts]]] = deque()

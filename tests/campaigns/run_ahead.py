@@ -1,4 +1,4 @@
-"""T17: responses of an engine that runs ahead equal those of one in lockstep, bit by bit.
+"""T17: the responses of an engine that runs ahead equal those of an engine in lockstep, bit by bit.
 
     python -m tests.campaigns.run_ahead SEED             repeats one seed and prints each difference with its scenario
 
@@ -7,8 +7,8 @@ requests with any features. The engine has the scripted model, or `deterministic
 weights. The scenario runs once in lockstep and twice with run-ahead on a device that is late: once without faults, and
 once with steps that fail after the next step was launched. Some requests are stopped.
 
-If a stop or a fault in its row ends a request early, the request's output is the beginning of its output in lockstep.
-Such a request does not count as a pair. A run in which no step was launched ahead counts no pairs.
+If a stop ends a request early, or a fault in the request's row does, the output must be the beginning of the request's
+output in lockstep. Such a request does not count as a pair. A run in which no step was launched ahead counts no pairs.
 """
 
 import itertools
@@ -49,7 +49,7 @@ WORLD_FEATURES = (SCRIPTED, *FAMILIES, "max utilization", "no evict", "split", "
 
 
 def draw_runs(scenario: RunAheadScenario) -> list[Ahead]:
-    """Return the two run-ahead runs of a scenario."""
+    """Return the settings of a scenario's two run-ahead runs: first without faults, then with faults."""
     draw = Random(f"runs ahead {scenario.seed}")
 
     def new(fault_rate: float, stops: dict[int, int]) -> Ahead:
@@ -62,7 +62,7 @@ def draw_runs(scenario: RunAheadScenario) -> list[Ahead]:
 
 
 def run_seed(seed: int, parent: Path, family: str | None = None) -> tuple[Counter, list[str]]:
-    """Return (counts, differences). If `family` is None, the seed chooses the family."""
+    """Run the scenario of one seed. Returns (counts, differences). If `family` is None, the seed chooses the family."""
     scenario, counts, found = draw_scenario(seed, family), Counter(scenarios=1), []
 
     def note(what: str) -> None:
@@ -100,7 +100,10 @@ def where(error: Exception) -> str:
 
 def compare(scenario: RunAheadScenario, ahead: Ahead, lockstep: Run, run: Run, faults: Faults,
             counts: Counter) -> list[str]:
-    """Return the differences of all requests, and add the pairs to `counts`."""
+    """Return the differences between `run`, a run with run-ahead, and `lockstep`, and add the pairs to `counts`.
+
+    faults   the faults that occurred in `run`
+    """
     differences, failed, cut, early, kind = [], 0, 0, 0, "scripted" if scenario.is_scripted else "native"
     for request_id, ask in scenario.asks.items():
         expected, got = lockstep.responses[request_id], run.responses[request_id]
@@ -163,7 +166,10 @@ def is_beginning(got: list[Response], expected: list[Response], vocab: int) -> b
 
 
 def joined(responses: list[Response], name: str, width: int) -> bytes:
-    """Return the bytes of one tensor of all responses; empty if it was not requested."""
+    """Return the bytes of the tensor `name` of all responses, joined in order.
+
+    A tensor that was not requested has a last dimension that is no multiple of `width`, and adds nothing.
+    """
     return b"".join(np.ascontiguousarray(response.tensors[name]).tobytes() for response in responses
                     if not response.error and response.tensors[name].shape[-1] % width == 0)
 

@@ -1,10 +1,10 @@
 """T16: the cost of the production checks in an iteration of eight requests.
 
 Each check is removed in turn, in one process. Portions of iterations with and without the check alternate. The cost of
-the check is the difference of their first deciles. The difference of their medians is printed too. The loop runs a
-scripted model, because the time of a real model would hide the costs. The costs are given as a share of a generation
-step of a real model, which is measured separately: a small Llama in bf16 with random weights. All times are CPU times
-of one thread, which do not include other processes.
+the check is the first decile of the iteration times with the check minus that without it. The difference of the medians
+is printed too. The loop runs a scripted model, because the time of a real model would hide the costs. The costs are
+given as a share of a generation step of a real model, which is measured separately: a small Llama in bf16 with random
+weights. All times are CPU times of one thread, so that other processes do not add to them.
 
     check_totals        free + live == total                  step output    its rows, types and finish codes
     check_plan          the rules of a plan                   token ids      each below the vocabulary size
@@ -59,11 +59,11 @@ Replacement = tuple[object, str, Any]     # object, name of the check in it, rep
 
 
 def nothing(*_: object, **__: object) -> None:
-    """Replaces a check."""
+    """Do nothing. This function replaces a check."""
 
 
 def replacements(loop: GenerationLoop) -> dict[str, list[Replacement]]:
-    """Return the replacements that remove each check: name of the check -> replacements."""
+    """Return, for the name of each check, the replacements of attributes of `loop` that remove the check."""
     callbacks, runner = loop.callbacks, loop._runner
     return {
         "check_totals": [(loop.kv, "check_totals", nothing)],
@@ -110,7 +110,7 @@ class Cost:
 
     by_median   difference of the medians
     by_decile   difference of the first deciles, which other load on the machine disturbs least
-    whole       first decile with the check
+    whole       first decile of an iteration with the check
     """
 
     by_median: float
@@ -124,14 +124,14 @@ class Cost:
 
 
 def timed(what: Callable[[], object]) -> int:
-    """Return the CPU time of a call in nanoseconds."""
+    """Call `what` and return the CPU time of the call in nanoseconds."""
     began = thread_time_ns()
     what()
     return thread_time_ns() - began
 
 
 def cost(check: str, pairs: int) -> Cost:
-    """Return the cost of a check per iteration."""
+    """Return the cost of a check per iteration, from at least `pairs` iterations with and as many without the check."""
     portions = -(-pairs // A_PORTION)
     loop = new_loop(2 * portions * (A_PORTION + 1))
     replaced = replacements(loop)[check]
@@ -154,9 +154,9 @@ def cost(check: str, pairs: int) -> Cost:
 
 
 def ledger_cost(pairs: int) -> Cost:
-    """Return the cost of the ledger for one request that comes and goes.
+    """Return the cost of the bookkeeping for one request, from its acceptance to its end.
 
-    With eight requests of 128 output tokens each, one request comes and goes every sixteen iterations.
+    With eight requests of 128 output tokens each, one request begins and one ends every sixteen iterations.
     """
     intake = new_loop(1).intake
     admitted = intake._admission.admit(InferenceRequest(10**6, {"input_ids": [1] * 16, "request_output_len": 4}))
@@ -175,9 +175,9 @@ def ledger_cost(pairs: int) -> Cost:
 
 
 def watchdog_us(iteration_us: float) -> float:
-    """Return the CPU time of the watchdog in microseconds per iteration.
+    """Return the CPU time of the watchdog in microseconds per iteration of `iteration_us` microseconds.
 
-    The watchdog wakes four times in hang_warning_s.
+    The watchdog wakes four times in each period of hang_warning_s.
     """
     default_s, quick_s = 30.0, 0.02
     control = WorkerControl(SystemClock(), quick_s)
@@ -199,9 +199,9 @@ def watchdog_us(iteration_us: float) -> float:
 
 
 def finite_costs(pairs: int) -> dict[str, Cost]:
-    """Return the cost of the check of the maxima of a step's logits, and the cost of the check of the results' flags.
+    """Return the costs of both checks for finite logits: of the rows' largest logits, and of the flags in the results.
 
-    On a GPU, the sampling kernel checks the maxima.
+    Only a step on a CPU pays the first cost. On a GPU, the sampling kernel checks the largest logits.
     """
     import torch
 
@@ -212,7 +212,7 @@ def finite_costs(pairs: int) -> dict[str, Cost]:
 
 
 def real_iteration_us() -> float:
-    """Return the median microseconds of a generation step of eight sequences of 128 tokens, on one thread."""
+    """Return the median CPU time of a generation step of BATCH sequences of 128 tokens, in microseconds."""
     import torch
 
     from batch_manager import KvCacheConfig, TrtGptModelOptionalParams

@@ -3,7 +3,7 @@
     python tests/campaigns/same_beams_as_transformers.py --first-seed 0 --seconds 400
 
 The program works like same_tokens_as_transformers.py. Beam searches of random width, length penalty and early stopping
-run beside requests with one beam. It counts three verdicts:
+run beside requests with one beam. The program counts three kinds of differences:
 
     ties    sequences differ and scores agree within 1e-5 at each index: two summation orders broke a tie differently
     apart   sequences are equal and scores differ by 1e-4 to 1e-3: random models may be that sensitive to rounding; the
@@ -41,7 +41,7 @@ EARLY_STOPPING = {1: True, 0: False, 2: "never"}
 
 
 def run_seed(seed: int) -> Counter:
-    """Run one model. Prints each difference and returns the counts."""
+    """Run the random model and requests of one seed. Prints each difference and returns the counts."""
     draw, counts = random.Random(seed), Counter(models=1)
     torch.manual_seed(seed)
     config = random_config(draw)
@@ -99,7 +99,7 @@ def run_seed(seed: int) -> Counter:
 def print_errors(model: torch.nn.Module, prompt: list[int], texts: list[list[int]], finishes: list[int],
                  scores: list[float], expected: list[tuple[list[int], float]], *, end_id: int, len_penalty: float,
                  **_: int) -> None:
-    """Print the largest errors of both lists of scores against float64."""
+    """Print the largest errors of `scores` and of the scores in `expected`, against scores computed in float64."""
     def score(text: list[int], finish: int) -> float:
         whole = text + [end_id] * (finish == FinishReason.END_ID)
         with torch.inference_mode():
@@ -115,13 +115,16 @@ def print_errors(model: torch.nn.Module, prompt: list[int], texts: list[list[int
 
 
 def most_blocks(prompt_len: int, count: int, beam_width: int, tokens_per_block: int) -> int:
-    """Return the most blocks that a request may hold. Beams share the blocks before that of the prompt's last token."""
+    """Return the largest number of blocks that a request holds with `count` output tokens.
+
+    Beams share the blocks before the block with the prompt's last token.
+    """
     shared = (prompt_len - 1) // tokens_per_block
     return shared + (-(-(prompt_len + count) // tokens_per_block) - shared) * beam_width
 
 
 def likely_token(model: torch.nn.Module, prompt: list[int], draw: random.Random) -> int:
-    """Return a token of a short greedy continuation. As an end id, it is likely to occur."""
+    """Return a random token of the prompt's greedy continuation. As an end id, this token is likely to occur."""
     with torch.inference_mode():
         text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8, pad_token_id=0)
     return draw.choice(text[0, len(prompt):].tolist())
@@ -129,7 +132,7 @@ def likely_token(model: torch.nn.Module, prompt: list[int], draw: random.Random)
 
 def expected_beams(model: torch.nn.Module, prompt: list[int], count: int, *, beam_width: int, end_id: int,
                    len_penalty: float, early_stopping: int) -> list[tuple[list[int], float]]:
-    """Return [(output without the end id, score)], best first; the score of a single beam is 0."""
+    """Return transformers' beams as [(output without the end id, score)], best first; a single beam has the score 0."""
     beams = {} if beam_width == 1 else {
         "num_beams": beam_width, "num_return_sequences": beam_width, "length_penalty": len_penalty,
         "early_stopping": EARLY_STOPPING[early_stopping]}

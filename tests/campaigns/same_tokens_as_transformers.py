@@ -144,7 +144,10 @@ def config_of_a_later_family(draw: random.Random, common: dict, wide: int, bias:
 
 
 def random_engine(draw: random.Random, prompts: dict[int, list[int]], lengths: dict[int, int]) -> tuple:
-    """Return (model type, policy, options), mostly with small pools, and often with chunks and overlap."""
+    """Return (model type, policy, options) of a random engine, mostly with a small pool.
+
+    The pool has room for each prompt with its output length, alone. Chunks and overlap are often on.
+    """
     model_type = draw.choice(list(TrtGptModelType))
     is_static = model_type is TrtGptModelType.V1    # lockstep, without chunks
     tokens_per_block, chunked = draw.choice([8, 16, 32, 64]), not is_static and draw.choice([True, False])
@@ -160,7 +163,7 @@ def random_engine(draw: random.Random, prompts: dict[int, list[int]], lengths: d
 
 
 def run_seed(seed: int) -> Counter:
-    """Run one model. Prints each difference and returns the counts."""
+    """Run the random model and requests of one seed. Prints each difference and returns the counts."""
     draw, counts = random.Random(seed), Counter(models=1)
     torch.manual_seed(seed)
     config = random_config(draw)
@@ -197,7 +200,7 @@ def run_seed(seed: int) -> Counter:
 
 
 def largest_gap(model: torch.nn.Module, prompt: list[int], generated: list[int]) -> float:
-    """Return the largest distance of a token's logit from the largest logit at its position."""
+    """Return the largest distance of a generated token's logit from the largest logit at the token's position."""
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + generated])).logits[0, len(prompt) - 1:-1]
     chosen = logits.gather(1, torch.tensor(generated)[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""Compares the product with a model of the rules, for random records of each type, in parallel processes.
+"""Compares the engine's records with a model of the schema's rules, for random records, in parallel processes.
 
     python tests/campaigns/schema_differential.py --first-seed 0 --cases 8000 --processes 2
 

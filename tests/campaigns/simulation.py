@@ -22,7 +22,7 @@ REPORTS = 5
 
 @dataclass(slots=True)
 class Counts:
-    """Sums over seeds."""
+    """Sums over seeds. `failed` has (seed, report) of each seed with violations."""
 
     seeds: int = 0
     iterations: int = 0
@@ -45,7 +45,7 @@ class Counts:
 
 
 def portion(first_seed: int, count: int) -> Counts:
-    """Run some seeds."""
+    """Run `count` seeds in this process, from `first_seed` on."""
     counts = Counts()
     for seed in range(first_seed, first_seed + count):
         result = simulate(seed)
@@ -57,7 +57,7 @@ def portion(first_seed: int, count: int) -> Counts:
 
 
 def simulate_many(options: Options) -> Counts:
-    """Run seeds from the first on, until the work of the tier is done or the time is up."""
+    """Run seeds from `options.first_seed` on, until the work of the tier is done or `options.seconds` have passed."""
     iterations, seeds, _, _ = ENOUGH[options.tier]
     counts = Counts()
     portions = ((seed, SEEDS_A_PORTION) for seed in itertools.count(options.first_seed, SEEDS_A_PORTION))
@@ -83,7 +83,7 @@ def run(options: Options) -> Summary:
 def short(counts: Counts, tier: str) -> list[str]:
     """Return a line for each fault and marker that occurred less often than the tier requires.
 
-    The line of a fault or marker names the feature that it needs if the engine does not have it.
+    If a fault or marker needs a feature that the engine does not have, the line names the feature.
     """
     iterations, seeds, hits, visits = ENOUGH[tier]
     lines = []

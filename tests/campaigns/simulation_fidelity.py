@@ -63,7 +63,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def keep(source: Path, target: Path) -> None:
-    """Copy the files for the suite: the fitted trace, the lengths of the workloads and the measured figures."""
+    """Copy what the test suite needs from `source` to `target`.
+
+    It copies the fitted trace, and the arrivals, lengths, settings and measured results of the workloads.
+    """
     target.mkdir(parents=True, exist_ok=True)
     with gzip.open(target / "fitted.trace.gz", "wb") as file:
         file.write((source / f"{FITTED}.trace").read_bytes())

@@ -1,6 +1,6 @@
 """T7: up to ten million requests through long-lived engines. Each process is checked at every idle point.
 
-Each of the `--jobs` processes has all engines. The memory of a process is judged over the requests of this process.
+Each of the `--jobs` processes runs all kinds of engines. The growth of a process' memory is judged by its own requests.
 """
 
 import json

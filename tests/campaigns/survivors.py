@@ -1,6 +1,6 @@
 """Equivalent mutants of the core: changes that no test can notice, with the reason.
 
-`python -m tests.campaigns --suite T14-mutants` makes mutants and names the survivors that are missing here.
+`python -m tests.campaigns --suite T14-mutants` makes mutants, and names each surviving mutant that SURVIVORS lacks.
 """
 
 from dataclasses import dataclass

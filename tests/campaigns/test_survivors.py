@@ -1,4 +1,4 @@
-"""The list of surviving mutants is valid, and the campaign that reads it describes a mutant by its lines."""
+"""The list of surviving mutants is valid, and the campaign that uses it identifies a mutant by the changed lines."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def is_in_order(one: Survivor) -> bool:
-    """Whether an entry changes lines that a file of the core contains, and gives a reason of at least four words."""
+    """Whether an entry changes lines of a file of the core, and gives a reason of at least four words."""
     return (any(Path(one.file).is_relative_to(path) for path in CORE) and one.source != one.mutant
             and " ".join(one.source.split()) in " ".join((ROOT / one.file).read_text().split())
             and len(one.reason.split()) > 3)

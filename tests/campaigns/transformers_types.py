@@ -2,9 +2,9 @@
 
     python tests/campaigns/transformers_types.py [--types llama,opt] [--seconds 60] [--write]
 
-Each type runs in its own process, which has a time limit. The names of the numbers in the type's configuration decide
-how far they are shrunk. Windows and chunks shrink to 8 or less, so that prompts of 50 tokens cross them. Layers are
-added until the model has each kind of layer of the full-sized configuration.
+Each type runs in its own process, which has a time limit. SIZES shrinks each number of the type's configuration by its
+name. Windows and chunks shrink to 8 or less, so that prompts of 50 tokens are longer. Layers are added until the model
+has each kind of layer of the full-sized configuration.
 
 Transformers saves the model, `load_model` loads it, and it runs three packed prompts in chunks and 12 generation steps.
 Its logits are compared with those of the model's own eager attention in float32. The largest difference must be at most
@@ -94,7 +94,7 @@ class CannotShrinkError(Exception):
 
 
 class RoundsMoreError(Exception):
-    """The model's own float32 is about as far from float64 as that of the engine. The message has the figures."""
+    """The engine's float32 logits are about as far from float64 as the model's own. The message has the distances."""
 
 
 def shrunk(config_class, num_layers: int) -> dict:
@@ -130,7 +130,7 @@ def shrunk(config_class, num_layers: int) -> dict:
 
 
 def with_few_positions(rope: dict) -> dict:
-    """Return rotary parameters for so few positions that prompts exceed them."""
+    """Return the rotary parameters with 8 original positions, fewer than the prompts have."""
     return {name: with_few_positions(value) if isinstance(value, dict)
             else 8 if name == "original_max_position_embeddings" and value else value for name, value in rope.items()}
 
@@ -180,7 +180,10 @@ def random_model(model_class, config):
 
 
 def compared(model_class, config) -> tuple[float, float]:
-    """Return (largest difference of logits, largest logit). Raises ConfigError if loading refuses the model."""
+    """Return (largest difference of the engine's logits from the model's own, largest logit), for a random model.
+
+    Raises ConfigError if `load_model` refuses the model, and RoundsMoreError for a difference that rounding explains.
+    """
     from batch_manager.models import load_model
     from tests.models.conftest import Driver, expected_logits, random_prompts
 
@@ -208,7 +211,7 @@ def compared(model_class, config) -> tuple[float, float]:
 
 
 def variants_of(config_class) -> dict[str, dict]:
-    """Return the variants of the default configuration: name -> options."""
+    """Return the variants of the default configuration: name of the variant -> options that differ."""
     full = config_class()
     names = {field.name for field in dataclasses.fields(config_class)}
     found = {}
@@ -237,7 +240,7 @@ def variants_of(config_class) -> dict[str, dict]:
 
 
 def try_type(model_type: str) -> dict:
-    """Return the result of one type."""
+    """Test the model type and its variants. Returns the record of the type, with its verdict."""
     import transformers
 
     from batch_manager.errors import ConfigError

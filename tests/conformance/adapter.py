@@ -1,4 +1,4 @@
-"""Runs the records of cases/ with the product's classes. The module itself computes no schedules and no blocks.
+"""Runs the records of cases/ with the engine's own classes. The module itself computes no schedules and no blocks.
 
 The times of a record are milliseconds.
 """
@@ -94,7 +94,7 @@ def seconds(milliseconds: float | None) -> float | None:
 
 
 def milliseconds(duration: int | None) -> int | None:
-    """Return the duration in milliseconds that a request gets for a record's duration. See `seconds`."""
+    """Return the milliseconds on the test's clock for a record's milliseconds: 1000 times as many. See `seconds`."""
     return None if duration is None else 1000 * duration
 
 
@@ -132,7 +132,7 @@ def request_order(requests: list[dict]) -> dict:
 
 
 class EverybodyRuns(MicroBatchScheduler):
-    """Runs all fitting requests, with the chunk sizes of the record."""
+    """A micro-batch scheduler that runs all fitting requests, with the chunk sizes of the record."""
 
     def __init__(self, chunk_of: dict[int, int]) -> None:
         self.chunk_of = chunk_of
@@ -169,7 +169,8 @@ def make_chunking(config: dict) -> ContextChunking | None:
 def credit_of(policy: SchedulerPolicy, kv: KvCacheManager):
     """Return a function that estimates, as TensorRT-LLM does, how many tokens of a request's first chunk are reused.
 
-    The number is at most that of the tokens that a claim will reuse.
+    The function returns the smaller of this estimate and the number of tokens that a claim will reuse. If block reuse
+    is off, `credit_of` returns None.
     """
     if not kv.enable_block_reuse:
         return None
@@ -197,7 +198,7 @@ def capacity_step(config: dict, requests: list[dict]) -> dict:
 
     @dataclass
     class FixedNeeds:
-        """A KV cache and ledger in which each request needs the same number of blocks and a pause frees none."""
+        """A KV cache and its ledger. Each request needs the same number of blocks, and a pause frees no block."""
 
         available_blocks: int = config.get("free_blocks", 0)
         need: int = config.get("blocks_per_request", 0)
@@ -243,8 +244,8 @@ def capacity_step(config: dict, requests: list[dict]) -> dict:
 def micro_batch_step(config: dict, requests: list[dict], inflight: list[int]) -> dict:
     """Run one step of the micro-batch scheduler, and return its contexts, generation requests and drafts.
 
-    With EQUAL_PROGRESS, the first chunk of a record begins at the start of the prompt. The scheduler's first chunk
-    begins after the reused tokens, which are therefore added.
+    With EQUAL_PROGRESS, the first chunk in a record includes the reused tokens. The first chunk of the engine's
+    scheduler does not, so this function adds their number.
     """
     made = [make_request(record) for record in requests]
     credits = {record["id"]: record.get("estimated_reusable_tokens", 0) for record in requests}
@@ -394,7 +395,7 @@ def step(engine: Engine) -> dict:
 
 
 class Tables:
-    """One KV cache with the sequences of a record, and a method for each operation."""
+    """One KV cache with the sequences of a `kv_ops` record, and a method for each operation of the record."""
 
     def __init__(self, config: dict) -> None:
         self.clock = VirtualClock(0.0)
@@ -487,7 +488,10 @@ class Tables:
 
     @contextmanager
     def as_asked(self, record: dict):
-        """Yield the request as the record describes it, during one query."""
+        """Yield the request of a query, with the tokens, state and lengths of `record`.
+
+        A request that owns blocks gets these values until the generator is resumed.
+        """
         owner, asked = self.requests.get(record["id"]), make_request(record)
         if owner is None or not self.kv.owns(owner):
             yield asked

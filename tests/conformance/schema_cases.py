@@ -1,4 +1,4 @@
-"""Makes random records of each type from a seed. Some have sizes like the recorded ones, and some have other sizes."""
+"""Makes random records of each type from a seed. Some have sizes like those in cases/, and some have other sizes."""
 
 from random import Random
 
@@ -27,7 +27,7 @@ def ceil_div(number: int, by: int) -> int:
 
 
 def trace_like_the_records(random: Random) -> dict:
-    """Return a trace like the recorded random ones, with a pool for a few requests and a budget of a few chunks."""
+    """Return a trace like the random ones in cases/: the pool has room for a few requests, a step for a few chunks."""
     size = random.choice([4, 8, 16])
     longest_prompt, longest_output = random.choice([(24, 16), (40, 8), (64, 16), (64, 24), (120, 40)])
     return make_trace(random, size, longest_prompt, longest_output, num_requests=random.randint(5, 40),
@@ -35,7 +35,7 @@ def trace_like_the_records(random: Random) -> dict:
 
 
 def trace_of_chunks_and_priorities(random: Random) -> dict:
-    """Return a trace in which requests of higher priority arrive before contexts that are between chunks."""
+    """Return a trace in which requests arrive that have a higher priority than contexts between two of their chunks."""
     size = random.choice([4, 8, 16])
     longest_prompt, longest_output = random.choice([(24, 16), (40, 8), (64, 16)])
     unit, most = size * random.choice([1, 1, 2]), random.choice([2, 4, 8, 16])
@@ -141,7 +141,7 @@ def trace_with_reuse(random: Random) -> dict:
 
 
 def shared_prompt(random: Random, length: int, size: int) -> list[int]:
-    """Return a prompt of short runs from two sets of tokens, so that common prefixes are frequent and end anywhere."""
+    """Return a prompt whose pieces come from two sets of tokens, so that prompts often share prefixes of any length."""
     tokens = []
     while len(tokens) < length:
         start = random.choice([1000, 2000]) + 100 * (len(tokens) // size)
@@ -150,7 +150,7 @@ def shared_prompt(random: Random, length: int, size: int) -> list[int]:
 
 
 def trace_of_micro_batches(random: Random) -> dict:
-    """Return a trace without a KV cache, for the micro-batch scheduler alone, with several batches in flight."""
+    """Return a trace for the micro-batch scheduler alone, without a KV cache and with several batches in flight."""
     config = {"capacity_policy": random.choice([None, None, "MAX_REQUESTS"])}
     if config["capacity_policy"]:
         config["max_num_requests"] = random.randint(1, 10)
@@ -332,7 +332,7 @@ def kv_fill(random: Random) -> dict:
 
 
 class OpsMaker:
-    """Makes sequences of legal operations. It runs the model to know which operations fail."""
+    """Makes the operations of a `kv_ops` record. It runs the model, and leaves out operations that have no result."""
 
     def __init__(self, random: Random, reuse: bool, window: bool, beams: bool) -> None:
         self.random = random

@@ -1,4 +1,4 @@
-"""Runs one case with the model and with the product's adapter, and returns the differences as text."""
+"""Runs one case with the model in schema_oracle.py and with the engine in adapter.py, and returns the differences."""
 
 import copy
 
@@ -6,11 +6,14 @@ from . import schema_oracle
 
 
 class NotCompared(Exception):
-    """The rules do not define the result of this case."""
+    """Raised for a case whose result the rules do not define."""
 
 
 def differences(adapter, case: dict) -> list[str]:
-    """Return the first differences. Raises NotCompared if the rules do not define the result."""
+    """Return the first differences between the results of the model and of `adapter`, as text.
+
+    Raises NotCompared if the rules do not define the result.
+    """
     if case["type"] == "scheduler_trace":
         return compare_traces(adapter, case)
     try:
@@ -51,7 +54,11 @@ def call(module, case: dict) -> dict:
 
 
 def compare_micro_batches(case: dict, expected: dict, found: dict) -> list[str]:
-    """Compare two plans. The product leaves out a first chunk of EQUAL_PROGRESS that has reused tokens only."""
+    """Return the differences of two plans of the micro-batch scheduler.
+
+    With EQUAL_PROGRESS, the engine leaves out a first chunk of reused tokens only. Such chunks are removed from
+    `expected`.
+    """
     of = {request["id"]: request for request in case["requests"]}
     if case["config"].get("chunking", {}).get("policy") == "EQUAL_PROGRESS":
         expected["ctx"] = [[name, size] for name, size in expected["ctx"]
@@ -83,7 +90,7 @@ def compare_operations(expected: list[dict], found: list[dict]) -> list[str]:
 
 
 def compare_traces(adapter, case: dict) -> list[str]:
-    """Compare the iterations of a trace one by one, until they differ, no request is left or the case ends."""
+    """Return the differences of the first iteration in which model and engine differ; none if no iteration does."""
     model, product = schema_oracle.build(case["config"]), adapter.build(copy.deepcopy(case["config"]))
     to_come, known = sorted(case["requests"], key=lambda request: request["arrival"]), False
     for iteration in range(case["fixed_iterations"]):
@@ -118,10 +125,10 @@ def compare_traces(adapter, case: dict) -> list[str]:
 
 
 def estimates_decide(model) -> bool:
-    """Whether the pool is too small for all requests, and the rules' estimates may differ from the blocks of a claim.
+    """Whether the pool is too small for all requests, and the rules may plan with wrong numbers of blocks.
 
-    The estimates differ for prompts that share blocks, for windows, and for drafts of several beams. The product's
-    budget counts the blocks that a claim takes.
+    The rules plan with estimated numbers of blocks, and the engine plans with the blocks that a claim takes. The
+    estimates can be wrong for prompts that share blocks, for windows, and for drafts of several beams.
     """
     cache = model.cache
     if cache is None:
@@ -135,9 +142,9 @@ def estimates_decide(model) -> bool:
 
 
 def longer_than_a_step(model) -> bool:
-    """Whether a context has more tokens than a step, without chunking.
+    """Whether a context has more tokens than the token budget of a step, while chunking is off.
 
-    By the rules, such a context never runs again. The product computes it in chunks of whole blocks.
+    By the rules, such a context never fits into a step. The engine computes it in chunks of whole blocks.
     """
     micro_batch = model.config.get("micro_batch") or {}
     budget = micro_batch.get("max_num_tokens")
@@ -146,9 +153,9 @@ def longer_than_a_step(model) -> bool:
 
 
 def first_in_line_waits(model) -> bool:
-    """Whether, by the rules, the first request in line waits for the blocks of a later context between chunks.
+    """Whether, by the rules, the first request waits for a block that a later context between two chunks will compute.
 
-    This can happen under MAX_UTILIZATION with priorities. In the product, the first request in line does not wait.
+    This can happen under MAX_UTILIZATION with priorities. In the engine, the first request does not wait.
     """
     if model.cache is None or model.config["capacity_policy"] != "MAX_UTILIZATION" or not model.active:
         return False
@@ -191,7 +198,7 @@ def shrink(adapter, case: dict, tries: int = 3000) -> dict:
 
 
 def legal(case: dict) -> bool:
-    """Whether the model runs the case without looking up a missing entry."""
+    """Whether the case refers to existing entries only, so that the model does not fail with a lookup error."""
     try:
         call(schema_oracle, case) if case["type"] != "scheduler_trace" else None
     except (KeyError, IndexError, ZeroDivisionError, AttributeError):

@@ -1,8 +1,8 @@
 """A plain model of the scheduling and KV cache rules of the conformance records.
 
-It shares no code with batch_manager and takes no shortcuts: blocks are objects in lists, the free order is searched
-from its beginning, prefixes are compared token by token, every estimate is written out as a formula. It is slow and
-easy to read. It has the same module-level functions as `adapter.py`, so that tests run records with either, and
+It shares no code with batch_manager and takes no shortcuts. Blocks are objects in lists, the list of free blocks is
+searched from its beginning, prefixes are compared token by token, and every estimate is written out as a formula. The
+model has the same module-level functions as `adapter.py`, so that tests can run records with either of them.
 `test_schema_differential.py` compares the two.
 
 Times are milliseconds. Requests and configurations are the dictionaries of the records.
@@ -27,7 +27,7 @@ class Duplicate(Exception):
 
 
 class Undefined(Exception):
-    """The rules do not define the result of this case."""
+    """Raised for a case whose result the rules do not define."""
 
 
 def ceil_div(number: int, by: int) -> int:
@@ -121,7 +121,7 @@ def request_pause(record: dict, steps: list[dict]) -> dict:
 
 
 def insert(active: list[Request], request: Request, order: str) -> None:
-    """Insert after all requests of at least its priority; without priorities, at the end."""
+    """Insert `request` at the end of `active`, or if `order` is "priority", before all requests of lower priority."""
     place = len(active)
     while order == "priority" and place > 0 and active[place - 1].priority < request.priority:
         place -= 1
@@ -147,7 +147,7 @@ def has_bad_ranges(ranges: list[list]) -> bool:
 
 
 def retention_of(ranges: list[list], position: int) -> tuple[int | None, float | None]:
-    """Return (priority, duration) of the block whose first token is at `position`."""
+    """Return (priority, duration) of a block whose first token is at `position`; (None, None) outside of `ranges`."""
     for start, end, priority, *duration in ranges:
         if start <= position and (end is None or position < end):
             return priority, duration[0] if duration else None
@@ -201,7 +201,7 @@ class FreeOrder:
         raise OutOfBlocks
 
     def claim(self, block: Block, priority: int | None = None, duration: float | None = None) -> None:
-        """Remove a block from the free order, if the order has it.
+        """Remove a block from the order of free blocks if it is free, and set its priority and duration.
 
         If `priority` is None, the block keeps its priority and duration.
         """
@@ -220,7 +220,7 @@ class FreeOrder:
         block.expires = self.milliseconds + block.duration if runs_out else None
 
     def demote(self, lost: list[Block]) -> None:
-        """Give blocks that lost their content the default priority. This is our rule, not the original's."""
+        """Give blocks that lost their content the default priority. TensorRT-LLM does not have this rule."""
         for block in sorted(lost, key=lambda block: block.id, reverse=True):
             if block.priority != DEFAULT_PRIORITY:
                 self.queues[block.priority].remove(block)
@@ -287,12 +287,12 @@ def child_of(parent: Block, key: tuple) -> Block | None:
 
 
 def below(block: Block) -> list[Block]:
-    """Return the block and all its descendants."""
+    """Return `block` and all its descendants in the prefix tree."""
     return [block] + [other for child in block.children for other in below(child)]
 
 
 def cut_off(block: Block) -> int:
-    """Remove a block and its descendants from the tree. Returns the number of removed blocks."""
+    """Remove a block and its descendants from the prefix tree. Returns the number of removed blocks."""
     gone = below(block)
     block.parent.children.remove(block)
     for each in gone:
@@ -379,7 +379,7 @@ class Cache:
     # keys
 
     def keys(self, request: Request, tokens: list[int]) -> list[tuple]:
-        """Return the key of each block: (domain, tokens with their extra ids)."""
+        """Return the key of each block of `tokens`: (domain, [(token, extra id)])."""
         extra = request.token_extra_ids
         domain = (request.lora_task, request.cache_salt, extra is not None)
         if extra is None:
@@ -389,9 +389,11 @@ class Cache:
         return [(domain, content) for content in cut(pairs, self.tokens_per_block)]
 
     def best_partial_match(self, parent: Block, key: tuple) -> tuple[Block | None, int]:
-        """Return (child with the longest common prefix, its length).
+        """Return (child of `parent` with the longest common prefix with `key`, length of this prefix).
 
-        The rules do not decide ties. This takes the next one in lexical order, smaller ones first."""
+        The rules do not decide between children with equal lengths. The model takes the child nearest to `key` in
+        lexical order, and prefers smaller children.
+        """
         domain, content = key
         before = [child for child in parent.children if child.key[0] == domain and child.key[1] < content]
         behind = [child for child in parent.children if child.key[0] == domain and child.key[1] > content]
@@ -417,7 +419,7 @@ class Cache:
         return block
 
     def take_copy(self, source: Block, priority: int | None, duration: float | None) -> Block:
-        """Take a free block for a copy of `source`, but not `source` itself unless it is the only free block."""
+        """Return a free block for a copy of `source`. If `source` is the only free block, take `source` itself."""
         if source.refs == 0 and self.free_blocks == 1:
             lost = [each for each in below(source) if each is not source and each.refs == 0]
             self.evicted += cut_off(source) - 1
@@ -439,7 +441,7 @@ class Cache:
     # sequences
 
     def add(self, request: Request) -> int:
-        """Take blocks for the whole prompt. Returns the number of cached tokens."""
+        """Take blocks for the whole prompt of `request`. Returns the number of the prompt's tokens that are cached."""
         if request.id in self.sequences:
             raise Duplicate
         size, length, beams = self.tokens_per_block, request.prompt_len, request.beam_width
@@ -518,7 +520,10 @@ class Cache:
                     self.let_go(block, front=True)
 
     def store(self, sequence: Sequence, num_tokens: int, with_partial: bool) -> None:
-        """Add the blocks of the sequence's first `num_tokens` tokens to the tree."""
+        """Add the blocks of the sequence's first `num_tokens` tokens to the prefix tree.
+
+        A block that is not full is added only if `with_partial` is true.
+        """
         if not self.reuse:
             return
         node = self.root
@@ -542,9 +547,9 @@ class Cache:
         self.store(sequence, computed - 1, with_partial=False)
 
     def remove(self, sequence: Sequence, store: bool, num_tokens: int | None = None) -> None:
-        """Release the blocks of a sequence, and first add those of its tokens to the tree if `store` is true.
+        """Release the blocks of a sequence. If `store` is true, first add its computed blocks to the prefix tree.
 
-        num_tokens   tokens of the request; the last one is not in the cache
+        num_tokens   number of tokens of the request, of which the last one is not in the KV cache
         """
         if store and sequence.request.beam_width == 1:
             self.store(sequence, num_tokens - 1, with_partial=True)
@@ -560,7 +565,7 @@ class Cache:
     # queries
 
     def matched_blocks(self, request: Request) -> list[Block]:
-        """Return the full blocks of the prompt that are in the tree."""
+        """Return the full blocks of the prompt that are in the prefix tree."""
         blocks, parent = [], self.root
         if self.reuse:
             for key in self.keys(request, request.prompt):
@@ -616,14 +621,17 @@ class Cache:
                                            // self.tokens_per_block)
 
     def first_missing_prefix(self, request: Request) -> tuple | None:
-        """Return the prefix up to the first full block of the prompt that is not in the tree, inclusive."""
+        """Return the keys of the prompt's full blocks up to and including the first one that is not in the prefix tree.
+
+        If the tree has all full blocks, return None.
+        """
         keys = [key for key in self.keys(request, request.prompt) if len(key[1]) == self.tokens_per_block]
         matched = len(self.matched_blocks(request))
         return tuple(keys[:matched + 1]) if matched < len(keys) else None
 
 
 class Tables:
-    """One cache, with a method for each operation of a `kv_ops` record."""
+    """One KV cache, with a method for each operation of a `kv_ops` record."""
 
     def __init__(self, config: dict) -> None:
         self.cache = Cache(config)
@@ -739,9 +747,9 @@ class AdapterPages:
         self.tasks: set[int] = set()
 
     def fits(self, request: Request) -> bool:
-        """Whether the pages suffice for the adapters of this and all accepted requests.
+        """Whether the adapter pages suffice for the adapters of `request` and of all accepted requests.
 
-        If the accepted requests have too many pages already, a request without an adapter does not fit either.
+        If the accepted requests need too many pages already, a request without an adapter does not fit either.
         """
         if self.config is None:
             return True
@@ -755,7 +763,7 @@ class AdapterPages:
 
 @dataclass
 class FixedNeeds:
-    """A cache in which each request needs the same number of blocks and a pause frees none."""
+    """A KV cache in which each request needs the same number of blocks and a pause frees no block."""
 
     free_blocks: int
     need: int
@@ -772,7 +780,7 @@ class FixedNeeds:
 
 
 def blocks_freed_by(cache, paused: list[Request]) -> int:
-    """Return the number of blocks that are free once these requests are paused: no other request holds them."""
+    """Return the number of blocks that become free if the `paused` requests release theirs."""
     if isinstance(cache, FixedNeeds):
         return 0
     refs: dict[Block, int] = {}
@@ -789,7 +797,10 @@ def delays(config: dict, cache) -> bool:
 
 
 class Duplicates:
-    """The first missing block of each context that a scheduling call runs. Contexts that need the block wait for it."""
+    """The first uncached block of each context that a scheduling call runs.
+
+    A context that needs such a block waits until the block is cached.
+    """
 
     def __init__(self, cache, on: bool, active: list[Request]) -> None:
         self.cache, self.on = cache, on
@@ -899,7 +910,10 @@ def credit_of(request: Request) -> int:
 
 def divide(policy: str, unit: int, capacity: int | None, max_context_length: int | None,
            contexts: list[Request]) -> None:
-    """Set the chunk of each context, and cut its drafts to the rest of the last unit."""
+    """Set the chunk of each context within `capacity` tokens, in multiples of `unit`.
+
+    The draft tokens of a context are cut to the room that its last chunk leaves in the last unit.
+    """
     limit = NO_LIMIT if max_context_length is None else max_context_length
     room = NO_LIMIT if capacity is None else capacity
     for request in contexts:
@@ -952,7 +966,7 @@ def divide(policy: str, unit: int, capacity: int | None, max_context_length: int
 
 def schedule_micro_batch(config: dict, fitting: list[Request],
                          inflight: set[int]) -> tuple[list[Request], list[Request]]:
-    """Return (contexts with their chunks set, generation requests)."""
+    """Choose the requests of a micro-batch. Returns (contexts with their chunks set, generation requests)."""
     budget = NO_LIMIT if config.get("max_num_tokens") is None else config["max_num_tokens"]
     limit, chunking = config.get("max_context_length"), config.get("chunking")
     contexts, generation, aside = [], [], []
@@ -1049,7 +1063,7 @@ def reused_blocks(engine: Engine) -> int | None:
 
 
 def start_or_go_on(cache: Cache | None, request: Request) -> None:
-    """Prepare a chunk. Before the first one, take the blocks and skip the cached tokens."""
+    """Before the first chunk of a request, take the blocks of its prompt and skip the cached tokens."""
     if cache is None or not request.is_first_chunk:
         return
     reused = cache.add(request)

@@ -1,9 +1,10 @@
-"""The product agrees with records of scheduling and KV cache scenarios from tests of TensorRT-LLM, vLLM and SGLang.
+"""The engine agrees with records of scheduling and KV cache scenarios from tests of TensorRT-LLM, vLLM and SGLang.
 
     cases/*.json   the records: inputs, expected results, and the test and project that they come from
-    adapter.py     runs them with the real classes
+    adapter.py     runs the records with the engine's own classes
 
-Level 2 also compares block ids, up to renaming, and the number of evicted blocks. README.md has the details.
+At level 1, all results are compared except block ids and the number of evicted blocks. Level 2 compares these too, with
+block ids up to renaming. README.md has the details.
 """
 
 import json
@@ -73,7 +74,7 @@ def compare_operations(expected: list[dict], found: list[dict], level: int) -> l
 
 
 def trace(adapter, record: dict) -> tuple[list[dict], int | None]:
-    """Return the rows of a whole run, and the number of reused blocks."""
+    """Run a trace to its end. Returns (result of each iteration, number of reused blocks)."""
     engine = adapter.build(record["config"])
     to_come = sorted(record["requests"], key=lambda request: request.get("arrival", 0))
     rows = []

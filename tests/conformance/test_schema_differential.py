@@ -1,11 +1,11 @@
-"""The product agrees with a plain model of the rules of the conformance records, on random records of each type.
+"""The engine agrees with a plain model of the rules of the conformance records, on random records of each type.
 
     schema_oracle.py     the model
     schema_cases.py      seed -> record
     schema_compare.py    finds differences and shrinks records
 
-tests/campaigns/schema_differential.py runs more seeds. README.md of this folder lists the deliberate differences;
-records with one are counted as not compared.
+tests/campaigns/schema_differential.py runs more seeds. README.md of this folder lists the deliberate differences.
+Records on which a deliberate difference has an effect are counted as not compared.
 """
 
 import json

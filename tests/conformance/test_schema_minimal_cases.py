@@ -1,4 +1,4 @@
-"""The product follows the rules on shrunk random records on which it once differed."""
+"""The engine agrees with the model of the rules on shrunk random records for which an earlier version differed."""
 
 import pytest
 

@@ -1,8 +1,8 @@
-"""Product and model agree with assertions of public unit tests of TensorRT-LLM.
+"""The engine and the model of the rules agree with assertions of public unit tests of TensorRT-LLM.
 
 Sources, Apache-2.0: capacitySchedulerTest, microBatchSchedulerTest, kvCacheManagerTest, evictionPolicyTest and
 llmRequestTest in cpp/tests/unit_tests/batch_manager, and tests/unittest/_torch/executor/test_py_scheduler.py. Each case
-has the name of its test. Cases of cross attention and of disaggregated serving are left out, because the product has
+has the name of its test. Cases of cross attention and of disaggregated serving are left out, because the engine has
 neither. So are two eviction cases of older versions, which released leaves of the prefix tree only.
 """
 
@@ -315,7 +315,7 @@ def test_invalid_ranges(module, ranges):
 
 
 def test_pause(module):
-    """LlmRequestTest.pause: a pause adds the output to the prompt and drops the tokens beyond the longest prompt."""
+    """LlmRequestTest.pause: a pause adds the output to the prompt, which is cut to the longest allowed prompt."""
     found = module.request_pause({"id": 77, "prompt_len": 5, "max_new_tokens": 66},
                                  [{"generated": 5, "max_input_len": 12}, {"generated": 4, "max_input_len": 12}])
     assert [(after["prompt_len"], after["max_new_tokens"], after["generated"]) for after in found["after_pause"]] == [
@@ -370,7 +370,7 @@ def test_block_manager_reuse_with_adapters(module):
 
 
 def test_leaf_block(module):
-    """KVCacheManagerLeafBlockTest: a reused leaf that grows, and an error when the pool is empty."""
+    """KVCacheManagerLeafBlockTest: a reused leaf of the prefix tree grows, and an empty pool raises an error."""
     results = run_ops(
         module, 4, add(0, range(4)), {"op": "store_context", "req": 0}, grow(0, 0), remove(0), add(1, [1, 1, 2, 3]),
         add(2, [2, *range(1, 12)]), remove(1), remove(2), add(3, [2, *range(1, 12)]), grow(3, 0), add(4, [42]))

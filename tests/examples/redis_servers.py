@@ -84,12 +84,12 @@ class WorkerProcess:
         return self.log_path.read_text()
 
     def pending(self) -> list[str]:
-        """Return the names of the entries that the worker holds."""
+        """Return the names of the entries that the worker has fetched and not yet acknowledged."""
         return [entry["message_id"].decode() for entry in
                 self.client.xpending_range(STREAM, GROUP, "-", "+", 1000, consumername=self.name)]
 
     def is_in_the_middle(self, least_tokens: int = 5) -> bool:
-        """Whether the worker holds two or more entries, each with at least `least_tokens` streamed tokens."""
+        """Whether two or more entries are pending at the worker, each with at least `least_tokens` streamed tokens."""
         names = self.pending()
         return len(names) >= 2 and all(len(streamed(self.client, name)[0]) >= least_tokens for name in names)
 
@@ -136,9 +136,9 @@ def wait_for_answers(client: redis.Redis, names: list[str], seconds: float = 120
 
 
 def streamed(client: redis.Redis, name: str) -> tuple[list[int], dict | None]:
-    """Return the (tokens, answer) that a client reads from the token stream of an entry.
+    """Return (tokens, answer or None) that a client reads from the token stream of an entry.
 
-    The name of each piece must have the number of tokens up to the end of the piece.
+    Checks that the name of each piece contains the number of tokens up to the end of the piece.
     """
     tokens, answer = [], None
     for piece, fields in client.xrange(f"{STREAM}:tokens:{name}"):
@@ -153,9 +153,10 @@ def streamed(client: redis.Redis, name: str) -> tuple[list[int], dict | None]:
 
 def wrong(client: redis.Redis, names: list[str], expected: list[tuple[list[int], str]],
           before: dict[str, list[int]]) -> list[str]:
-    """Describe what is wrong with the answers to these entries.
+    """Return a line for each fault of the answers to the entries `names`.
 
-    before   tokens of each entry that were streamed before a worker or Redis was disturbed
+    expected   (tokens, finish reason) of each entry
+    before     name of an entry -> tokens that were streamed before a worker or Redis was disturbed
     """
     found, times = dict(answers(client)), Counter(name for name, _ in answers(client))
     faults = [f"{name} has {times[name]} answers" for name in names if times[name] != 1]
@@ -175,6 +176,6 @@ def wrong(client: redis.Redis, names: list[str], expected: list[tuple[list[int],
 
 
 def undisturbed(requests: list[dict]) -> list[tuple[list[int], str]]:
-    """Return the (tokens, finish reason) that each request gets from an engine in this process."""
+    """Run requests on an engine in this process. Return the (tokens, finish reason) of each request."""
     found = outcomes(MODEL, [InferenceRequest(number, tensors) for number, tensors in enumerate(requests)], **ENGINE)
     return [(found[number][0], FinishReason(found[number][1]).name) for number in range(len(requests))]

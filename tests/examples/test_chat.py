@@ -71,7 +71,7 @@ class Terminal:
         os.write(self._here, text.encode())
 
     def until(self, pattern, seconds=60):
-        """Wait until the pattern is in the new output. Returns the match and drops the output up to its end."""
+        """Wait until the pattern is in the new output. Returns the match and drops the output up to the match's end."""
         deadline = time.monotonic() + seconds
         while not (match := re.search(pattern, self.seen)):
             assert time.monotonic() < deadline, f"{pattern!r} is not in {self.seen!r}"

@@ -20,7 +20,10 @@ CONTENT = b"GGUF" + bytes(range(256)) * 40
 
 @pytest.fixture
 def example(tmp_path, monkeypatch):
-    """The example as a module that expects a file with the content CONTENT. Its pip uses only the folder `index`."""
+    """The example as a module that expects to download a file with the content CONTENT.
+
+    Its pip installs from the folder `index` only.
+    """
     specification = importlib.util.spec_from_file_location("get_smollm2", EXAMPLE)
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""The notebook runs, and IPython runs engines with Ctrl-C. python tests/campaigns/notebook_sessions.py runs more."""
+"""The notebook runs, and Ctrl-C interrupts engines in IPython. tests/campaigns/notebook_sessions.py runs more cases."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""examples/quickstart.py runs as a whole, and its parts show the texts of requests and a table on a terminal."""
+"""examples/quickstart.py runs as a whole. On a terminal, its parts show the texts of requests and a table."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""The Ray example ranks replicas and handles requests as it should, without a Ray cluster.
+"""The Ray example, without a Ray cluster, ranks replicas in the right order and handles requests as it should.
 
 python tests/campaigns/ray_replicas.py runs replicas and kills one of them.
 """

@@ -61,7 +61,7 @@ def no_connection_is_left(server):
 
 
 class Driven:
-    """A Worker with its own Redis stream and without an engine. The test calls the Worker's callbacks."""
+    """The example's Worker with its own Redis stream and without an engine. The test calls the Worker's callbacks."""
 
     def __init__(self, server: Server, stream: str, consumer: str = "a", lease: float = 60.0) -> None:
         if str(REPOSITORY) not in sys.path:
@@ -77,7 +77,7 @@ class Driven:
         return self.redis.xadd(self.stream, {field: payload}).decode()
 
     def get(self, room: int) -> list:
-        """Fetch entries with room for `room` requests and return their requests."""
+        """Let the Worker fetch entries, with room for `room` requests, and return the requests of these entries."""
         assert self.worker.get_inference_requests(room) == []
         self.worker.fetch()
         return self.worker.get_inference_requests(room)
@@ -293,7 +293,7 @@ def check_log(worker: WorkerProcess) -> None:
 
 
 def shared_out(server: Server, victim: WorkerProcess, seed: int, num_entries: int = 12):
-    """Add entries and wait until the victim is in the middle of some. Returns (names, expected answers)."""
+    """Add random entries, and wait until `victim` has streamed a part of some. Returns (names, expected answers)."""
     draw = random.Random(seed)
     requests = [drawn(draw) for _ in range(num_entries)]
     expected = undisturbed(requests)

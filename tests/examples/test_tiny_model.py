@@ -100,7 +100,7 @@ def test_held_out_text_is_predicted_well(loaded, tokenizer, held_out_passages, t
         byte_count += len(passage.encode("utf-8"))
 
     class Logits(torch.nn.Module):
-        """A wrapper of the transformers model that is called like the training script's model."""
+        """A wrapper of the transformers model with the interface of the training script's model: tokens -> logits."""
 
         def forward(self, tokens):
             return model(tokens, use_cache=False).logits

@@ -60,7 +60,7 @@ PB_UTILS = SimpleNamespace(TRITONSERVER_RESPONSE_COMPLETE_FINAL=1, TritonError=T
 
 
 class Request:
-    """A request that is also its own response sender."""
+    """A fake request of Triton's Python API. It is also its own response sender and keeps the responses."""
 
     def __init__(self, request_id="", outputs=("output_ids", "finish_reason"), **tensors):
         self._id, self._outputs, self.is_gone, self.responses = request_id, outputs, False, []

@@ -14,7 +14,7 @@ from .oracle import Verdict
 class Outcome:
     """The result of one block.
 
-    wrong   (number of the request or None, description of the fault) of each fault
+    wrong   (number of the request or None, description) of each violation of the rules in block.py
     """
 
     requests: int = 0
@@ -36,9 +36,9 @@ def check_items(engine: Engine, built: list[tuple[Draw, Verdict]], sent: Mapping
                 companions: Collection[int], expected: Callable[..., list[int]], outcome: Outcome) -> None:
     """Compare the answers to all items of a block with the verdicts, and record the result in `outcome`.
 
-    The items were handed over in one iteration, in the order of `built`, while the companions were running.
+    The engine got the items in one iteration, in the order of `built`, while the companions were running.
 
-    sent       the answers that were sent under each id
+    sent       the answers that the engine sent for each id
     expected   returns the tokens that the backend generates, as ScriptedBackend.expected does
     """
     places = engine.max_num_sequences if engine.max_num_sequences > 0 else 1 << 30
@@ -76,10 +76,11 @@ def _code_of(error: str) -> str:
 
 def _check_answers(engine: Engine, items: list[tuple[Draw, Verdict, set[str]]], answers: list[Answer],
                    expected: Callable[..., list[int]], outcome: Outcome) -> None:
-    """Compare all answers under one id with the verdicts on the items with this id.
+    """Compare all answers for one id with the verdicts on the items with this id.
 
-    A duplicate is answered while the first request with its id still runs. The check therefore uses the content of the
-    answers to find the item of each one: refusals come in the order of the items, and at most one request ran.
+    A duplicate is answered while the first request with its id still runs, so the answers of several items may be
+    mixed. The check assigns answers to items by their content: refusals come in the order of the items, and all other
+    answers belong to one request.
     """
     refusals = [answer for answer in answers if answer[2] and not _ended_later(answer[2])]
     rest = [answer for answer in answers if not (answer[2] and not _ended_later(answer[2]))]
@@ -118,7 +119,7 @@ def _ended_later(error: str) -> bool:
 
 def _problem_of_run(engine: Engine, verdict: Verdict, answers: list[Answer], expected: Callable[..., list[int]],
                     outcome: Outcome) -> str:
-    """Describe what is wrong with the answers to a request that ran; "" if they are right."""
+    """Return a description of what is wrong with the answers to a request that ran, or "" if they are right."""
     if [final for _, final, _ in answers] != [False] * (len(answers) - 1) + [True]:
         return f"finals: {[final for _, final, _ in answers]}"
     tensors, _, error = answers[-1]

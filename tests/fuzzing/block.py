@@ -3,11 +3,11 @@
 These rules are checked:
 
 - Every item is refused or run as the oracle says, with exactly one final response.
-- A request that runs gets the tokens of the request that was handed over, even if another thread changes it later.
+- A request that runs gets the tokens for its content at the handover, even if another thread changes it later.
 - The loop raises no exception.
 - The engine reads an item in at most SECONDS_FOR_ONE.
-- Reading an item takes at most twice the memory that a request may have, and BYTES_FOR_SMALL_THINGS.
-- The companions get the responses that they get alone, bit by bit.
+- Reading an item takes at most twice the memory that a request may have, plus BYTES_FOR_SMALL_THINGS.
+- Each companion, a valid request that is already running, gets the responses that it gets alone, bit by bit.
 """
 
 import threading
@@ -49,7 +49,7 @@ COMPANIONS = {
 class TakesEmbeddings(ScriptedBackend):
     """A ScriptedBackend that runs prompt-tuning tokens like other tokens.
 
-    Admission checks that their ids are within the request's table.
+    It does not check that prompt-tuning tokens are within the request's table, because admission does.
     """
 
     def _check(self, batch: Any, step: Any) -> None:
@@ -62,9 +62,9 @@ class TakesEmbeddings(ScriptedBackend):
 
 
 class BlockClient(Client):
-    """A client that hands over the items of `handed_over` once, and keeps the compared parts of each response.
+    """A client that returns `handed_over` from one call of the get callback, and keeps the responses.
 
-    sent   request id -> answers to this id
+    sent   request id -> [(tensors to compare, whether the response is final, error)]
     """
 
     has_poll = has_stats = False
@@ -85,7 +85,7 @@ class BlockClient(Client):
 
 
 def world_of(engine: Engine) -> World:
-    """Return an engine without a thread, with a BlockClient."""
+    """Return a World that runs this engine without a thread, with a BlockClient."""
     backend = TakesEmbeddings(vocab_size=engine.vocab_size, max_seq_len=engine.max_seq_len,
                               num_blocks=engine.num_blocks, tokens_per_block=engine.tokens_per_block, num_slots=64,
                               window=engine.window)
@@ -105,7 +105,7 @@ def companions(engine: Engine) -> list[InferenceRequest]:
 
 
 def heard(responses: list) -> dict[str, Any]:
-    """Return all output of a request, with the pieces of its responses concatenated."""
+    """Return the output of a request that is compared: its errors, and its tensors, concatenated over `responses`."""
     pieces: dict[str, Any] = {"errors": [error for _, _, error in responses if error]}
     for name in ("output_ids", "output_log_probs"):
         pieces[name] = np.concatenate([tensors[name] for tensors, _, _ in responses if tensors], -1).tobytes() \
@@ -116,7 +116,7 @@ def heard(responses: list) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def alone(engine: Engine) -> dict[int, dict[str, Any]]:
-    """Return request id -> output of each companion when the companion runs alone."""
+    """Run each companion alone. Returns request id -> output, as `heard` returns it."""
     told = {}
     for position, companion in enumerate(companions(engine)):
         world = world_of(engine)
@@ -127,7 +127,7 @@ def alone(engine: Engine) -> dict[int, dict[str, Any]]:
 
 
 def run_block(block: int, only: int | None = None) -> Outcome:
-    """Run all requests of a block, or only the request `only`, beside the companions of its engine."""
+    """Run all requests of a block, or only the one numbered `only`, beside the engine's companions. Check all rules."""
     engine = engine_of(block)
     numbers = range(block * BLOCK, (block + 1) * BLOCK) if only is None else [only]
     world, outcome = world_of(engine), Outcome()
@@ -173,7 +173,7 @@ def _was_built(drawn: Draw, verdict: Verdict, outcome: Outcome) -> bool:
 
 
 def _watched(built: list[tuple[Draw, Verdict]], engine: Engine, outcome: Outcome) -> Iterator[Any]:
-    """Yield the items, and measure the time and memory that the engine takes to read each of them."""
+    """Yield the items to the engine. Record in `outcome` how much time and memory the engine takes to read each."""
     if engine.measures_memory:
         tracemalloc.start()
     try:

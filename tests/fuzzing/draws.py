@@ -1,4 +1,4 @@
-"""Generates a request, or an item that is not a request, from a number. The same number gives the same item."""
+"""Generates a request, or an item that is not a request, from a number. Equal numbers give equal items."""
 
 from random import Random
 from typing import Any
@@ -27,7 +27,7 @@ NAMES = sorted([*COMMON, "input_ids", "end_id", "pad_id", "runtime_top_p_reset_i
 
 
 def draw(number: int, engine: Engine) -> Draw:
-    """Generate the item of this number for this engine."""
+    """Generate the item with this number, for the options and limits of `engine`."""
     random = Random(number)
     drawn = Draw(number, request_id=FIRST_ID + number)
     chance = random.random()
@@ -151,7 +151,7 @@ def _ragged(random: Random, number: Any) -> Value:
 
 
 def _one_changed(random: Random, value: Value, number: Any) -> Value:
-    """Return a copy of `value` as plain lists, with one of its numbers replaced by `number`."""
+    """Return a copy of `value` as plain lists, with one of the numbers in them replaced by `number`."""
     def copied(part: Any) -> Any:
         return [copied(inner) for inner in part] if isinstance(part, list | tuple) else part
 
@@ -185,7 +185,7 @@ def _word_list(random: Random, vocab: int) -> Value:
 
 
 def _large(random: Random, drawn: Draw, engine: Engine) -> None:
-    """Give the request tensors of a fifth to four times `max_request_bytes`."""
+    """Give the request a tensor whose size is 0.2 to 4 times `max_request_bytes`."""
     tensors, most = drawn.tensors, engine.max_request_bytes
     tensors["input_ids"], tensors["request_output_len"] = of_list(random, [1, 2]), of_scalar(random, 2)
     name = random.choice(["prompt_embedding_table", "prompt_embedding_table", "lora_weights", "lora_config"])

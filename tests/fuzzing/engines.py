@@ -7,7 +7,7 @@ from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelType
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An engine with the scripted backend. Fields have the names of the product's options; None means no limit."""
+    """The settings of an engine with the scripted backend. Fields are named like the options; None means no limit."""
 
     name: str
     vocab_size: int = 96
@@ -38,7 +38,7 @@ class Engine:
         return self.model_type is TrtGptModelType.V1
 
     def options(self) -> dict:
-        """Return the engine's arguments of TrtGptModelOptionalParams."""
+        """Return the arguments of TrtGptModelOptionalParams for this engine."""
         names = ("max_batch_size", "max_num_tokens", "max_num_sequences", "max_queued_requests", "max_queued_tokens",
                  "max_request_bytes", "enable_chunked_context", "enable_trt_overlap")
         return {name: getattr(self, name) for name in names} | {
@@ -69,5 +69,5 @@ CYCLE = [*ENGINES, *ENGINES, STATIC, *ENGINES, *ENGINES, STATIC, *ENGINES, ROOMY
 
 
 def engine_of(block: int) -> Engine:
-    """Return the engine of a block. Consecutive blocks take turns with the engines of CYCLE."""
+    """Return the engine that runs the block `block`. Consecutive blocks use the engines of CYCLE in turn."""
     return CYCLE[block % len(CYCLE)]

@@ -1,4 +1,4 @@
-"""Builds the items that are handed over: requests with random tensors and options, broken requests, other objects."""
+"""Builds items for the get callback: requests with random tensors and options, broken requests and other objects."""
 
 from dataclasses import dataclass, field
 from random import Random
@@ -39,14 +39,15 @@ GOOD_SALTS = 9
 class Draw:
     """One item and its description.
 
-    kind           REQUEST: a request with the fields below; BROKEN: a request that raises or lies when it is read;
-                   STRANGER: an object that is not a request, but has an id; NOBODY: an object without a usable id
+    kind           REQUEST: a request with the fields below; BROKEN: a request with an attribute that raises or returns
+                   a wrong value; STRANGER: an object that is not a request, but has an id; NOBODY: an object without a
+                   usable id
     item           the object that is handed over; None if it could not be built
     tensors        wire name -> value
     options        name -> value; a Value for is_streaming, priority and deadline_s, and the object itself for
                    cache_salt and logits_post_processor
     build_error    the exception that the constructor of the request raised
-    is_rewritten   whether another thread changes the item after it was handed over
+    is_rewritten   whether another thread changes the item after the engine got it
     """
 
     number: int
@@ -60,7 +61,7 @@ class Draw:
     changes_its_id: bool = False
 
     def rewrite(self) -> None:
-        """Change the request as another thread may change it after it was handed over."""
+        """Change the request as another thread may do after the engine got it."""
         for value in self.tensors.values():
             if value.kind is not STRANGE and not (value.kind is LARGE and isinstance(value.given, list)):
                 scribble(value.given)
@@ -133,7 +134,7 @@ def _raising(error: type[BaseException]) -> property:
 
 
 def break_item(random: Random, drawn: Draw) -> None:
-    """Replace the item by a request of a subclass with one attribute that raises or lies."""
+    """Replace the item by a request of a subclass with one attribute that raises or returns a wrong value."""
     drawn.kind = BROKEN
     way = random.randrange(4)
     if way == 0:

@@ -1,6 +1,6 @@
 """Decides from the documents alone whether a request must be run, and which response it must get.
 
-The oracle imports none of the product's code that reads, checks or admits requests. Its rules are those of the table of
+The oracle imports none of the engine's code that reads, checks or admits requests. Its rules are those of the table of
 request tensors and of the promises in the README. The ranges of values are those of TensorRT-LLM.
 """
 
@@ -62,7 +62,10 @@ class Verdict:
 
 
 def judge(draw: Draw, engine: Engine, now: float = 0.0) -> Verdict:
-    """Return the verdict on an item that is alone in the engine. `check_items` judges duplicates and full queues."""
+    """Return the verdict on an item that is alone in the engine.
+
+    `answers.check_items` judges duplicates and full queues.
+    """
     verdict = Verdict()
     if draw.kind is NOBODY:
         return verdict
@@ -343,7 +346,7 @@ def _kind(value: Value, number: Any) -> str:
 
 
 def _counts(value: float) -> bool:
-    """Whether the value as a float32 differs from 0. Half of the smallest float32 number is rounded down to 0."""
+    """Whether `value` differs from 0 when it is rounded to float32. Half of the smallest float32 number becomes 0."""
     return abs(value) > 2.0**-150
 
 

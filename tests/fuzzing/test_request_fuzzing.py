@@ -1,6 +1,6 @@
 """T5, quick: all engines treat fuzzed requests as the oracle says, and the oracle is right on requests written by hand.
 
-The report of a failure is tested too.
+The tests also check the report of a failure.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """Values for request tensors: ordinary values in every container, and objects that are not valid tensors.
 
-A `Value` has the object that is handed over and the facts that the oracle needs: the kind of its elements and its
-numbers as nested Python lists. The oracle never looks at the object that is handed over.
+A `Value` has the object that the request contains and the facts that the oracle needs: the kind of the object's
+elements, and its numbers as nested Python lists. The oracle never looks at the object itself.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ FLOATS = (float("nan"), float("inf"), float("-inf"), -0.0, 0.0, 1.0, -1.0, 0.5, 
 class Value:
     """A value for a tensor, with the facts that the oracle needs.
 
-    given   the object that is handed over
+    given   the object that the request contains
     kind    the kind of the elements of `given`. INT, FLOAT, BOOL: the dtype of an array; PYTHON: Python numbers, each
             with its own type; STRANGE: not a valid tensor; LARGE: see draws.py
     plain   the numbers of `given`, as a number or nested lists; None for STRANGE
@@ -73,7 +73,7 @@ def of_table(random: Random, rows: list[list]) -> Value:
 
 
 def of_array(random: Random, array: np.ndarray) -> Value:
-    """Return an array or a torch tensor with the numbers of `array`, in a random dtype that holds them and layout."""
+    """Return an array or a torch tensor with the numbers of `array`, in a random dtype that fits and random layout."""
     array = _retyped(random, array)
     plain, kind = array.tolist(), KIND_OF.get(array.dtype.kind, STRANGE)
     if random.random() < 0.15 and array.dtype.char not in "gqQ":
@@ -84,7 +84,7 @@ def of_array(random: Random, array: np.ndarray) -> Value:
 
 
 def fits(number: Any) -> bool:
-    """Whether the number fits the dtype of an array, which has at most 64 bits."""
+    """Whether `number` is a float or an integer that some dtype of an array can hold."""
     return type(number) is not int or -(2**63) <= number < 2**64
 
 
@@ -225,7 +225,7 @@ def strange(random: Random) -> Value:
 
 
 def scribble(given: Any) -> None:
-    """Overwrite the contents of the value that was handed over, if its type allows changes."""
+    """Overwrite the contents of `given`, a tensor's value, if its type allows changes."""
     if isinstance(given, list):
         if given and isinstance(given[0], list):
             for inner in given:

@@ -1,6 +1,6 @@
 """Replaces `threading` in the modules under test by classes with the same names and with yield points.
 
-Outside a run, and in threads that are not tasks, no call waits.
+A task is a thread that scheduler.py runs. Outside a run, and in threads that are not tasks, no call waits.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from .scheduler import Scheduler, Task
 
 
 class Threading:
-    """The part of `threading` that the manager uses, on one scheduler.
+    """The part of `threading` that the manager uses. Its objects yield to one scheduler.
 
     threads                     the started threads, in order
     before_start, after_start   functions called with each thread that is started; `start` raises their exceptions
@@ -145,7 +145,10 @@ class Thread:
 
 @contextmanager
 def managers_over(threading: object) -> Iterator[None]:
-    """Replace the module `threading` for managers and their workers, and hide other managers of this process."""
+    """Within the context, replace the module `threading` of managers and their workers by the object `threading`.
+
+    The package's handler at interpreter exit does not see other managers of this process.
+    """
     nobody = type(interpreter_exit._controls)()
     with (patch.object(gpt_manager, "threading", threading), patch.object(worker, "threading", threading),
           patch.object(one_shot_event, "threading", threading), patch.object(loading_thread, "threading", threading),
@@ -155,7 +158,7 @@ def managers_over(threading: object) -> Iterator[None]:
 
 @contextmanager
 def installed(scheduler: Scheduler) -> Iterator[Threading]:
-    """Run managers on this scheduler within the context. Yields the replacement of `threading`."""
+    """Within the context, run managers on `scheduler`. Yields the replacement of `threading`."""
     threading = Threading(scheduler)
     with managers_over(threading):
         yield threading

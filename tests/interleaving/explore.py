@@ -1,8 +1,8 @@
 """Runs schedules of a scenario: all schedules with few preemptions (as CHESS does), or random ones.
 
 A switch away from a task that can run costs a preemption, and so do an advance of the clock and an interrupt. A switch
-from a task that waits or has ended costs none. Schedules form a tree: the children of a run differ from it in one later
-decision.
+from a task that waits or has ended costs none. Schedules form a tree: each child changes one decision of its parent,
+after the last decision that the parent changed.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ class Run:
     """A finished run.
 
     schedule   the schedule that repeats the run
-    log        every yield point, if requested
+    log        every yield point, if `run` was called with `with_log=True`
     """
 
     scenario: str
@@ -33,7 +33,7 @@ class Run:
 
 
 def run(name: str, schedule: Schedule | None = None, random: Random | None = None, *, with_log: bool = False) -> Run:
-    """Run a scenario once."""
+    """Run the scenario `name` once, with a schedule or with random choices."""
     scenario = SCENARIOS[name]
     scheduler = Scheduler(schedule, random, scenario.watched_files)
     if with_log:
@@ -44,14 +44,17 @@ def run(name: str, schedule: Schedule | None = None, random: Random | None = Non
 
 
 def cost(decision: Decision, choice: str) -> int:
-    """Return the preemptions that a choice costs."""
+    """Return the number of preemptions that `choice` costs at a decision: 0 or 1."""
     if choice == decision.options[0]:
         return 0
     return int(decision.is_preempting or choice in (CLOCK, INTERRUPT))
 
 
 def below(schedule: Schedule, decisions: list[Decision], preemptions: int) -> Iterator[tuple[Schedule, int]]:
-    """Yield (schedule, preemptions left) for each schedule that differs from a finished one in one later decision."""
+    """Yield (child, preemptions left) for each child of a run's schedule that costs at most `preemptions` more.
+
+    decisions   the decisions of the run, which has finished
+    """
     for number in range(max(schedule, default=-1) + 1, len(decisions)):
         decision = decisions[number]
         for choice in decision.options[1:]:
@@ -61,7 +64,7 @@ def below(schedule: Schedule, decisions: list[Decision], preemptions: int) -> It
 
 
 def systematic(name: str, preemptions: int, wanted: Callable[[], bool] = lambda: True) -> Iterator[Run]:
-    """Run every schedule with at most `preemptions` preemptions, while `wanted()`."""
+    """Run every schedule with at most `preemptions` preemptions, while `wanted()` returns True."""
     waiting: list[tuple[Schedule, int]] = [({}, preemptions)]
     while waiting and wanted():
         schedule, left = waiting.pop()

@@ -1,4 +1,4 @@
-"""Planted concurrency bugs, each with the scenario that finds it. Bugs that the product once had are marked.
+"""Planted concurrency bugs, each with the scenario that finds it. Bugs that the engine once had are marked.
 
 A plant is a function that takes pytest's `monkeypatch` and breaks the manager's modules or their `threading`.
 """
@@ -21,7 +21,7 @@ from .scheduler import Abandoned
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """A bug and the scenario that finds it. `preemptions` is the number of preemptions that it takes."""
+    """A bug and the scenario that finds it, in a schedule with `preemptions` preemptions."""
 
     break_it: Callable[[pytest.MonkeyPatch], None]
     scenario: str
@@ -67,7 +67,7 @@ def the_end_is_announced_before_it_has_come(patch) -> None:
 
 
 def with_finaliser(patch, finaliser: Callable[[GptManager, WorkerControl], Callable[[], None]]) -> None:
-    """Make finaliser(manager, control) the finaliser of each manager."""
+    """Replace the function that runs when a manager is garbage-collected by `finaliser(manager, control)`'s result."""
     def finalize(manager: GptManager, ask_to_abort: Callable[[], None]) -> weakref.finalize:
         return weakref.finalize(manager, finaliser(manager, ask_to_abort.__self__))
     patch.setattr(gpt_manager, "weakref", SimpleNamespace(finalize=finalize))
@@ -116,7 +116,7 @@ def nobody_is_told_that_the_interpreter_ends(patch) -> None:
 
 
 class _WeakList(weakref.WeakKeyDictionary):
-    """A list of workers that a Python loop copies, so that another thread can change the list during the copy."""
+    """A list of workers that is copied by a Python loop. Another thread can change the list during the copy."""
 
 
 def the_list_of_workers_changes_while_it_is_read(patch) -> None:
@@ -193,7 +193,7 @@ PLANTS: dict[str, Plant] = {plant.break_it.__name__: plant for plant in [
 
 @contextmanager
 def planted(name: str | None) -> Iterator[None]:
-    """Plant a bug, if any."""
+    """Within the context, plant the bug `name`. None plants no bug."""
     with pytest.MonkeyPatch.context() as patch:
         if name is not None:
             PLANTS[name].break_it(patch)

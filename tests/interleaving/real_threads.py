@@ -1,7 +1,7 @@
 """Runs the scenarios on real threads, which the interpreter switches as often as it can.
 
-RealTime and RealThreading, which use real time and the real `threading`, replace the scheduler and its `threading`. The
-rules are the same, except those that need the virtual clock.
+RealTime replaces the scheduler and uses real time. RealThreading replaces doubles.Threading and uses the real
+`threading`. All rules of world.py are checked, except those that need the virtual clock.
 """
 
 import argparse
@@ -25,9 +25,10 @@ SECONDS_UNTIL_GIVEN_UP = 60.0
 
 
 def has_ended(thread: threading.Thread) -> bool:
-    """Wait for a thread to end. Returns False if the process uses almost no CPU time for SECONDS_UNTIL_DEADLOCKED.
+    """Wait for a thread to end. Returns False if it does not.
 
-    It also returns False after SECONDS_UNTIL_GIVEN_UP.
+    The wait is over if the process uses almost no CPU time for SECONDS_UNTIL_DEADLOCKED, or after
+    SECONDS_UNTIL_GIVEN_UP.
     """
     deadline = time.monotonic() + SECONDS_UNTIL_GIVEN_UP
     while time.monotonic() < deadline:
@@ -41,7 +42,7 @@ def has_ended(thread: threading.Thread) -> bool:
 
 
 class RealTime:
-    """The part of a Scheduler that InterleavedWorld uses, in real time, without schedules."""
+    """The part of Scheduler that InterleavedWorld uses, in real time. The operating system schedules the threads."""
 
     forced_moves = 0
     interrupt: Callable[[], None] | None = None
@@ -53,7 +54,7 @@ class RealTime:
         self._random = random_pauses
 
     def point(self, what: str) -> None:
-        """Sometimes yield to other threads."""
+        """Yield to other threads at 5 % of the calls."""
         if self._random.random() < 0.05:
             time.sleep(0)
 
@@ -117,7 +118,7 @@ def switched_often() -> Iterator[None]:
 
 
 def run(name: str, seed: int) -> list[str]:
-    """Run a scenario once. Returns the violations."""
+    """Run the scenario `name` once, with random pauses from `seed`. Returns the violations."""
     scenario, threads = SCENARIOS[name], RealThreading()
 
     def body(world: InterleavedWorld) -> None:
@@ -133,7 +134,7 @@ def timeless() -> list[str]:
 
 
 def run_for(seconds: float, names: list[str] | None = None) -> tuple[int, list[str]]:
-    """Run scenarios in turn, until the time is up or one fails. Returns (number of runs, violations)."""
+    """Run scenarios in turn for `seconds` seconds, or until one fails. Returns (number of runs, violations)."""
     names = names or timeless()
     deadline, runs, wrong = time.monotonic() + seconds, 0, []
     with switched_often():

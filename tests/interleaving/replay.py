@@ -1,4 +1,4 @@
-"""Repeats a schedule of a scenario, with every yield point: python -m tests.interleaving.replay SCENARIO [SCHEDULE]
+"""Runs a schedule again and prints every yield point: python -m tests.interleaving.replay SCENARIO [SCHEDULE]
 
 A failure prints its SCHEDULE. The schedule `3:worker,17:clock` chooses the worker at decision 3, the clock at decision
 17, and the default at all other decisions.

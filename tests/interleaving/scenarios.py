@@ -20,9 +20,9 @@ LINES_OF_THE_LOOP = frozenset({generation_loop.__file__})
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A body with its yield points.
+    """A scenario: a function that the main thread runs, and its yield points.
 
-    watched_files   files whose every line is a yield point, besides locks, events, threads and callbacks
+    watched_files   files in which each line is a yield point; locks, events, threads and callbacks always are
     is_timeless     whether the scenario finishes on real threads without waiting for a timeout
     """
 
@@ -35,7 +35,7 @@ SCENARIOS: dict[str, Scenario] = {}
 
 
 def scenario(body: Callable[[InterleavedWorld], None]) -> Callable[[InterleavedWorld], None]:
-    """Add a scenario twice: once with the yield points of the primitives, once also with each line of the manager."""
+    """Add two scenarios with this body. In the second one, each line of the manager is a yield point too."""
     add(body.__name__, body, LINES_OF_THE_MANAGER)
     return body
 
@@ -258,7 +258,7 @@ def a_wait_with_a_timeout(world: InterleavedWorld) -> None:
 
 
 def readers_count_requests(world: InterleavedWorld) -> None:
-    """With two slots and four requests, each count that a reader gets was the number of live requests at some time."""
+    """With two slots and four requests, each count of live requests that a reader gets was right at some time."""
     client, all_done = world.client("a"), world.event()
     client.gives_all = True
     client.on_send = lambda *_: all_done.set() if len(client.ended) == 4 else None

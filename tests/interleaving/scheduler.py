@@ -48,7 +48,7 @@ class Decision:
 class Task:
     """A thread of the test.
 
-    ready      the condition that it waits for, until `deadline`; None while it can run
+    ready      the condition that the task waits for, until `deadline`; None while the task can run
     """
 
     name: str
@@ -59,7 +59,7 @@ class Task:
 
 
 class Scheduler:
-    """One run.
+    """Runs the tasks of one run, one at a time.
 
     clock           the clock of the tasks and of the engine
     forced_moves    number of times that the clock moved because no task could run
@@ -93,7 +93,7 @@ class Scheduler:
     # ------------------------------------------------------------------ for the run
 
     def run(self, main: Callable[[], None]) -> None:
-        """Start the task `main`, and return when all tasks have ended or none can run."""
+        """Start a task that runs `main`, and return when all tasks have ended or none can run."""
         self._current = self.start_task("main", main)
         self._current.gate.release()
         if not self._is_over.acquire(timeout=SECONDS_UNTIL_STUCK):
@@ -102,7 +102,7 @@ class Scheduler:
 
     @property
     def schedule(self) -> dict[int, str]:
-        """The choices that differ from the default. They repeat this run."""
+        """The schedule that repeats this run: the choices that differ from the default."""
         return {number: decision.chosen for number, decision in enumerate(self.decisions)
                 if decision.chosen != decision.options[0]}
 
@@ -127,7 +127,7 @@ class Scheduler:
     # ------------------------------------------------------------------ yield points
 
     def point(self, what: str) -> None:
-        """A yield point: another task may run here."""
+        """A yield point: another task may run before this call returns. `what` describes the point in the log."""
         task = self.current_task()
         if task is not None:
             self._note(task, what)
@@ -179,7 +179,7 @@ class Scheduler:
         return self._trace_line
 
     def _switch(self, task: Task) -> None:
-        """Let the chosen task run. Returns when this task is chosen again."""
+        """Choose the next task and let it run. Returns when `task`, the calling one, is chosen again."""
         if self._is_abandoned:
             self._abandon()
         while (chosen := self._choose(task)) == INTERRUPT:
@@ -202,7 +202,7 @@ class Scheduler:
         raise Abandoned
 
     def _hand_over(self, task: Task) -> None:
-        """Let the next task run after this one has ended, or end the run."""
+        """Choose the next task and let it run, after `task` has ended. End the run if no task is left."""
         unfinished = [other for other in self._tasks if not other.has_finished]
         if not unfinished:
             self._is_over.release()
@@ -222,7 +222,7 @@ class Scheduler:
                      or task.ready()))
 
     def _choose(self, current: Task) -> Task | str | None:
-        """Return the next task, INTERRUPT to interrupt the current one, or None after a violation."""
+        """Return the next task, or INTERRUPT to interrupt `current`, or None after a violation."""
         while True:
             able = [task for task in self._tasks if self._can_run(task)]
             deadlines = [task.deadline for task in self._tasks

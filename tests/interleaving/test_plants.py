@@ -1,4 +1,4 @@
-"""Each planted bug is found, its schedule finds it again, and the scenario passes without it."""
+"""Each planted bug is found, the schedule that found it does so again, and the scenario passes without the bug."""
 
 import pytest
 
@@ -66,7 +66,10 @@ def test_the_scheduler_tells_what_is_wrong_with_a_run(main, says):
 
 
 def count_up(schedule: dict[int, str]) -> tuple[list[int], Scheduler]:
-    """Run two tasks that each read a number, yield, and write the number plus one."""
+    """Run two tasks that each read a shared number, yield, and write the number plus one.
+
+    Returns ([the number at the end], the scheduler).
+    """
     scheduler, numbers = Scheduler(schedule), [0]
 
     def add() -> None:

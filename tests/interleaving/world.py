@@ -26,10 +26,10 @@ MODEL = {"vocab_size": VOCAB_SIZE, "key": 0, "window": None, "sink": 0}
 class InterleavedClient(Client):
     """The callbacks of one manager. Each callback begins and ends with a yield point, and feeds a history checker.
 
-    pending      [(request id, tokens to generate)] that get has not returned yet
+    pending      [(request id, tokens to generate)] of the requests that get has not returned yet
     ended        request id -> the errors of its finals so far
     control      the WorkerControl of the manager
-    gives_all    get ignores max_num_requests and returns all pending requests
+    gives_all    whether get ignores max_num_requests and returns all pending requests
     num_polled   number of requests handed over before the last poll; the engine has accepted or refused all of them
     """
 
@@ -49,7 +49,7 @@ class InterleavedClient(Client):
 
     @property
     def open(self) -> set[int]:
-        """The ids that were handed over and have had no final."""
+        """The ids of requests that get returned and that have had no final response."""
         return self.handed_over - set(self.ended)
 
     def items(self, max_num_requests: int) -> list[InferenceRequest]:
@@ -98,7 +98,7 @@ class InterleavedClient(Client):
         self._world.wrong(f"{self.name}: {complaint}")
 
     def close(self) -> None:
-        """Check the complete history."""
+        """End the history of this manager, and report the anomalies that the history checker finds."""
         self._feed(Closed(self._now()))
         self._world.violations += [f"{self.name}: {anomaly}" for anomaly in self._checker.anomalies]
 
@@ -110,9 +110,9 @@ class InterleavedClient(Client):
 
 
 class InterleavedWorld:
-    """One run of a scenario.
+    """The managers and clients of one run of a scenario, and the methods that its body calls.
 
-    managers     name -> manager; a scenario clears it to drop the last references
+    managers     name -> manager; a scenario clears this dictionary to drop the last references
     threading    the replacement of `threading`
     """
 
@@ -140,7 +140,7 @@ class InterleavedWorld:
         return client
 
     def make_busy(self, name: str, *pending: tuple[int, int], **options: Any) -> InterleavedClient:
-        """Make a manager, and return after its first get."""
+        """Make a manager, and return after it called get for the first time."""
         client, has_taken = self.client(name), self.event()
         client.on_get = has_taken.set
         self.make(name, *pending, **options)
@@ -152,7 +152,7 @@ class InterleavedWorld:
         return self.clients[name]
 
     def spawn(self, name: str, function: Callable[[], None]) -> Thread:
-        """Start another thread of the user."""
+        """Start a thread of the user that runs `function`."""
         thread = self.threading.Thread(target=function, name=name)
         thread.start()
         return thread
@@ -162,9 +162,9 @@ class InterleavedWorld:
 
     def shutdown(self, name: str = "a", *, drain: bool = True, timeout: float | None = None,
                  from_callback: bool = False, may_block: bool = False) -> bool:
-        """Shut a manager down, and check what the contract promises.
+        """Call shutdown of the manager `name`, check what the contract promises, and return the result of the call.
 
-        may_block   whether a callback may wait for the clock or for the calling thread
+        may_block   whether a callback of the scenario may wait for the clock or for the calling thread
         """
         manager, scheduler = self.managers[name], self.scheduler
         forced_moves, started = scheduler.forced_moves, scheduler.clock.monotonic()
@@ -189,7 +189,7 @@ class InterleavedWorld:
         return result
 
     def interpreter_exit(self) -> None:
-        """Run the package's exit handler and join threads, as `threading` does at exit; then freeze daemon threads."""
+        """Do what the interpreter does at exit: run the package's exit handler, join threads, freeze daemon threads."""
         try:
             interpreter_exit._abort_all_workers()
         except Abandoned:

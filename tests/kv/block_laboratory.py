@@ -1,4 +1,4 @@
-"""The operations of block_machine.py. Each one calls the block manager and its model, and compares them."""
+"""The operations of block_machine.py. Each one calls the block manager and its model, and compares their states."""
 
 from collections import Counter
 from itertools import chain
@@ -26,10 +26,10 @@ PROMPT_KINDS = len(SALTS) * 4 * len(TAILS) * SHARED
 
 
 class BlockLaboratory:
-    """A block manager with its model.
+    """A block manager and its model. Each operation runs on both, and the results are compared.
 
-    digest_bits   with few bits, blocks with different contents collide
-    calls         number of calls of each rule and of other events, over all runs
+    digest_bits   number of bits of a block digest; with few bits, blocks with different contents collide
+    calls         numbers of calls of each operation and of other events, over all runs
     """
 
     digest_bits = 256
@@ -53,7 +53,7 @@ class BlockLaboratory:
     # Requests.
 
     def request(self, prompt: int, beams: int = 1) -> LlmRequest:
-        """Make a request without a slot. `prompt` encodes the tokens, the salt and the adapter."""
+        """Make a request without a slot. The number `prompt` encodes the tokens, the salt and the adapter."""
         prompt, shared = divmod(prompt, SHARED)
         prompt, tail = divmod(prompt, len(TAILS))
         salt, which = divmod(prompt, 4)
@@ -77,14 +77,14 @@ class BlockLaboratory:
     # Claims.
 
     def place(self, new: list[LlmRequest]) -> list[LlmRequest]:
-        """Give slots to requests while there are free ones. Returns the requests that got one."""
+        """Give free slots to the requests `new`, in order. Returns the requests that got a slot."""
         free = [slot for slot in SLOTS if slot not in self.running]
         for request, slot in zip(new, free, strict=False):
             request.seq_slot = slot
         return new[:len(free)]
 
     def needed(self, new: list[LlmRequest], growing: list[LlmRequest]) -> int:
-        """Return the number of free blocks that a claim takes. Reused blocks that a request holds are not counted."""
+        """Return the number of free blocks that a claim takes. A reused block counts if no request holds it yet."""
         blocks, used, unit = 0, self.model.used(), self.unit
         to_wake: set[object] = set()
         for request in new:
@@ -99,7 +99,10 @@ class BlockLaboratory:
         return blocks + len(to_wake)
 
     def claim(self, new: list[LlmRequest], growing: list[LlmRequest]) -> bool:
-        """Claim and update the model. Returns False if there are too few free blocks; then nothing may change."""
+        """Claim blocks and update the model. Returns False if there are too few free blocks.
+
+        Checks that a claim that fails changes nothing.
+        """
         for request in new:
             self.look_at(request)
         needed, free, before = self.needed(new, growing), self.kv.free_blocks, self.state()
@@ -162,7 +165,10 @@ class BlockLaboratory:
                 dict(sequences.reused_tokens), self.kv.usage())
 
     def draft_and_reject(self, growing: list[LlmRequest], counts: list[int], rejected: list[int]) -> bool:
-        """Claim a token and drafts, then rewind the rejected drafts. Returns False if there are too few free blocks."""
+        """Claim a token and `counts` drafts for each request, then rewind the rejected drafts.
+
+        Returns False if there are too few free blocks.
+        """
         free, unit = self.kv.free_blocks, self.unit
         needed = sum(request.beam_width * (-(-(request.num_tokens + count) // unit)
                                            - -(-(request.num_tokens - 1) // unit))

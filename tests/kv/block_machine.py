@@ -30,9 +30,9 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
 
     @rule(prompts=PAIRS, number=NUMBERS)
     def allocate(self, prompts, number):
-        """Claim blocks for one or two new requests, sometimes with generating requests.
+        """Claim blocks for one or two new requests, sometimes with the next tokens of generating requests.
 
-        Some prompts are computed at once.
+        Some prompts are computed in the same operation.
         """
         self.calls["allocate"] += 1
         number, kind = divmod(number, 8)
@@ -48,7 +48,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: any(request.is_generating for request in self.running.values()))
     @rule(number=NUMBERS)
     def extend(self, number):
-        """Append a token to some requests."""
+        """Claim the next token of some generating requests, and append it."""
         self.calls["extend"] += 1
         growing = self.chosen(number, generating=True)
         if self.claim([], growing):
@@ -57,7 +57,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: any(request.is_generating for request in self.running.values()))
     @rule(number=NUMBERS, drafts=NUMBERS)
     def draft(self, number, drafts):
-        """Claim several drafts of each of some requests, and accept some drafts."""
+        """Claim draft tokens for some generating requests, accept some of them, and rewind the rejected ones."""
         self.calls["draft"] += 1
         growing = self.chosen(number, generating=True)
         counts = [drafts // 7**place % (MOST_DRAFTS + 1) for place in range(len(growing))]
@@ -71,7 +71,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: any(request.is_context for request in self.running.values()))
     @rule(number=NUMBERS)
     def commit(self, number):
-        """Compute and publish a chunk of each context, or fail and publish nothing."""
+        """For each context, compute and publish a chunk, or end the request after a failed step without publishing."""
         self.calls["commit"] += 1
         for request in [request for request in self.running.values() if request.is_context]:
             number, chunk = divmod(number, 8)
@@ -99,7 +99,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
 
     @rule(first=PAIRS, second=PAIRS)
     def look_up(self, first, second):
-        """Look up two prompts of requests that hold no blocks."""
+        """Look up the prompts of four requests that hold no blocks, and compare the result with the model."""
         self.calls["look_up"] += 1
         for prompt in chain(divmod(first, PROMPT_KINDS), divmod(second, PROMPT_KINDS)):
             request = self.request(prompt)
@@ -110,7 +110,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(number=NUMBERS)
     def salt(self, number):
-        """A running request's prompt with another salt or adapter finds nothing."""
+        """Look up a running request's prompt with another salt, and with another adapter. Both find no cached block."""
         self.calls["salt"] += 1
         known = self.any_of(number, self.running.values())
         self.ids += 1
@@ -122,7 +122,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(number=NUMBERS)
     def free(self, number):
-        """End or pause a request."""
+        """Release the blocks of a request, as at its end or at a pause, and mostly publish them."""
         self.calls["free"] += 1
         request = self.any_of(number // 8, self.running.values())
         computed = request.context_position if request.is_context else request.num_tokens
@@ -130,9 +130,9 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def double_free(self, number):
-        """A second release has no effect.
+        """Release a request a second time, which has no effect.
 
-        The pool does not take back a free block, or a block that a list has twice.
+        The pool also refuses the release of a free block, and of a list that contains a block twice.
         """
         self.calls["double_free"] += 1
         before = self.state()
@@ -148,7 +148,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) < len(SLOTS) and self.kv.free_blocks)
     @rule(share=st.integers(1, 6))
     def evict(self, share):
-        """An unrelated request overwrites some or all free blocks."""
+        """Let an unrelated request overwrite some or all free blocks."""
         self.calls["evict"] += 1
         count = max(self.kv.free_blocks * share // 6, 1)
         (stranger,) = self.place([self.stranger(count * self.unit)])
@@ -159,7 +159,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def fail_nth(self, number):
-        """If the last request of a claim does not fit, no request gets blocks."""
+        """Claim blocks for several requests, of which the last one does not fit. No request gets blocks."""
         self.calls["fail_nth"] += 1
         growing, fitting = divmod(number, 5)
         new = self.place([*(self.stranger(1) for _ in range(fitting)),
@@ -170,7 +170,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
 
     @rule(rarely=st.integers(0, 5))
     def clear(self, rarely):
-        """After all requests end and an unrelated request overwrites the whole pool, nothing is cached."""
+        """End all requests, and let an unrelated request overwrite the whole pool. No block is cached afterwards."""
         if rarely < 5:
             return
         self.calls["clear"] += 1
@@ -186,7 +186,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
     @precondition(lambda self: self.running or self.gone)
     @rule(number=NUMBERS)
     def strangers_are_refused(self, number):
-        """The manager refuses to start a request in a taken slot, and to extend a request without blocks."""
+        """Claim blocks for a new request in a taken slot, and for a token of an ended request. Both claims raise."""
         self.calls["strangers"] += 1
         before = self.state()
         if self.running:
@@ -206,10 +206,10 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
 
 
 class MachineOfFullDigests(BlockMachine):
-    """Digests as in the product: the model predicts exactly which blocks are found."""
+    """Operations with full digests, as in the engine. The model predicts exactly which blocks are found."""
 
 
 class MachineOfFourBits(BlockMachine):
-    """Sixteen digests for all blocks: different contents collide often."""
+    """Operations with sixteen digests for all blocks, so that blocks with different contents often collide."""
 
     digest_bits = 4

@@ -18,12 +18,12 @@ class Text(NamedTuple):
 
 
 def domain_of(request: LlmRequest) -> tuple:
-    """Return the properties that requests must share to share blocks."""
+    """Return the domain of a request: the properties that requests must share to share blocks."""
     return request.lora_task_id, request.cache_salt
 
 
 class BlockModel:
-    """The device's memory as the manager's results describe it, and the cached texts.
+    """The blocks' contents and the block tables, as the manager's results define them, and the cached texts.
 
     tables    (slot, beam) -> {index: block id}, from the table updates
     written   block id -> the text that ends in it; missing: garbage
@@ -77,20 +77,20 @@ class BlockModel:
             self.written[block_id] = Text(domain, tuple(tokens[:(index + 1) * self.unit]))
 
     def spoil(self, slot: int, beam: int, start: int) -> None:
-        """Forget the content of all blocks from the block of position `start` on, as a failed step spoils it."""
+        """Mark the sequence's blocks as garbage, from the block of position `start` on, as after a failed step."""
         for index, block_id in self.tables[slot, beam].items():
             if index >= start // self.unit:
                 self.written.pop(block_id, None)
 
     def holds(self, block_id: int, text: Text) -> bool:
-        """Whether a block holds the end of a text. More tokens may follow."""
+        """Whether a block holds the end of `text`, possibly followed by more tokens."""
         there = self.written.get(block_id)
         size, unit = len(text.tokens), self.unit
         return (there is not None and there.domain == text.domain and there.tokens[:size] == text.tokens
                 and (len(there.tokens) - 1) // unit == (size - 1) // unit)
 
     def reads(self, slot: int, beam: int, domain: tuple, tokens: Sequence[int]) -> bool:
-        """Whether the blocks of a sequence hold these tokens."""
+        """Whether the blocks in the table of (slot, beam) hold `tokens` of `domain`."""
         table = self.tables[slot, beam]
         return all(self.holds(table[index], Text(domain, tuple(tokens[:(index + 1) * self.unit])))
                    for index in range(-(-len(tokens) // self.unit)))
@@ -106,7 +106,10 @@ class BlockModel:
     # Cached texts.
 
     def commit(self, domain: tuple, tokens: Sequence[int], row: Sequence[int]) -> None:
-        """Cache the text that ends in each block, in order. Stop before a block that is cached with another text."""
+        """Cache the text that ends in each block of `row`, in order. Stop before a block that caches another text.
+
+        row   block ids of the sequence
+        """
         for index in range(-(-len(tokens) // self.unit)):
             text = Text(domain, tuple(tokens[:(index + 1) * self.unit]))
             if text not in self.found:
@@ -128,7 +131,7 @@ class BlockModel:
                 self.evicted += 1
 
     def matched(self, domain: tuple, tokens: Sequence[int]) -> list[int]:
-        """Return the full cached blocks of a prompt, from its start to the first gap."""
+        """Return the ids of a prompt's full cached blocks, up to the first full block that is not cached."""
         block_ids = []
         for end in range(self.unit, len(tokens) + 1, self.unit):
             block_id = self.found.get(Text(domain, tuple(tokens[:end])))
@@ -138,9 +141,10 @@ class BlockModel:
         return block_ids
 
     def begun(self, domain: tuple, tokens: Sequence[int], start: int, partial: bool) -> int:
-        """Return the largest number of the prompt's tokens from `start` on with which a cached block begins.
+        """Return how many of the prompt's tokens from `start` on a cached block can provide, at most.
 
-        Without `partial`, a block counts only if it holds exactly the prompt's next tokens.
+        A cached block provides the tokens at its beginning that agree with the prompt. Without `partial`, it provides
+        tokens only if it holds exactly the prompt's next tokens.
         """
         end = min(start + self.unit, len(tokens) - 1)
         wanted, before, most = tuple(tokens[start:end]), tuple(tokens[:start]), 0

@@ -11,13 +11,16 @@ def make(slot: int, prompt_len: int, max_new_tokens: int = 16, **options) -> Llm
 
 @pytest.fixture(scope="session")
 def make_request():
-    """make_request(slot, prompt_len, max_new_tokens=16, ...) -> a request in this slot"""
+    """Return the function `make_request(slot, prompt_len, max_new_tokens=16, ...)`, which returns a new request."""
     return make
 
 
 @pytest.fixture(scope="session")
 def start():
-    """start(kv, request) -> the request, after its context was claimed and computed and it got its first token"""
+    """Return the function `start(kv, request)`.
+
+    It claims the blocks of the request's context, computes the context, adds the first token and returns the request.
+    """
 
     def run(kv, request):
         kv.claim([request], [])

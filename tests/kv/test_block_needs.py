@@ -1,4 +1,4 @@
-"""The computed numbers of blocks are those of sequences that grow token by token."""
+"""The formulas for numbers of blocks agree with sequences that grow token by token."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ def endless(tokens_per_block: int) -> AttentionWindow:
 
 
 def grown(length: int, tokens: int, tokens_per_block: int, beam_width: int) -> int:
-    """Return the number of blocks that are added while `tokens` tokens are appended one by one."""
+    """Return the number of blocks that a sequence of `length` tokens takes while it grows by `tokens` tokens."""
     return sum(beam_width for position in range(length, length + tokens) if position % tokens_per_block == 0)
 
 

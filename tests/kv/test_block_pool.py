@@ -52,7 +52,7 @@ def test_out_of_blocks_is_a_bug_of_ours_unless_the_loop_knows_better():
 
 
 class PoolAgainstAList(RuleBasedStateMachine):
-    """Compares the pool with a model: a list of the free blocks in order, and the taken blocks."""
+    """Runs operations on the pool and on a model, which has a list of the free blocks in order and the taken blocks."""
 
     def __init__(self) -> None:
         super().__init__()

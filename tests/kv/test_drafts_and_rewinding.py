@@ -1,6 +1,6 @@
-"""A claim can include several drafts of a request, and a rewind several requests.
+"""One claim can include several drafts of a request, and one rewind can include several requests.
 
-The manager refuses a rewind after which a request could not continue, and changes nothing.
+The manager refuses a rewind after which a request could not continue. A refused rewind changes nothing.
 """
 
 import pytest

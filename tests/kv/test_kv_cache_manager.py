@@ -1,4 +1,4 @@
-"""Claims and releases work, and the numbers that schedulers get are right."""
+"""Claims and releases take and return the right blocks, and schedulers get the right numbers of blocks."""
 
 import numpy as np
 import pytest

@@ -35,7 +35,7 @@ def test_a_ledger_knows_what_the_manager_knows(make_request, start):
 
 
 def cached(kv, make_request, start, slot: int, length: int):
-    """Start a request and publish its prompt."""
+    """Start a request with a prompt of `length` tokens, publish the blocks of its prompt, and return the request."""
     request = start(kv, make_request(slot, length))
     kv.publish_context(request, length)
     return request

@@ -8,7 +8,7 @@ from batch_manager.kv.peft_cache_manager import PeftCacheManager
 
 @pytest.fixture
 def peft():
-    """Return a manager with six pages. Adapter n takes n pages."""
+    """Return an adapter cache manager with six pages. Adapter n takes n pages."""
     return PeftCacheManager(6, lambda task_id: task_id)
 
 

@@ -39,9 +39,9 @@ def test_the_most_a_sequence_holds_is_what_growing_it_shows(prompt_len, new, uni
 
 @given(**lengths, window=st.integers(1, 30), drafts=st.integers(1, 5))
 def test_the_most_a_sequence_with_drafts_holds_is_enough(prompt_len, new, unit, window, sinks, unread, drafts):
-    """The reservation suffices for any numbers of drafted and accepted tokens in the steps.
+    """A sequence's reservation suffices for any numbers of draft and accepted tokens, up to `drafts` in each step.
 
-    It exceeds the need by at most the blocks of 2 * `drafts` tokens. A step has at most `drafts` draft tokens.
+    The reservation exceeds the need by at most the blocks of 2 * `drafts` tokens.
     """
     sink_blocks, end, most = -(-sinks // unit), prompt_len + new, -(-prompt_len // unit)
     seen, waiting = set(), [(prompt_len, 0)]                    # length, blocks that left the window
@@ -61,7 +61,10 @@ def test_the_most_a_sequence_with_drafts_holds_is_enough(prompt_len, new, unit, 
 
 @pytest.mark.parametrize("seed", range(150))
 def test_what_is_reserved_is_enough_whatever_is_drafted_accepted_and_taken_back(seed):
-    """No claim fails in a pool that has as many blocks as the reservations of all sequences together."""
+    """No claim fails while sequences draft, accept and rewind random numbers of tokens.
+
+    The pool has as many blocks as the reservations of all sequences together.
+    """
     draw = Random(seed)
     unit, window = draw.randint(1, 4), draw.choice([None, draw.randint(1, 12), draw.randint(1, 12)])
     unread, drafts = draw.randint(0, 2), draw.randint(0, 3)

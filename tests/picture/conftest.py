@@ -1,4 +1,4 @@
-"""Real schedulers, real KV cache accounting and real requests; only the model is missing.
+"""Fixtures that run requests through the real schedulers and the real KV cache accounting, without a model.
 
     play        runs requests to their end, and checks the plan and the accounting in every iteration
     timeline    runs requests like `play`, and returns a table: a row for each iteration, a column for each request.
@@ -25,9 +25,9 @@ MOST_ITERATIONS = 20_000
 
 @dataclass
 class Play:
-    """A run of requests.
+    """A run of requests through the schedulers and the accounting, with the settings in the fields.
 
-    requests   list of (prompt tokens, new tokens[, arrival iteration[, priority]])
+    requests   list of (number of prompt tokens, number of new tokens[, arrival iteration[, priority]])
     """
 
     requests: list[tuple]

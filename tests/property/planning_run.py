@@ -1,7 +1,8 @@
 """A small loop around the real schedulers, the real KV cache manager and the real plan check, with a shadow device.
 
-The loop audits the accounting after each step. It checks three more rules: the content that a sequence reads matches
-the sequence's history, a block that is written is in no other table, and every live request advances.
+A shadow device is a model of the device's KV cache; see shadow.py. The loop audits the accounting after each step. It
+checks three more rules: the content that a sequence reads matches the sequence's tokens, a block that is written is in
+no other block table, and every live request advances.
 """
 
 from collections import Counter, deque
@@ -36,9 +37,9 @@ from .shadow import GARBAGE, Histories, ShadowDevice, Wrong
 
 @dataclass
 class Flight:
-    """A launched step.
+    """A step that was launched and not yet read.
 
-    contexts   (request, first position, tokens) of each chunk
+    contexts   (request, first position, number of tokens) of each chunk
     failing    requests whose rows yield garbage
     drafted    request -> (number of draft tokens, number of accepted ones)
     """
@@ -54,7 +55,7 @@ class Flight:
 
 
 class PlanningRun:
-    """One run. `counts` has the events of the run."""
+    """The run of one scenario. `counts` has the number of each kind of event."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.options = options = scenario.options
@@ -193,7 +194,10 @@ class PlanningRun:
         self.counts["steps"] += 1
 
     def begin(self, request: LlmRequest, size: int) -> tuple[LlmRequest, int, int]:
-        """Launch a chunk. Returns (request, first position, tokens), after the reused tokens."""
+        """Launch a chunk of `size` tokens. Returns (request, first position, number of tokens).
+
+        If the chunk is the first one, it begins after the reused tokens.
+        """
         if request.is_first_context_chunk:
             reused = self.kv.reused_tokens(request)
             self.counts["reused_tokens"] += reused
@@ -204,7 +208,7 @@ class PlanningRun:
         return request, start, size
 
     def draft(self, generation: list[LlmRequest]) -> dict[LlmRequest, tuple[int, int]]:
-        """Return request -> (number of draft tokens, number of those that will be accepted)."""
+        """Choose drafts. Returns request -> (number of draft tokens, number of them that the step will accept)."""
         drafted = {}
         for request in generation:
             left = request.prompt_len + request.max_new_tokens - 2 - self.kv.kv_length(request)
@@ -215,7 +219,7 @@ class PlanningRun:
         return drafted
 
     def run_ahead(self, generation: list[LlmRequest]) -> None:
-        """Claim blocks for steps that never run, and take the claims back. Blocks that a sequence reads must stay.
+        """Claim blocks for steps that never run, and rewind the claims. Blocks that a sequence reads must stay.
 
         Requests with drafts are left out, because their next position is known only after the last step was read. With
         a depth above 1, nothing is claimed, because the plan of the first step does not allow for these claims.
@@ -244,12 +248,12 @@ class PlanningRun:
     # The device.
 
     def prepare(self, claim: Claim) -> None:
-        """Run the device work of a claim, before the step."""
+        """Do the table updates and block copies of a claim on the shadow device, before the step."""
         self.device.update(claim.table_updates)
         self.device.copy(claim.copies)
 
     def compute(self, flight: Flight) -> None:
-        """Do the reads and writes of a step. Copies and steps run in the order of their launch."""
+        """Do the reads and writes of a launched step on the shadow device."""
         for request, start, size in flight.contexts:
             history = self.history(request, 0)
             row = request.seq_slot * self.options.max_beam_width
@@ -296,7 +300,7 @@ class PlanningRun:
         return blake2b(repr((tokens, beam)).encode(), digest_size=4).digest()[0] % 2
 
     def chance(self, request: LlmRequest, what: str) -> int:
-        """Return a number that depends on the request and its progress only."""
+        """Return a pseudo-random number that depends only on the request, its progress and `what`."""
         seed = what, request.request_id, request.num_tokens, request.num_pauses
         return int.from_bytes(blake2b(repr(seed).encode(), digest_size=4).digest(), "big")
 
@@ -358,7 +362,7 @@ class PlanningRun:
                 self.end(request, good=True)
 
     def end(self, request: LlmRequest, good: bool) -> None:
-        """End a request. If `good`, its computed tokens are right and may be published."""
+        """End a request. If `good` is True, its computed tokens are right, and their blocks are published."""
         computed = request.num_tokens if request.context_read == request.prompt_len else request.context_read
         request.finish()
         self.kv.release(request, computed if good else 0)
@@ -403,7 +407,7 @@ def make_scheduler(options: Options, limits: Limits, kv: KvCacheManager, peft: P
 
 
 def make_limits(scenario: Scenario, num_blocks: int) -> Limits:
-    """Return the smallest limits with which every request can run, increased by the scenario's spare tokens."""
+    """Return the smallest limits with which every request can run, plus the spare tokens of the scenario's options."""
     options, unit = scenario.options, scenario.options.tokens_per_block
     widest = max(plan.beam_width + plan.draft_len for plan in scenario.requests)
     least = (options.max_batch_size - 1) * widest + max(unit + most_drafts(scenario), widest)
@@ -432,8 +436,8 @@ def most_drafts(scenario: Scenario) -> int:
 def blocks_of_largest(plan: RequestPlan, options: Options, most_drafts: int) -> int:
     """Return the number of blocks with which the request can run alone, also after a pause.
 
-    The number is counted token by token. With a look-ahead or drafts, blocks that leave the window are not subtracted.
-    For drafts with a window and no pauses, the function uses the product's own number, which test_reservations.py
+    The function counts blocks token by token. With a look-ahead or drafts, it does not subtract blocks that leave the
+    window. For drafts with a window and no pauses, it returns the engine's reservation, which test_reservations.py
     compares with growing sequences.
     """
     prompt_len, end = len(plan.prompt), len(plan.prompt) + plan.max_new_tokens

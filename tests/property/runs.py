@@ -18,9 +18,10 @@ def complaint(scenario: Scenario) -> str | None:
 
 
 def run_seed(seed: int) -> Counter[str]:
-    """Run a seed. Returns the counts of the run.
+    """Run the random scenario of a seed. Returns the number of each kind of event.
 
-    Raises AssertionError with the smallest scenario that was found to fail with the same kind of error.
+    If the run fails, the scenario is shrunk while it fails with the same kind of error. The AssertionError that is
+    raised names the smallest scenario.
     """
     scenario = random_scenario(seed)
     try:

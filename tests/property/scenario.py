@@ -10,10 +10,10 @@ LONGEST = 64                                                    # tokens of a se
 class RequestPlan:
     """One request, with its arrival and its end.
 
-    arrival      iteration in which it arrives
-    fails_at     number of its step that yields garbage; None if none does
-    stops_at     iteration in which it is stopped, if it is still active
-    ends_at      generated tokens after which it ends
+    arrival      iteration in which the request arrives
+    fails_at     which of the request's steps yields garbage; None if no step does
+    stops_at     iteration in which the request is stopped, if it is still active
+    ends_at      number of generated tokens after which the request ends
     retention    ((start, end, priority, milliseconds) ..., decode priority, decode milliseconds)
     """
 
@@ -34,7 +34,7 @@ class RequestPlan:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the engine.
+    """Options of the engine of a scenario.
 
     The spare_* fields are added to the smallest limits with which the largest request can run.
     """

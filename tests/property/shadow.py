@@ -1,8 +1,9 @@
-"""A device that runs only the batches that it gets, and knows the right content of every block.
+"""A model of the device's KV cache, which finds reads of wrong content.
 
-The KV-cache content of a position depends on all tokens before the position. The device therefore represents the
-content as a number for the whole history up to that position. A step reads the content of visible positions through its
-updated block table, and writes the content of its own positions. This module does not call the KV cache manager.
+The KV-cache content of a position depends on the token at the position and on all tokens before it. These tokens are
+the position's history. The model gives each history a number, which represents the content of the position. A step
+reads the content of visible positions through its updated block table, and writes the content of the positions that it
+computes. This module does not call the KV cache manager.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,13 +18,13 @@ class Wrong(AssertionError):
 
 
 class Histories:
-    """Gives each history a number: one for each (number of the history before the token, token, extra id)."""
+    """Gives each history a number, which depends on the number before its last token, this token and its extra id."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple, int] = {}
 
     def of(self, domain: tuple, tokens: Sequence[int], extra_ids: Sequence[int] | None) -> list[int]:
-        """Return the KV-cache content of each position of a sequence."""
+        """Return the right KV-cache content, a number, of each position of a sequence."""
         numbers, before = [], self._number(domain)
         for place, token in enumerate(tokens):
             extra = 0 if extra_ids is None or place >= len(extra_ids) else extra_ids[place]
@@ -62,7 +63,12 @@ class ShadowDevice:
             (self.host if one.to_host else self.blocks)[one.destination] = content
 
     def read(self, row: int, position: int, history: Sequence[int], name: object) -> None:
-        """Check that the visible positions of a sequence, seen from `position`, have the content of its history."""
+        """Check that the positions that the token at `position` attends to have the right content.
+
+        row       row of the sequence in the block tables
+        history   the right content of each position of the sequence
+        name      the sequence's name for the message of Wrong
+        """
         first = 0 if self.window is None else max(position - self.window + 1, 0)
         for place in [*range(min(self.sinks, first)), *range(first, position)]:
             block_id = self.tables.get(row, {}).get(place // self.unit)
@@ -72,7 +78,7 @@ class ShadowDevice:
                             f"{history[place]}")
 
     def write(self, row: int, position: int, content: int) -> int:
-        """Write a position. Returns its block."""
+        """Write the content of a position. Returns the id of the block that was written."""
         block_id = self.tables[row][position // self.unit]
         block = self.blocks.setdefault(block_id, [GARBAGE] * self.unit)
         block[position % self.unit] = content

@@ -1,4 +1,4 @@
-"""Shrinks a failing scenario as long as it still fails."""
+"""Shrinks a scenario step by step, as long as it still fails."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace

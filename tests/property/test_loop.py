@@ -1,6 +1,7 @@
-"""Random streams of requests in the whole loop, with all KV cache options and faults, get the oracle's output.
+"""Random streams of requests run through the whole loop, with all KV cache options and faults. Each request gets the
+output that the oracle expects.
 
-One seed is one engine and one stream: `Stream(seed, build_world).run()`. 70 seeds run here.
+A seed chooses one engine and one stream: `Stream(seed, build_world).run()`. 70 seeds run here.
 In its longest run, tests/campaigns/random_streams.py ran 1,715 seeds.
 """
 
@@ -23,7 +24,7 @@ NATURAL = {FinishReason.END_ID, FinishReason.LENGTH}
 
 
 class Fickle(RequestScheduler):
-    """A valid scheduler that leaves out random requests of another scheduler's plan and pauses random requests."""
+    """A scheduler whose plans are valid: another scheduler's plans, with random requests left out or paused."""
 
     def __init__(self, limits, kv_cache_manager, draw):
         self.scheduler = make_scheduler(limits, kv_cache_manager)

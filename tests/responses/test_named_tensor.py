@@ -26,10 +26,10 @@ def test_the_tensor_of_a_named_tensor_is_made_once_when_it_is_first_read():
 
 
 def read_beside(function, named, attribute):
-    """Return (a wrapper of `function`, a list).
+    """Return (wrapper of `function`, list for the value that is read).
 
-    In the first call of the wrapper, another thread reads the attribute of `named` before `function` is called. The
-    list gets the read value at index 1.
+    In the first call of the wrapper, another thread reads `attribute` of `named` before `function` is called. The value
+    is put at index 1 of the list.
     """
     others = []
 

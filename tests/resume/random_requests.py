@@ -1,4 +1,4 @@
-"""Random requests that are cut at a random token and resumed on another engine, for the tests and the campaign."""
+"""Makes random requests, cuts them at a random token and resumes them on another engine, for tests and the campaign."""
 
 import random
 
@@ -17,7 +17,7 @@ VOCAB, LONGEST = 4096, 24
 
 
 def drawn_tensors(draw: random.Random) -> dict:
-    """Return the tensors of a random request, with random sampling options of those that can be resumed."""
+    """Return the tensors of a random request. Its random sampling options are such that it can be resumed."""
     def maybe(**options):
         return {name: make() for name, make in options.items() if draw.random() < 0.35}
 
@@ -52,8 +52,8 @@ def drawn_tensors(draw: random.Random) -> dict:
 def outcomes(model, requests: list[InferenceRequest], **params) -> dict:
     """Run all requests on one engine.
 
-    Returns {id: (generated tokens, finish reason, log-probs, error)}. The log-probs include those of the likeliest
-    tokens.
+    Returns {id: (generated tokens, finish reason, log-probs, error)}. The log-probs of a request are those of its
+    generated tokens, and those of the likeliest tokens at each position.
     """
     waiting, found, last = list(requests), {}, 10**9
     waiting.append(InferenceRequest(last))
@@ -77,9 +77,11 @@ def outcomes(model, requests: list[InferenceRequest], **params) -> dict:
 
 
 def cut(requests: list[InferenceRequest], whole: dict, draw: random.Random) -> dict:
-    """Cut each request that has at least two tokens at a random token.
+    """Cut the output of each request that has at least two output tokens at a random token.
 
-    Returns {id: (resumed request, tokens before the cut)}.
+    Returns {id: (request that resumes after the cut, tokens before the cut)}.
+
+    whole   the outcomes of the uncut requests
     """
     resumed = {}
     for request in requests:
@@ -91,12 +93,15 @@ def cut(requests: list[InferenceRequest], whole: dict, draw: random.Random) -> d
 
 
 def differences(whole: dict, resumed: dict, after: dict) -> list[int]:
-    """Return the ids of resumed requests whose outcome is not the remainder of the uncut request's outcome."""
+    """Return the ids of resumed requests whose outcome differs from the uncut request's outcome after the cut.
+
+    whole, after   the outcomes of the uncut and of the resumed requests
+    """
     return [request_id for request_id, (_, before) in resumed.items() if after[request_id] != (
         whole[request_id][0][len(before):], whole[request_id][1], whole[request_id][2][len(before):], "")]
 
 
 def small_engine() -> dict:
-    """Parameters of an engine with another schedule: small batches, chunked context and block reuse."""
+    """Return options of an engine whose schedule differs from the default: small batches, chunks and block reuse."""
     return {"max_batch_size": 3, "enable_chunked_context": True, "max_num_tokens": 32,
             "kv_cache_config": KvCacheConfig(tokens_per_block=16, enable_block_reuse=True, max_tokens=4096)}

@@ -24,7 +24,7 @@ def test_random_requests_go_on_identically_on_another_engine():
 
 
 def test_what_counts_what_is_left_is_changed_and_the_rest_is_kept():
-    """resume() adjusts the tensors that are numbers of tokens, and keeps all other values of the request."""
+    """`resume` adjusts the tensors that are numbers of tokens, and keeps all other values of the request."""
     processor, retention = lambda *_: None, KvCacheRetentionConfig()
     request = InferenceRequest(
         2**64 - 1, {"input_ids": torch.tensor([[5, 6, 7]]), "request_output_len": np.int32(10), "min_length": [[4]],
@@ -47,7 +47,7 @@ def test_what_counts_what_is_left_is_changed_and_the_rest_is_kept():
 
 
 def test_top_p_begins_where_it_had_got_to():
-    """A resumed request starts with the top-p that the decay had reached at the cut."""
+    """A request with top-p decay resumes with the top-p that the decay had reached at the cut."""
     tensors = {"input_ids": [1], "request_output_len": 9, "runtime_top_p": 0.8, "runtime_top_p_decay": 0.5,
                "runtime_top_p_min": 0.15}
     request = InferenceRequest(1, tensors)

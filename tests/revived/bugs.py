@@ -1,8 +1,8 @@
-"""Past bugs of this product or of similar ones, reintroduced by patches.
+"""Past bugs of this engine or of similar engines, reintroduced by patches.
 
-A bug is a function that gets pytest's `monkeypatch` and breaks the product again. The test runs seeds of the simulator
-until one finds a violation. `Bug.world` narrows the swarm to configurations that the bug affects. Without the
-bug, the same seeds find no violation.
+A bug is a function that gets pytest's `monkeypatch` and breaks the engine again. The test runs seeds of the simulator
+until one finds a violation. A seed chooses a swarm, which is a random configuration. `Bug.world` limits the swarm to
+configurations that the bug affects. Without the bug, the same seeds find no violation.
 """
 
 from collections.abc import Callable
@@ -57,10 +57,10 @@ ALIKE = {**BUSY, "shares_prefix": 0.9, "salted": 0.5}
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A bug and the simulated worlds that find it.
+    """A bug and the configurations of the simulator that find it.
 
-    failure   the number of a known failure, or the place where the bug was found
-    needs     the feature of the engine that the bug needs, if any
+    failure   the number of a known failure, or how the bug was found
+    needs     the feature of the engine without which the bug cannot occur, if any
     """
 
     name: str
@@ -462,7 +462,7 @@ def a_device_keeps_one_token_of_a_slot(patch) -> None:
 
 
 def a_slot_is_what_its_new_owner_asked_for(patch) -> None:
-    """Rows are checked against the owner of their slot when the step is read, instead of the owner at the launch."""
+    """Each row is checked as one of the request that has its slot when the step is read, not when it was launched."""
     checked = StepOutputCheck.checked
 
     def late(self, batch, output, asked):

@@ -1,6 +1,6 @@
-"""Bugs of checkpoint loaders, reintroduced: bugs of this product that the fuzzer found, and bugs of other loaders.
+"""Bugs of checkpoint loaders, reintroduced: bugs of this engine that the fuzzer found, and bugs of other loaders.
 
-Each bug is a function that gets pytest's `monkeypatch` and breaks the product. The test runs seeds of the checkpoint
+Each bug is a function that gets pytest's `monkeypatch` and breaks the engine. The test runs seeds of the checkpoint
 fuzzer until one finds a violation.
 """
 
@@ -58,7 +58,7 @@ def the_library_alone_looks_at_the_header(patch) -> None:
 
 
 def the_places_of_tensors_are_not_compared(patch) -> None:
-    """Tensors may overlap, and the message of the safetensors library does not name them."""
+    """The loader does not refuse overlapping tensors. The safetensors library does, but does not name the tensors."""
     patch.setattr(safetensors_header, "_check_ranges", lambda path, tensors, data_bytes: None)
 
 

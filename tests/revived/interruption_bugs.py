@@ -1,6 +1,7 @@
-"""Plants old bugs in the files that move items. An asynchronous exception at the right place reveals them.
+"""Plants past bugs in the files that move items between lists. An asynchronous exception at the right instruction
+reveals each bug.
 
-This module does not import torch, because the process forks at every place of the sweep.
+This module does not import torch, because the sweep forks the process at every instruction where it raises.
 """
 
 from itertools import islice
@@ -44,7 +45,10 @@ INTERRUPTION_BUGS = {
 
 
 def sweep_with(name: str) -> list[str]:
-    """Plant a bug and sweep the places where items move. Return the violations at the first place that has any."""
+    """Plant the bug `name`, and raise an exception at each instruction in the files that move items, in turn.
+
+    Returns the violations at the first instruction that has any.
+    """
     with pytest.MonkeyPatch.context() as patch:
         INTERRUPTION_BUGS[name](patch)
         _, _, wrong = sweep("mixed", files=WHERE_ITEMS_MOVE, stops_at_first=True)

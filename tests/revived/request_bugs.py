@@ -22,7 +22,7 @@ WITH_LARGE_TENSORS = (52, 105)
 class RequestBug:
     """A bug and the blocks of fuzzed requests that find it.
 
-    failure   the number of a known failure, or the place where the bug was found
+    failure   the number of a known failure, or how the bug was found
     blocks    numbers of the fuzzer's blocks with requests that trigger the bug
     """
 

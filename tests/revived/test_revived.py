@@ -25,7 +25,7 @@ SECONDS_TO_LEAVE = 3.0
 
 
 def swarms(bug: Bug) -> Iterator[Swarm]:
-    """Yield the swarms of the seeds, narrowed to configurations that the bug affects."""
+    """Yield the random configuration of each of SEEDS, limited to configurations that the bug affects."""
     for seed in SEEDS:
         swarm = draw(seed, available(), ITERATIONS)
         fixed = {"max_queued_requests": 20, "max_queued_tokens": 4_000_000, "max_bytes_in_flight": 1 << 32,

@@ -19,7 +19,7 @@ def play():
 
 
 class Line:
-    """An ordered list of requests and their KV cache. Requests that generate or are between chunks hold blocks."""
+    """An ordered list of requests and their KV cache. Requests that generate or are between two chunks hold blocks."""
 
     def __init__(self, num_blocks: int = 100, tokens_per_block: int = 4) -> None:
         self.kv = KvCacheManager(num_blocks, tokens_per_block, 1000, max_draft_len=8)

@@ -5,7 +5,7 @@ from batch_manager.scheduling.capacity import GuaranteedNoEvictScheduler, MaxUti
 
 
 def two_adapters(make_line):
-    """Return a line in which a new request comes before a running one, and the pages cannot hold both adapters."""
+    """Return a Line in which a new request comes before a running one. The adapter pages cannot hold both adapters."""
     line = make_line()
     line.new, line.running = line.waiting(8, lora_task_id=0), line.between_chunks(8, lora_task_id=1)
     line.peft = PeftCacheManager(3, lambda task_id: 2)

@@ -1,4 +1,4 @@
-"""A token budget is divided among prompts with properties that hold for all lengths."""
+"""Properties of the division of a token budget among prompts, which hold for all lengths."""
 
 import pytest
 from hypothesis import given

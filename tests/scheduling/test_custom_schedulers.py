@@ -1,4 +1,4 @@
-"""Schedulers written by users: TensorRT-LLM's documented example, unchanged, and other forms of plans."""
+"""Schedulers written by users run: TensorRT-LLM's documented example, unchanged, and schedulers with other plan types."""
 
 import pytest
 
@@ -84,7 +84,7 @@ def test_the_documented_example_runs_as_it_stands_and_plans_as_our_own_policy(pl
 
 
 class Fixed:
-    """Inherits nothing, and returns a fixed answer."""
+    """A scheduler that has no base class and always returns the same plan."""
 
     def __init__(self, answer) -> None:
         self.answer = answer
@@ -121,7 +121,7 @@ def test_a_micro_batch_scheduler_need_not_answer_with_chunk_sizes(make_line):
 
 
 class ShortestFirst(CapacityScheduler):
-    """Lets short prompts overtake long ones, which the package's own policies do not."""
+    """A scheduler that runs short prompts before long ones, which the package's own policies do not."""
 
     def __init__(self, inner) -> None:
         self.inner = inner

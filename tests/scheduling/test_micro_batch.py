@@ -1,4 +1,4 @@
-"""The right requests get into a step, with the right chunks."""
+"""The micro-batch scheduler puts the right requests into a step, with the right chunks."""
 
 from batch_manager.names import LlmRequestState
 from batch_manager.scheduling.chunking import ContextChunking, equal_progress, first_come_first_served, force_chunk
@@ -107,9 +107,9 @@ def test_a_prompt_too_long_for_any_step_waits_unless_a_pause_made_it_so(make_lin
 
 
 def test_a_chunk_of_a_prompt_that_a_pause_made_too_long_costs_what_it_computes(make_line):
-    """A prompt that was paused costs its uncached tokens if these fit. If not, its next chunk costs all of its tokens.
+    """A paused request costs its uncached tokens if these fit the step. Otherwise, it costs all tokens of its chunk.
 
-    The chunk begins after the cached part of the prompt, so none of its tokens are cached.
+    The chunk begins after the cached part of the prompt, so that none of its tokens are cached.
     """
     line = make_line()
     paused, other = line.waiting(25), line.waiting(1)

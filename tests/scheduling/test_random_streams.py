@@ -12,9 +12,10 @@ PRIORITIES = st.sampled_from([0.5, 0.5, 0.5, 0.2, 0.9])
 
 @st.composite
 def streams(draw, priorities=EQUAL):
-    """Generate (requests, options). The pool holds at least the largest request.
+    """Generate (requests, options).
 
-    A step holds a block besides the batch.
+    The pool has at least the blocks of the largest request. The token budget of a step is at least the batch size plus
+    the tokens of a block.
     """
     requests = draw(st.lists(st.tuples(st.integers(1, 24), st.integers(1, 14), st.integers(0, 20), priorities),
                              min_size=1, max_size=10))
@@ -35,9 +36,9 @@ def streams(draw, priorities=EQUAL):
 
 
 def run_audited(game, each_step=lambda line, plan: None):
-    """Run to the end, and audit the accounting after every step.
+    """Run the requests of `game` to their end, and audit the accounting after every step.
 
-    each_step   called with (active requests in order, their plan) after every step
+    each_step   called with (active requests in order, plan of the step) after every step
     """
     step = game.step
 

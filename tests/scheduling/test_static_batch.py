@@ -1,4 +1,4 @@
-"""A static batch has the right requests."""
+"""LockstepScheduler, which makes static batches, puts the right requests into a batch."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from batch_manager.scheduling.lockstep import LockstepScheduler
 
 @pytest.fixture
 def batch_of():
-    """Return batch_of([(prompt, output, key), ...]) -> the indices of the requests that form the batch."""
+    """Return the function `batch_of([(prompt, output, key), ...])`, which returns the indices of a batch's requests."""
     def schedule(line, max_num_requests=8, max_seq_len=100, num_blocks=100, generating=()):
         requests = [LlmRequest(i, [0] * prompt, output, batch_key=key) for i, (prompt, output, key) in enumerate(line)]
         for slot, request in enumerate(requests):

@@ -13,7 +13,7 @@ REASONS = (*NATURAL, TIMED_OUT, CANCELLED)
 
 
 def beams_wrong(oracle: Oracle, max_seq_len: int, item: "Handed", sent: "Sent") -> str | None:
-    """Return what is wrong with the beams of a final response, or None."""
+    """Return a description of what is wrong with the beams of the final response `sent`, or None."""
     limit = min(item.max_new_tokens, max_seq_len - len(item.prompt))
     start = 0 if item.excludes else len(item.prompt)
     got = [[tokens[start:], *rest] for tokens, *rest in sent.beams]

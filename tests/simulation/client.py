@@ -41,9 +41,9 @@ class PlantedInterrupt(KeyboardInterrupt):
 
 
 class Taken(list):
-    """A list that reports when an item is read.
+    """A list of items that the get callback returns. It calls `taken` for each item that the engine reads.
 
-    If the list has one item, a request whose prompt is an array, the list overwrites the array after the item was read.
+    If the only item is a request whose prompt is an array, the list overwrites the array after the item was read.
     """
 
     def __init__(self, items: list[tuple[Any, Handed | None]], taken: Callable[[Any, Handed | None], None]) -> None:
@@ -273,7 +273,7 @@ class SimulatedClient(Client):
         return items
 
     def hand_over_the_end(self) -> None:
-        """Make the next get return the terminate request."""
+        """Make the next call of get return only the terminate request."""
         self.again.clear()
         self._items = lambda count: [(InferenceRequest(TERMINATE_ID), None)]
         self.again.append(TERMINATE_ID)
@@ -326,9 +326,9 @@ class SimulatedClient(Client):
         self.world.check(not has_tokens or bool(metrics.first_token_time_ns), "I33: tokens without a first one")
 
     def _check_top(self, handed: Handed, tokens: list[int], log_probs, ids, values) -> None:
-        """Check the top tokens: the sampled id and the ids after it.
+        """Check the likeliest tokens of each position: the sampled token and the tokens with the next ids.
 
-        Each has a log-probability 1 below the one before it.
+        The log-probability of each of them must be 1 below that of the token before it.
         """
         self.world.mark("likeliest tokens asked for")
         ranks, vocab = np.arange(handed.top_log_probs), self.world.swarm.vocab_size
@@ -374,7 +374,7 @@ class SimulatedClient(Client):
     # poll
 
     def _stop(self, request_ids: list, answer: Any = None) -> Any:
-        """Record which `request_ids` are live, and return `answer`, or the ids if `answer` is None."""
+        """Record a poll that stops `request_ids`. Returns `answer`, or the set of the ids if `answer` is None."""
         world = self.world
         alive = [request_id for request_id in request_ids if world.is_alive(request_id)]
         world.note_stops(request_ids, alive)
@@ -440,7 +440,7 @@ class SimulatedClient(Client):
     # between iterations
 
     def new_turn(self) -> None:
-        """Forget which requests ended or came again in the previous turn."""
+        """Forget the ids that ended, and the ids that were used again, in the previous turn."""
         if self.ended_this_turn:
             self.ended_this_turn = []
         if self.reused_this_turn:

@@ -28,9 +28,9 @@ from .spoiling import one_row_too_few, one_row_too_many, one_token_too_few, with
 
 @dataclass(slots=True)
 class Order:
-    """The fault that is chosen for a batch. It also affects the parts of the batch when it is bisected.
+    """The effects of the fault that is chosen for a batch, also on the parts of the batch when it is bisected.
 
-    raises      (slots of a part) -> the error that the part raises, or None
+    raises      (slots of a part of the batch) -> the error that running the part raises, or None
     in_finish   whether the error is raised when the step is read, or when it runs
     poisons     slot -> (block, first token) pairs: once a batch with the slot has run, the block has non-finite values
                 from this token on
@@ -49,7 +49,7 @@ NO_ORDER = Order()
 class SimulatedDevice(ScriptedBackend):
     """A scripted backend that chooses faults, and checks what a batch reads and writes.
 
-    blame        (request, code, iteration, must) called for each request that a fault of this step must or may fail
+    blame        (request, code, iteration, must) called for each request that a fault of a step must or may fail
     blocks_of    (request, beam=0) -> the blocks that one of the request's beams holds
     table_of     (request) -> [beams, blocks] block table, in which released blocks keep their index
     before_step  (batch) called once for each batch, before the batch runs
@@ -161,16 +161,16 @@ class SimulatedDevice(ScriptedBackend):
             self.num_brought_back += operation.from_host
 
     def run_all(self) -> None:
-        """Run all launched steps, so that the tensors can be checked."""
+        """Run all launched steps, so that the contents of the blocks can be checked."""
         while self._queue:
             self.run(self._queue.popleft())
 
     # stamps
 
     def _stamp(self, batch: ScheduledBatch) -> None:
-        """Check the stamps of the cached prompts of new sequences, then stamp the blocks that the batch begins.
+        """Check the stamps of new sequences' cached blocks. Then stamp each block whose first token the batch writes.
 
-        The stamps can be made at the launch, because the tokens before a block that the batch begins are already known.
+        The stamps can be made at the launch, because the tokens before these blocks are already known.
         """
         size, owners, per_slot = self.info.tokens_per_block, self._owners[batch.iteration], batch.max_beam_width
         for work in batch.context:
@@ -212,7 +212,7 @@ class SimulatedDevice(ScriptedBackend):
             raise error
 
     def _order(self, name: str, batch: ScheduledBatch) -> Order:
-        """Return the order for the fault `name`, and blame the requests that the fault must fail."""
+        """Return the Order for the fault `name`, and call `blame` for the requests that the fault must or may fail."""
         slots, rng = batch.slots(), self._faults.rng
         victim = rng.choice(slots)
 
@@ -286,7 +286,7 @@ class SimulatedDevice(ScriptedBackend):
         return Order(spoils=lambda output, part: with_a_wrong_token(output, victim, token))
 
     def _span(self, batch: ScheduledBatch, slot: int) -> tuple[int, int, int]:
-        """Return (first position that a batch writes for a slot, the position after the last, number of beams)."""
+        """Return (first position that a batch writes for a slot, position after the last one, number of beams)."""
         for work in batch.context:
             if work.slot == slot:
                 return work.start, work.start + len(work.token_ids), 1
@@ -294,14 +294,14 @@ class SimulatedDevice(ScriptedBackend):
         return start, start + 1, batch.generation.beam_width
 
     def _blocks_written(self, batch: ScheduledBatch, slot: int) -> list[int]:
-        """Return the blocks that a new batch writes for a slot, in order."""
+        """Return the ids of the blocks that a new batch writes for a slot, in the order of their positions."""
         size = self.info.tokens_per_block
         start, end, beams = self._span(batch, slot)
         table = self._table_of(self._owner_of(slot))
         return table[:beams, start // size:(end - 1) // size + 1].T.ravel().tolist()
 
     def _blame_readers_of(self, blocks: list[int], batch: ScheduledBatch, victim: int) -> None:
-        """Blame the victim. Other requests of the batch that hold one of the blocks may fail too."""
+        """Blame the request in the slot `victim`. Other requests of the batch with one of `blocks` may fail too."""
         self._blame(self._owner_of(victim), ErrorCode.NON_FINITE_LOGITS, batch.iteration)
         for slot in batch.slots():
             owner = self._owner_of(slot)

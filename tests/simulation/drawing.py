@@ -1,8 +1,8 @@
 """How the simulated device samples for sequences with stop words, bad words, penalties or similar rules.
 
-Like a real device, it keeps the tokens of such sequences beside the KV cache: the tokens of the `SlotSetup`, which
-comes again after a pause, and the tokens that were sampled after it. A wrong setup therefore changes the output.
-oracle.py computes the expected output.
+Like a real device, it keeps the tokens of such sequences outside the KV cache: the tokens of the `SlotSetup`, and the
+tokens that were sampled since. The device gets a new `SlotSetup` after a pause. A wrong setup therefore changes the
+output. oracle.py computes the expected output.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class SlotRules:
-    """The rules of one sequence, with its tokens."""
+    """The sampling rules of one sequence, and the tokens of the sequence so far."""
 
     def __init__(self, setup: SlotSetup) -> None:
         self.setup = setup
@@ -34,9 +34,9 @@ class SlotRules:
             or setup.stop_words or setup.embedding_bias is not None)
 
     def draw(self, word: int, length: int, vocab_size: int) -> tuple[int, int, int]:
-        """Return (token, finish code, hash for the log-probability) after `length` tokens.
+        """Sample the token after the first `length` tokens. Returns (token, finish code, hash for the log-probability).
 
-        A step may be sampled again.
+        Tokens after the first `length` ones are dropped, because a step may be sampled again.
         """
         del self._tokens[length:]
         setup, tokens = self.setup, self._tokens
@@ -69,14 +69,14 @@ class SlotRules:
 
 
 class Drawing:
-    """Keeps the rules of all sequences, by slot. `seen` counts markers."""
+    """Keeps the sampling rules of all sequences, by slot, and samples by them. `seen` counts markers."""
 
     def __init__(self, check: Callable[[bool, str], None], seen: Counter[str]) -> None:
         self._check, self._seen = check, seen
         self._rules: dict[int, SlotRules] = {}
 
     def set_up(self, batch: ScheduledBatch, owner_of: Callable[[int], LlmRequest]) -> None:
-        """Note the rules of the sequences that start, and check the tokens of their setups."""
+        """Keep the rules of the sequences that start in `batch`, and check the tokens of their setups."""
         for work in batch.context:
             if work.setup is None:
                 continue
@@ -93,9 +93,9 @@ class Drawing:
 
     def draw(self, output: StepOutput, words: np.ndarray, lengths: np.ndarray, asked: np.ndarray,
              vocab_size: int) -> None:
-        """Sample again for the sequences with rules.
+        """Replace in `output` the tokens of the sequences with rules.
 
-        words     hash of each row
+        words     hash of each row, which decides the token and its log-probability
         lengths   number of tokens of each row so far
         asked     for each row, whether it returns log-probabilities
         """

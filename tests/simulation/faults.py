@@ -1,4 +1,4 @@
-"""The menu of faults around the loop. Each fault has a name and a place, and its occurrences are counted."""
+"""The menu of faults that the simulator can cause. Each fault has a name and a place. Its occurrences are counted."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -112,7 +112,7 @@ def menu_of(place: Place) -> list[Fault]:
 class Faults:
     """Chooses faults at random, and counts those that happened.
 
-    hits   fault -> number of times that it happened; a chosen fault that could not happen is not counted
+    hits   name of a fault -> number of times that it happened; a chosen fault that could not happen is not counted
     """
 
     def __init__(self, rng: Random, enabled: Collection[str], rate: float) -> None:
@@ -123,7 +123,7 @@ class Faults:
         self.hits: Counter[str] = Counter()
 
     def draw(self, place: Place) -> str | None:
-        """Return the fault that is to happen now, or None."""
+        """Choose at random whether a fault of `place` is to happen now. Returns its name, or None."""
         names = self._enabled[place]
         if not names or self._random() >= self._rate:
             return None

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class FirstInLine:
-    """Follows the first active request that has not ended.
+    """Checks C10 and I23 for the request that is first in line: the first active request that has not ended.
 
     Every plan that is made while nothing is in flight includes this request. While other requests are in flight, it may
     have to wait for their blocks: one plan may leave it out, but not two in a row. Each step that includes it advances
     or ends it.
 
-    There is one exception. With chunking, generation comes first. If generation leaves fewer tokens of a step than a
-    block has, every context waits, including a context that is first in line.
+    There is one exception. With chunking, generation requests get tokens of a step first. If they leave fewer tokens
+    than a block has, every context waits, including a context that is first in line.
     """
 
     def __init__(self, world: "SimulatedWorld") -> None:
@@ -29,7 +29,7 @@ class FirstInLine:
         self._runs: deque[tuple[int, LlmRequest, int]] = deque()     # (turn to judge it, request, progress)
 
     def planned(self, active: list, inflight: frozenset, plan) -> Iterator[str]:
-        """Yield the violations of a plan that the scheduler returns."""
+        """Yield the violations in `plan`, which the scheduler returns."""
         if not self._applies:
             return
         first = next((request for request in active if not request.is_finished), None)
@@ -54,18 +54,18 @@ class FirstInLine:
             self._world.mark("the first in line waits for those in flight")
 
     def _tokens_left(self, plan) -> int:
-        """Return the tokens that generation leaves for chunks."""
+        """Return how many tokens of the step the generation requests of `plan` leave for chunks."""
         swarm = self._world.swarm
         if swarm.chunking is None:
             return swarm.tokens_per_block
         return swarm.max_num_tokens - sum(request.beam_width for request in plan.generation_requests)
 
     def taken_back(self, void: set[LlmRequest]) -> None:
-        """Forget the steps of these requests that are not judged yet."""
+        """Forget the steps of the requests `void` that are not judged yet, because these steps were taken back."""
         self._runs = deque(run for run in self._runs if run[1] not in void)
 
     def step_ended(self) -> Iterator[str]:
-        """Yield a violation for each step that did not advance its request."""
+        """Yield a violation for each finished step that did not advance the request that was first in line."""
         yield from self._judge([run for run in self._runs if run[0] <= self._world.step_number])
 
     def _judge(self, runs: list[tuple[int, LlmRequest, int]]) -> Iterator[str]:

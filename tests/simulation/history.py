@@ -3,7 +3,7 @@
 The checker sees no blocks and no schedulers. Its rules are:
 
     I1  each item gets one final response                   I5  the streamed parts, in order, are the output
-    I2  no response follows a final one                     I6  invalid items are refused, once, and no others
+    I2  no response follows a final one                     I6  invalid items are refused once; other items are not
     I3  no response has an unknown id                       I7  a stop is answered before any other call
     I4  an error has a text, is final, has no tensors       I8  the output is the oracle's, or its beginning
 
@@ -40,10 +40,10 @@ class Handed:
     streams    whether responses before the final one are allowed
     excludes   whether the responses leave out the prompt
     seed       seed of sampling; None: greedy
-    top_log_probs   number of likeliest tokens that it requests
-    penalizes  whether it has a penalty
-    waited_s   seconds between its own arrival time and the reading
-    metrics    whether it requests timings
+    top_log_probs   number of likeliest tokens for which the request wants log-probabilities, at each position
+    penalizes  whether the request has a penalty
+    waited_s   seconds from the arrival time that the request states to the reading
+    metrics    whether the request wants timings in its response
     """
 
     time: float
@@ -109,14 +109,14 @@ class Polled:
 
 @dataclass(slots=True)
 class Other:
-    """Any other call, such as get or stats."""
+    """Any call of a callback that no other class here describes, such as get or stats."""
 
     time: float
 
 
 @dataclass(slots=True)
 class Closed:
-    """The end of the worker, with the engine's counts if they are known."""
+    """The end of the worker, with the engine's counts of items if they are known."""
 
     time: float
     accepted: int | None = None
@@ -129,7 +129,7 @@ EVENTS = {cls.__name__: cls for cls in (Handed, Sent, Polled, Other, Closed)}
 
 @dataclass(slots=True)
 class Open:
-    """An item without a final response so far."""
+    """An item that has had no final response so far, with the output of its responses."""
 
     handed: Handed
     tokens: list[int] = field(default_factory=list)
@@ -281,7 +281,7 @@ def scripted_oracle(model: dict) -> Oracle:
 
 
 def judge(model: dict, events: Iterable[object]) -> list[str]:
-    """Return the anomalies of a history."""
+    """Return the anomalies of the history `events` of a scripted model. `model` is its description."""
     checker = HistoryChecker(scripted_oracle(model), model["max_seq_len"], model.get("is_static", False))
     for event in events:
         checker.feed(event)

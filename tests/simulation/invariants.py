@@ -1,4 +1,6 @@
-"""The invariants after every iteration, recounted from the block tables without the product's own checks.
+"""The invariants after every iteration, computed again from the block tables without the engine's own checks.
+
+The index is the engine's table of cached blocks.
 
     I9   every block is free or held                 I13  a block being written has one owner and is not in the index
     I10  owners = tables that name the block         I14  the index has each of its blocks once, under its parent
@@ -19,7 +21,7 @@ EVERY = 16      # iterations between two runs of the slow checks
 
 
 def faults(world: "SimulatedWorld") -> Iterator[str]:
-    """Yield a message for each violation."""
+    """Check all invariants of the module docstring. Yield a message for each violation."""
     yield from books(world.loop.kv)
     yield from leftovers(world)
     yield from world.first_in_line.step_ended()
@@ -28,7 +30,7 @@ def faults(world: "SimulatedWorld") -> Iterator[str]:
 
 
 def books(kv: KvCacheManager) -> Iterator[str]:
-    """Check I9 to I13 for every block."""
+    """Check I9 to I13 for every block. Yield a message for each violation."""
     pool, sequences, size = kv.pool, kv.sequences, kv.tokens_per_block
     owners = pool._owners
     named = [0] * kv.num_blocks
@@ -67,7 +69,7 @@ def books(kv: KvCacheManager) -> Iterator[str]:
 
 
 def leftovers(world: "SimulatedWorld") -> Iterator[str]:
-    """Check I17 and C23: state is kept for live requests only, and its counts are right."""
+    """Check I17 and C23: the loop keeps state for live requests only, and its counts of them are right."""
     loop = world.loop
     active, intake = loop.active, loop.intake
     waiting = [admitted.request for admitted in intake._queue]
@@ -95,7 +97,7 @@ def leftovers(world: "SimulatedWorld") -> Iterator[str]:
 
 
 def index(world: "SimulatedWorld") -> Iterator[str]:
-    """Check I12, I14 and I15: the index entry of a block has the tokens that are in the block."""
+    """Check I12, I14 and I15: each index entry has the tokens that are in its block."""
     cache, device = world.loop.kv.cache, world.device
     if world.loop._resources.device_work._operations:    # blocks that are not copied or cleared yet
         return

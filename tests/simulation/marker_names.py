@@ -1,4 +1,4 @@
-"""The names of the markers, and the markers that need a feature."""
+"""The names of the markers of markers.py, and the feature of the engine that each of some markers needs."""
 
 MARKERS = (
     # requests

@@ -73,9 +73,9 @@ class Markers:
             self.reach("beams sample or return log-probs")
 
     def sent(self, sent, request) -> None:
-        """Count the markers of a response.
+        """Count the markers of the response `sent`.
 
-        request   the active request of a final response; None if it never ran or the response is not final
+        request   the active request of a final response; None if the request never ran or the response is not final
         """
         reach = self.reach
         if not sent.final:
@@ -151,7 +151,7 @@ class Markers:
             self.reach("stop word begins before a pause")
 
     def stopped(self, named: list, alive: list) -> None:
-        """Count the markers of a poll. Must be called before the final responses of the stopped requests.
+        """Count the markers of a poll. Must be called before the final responses of the requests that the poll stops.
 
         named   the ids that poll returned
         alive   the ids among them that belong to live requests

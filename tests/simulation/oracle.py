@@ -1,4 +1,4 @@
-"""Computes the expected output of one request in plain integers, without batches, blocks and product code.
+"""Computes the expected output of one request in plain integers, without batches, blocks or the engine's code.
 
 It is a second implementation of the scripted backend's model (testing/scripted_backend.py) and of the rules that the
 simulated device adds (drawing.py):
@@ -22,7 +22,7 @@ FIRST_FOUR = 4
 
 @dataclass(slots=True)
 class Text:
-    """An output, possibly unfinished.
+    """The output of a request or of one beam, possibly unfinished.
 
     reason   END_ID, STOP_WORDS, LENGTH, or 0 if the output can go on
     total    hash of the visible tokens of the sequence
@@ -45,13 +45,16 @@ def mix(word: int) -> int:
 
 
 class Oracle:
-    """The expected outputs of one model. Its requests are `history.Handed` objects."""
+    """Computes the expected outputs of requests to one scripted model. A request is a `history.Handed` object."""
 
     def __init__(self, *, vocab_size: int, key: int, window: int | None = None, sink: int = 0) -> None:
         self._vocab_size, self._key, self._window, self._sink = vocab_size, key, window, sink
 
     def _seen_with(self, total: int, history: Sequence[int], place: int, token: int) -> int:
-        """Return the hash after a token is added at a position and the token that leaves the window is removed."""
+        """Return the hash `total` of the visible tokens after `token` is added at the position `place`.
+
+        The token that leaves the window is removed from the hash.
+        """
         total += mix(self._key + (place + 1) * A + (token + 1) * B)
         if self._window is not None and place - self._window >= self._sink:
             leaving = place - self._window
@@ -69,7 +72,7 @@ class Oracle:
             yield ((word >> 16) + j) % self._vocab_size, -((mix(word + j * A) if j else word) & 0xFFFF) / 4096
 
     def text(self, item, limit: int, count: int) -> Text:
-        """Return an output of up to `count` tokens. `limit` is the largest output length of the request."""
+        """Return the first `count` tokens of the request's output. `limit` is the largest output length."""
         history, text = list(item.prompt), Text(total=self._of_prompt(item.prompt))
         draw = 0 if item.seed is None else mix(item.seed ^ A)
         is_free = not (item.bad_words or item.no_repeat_ngram_size or item.min_length or item.penalizes)
@@ -100,17 +103,17 @@ class Oracle:
     # beams
 
     def beams(self, item, limit: int) -> list[Text]:
-        """Return the finished hypotheses of a search, best first. There may be fewer than the beam width."""
+        """Return the finished hypotheses of a beam search, best first. There may be fewer than the beam width."""
         *_, (_, finished) = self._search(item, limit)
         return finished
 
     def live_beams(self, item, limit: int, steps: int) -> list[Text] | None:
-        """Return the live beams after some steps, best first; None if the search is over by then."""
+        """Return the live beams after `steps` steps, best first; None if the search is over by then."""
         found = list(islice(self._search(item, limit), steps + 1))
         return sorted(found[steps - 1][0], key=lambda text: -text.sum) if len(found) > steps else None
 
     def _search(self, item, limit: int) -> Iterator[tuple[list[Text], list[Text]]]:
-        """Yield (live beams, finished hypotheses) of each step until the search is over."""
+        """Yield (live beams, finished hypotheses) after each step, until the search is over."""
         width, ways = item.beam_width, {word[-1] for word in item.stop_words} | item.end_ids
         wanted = max(2, 1 + len(ways)) * width
         live, finished = [Text(total=self._of_prompt(item.prompt))], []
@@ -139,7 +142,10 @@ class Oracle:
                 return
 
     def _continuations(self, item, text: Text, place: int, wanted: int) -> list[tuple]:
-        """Return [(sort key, output so far, sequence so far, next token, log-probability)] for a live beam."""
+        """Return the `wanted` likeliest continuations of a live beam.
+
+        Each is (sort key, output so far, sequence so far, next token, log-probability of the next token).
+        """
         word, history = mix(self._key ^ (text.total & WORD)), [*item.prompt, *text.tokens]
         best_first = sorted(islice(self._candidates(word), wanted), key=lambda candidate: (-candidate[1], candidate[0]))
         return [((item.diversity_rate * rank - text.sum - log_prob, place, rank), text, history, token, log_prob)

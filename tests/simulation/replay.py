@@ -19,7 +19,7 @@ LAST_ITERATIONS = 40
 
 def simulate(seed: int, *, iterations: int | None = None, trace: list[IterationTrace] | None = None,
              history: list | None = None) -> Result:
-    """Run one seed."""
+    """Run one seed, with the seed's number of iterations if `iterations` is None. See SimulatedWorld."""
     return SimulatedWorld(draw(seed, available(), iterations), trace=trace, history=history).run()
 
 
@@ -29,7 +29,7 @@ def command(seed: int) -> str:
 
 
 def report(result: Result) -> str:
-    """Return the violations, the command that replays them and the picture of the schedule, as text."""
+    """Return the violations, the command that replays the seed and the picture of the schedule, as text."""
     trace: list[IterationTrace] = []
     simulate(result.seed, trace=trace)
     return "\n".join([f"seed {result.seed}:", *(f"  {violation}" for violation in result.violations),
@@ -37,7 +37,7 @@ def report(result: Result) -> str:
 
 
 def picture(trace: list[IterationTrace], last: int = LAST_ITERATIONS) -> str:
-    """Draw the last iterations as text, with the requests that ran in them."""
+    """Draw the last `last` iterations of a trace as text, with the requests that ran in them."""
     trace = trace[-last:]
     ran = {request_id for row in trace for request_id in (*(chunk[0] for chunk in row.context), *row.generation,
                                                           *row.paused)}

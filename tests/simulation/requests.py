@@ -18,7 +18,7 @@ class Nameless:
 
 
 class Requests:
-    """Generates random items."""
+    """Generates random items and their expected results, by the probabilities of a swarm."""
 
     def __init__(self, swarm: Swarm, rng: Random, mark: Callable[[str], None]) -> None:
         self.swarm, self.rng, self._mark = swarm, rng, mark
@@ -94,7 +94,7 @@ class Requests:
         return InferenceRequest(request_id, tensors, is_streaming=streams, **options), handed
 
     def _with_beams(self, prompt: int, output: int) -> tuple[int, int, int]:
-        """Return (beams, prompt tokens, output tokens). In nine of ten cases they fit into the pool."""
+        """Return (number of beams, of prompt tokens, of output tokens), which fit the pool in nine of ten cases."""
         rng, swarm = self._wishes, self.swarm
         width = rng.randint(2, swarm.max_beam_width)
         if rng.random() < 0.9:
@@ -116,7 +116,7 @@ class Requests:
             handed.diversity_rate = tensors["beam_search_diversity_rate"] = rng.choice([0.5, 2.0])
 
     def _ask_for_words(self, tensors: dict[str, Any], handed: Handed) -> None:
-        """Add stop words and rules that forbid tokens. The scripted beam search has no such rules."""
+        """Add stop words. Without beams, also add rules that forbid tokens, which the scripted beam search lacks."""
         rng, is_plain = self._wishes, handed.beam_width == 1
         if is_plain and rng.random() < 0.4:
             tensors["bad_words_list"] = handed.bad_words = self._words(handed.prompt)
@@ -146,9 +146,9 @@ class Requests:
         return words
 
     def _refusal(self, prompt: int, output: int, width: int) -> str | None:
-        """Return the code with which a valid request must be refused because it can never run.
+        """Return the error code with which a valid request must be refused because it can never run.
 
-        "" means that the request must be accepted. None means that acceptance and refusal are both right. With a
+        "" means that the request must be accepted. None means that acceptance and refusal are both right: with a
         window, or with beams that keep their own blocks of a reused prompt, the engine may need a few blocks more.
         """
         swarm = self.swarm
@@ -163,7 +163,7 @@ class Requests:
         return None if swarm.window is not None or fewest <= swarm.num_blocks else "TOO_LARGE_FOR_KV_CACHE"
 
     def _blocks(self, prompt: int, output: int, width: int) -> tuple[int, int]:
-        """Return the smallest and the largest number of blocks that the engine may need for the tokens."""
+        """Return the smallest and the largest number of blocks that the engine may need for a request."""
         unit, swarm = self.swarm.tokens_per_block, self.swarm
         in_all, shared = -(-(prompt + output) // unit), prompt // unit
         fewest = shared + (in_all - shared) * width

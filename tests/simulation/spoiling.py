@@ -1,4 +1,4 @@
-"""Wrong outputs of a backend. Each function makes a wrong output from a right one."""
+"""Makes wrong step outputs of a backend from right ones."""
 
 from dataclasses import replace
 
@@ -8,7 +8,10 @@ from batch_manager.handover import StepOutput
 
 
 def with_a_wrong_token(output: StepOutput, slot: int, token: int) -> StepOutput:
-    """Replace the last token in the row of a slot, or of its last hypothesis. No change if the slot has no row."""
+    """Return `output` with `token` as the last token of the slot's row, or of the slot's last hypothesis if it has any.
+
+    If the slot has neither, `output` is returned.
+    """
     rows = np.flatnonzero(output.slots == slot).tolist()
     if slot in output.hypotheses:
         *others, last = output.hypotheses[slot]

@@ -1,8 +1,7 @@
-"""One random configuration per seed, with a random subset of the features.
+"""A swarm: one random configuration per seed, with a random subset of the engine's features.
 
-Each feature is therefore tested with and without the others.
-
-A test with every feature on hides faults that only show when a feature is off (Groce et al., "Swarm Testing", 2012).
+Each feature is therefore tested with and without other features. A test with every feature on hides faults that only
+show when a feature is off (Groce et al., "Swarm Testing", 2012).
 """
 
 from collections.abc import Collection
@@ -19,10 +18,10 @@ TEN_YEARS_S = 3e8
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The requests of the server. The floats are probabilities.
+    """The requests that the get callback returns. The floats are probabilities.
 
     arrival          probability that a call of get returns requests
-    burst            the largest number of requests that a call returns
+    burst            largest number of requests that a call of get returns
     prompt, output   longest prompt and output, in tokens
     beams            probability that a request has several beams
     words            probability that a request has stop words, or rules that forbid tokens
@@ -52,9 +51,9 @@ class Swarm:
     """A configuration of the engine and of the world around it.
 
     iterations   iterations of the loop before the shutdown is requested
-    faults       faults of the menu that may happen
+    faults       names of the faults of faults.py that may happen
     fault_rate   probability of a fault at each point where one can happen
-    endings      (iteration, name) of the endings of the run
+    endings      (iteration, name) of each event that ends the run, such as a drain
     """
 
     seed: int
@@ -96,7 +95,7 @@ class Swarm:
 
     @property
     def depth(self) -> int:
-        """The largest number of steps in flight."""
+        """The largest number of steps that are in flight at a time."""
         return 2 if self.overlap or self.run_ahead else 1
 
 
@@ -205,9 +204,9 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
 
 def _beams_and_words(rng: Random, num_blocks: int, faults: Collection[str],
                      traffic: Traffic) -> tuple[int, int, Traffic]:
-    """Return (beam width, number of blocks, traffic). One swarm in three has beams, and some have words.
+    """Return (beam width, number of blocks, traffic). One swarm in three has beams, and some have stop or bad words.
 
-    A swarm with beams mostly gets a pool that holds several beams.
+    Most swarms with beams get a pool of several times `num_blocks`.
     """
     max_beam_width = rng.choice([1, 1, 1, 1, 1, 1, 2, 3, 4])
     beams = rng.choice([0.2, 0.5, 1.0]) if max_beam_width > 1 else 0.0
@@ -217,9 +216,9 @@ def _beams_and_words(rng: Random, num_blocks: int, faults: Collection[str],
 
 
 def _pressure(rng: Random, max_seq_len: int, traffic: Traffic) -> tuple[int, int, int, int, Traffic]:
-    """Return (tokens per block, batch size, tokens of a step, blocks, traffic) with which requests are paused.
+    """Return (tokens per block, batch size, tokens of a step, blocks, traffic) such that requests are paused.
 
-    The pool is too small for a few long outputs together.
+    The pool is too small for a few long outputs at a time.
     """
     tokens_per_block = rng.choice([1, 2, 4])
     num_blocks = -(-max_seq_len // tokens_per_block) + rng.randrange(4)
@@ -231,7 +230,10 @@ def _pressure(rng: Random, max_seq_len: int, traffic: Traffic) -> tuple[int, int
 
 
 def _endings(rng: Random, iterations: int, share: float) -> tuple[tuple[int, str], ...]:
-    """Return endings as (iteration, name): a drain or a terminate request, and often harder endings near it."""
+    """Return the (iteration, name) of a drain or a terminate request at `iterations`, and of other endings near it.
+
+    share   probability of each other ending
+    """
     endings = [(iterations, "drain")]
     if rng.random() < 0.2:
         endings = [(iterations, "terminate request")]

@@ -76,7 +76,7 @@ def good() -> list:
 
 
 def find(history: list, kind: type, request_id: int, nth: int = 0):
-    """Return the nth event of a kind about a request."""
+    """Return the event of the class `kind` with this request id and the index `nth` among such events."""
     return [event for event in history if type(event) is kind and event.request_id == request_id][nth]
 
 
@@ -89,7 +89,7 @@ def insert_after(history: list, event, new) -> None:
 
 
 def change(**fields):
-    """Return a function (history, request_id, nth) that changes fields of the nth response of a request."""
+    """Return a function (history, request_id, nth) that sets `fields` of the response with index `nth` to a request."""
     def spoil(history: list, request_id: int, nth: int) -> None:
         event = find(history, Sent, request_id, nth)
         for name, value in fields.items():
@@ -166,10 +166,7 @@ def stopped_one_is_not_told(history):
 
 
 def stop_is_remembered(history):
-    """Request 8 is cancelled by a poll that named it before get returned the request.
-
-    Such a poll must have no effect.
-    """
+    """Cancel request 8 after a poll that named it before get returned it, although such a poll must have no effect."""
     history.insert(1, Polled(1.0, [8]))
     spoiled(8, 0, error="", tokens=list(PROMPT), reason=5)(history)
 

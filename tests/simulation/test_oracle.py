@@ -66,7 +66,7 @@ def test_a_stop_word_ends_a_text_with_its_last_token_wherever_it_began():
 
 
 def beams_of(item: Handed, options: dict) -> list[list]:
-    """Return the beams in the form of a response."""
+    """Return the beams that the oracle expects, in the form of `history.Sent.beams`."""
     return [[PROMPT + text.tokens, text.reason, text.sum, text.log_probs]
             for text in scripted_oracle(options).beams(item, item.max_new_tokens)]
 

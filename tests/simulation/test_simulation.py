@@ -25,7 +25,7 @@ RARE = 6        # markers and faults that a quick run may miss
 
 
 def test_nothing_is_wrong_in_a_hundred_worlds_that_have_been_almost_everywhere():
-    """No rule is broken in 24,000 iterations of about 130 seeds, and at most RARE faults and markers are missed.
+    """About 130 seeds with 24,000 iterations break no rule, and at most RARE faults and markers do not occur in them.
 
     The campaign runs millions of iterations.
     """
@@ -48,7 +48,7 @@ def test_the_menu_has_what_it_says():
 
 @pytest.mark.parametrize("seed", [1, 14, 29])
 def test_a_seed_is_one_run_state_by_state(seed):
-    """I30: the same seed gives the same state after every turn."""
+    """I30: two runs of a seed have the same state after every turn."""
     first, second = simulate(seed), simulate(seed)
     assert first.digests == second.digests and len(first.digests) > 40
     assert (first.hits, first.markers) == (second.hits, second.markers)

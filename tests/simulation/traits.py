@@ -1,4 +1,4 @@
-"""The traits of a swarm. A campaign reports how often each trait occurred."""
+"""The traits of a swarm, such as its policy. A campaign reports how often each trait occurred."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from .swarm import Swarm
 
 
 def traits(swarm: Swarm) -> Iterator[tuple[str, str]]:
-    """Yield (property, kind) for each property of a swarm."""
+    """Yield the traits of a swarm as (property, value as text), such as ("reuse", "off")."""
     traffic = swarm.traffic
     yield "model type", swarm.model_type.name
     yield "policy", "STATIC_BATCH" if swarm.is_static else swarm.policy.name
@@ -45,7 +45,10 @@ def within(number: int, *ends: int) -> str:
 
 
 def table(counts: Counter[tuple[str, str]]) -> list[str]:
-    """Return a line for each property: its kinds and the number of swarms of each."""
+    """Return a line for each property, with the number of swarms that have each value.
+
+    counts   (property, value) -> number of swarms
+    """
     lines = []
     for name in dict.fromkeys(name for name, _ in counts):
         kinds = sorted(((kind, count) for (its, kind), count in counts.items() if its == name), key=_numbers_in_order)

@@ -48,9 +48,9 @@ REFUSALS = ("INVALID_REQUEST", "TOO_LARGE_FOR_KV_CACHE", "QUEUE_FULL")
 class Result:
     """The result of one seed.
 
-    iterations   busy iterations of the loop
+    iterations   number of iterations of the loop that had work
     violations   the first violations, at most MOST_VIOLATIONS
-    digests      one for each turn, of the state and of the previous digest
+    digests      digest of the state and of the previous digest, for each turn
     """
 
     seed: int
@@ -69,7 +69,7 @@ class Result:
 
 
 class SimulatedWorld:
-    """One run. `history` checks the calls, `invariants.py` checks the state, and `markers` counts situations."""
+    """The run of one seed. `history` checks the calls, invariants.py the state, and `markers` counts situations."""
 
     def __init__(self, swarm: Swarm, *, trace: list[IterationTrace] | None = None,
                  history: list | None = None) -> None:
@@ -171,7 +171,7 @@ class SimulatedWorld:
         return is_busy
 
     def _move(self) -> None:
-        """Do what happens outside the engine between two turns: endings and clock faults."""
+        """Advance the clock between two turns, begin the endings that are due, and cause clock faults."""
         while self._endings and self._endings[0][0] <= self.step_number:
             self._end(self._endings.pop(0)[1])
         name = self.faults.draw(Place.CLOCK)
@@ -184,7 +184,7 @@ class SimulatedWorld:
             self.clock.now += STEP_S / 4
 
     def _end(self, name: str) -> None:
-        """Begin one kind of ending. A run may have several."""
+        """Begin the ending `name`, such as "drain". A run may have several endings."""
         rng, loop, control = self.faults.rng, self.loop, self.control
         kind = name.removeprefix("life.")
         if kind != "endless_arrivals":
@@ -233,7 +233,7 @@ class SimulatedWorld:
         self.control.ask_to_drain()
 
     def ask_to_drain_later(self) -> None:
-        """Schedule a drain after 200 turns, for the case that the terminate request is not read."""
+        """Schedule a drain in 200 turns, for the case that the engine does not read the terminate request."""
         self._endings.append((self.step_number + 200, "drain"))
         self._endings.sort()
 
@@ -248,7 +248,7 @@ class SimulatedWorld:
             self.mark("terminate request with others alive")
 
     def engine_failed(self, error: BatchManagerError, reason: str) -> None:
-        """Note that the worker declares the engine failed, and check that a fault was the reason."""
+        """Note that the worker declared the engine failed. Check that a simulated fault was the reason."""
         self.check(self._engine_may_fail or self.device.is_lost, f"I29: the engine failed by itself: {reason}")
         self._engine_may_fail = True
         if len(self.loop.intake):
@@ -283,7 +283,7 @@ class SimulatedWorld:
     # checks
 
     def check(self, holds: bool, rule: str) -> None:
-        """Note a violation unless `holds`, and end the run."""
+        """If `holds` is False, note a violation of `rule` and end the run."""
         if not holds and len(self.result.violations) < MOST_VIOLATIONS:
             self.result.violations.append(f"{rule}  (turn {self.step_number})")
             self.control.draining = self.control.aborting = True
@@ -324,7 +324,7 @@ class SimulatedWorld:
         self._take_digest()
 
     def _check_waiting(self) -> None:
-        """Check I24: the oldest request has not waited longer than the work ahead of the request takes."""
+        """Check I24: the oldest request has not waited longer than the work before it takes."""
         for request_id in self.history.open:
             begun, ahead, own = self._begun.get(request_id, (self.result.iterations, 0, 0))
             waited = self.result.iterations - begun
@@ -404,7 +404,7 @@ class SimulatedWorld:
             self.faults.hit("allocator.smallest_pool")
 
     def note_sent(self, sent: Sent) -> None:
-        """Check a response, before the history gets it."""
+        """Check the response `sent` before it is added to the history."""
         if sent.tokens is not None:
             self.result.tokens += len(sent.tokens)
         request = self._requests.get(sent.request_id)
@@ -431,7 +431,11 @@ class SimulatedWorld:
         self._judge_blame(sent, self._blamed.pop(request_id, set()), request)
 
     def _judge_blame(self, sent: Sent, codes: set[ErrorCode], request: LlmRequest | None) -> None:
-        """Check I29: a fault fails the requests that it must fail, and no others than it may fail."""
+        """Check I29: a request fails if a fault must fail it, and only if a fault may fail it.
+
+        codes     codes of the faults that may fail the request
+        request   the active request; None if the request never ran
+        """
         read_in = self._doomed.pop(sent.request_id, -1)
         is_doomed = read_in is None or read_in in self._steps_read
         names = {code.value for code in codes}
@@ -459,9 +463,9 @@ class SimulatedWorld:
         self.markers.stopped(named, alive)
 
     def blame(self, request: LlmRequest, code: ErrorCode, iteration: int | None = None, *, must: bool = True) -> None:
-        """Note that a fault must or may fail this request.
+        """Note that a fault must fail `request` with `code`, or may do so if `must` is False.
 
-        iteration   the step that must be read before the request fails, if any
+        iteration   the step that must be read before the request fails; None if the request fails in any case
         """
         if must:
             self._doomed.setdefault(request.request_id, iteration)
@@ -528,7 +532,10 @@ class SimulatedWorld:
         kv.claim = watched
 
     def _watch_window(self, window) -> None:
-        """Note each step that is read or taken back. The fault of a step that was taken back must fail no request."""
+        """Wrap methods of the window of steps in flight, to note each step that is read or taken back.
+
+        The fault of a step that was taken back must fail no request.
+        """
         read, take_back, run_again = window.read, window._unclaim_later_steps, window._run_again
 
         def watched_read():
@@ -566,7 +573,10 @@ class SimulatedWorld:
         return self.loop._runner.num_failed_steps
 
     def _steal(self, kv, needed: int) -> list[int]:
-        """Take blocks before a claim so that the claim fails. Returns the blocks, or [] if no fault is chosen."""
+        """Take blocks before a claim of `needed` blocks, so that the claim fails.
+
+        Returns the ids of the taken blocks, or [] if no fault is chosen.
+        """
         if not needed:
             return []
         name = self.faults.draw(Place.ALLOCATOR)
@@ -583,7 +593,7 @@ class SimulatedWorld:
 
 
 class WatchedLoop:
-    """Replaces the loop in the worker."""
+    """Replaces the loop in the worker function. Its `step` is a turn of the simulated world."""
 
     def __init__(self, world: SimulatedWorld) -> None:
         self._world, self._loop = world, world.loop

@@ -2,8 +2,8 @@
 
     python -m tests.soak --seed 1 --items 20000 --items-a-round 250 [--out FILE] [--tier Q]
 
-The program writes one JSON object per idle point to FILE, then prints a verdict. The exit status is 1 if something is
-wrong or grows.
+An idle point is the end of a round, when all engines are idle. The program writes one JSON object per idle point to
+FILE, then prints a verdict. The exit status is 1 if a response is wrong, or if memory, objects, threads or files grow.
 
 The C library keeps freed memory in caches per thread and in many arenas. They fill slowly, up to a bound, which would
 look like growth. The process therefore restarts itself without the caches and with one arena.

@@ -30,10 +30,10 @@ IDLE_POLL_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One configuration.
+    """The configuration of one engine.
 
     salts      whether some requests have a cache_salt; a tenth of all requests have a unique one
-    verifies   whether the model reads back each sequence in each step and checks its calls, which takes time
+    verifies   whether the scripted model reads back each sequence in each step and checks its calls, which takes time
     """
 
     name: str
@@ -97,7 +97,7 @@ class Planted(Exception):
 class UnreliableModel:
     """The on_step function of a scripted model.
 
-    It advances the clock and, rarely, fails the step or one of its rows.
+    Each call advances the clock. Rarely, a call fails the step or one of its rows.
     """
 
     def __init__(self, clock: HurriedClock, rng: Random) -> None:

@@ -50,11 +50,10 @@ def resident_bytes(line: str = "VmRSS:") -> int:
 
 
 def memory() -> dict[str, int]:
-    """Return the memory of the process in bytes, and the blocks of Python's allocator.
+    """Return the memory of the process in bytes, and the number of blocks of Python's allocator.
 
-    rss_untrimmed   resident memory before a collection and a trim
-    rss             resident memory after a collection and a trim of the C library, whose free pages depend on the order
-                    of frees
+    rss_untrimmed   resident memory before a garbage collection and before the C library returned its free pages
+    rss             resident memory after both; how many pages are free still depends on the order of frees
     rss_anonymous   `rss` without the pages of programs and libraries, which are loaded when rare paths run
     malloc          bytes in use in the C library's allocator: large objects and arrays, exact
     blocks          blocks in use in Python's allocator: small objects, exact
@@ -76,7 +75,7 @@ def handles() -> dict[str, int]:
 
 
 def tracked_objects() -> Counter[str]:
-    """Count the objects that the garbage collector tracks, by type. Only containers and types of OURS are counted."""
+    """Count the objects that the garbage collector tracks, by type: containers, and objects of packages in OURS."""
     counts: Counter[str] = Counter()
     for thing in gc.get_objects():
         cls = type(thing)
@@ -86,7 +85,7 @@ def tracked_objects() -> Counter[str]:
 
 
 def reachable_objects(root: object, without: Collection[object]) -> tuple[Counter[str], int]:
-    """Return (objects by type, entries of all containers) that `root` keeps alive.
+    """Return (number of objects by type, number of entries of all containers) that `root` keeps alive.
 
     without   objects to skip, and with them all objects that only they keep alive. Modules, classes and frames are
               skipped too

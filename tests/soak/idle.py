@@ -18,7 +18,7 @@ PICKUPS = 200
 
 
 class Desk:
-    """Callbacks of a manager. The get callback returns one request at a time and notes how long the request waited."""
+    """Callbacks of a manager. The get callback returns one request at a time and records how long it had waited."""
 
     def __init__(self) -> None:
         self.pending: list[tuple[float, InferenceRequest]] = []
@@ -45,7 +45,11 @@ class Desk:
 
 
 def measure(idle_s: float = IDLE_S, pickups: int = PICKUPS) -> dict[str, str]:
-    """Return {name: figure as text} for a manager with default settings."""
+    """Return {name of a measurement: result as text} for a manager with default settings.
+
+    idle_s    seconds for which the CPU time of the idle worker is measured
+    pickups   number of requests for each measured delay
+    """
     desk, rng = Desk(), Random(0)
     with GptManager(None, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION, desk.get,
                     desk.send, parts=Parts(backend=ScriptedBackend())) as manager:

@@ -31,7 +31,7 @@ class Server:
 
     notify        wakes the worker; set once the manager exists
     round_over    set when all items of a round are read and answered
-    counts        counts of events since the start
+    counts        number of each kind of event since the start
     """
 
     def __init__(self, engine: Engine, clock: HurriedClock, rng: Random) -> None:
@@ -232,7 +232,7 @@ class Server:
 
 
 class _Taken(list):
-    """A list that reports to its server when an item is read."""
+    """A list of items that the get callback returns. It reports to its server when the engine reads an item."""
 
     def __init__(self, server: Server, items: list[tuple[Any, Handed]]) -> None:
         super().__init__(items)

@@ -24,7 +24,7 @@ Sample = dict[str, Any]
 
 
 class Soaked:
-    """A manager, its server, and its counts at its last idle point."""
+    """A manager and its server, which run in rounds. It keeps the counts of the last idle point."""
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self.engine = engine
@@ -101,9 +101,9 @@ class Soaked:
 
 def soak(seed: int, items: int, items_a_round: int, tell: Callable[[Sample], None],
          engines: tuple[Engine, ...] = ENGINES, seconds: float | None = None) -> None:
-    """Run rounds of `items_a_round` items, the engines in turn, until `items` are done or the time is up.
+    """Run rounds of `items_a_round` items, the engines in turn, until `items` items are done or `seconds` have passed.
 
-    tell   called with the sample of each idle point and, at the end, with a summary, which has the key "summary"
+    tell   called with the measurements at each idle point and, at the end, with a summary, which has the key "summary"
     """
     fill_the_cache_of_numpy()
     handles_before = handles()
@@ -131,7 +131,10 @@ def soak(seed: int, items: int, items_a_round: int, tell: Callable[[Sample], Non
 
 
 def _settled(before: dict[str, int]) -> dict[str, int]:
-    """Wait up to 10 s until the handles are those of `before`, when the watchdogs have ended. Return the handles."""
+    """Wait until the process has the threads and files of `before`, at most 10 s. Return the threads and files.
+
+    Watchdog threads end some time after their managers.
+    """
     deadline = time.monotonic() + 10
     while (after := handles()) != before and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -15,12 +15,12 @@ WARM_UP = 4                     # the first of 4 parts is not judged, because ca
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds of growth.
+    """The largest growth that is no leak, and the length of a run from which growth is judged.
 
-    rss_per_million       bytes of resident memory per million requests; None: not judged
-    malloc_per_million    bytes in use in the C library's allocator, without fragmentation, per million requests
-    items_per_object      a type that grows by one object per this many requests is a leak
-    items_for_memory      smallest number of requests for which memory is judged; it is not steady in shorter runs
+    rss_per_million       growth of resident memory in bytes per million requests; None: not judged
+    malloc_per_million    growth of the bytes in use in the C library's allocator, per million requests
+    items_per_object      a type leaks if its number of objects grows by one per this many requests
+    items_for_memory      smallest number of requests for which memory is judged; memory is not steady in shorter runs
     points                smallest number of idle points of an engine for which its objects are judged; see `growth`
     """
 
@@ -62,16 +62,16 @@ def slope_per_million(items: Sequence[float], values: Sequence[float]) -> tuple[
 
 
 def growth(values: Sequence[float]) -> float:
-    """Return the lowest value of the last third minus the highest of the rest. A result above 0 is growth.
+    """Return the lowest of the last third of `values` minus the highest of all values before. Above 0 means growth.
 
-    If 17 values are random, the last third lies above all others once in a few thousand times.
+    If 17 values are random, the result is above 0 once in a few thousand times.
     """
     third = max(len(values) // 3, 1)
     return min(values[-third:]) - max(values[:-third])
 
 
 def judge(samples: Iterable[Sample], bounds: Bounds) -> Verdict:
-    """Judge one process. `samples` are those of `soak`, the last of which is the summary."""
+    """Judge one process. `samples` are what `soak` passed to `tell`; the last one is the summary."""
     *points, summary = samples
     verdict = Verdict()
     for point in points:
@@ -116,7 +116,7 @@ def _judge_memory(warm: Sequence[Sample], bounds: Bounds, verdict: Verdict) -> N
 
 
 def _judge_objects(warm: Sequence[Sample], bounds: Bounds, verdict: Verdict) -> None:
-    """Judge the objects that each manager keeps alive, and the objects of the process that the collector tracks."""
+    """Judge the objects that each manager keeps alive, and the objects that the process' garbage collector tracks."""
     num_series = 0
     for engine in {point["engine"]: None for point in warm}:
         own = [point for point in warm if point["engine"] == engine]
@@ -156,8 +156,8 @@ def _judge_handles(points: Sequence[Sample], summary: Sample, verdict: Verdict) 
 def _measure_time(warm: Sequence[Sample], verdict: Verdict) -> None:
     """Add two figures: the CPU time of a worker per step, with callbacks and model, and the growth of this time.
 
-    The growth is the ratio of the last tenth of the idle points to the first. It is not judged, because other load on
-    the cores changes the ratio more than the engine does.
+    The growth is the time at the last tenth of the idle points, divided by the time at the first tenth. It is not
+    judged, because other load on the cores changes it more than the engine does.
     """
     ratios = []
     for engine in {point["engine"]: None for point in warm}:

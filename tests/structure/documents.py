@@ -48,13 +48,13 @@ class Link:
 
 
 def clauses() -> dict[int, str]:
-    """Return {number: title} of the clauses."""
+    """Return {number: title} of the clauses C1, C2, ... of the contract."""
     return {int(number): title for number, title in
             re.findall(r"^### C(\d+): (.+)$", CONTRACT.read_text(encoding="utf-8"), re.M)}
 
 
 def numbers_of_the_contract() -> dict[str, list[Link]]:
-    """Return {number of a clause, invariant or suite: the links of its entry}."""
+    """Return {"C1", "I1", "T1", ...: links in the contract's entry of this clause, invariant or suite}."""
     found: dict[str, list[Link]] = {}
     number = None
     by_line: dict[int, list[Link]] = {}
@@ -76,9 +76,9 @@ def numbers_of_the_contract() -> dict[str, list[Link]]:
 
 
 def cited_by(path: Path) -> set[str]:
-    """Return the numbers that a file cites.
+    """Return the numbers of clauses, invariants and suites that a Python file cites.
 
-    They are in docstrings, at the beginning of other strings (`"I9: ..."`), and in names (`test_c7_...`).
+    It cites them in docstrings, at the beginning of other strings (`"I9: ..."`), and in names (`test_c7_...`).
     """
     if path.suffix != ".py":
         return cited_in_text(path.read_text(encoding="utf-8"))

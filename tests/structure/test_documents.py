@@ -42,7 +42,7 @@ def program():
 
 @pytest.fixture
 def drawing(program, monkeypatch):
-    """Return the module with a copy of the imports. A test may change the copy."""
+    """Return docs/draw_architecture.py as a module that reads a copy of the imports, which a test may change."""
     module, imports = program
     imports = {name: set(imported) for name, imported in imports.items()}
     monkeypatch.setattr(module, "read_imports", lambda: imports)
@@ -111,7 +111,7 @@ def test_the_page_about_the_tests_has_each_folder():
 
 
 def test_the_documents_name_functions_where_they_are():
-    """docs/architecture.md names enough functions for the check of links to have cases."""
+    """docs/architecture.md links the names of more than 60 functions, so that the check of links has cases."""
     named = [link for link in links(REPOSITORY / "docs" / "architecture.md") if re.fullmatch(r"`[\w.]+`", link.text)]
     assert len(named) > 60
 

@@ -53,7 +53,7 @@ SEAM = re.compile(r"(?<=[A-Za-z0-9])_+(?=[A-Za-z])|(?<=[a-z0-9])(?=[A-Z])")
 
 
 def retired_words(text):
-    """Return (line, word, what to use instead) of each retired word. The words of an identifier count too."""
+    """Return (line, word, word to use instead) of each retired word in `text`, also within identifiers."""
     for phrase in ALLOWED:
         text = text.replace(phrase, "")
     return sorted({*_matches(text), *_matches(SEAM.sub(" ", text))})

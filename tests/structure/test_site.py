@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Page(html.parser.HTMLParser):
-    """The targets of a page's links and pictures, and its anchors."""
+    """A parser of an HTML page that collects the targets of links and pictures, and the anchors."""
 
     def __init__(self, text):
         super().__init__()

@@ -171,7 +171,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Source:
-    """One file. `module` is its installed name, `floor` its key in FLOORS."""
+    """One source file. `module` is the name of its module in an installation, `floor` its key in FLOORS."""
 
     path: Path
     module: str
@@ -307,9 +307,9 @@ PUBLIC_MODULES = ("batch_manager.aio", "batch_manager.extras.", "batch_manager.t
 
 
 def imported_by_users() -> Iterator[tuple[str, str, list[str]]]:
-    """Yield (where, module of the package, names) for every import of the package.
+    """Yield (file or block, module of the package, imported names) for every import of the package in users' code.
 
-    The function reads the examples, and the Python blocks of the README and of docs/.
+    This code is the examples, and the Python blocks of the README and of docs/.
     """
     texts = [(f"{page.relative_to(REPOSITORY)} block {number}", text)
              for page in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
@@ -479,7 +479,7 @@ def test_no_exception_is_caught_without_being_named():
 
 
 def test_every_exception_is_caught_in_few_places():
-    """Only the listed files catch every exception. Blocks of the guard catch what foreign code raises."""
+    """Only the files in BROAD_EXCEPTS catch every exception. Blocks of the guard catch what foreign code raises."""
     found = Counter()
     for source in CORE:
         for node in source.walk():

@@ -23,7 +23,7 @@ needs_mypy = pytest.mark.skipif(importlib.util.find_spec("mypy") is None,
 
 
 def mypy(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Run mypy in a folder, and return its exit status and output."""
+    """Run mypy with `arguments` in a folder, and return its exit status and output."""
     environment = {name: value for name, value in os.environ.items() if name not in ("MYPYPATH", "PYTHONPATH")}
     result = subprocess.run([sys.executable, "-m", "mypy", "--no-color-output", *arguments], cwd=folder,
                             env=environment, capture_output=True, text=True, timeout=300)
@@ -74,7 +74,7 @@ def test_the_attributes_for_type_checkers_are_those_of_the_table():
 
 
 def test_an_error_of_the_checker_is_ignored_seldom_and_by_its_code():
-    """At most MOST_IGNORES errors are ignored, each by its code and after a comment with the reason."""
+    """The source ignores at most MOST_IGNORES type errors, each by its code and after a comment with the reason."""
     wrong, count = [], 0
     for path in sorted((REPOSITORY / "batch_manager").rglob("*.py")):
         before = ""

@@ -9,7 +9,7 @@ of batch_manager. At each place the process forks. The child raises the exceptio
 tracer. Each place is tried in the state that the run has there, for the cost of a fork and the rest of the run.
 
 GAP: another exception is raised this many places after the previous one, while requests are being answered. CPython
-removes a tracer that raises, so a profiler restores it at the next call or return of a function.
+removes a tracer that raises, so a profiler sets the tracer again at the next call or return of a function.
 """
 
 import dis
@@ -44,12 +44,15 @@ READ_IN_CALLBACKS = {NamedTensor.tensor.fget.__code__, NamedTensor.array.fget.__
 
 
 class Injected(BaseException):
-    """The exception that another thread raises in this one."""
+    """The asynchronous exception that the sweep raises."""
 
 
 @cache
 def _checks(code: CodeType) -> tuple[dict[int, int], set[int]]:
-    """Return where CPython checks: (offset of each call -> offset of the next instruction, offsets of jumps back)."""
+    """Return where CPython checks for an asynchronous exception in `code`, as offsets of instructions.
+
+    Returns (offset of each call -> offset of the next instruction, offsets of jumps back).
+    """
     steps = list(dis.get_instructions(code))
     return ({step.offset: behind.offset for step, behind in pairwise(steps)
              if step.opname in ("CALL", "CALL_FUNCTION_EX", "CALL_KW")},
@@ -82,7 +85,7 @@ class Tracer:
         return self._in_frame(frame, -1)
 
     def put_back(self) -> None:
-        """Set the tracer again, also in the existing frames."""
+        """Set the tracer again, for new frames and for the frames that are running."""
         frame = sys._getframe(2)
         while frame is not None:
             if _is_traced(frame):
@@ -112,7 +115,7 @@ class Tracer:
 
 
 def traced(run: Run, tracer: Tracer) -> int:
-    """Run a scenario to its end under a tracer. Returns the number of places that it reached."""
+    """Run a scenario to its end under a tracer. Returns the number of places that the run reached."""
     sys.settrace(tracer)
     try:
         run.start()
@@ -127,8 +130,8 @@ def traced(run: Run, tracer: Tracer) -> int:
 def _verdict(run: Run) -> list[str]:
     """Return the violations of a run: each request must get one final response, and the counts must be right.
 
-    The final may say that the engine failed, or that the request could not be read: the reading code cannot tell an
-    exception of a user's object from an asynchronous one.
+    The final response may say that the engine failed, or that the request could not be read. The code that reads a
+    request cannot distinguish an exception of a user's object from an asynchronous exception.
     """
     return [fault for fault in run.faults() if fault[:3] in ("I1 ", "I2 ", "I3 ", "I4 ", "I6 ", "I28", "C14")
             and "is fair and was refused" not in fault]
@@ -164,7 +167,9 @@ def _name(frame: FrameType) -> str:
 
 def sweep(name: str, wanted: Callable[[int], bool] = lambda place: True, *, files: tuple[str, ...] = ("",),
           stops_at_first: bool = False) -> tuple[int, int, list[str]]:
-    """Try the wanted places of a scenario. Returns (number of places, places tried, violations).
+    """Raise an exception at each wanted place of a scenario, in turn.
+
+    Returns (number of places, number of places tried, violations).
 
     wanted           (number of a place) -> whether to try the place
     files            ends of the names of the files whose places are tried; "": all files
@@ -197,19 +202,21 @@ def sweep(name: str, wanted: Callable[[int], bool] = lambda place: True, *, file
 
 
 def sweep_sample(name: str) -> tuple[int, int, list[str]]:
-    """Sweep one of every SAMPLED_EVERY places of a scenario."""
+    """Sweep one in SAMPLED_EVERY places of a scenario."""
     return sweep(name, lambda place: place % SAMPLED_EVERY == len(name))
 
 
 def sweep_where_items_move(name: str) -> tuple[int, int, list[str]]:
-    """Sweep all places of the files that move items."""
+    """Sweep all places of a scenario in the files that move items between lists."""
     return sweep(name, files=WHERE_ITEMS_MOVE)
 
 
 def sweep_rows(name: str, places: int, count: int, seed: int) -> tuple[int, list[str]]:
-    """Raise two to MOST_IN_A_ROW exceptions at random places, in `count` runs.
+    """Run a scenario `count` times, and raise two to MOST_IN_A_ROW exceptions at random places in each run.
 
-    Returns (exceptions raised, violations).
+    Returns (number of exceptions raised, violations).
+
+    places   number of places of the scenario
     """
     rng, struck, failures = random.Random(f"{name} {seed}"), 0, []
     for _ in range(count):

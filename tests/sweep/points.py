@@ -1,4 +1,4 @@
-"""Makes each named point of the engine fail at its first, second, third ... call, once or from that call on.
+"""Makes each named point of the engine fail at its n-th call, or at its n-th call and at each call after it.
 
     python -m tests.sweep.points SCENARIO POINT TIME once|always      repeats one fault
 
@@ -21,14 +21,14 @@ MOST_TIMES = 10_000
 
 
 class Planted(Exception):
-    """The exception of a failing point."""
+    """The exception that a failing point raises by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
     """A point at which the engine can fail.
 
-    spoils(run, fail)   makes the point call `fail` each time it is reached
+    spoils(run, fail)   makes the point call `fail` each time the run reaches the point
     raises              types of the exceptions that `fail` raises, one type per run
     in_callback         whether the point is a user's callback, whose exception must not fail the engine
     """
@@ -44,7 +44,10 @@ def _callback(name: str) -> Callable:
 
 
 def _before(owner: Callable[[Run], Any], method: str) -> Callable:
-    """Return a function that makes a method fail before it does anything."""
+    """Return a `spoils` function that makes a method of an object of the run fail before it does anything.
+
+    owner   (run) -> the object
+    """
     def spoil(run: Run, fail: Callable[[], None]) -> None:
         whole, target = getattr(owner(run), method), owner(run)
 
@@ -103,7 +106,10 @@ POINTS: dict[str, Point] = {point.name: point for point in [
 
 
 def spoiled(scenario: str, name: str, time: int, always: bool, raises: type[BaseException]) -> tuple[Run, int]:
-    """Run a scenario in which a point fails at its n-th call. Returns (the run, number of failures)."""
+    """Run a scenario in which the point `name` fails at call number `time`, and if `always`, at all later calls.
+
+    Returns (the run, number of failures).
+    """
     passed = failed = 0
 
     def fail() -> None:
@@ -120,7 +126,7 @@ def spoiled(scenario: str, name: str, time: int, always: bool, raises: type[Base
 
 
 def faults(run: Run, point: Point) -> list[str]:
-    """Return a message for each rule that a run broke after one of the engine's points failed."""
+    """Return a message for each rule that the run broke after `point` failed."""
     found = [fault for fault in run.faults() if not (point.name == "admission" and "is fair and was refused" in fault)]
     if point.in_callback and run.loop.failure is not None:
         found.append(f"C15: a callback that raised failed the engine: {run.loop.failure}")
@@ -142,7 +148,10 @@ def variants(point: Point) -> Iterator[tuple[bool, type[BaseException]]]:
 
 
 def sweep(scenario: str, point: Point, most_times: int = MOST_TIMES) -> tuple[int, int, list[str]]:
-    """Fail a point at each of its calls in a scenario. Returns (runs, failures, violations)."""
+    """Make a point fail at each of its calls in a scenario, one call per run, up to call number `most_times`.
+
+    Returns (number of runs, number of failures, violations).
+    """
     runs = struck = 0
     wrong = []
     for always, raises in variants(point):

@@ -3,9 +3,9 @@
     python -m tests.sweep.processes SCENARIO|all [REPEATS] [FIRST] [-v]      -v: shows the stderr of the processes
 
 Each repeat is a forked process, whose parent has imported the engine and has no threads. The process ends like any
-interpreter. It prints the ids that get returned and the ids of final responses. A repeat passes if each id got one
-final response, the exit status is the expected one, and the process ended within SECONDS. If the machine has more load
-than cores, the limit is LONGEST.
+interpreter. It prints the ids of the requests that get returned, and the ids of final responses. A repeat passes if
+each request got one final response, the exit status is the expected one, and the process ended within SECONDS. If the
+machine has more load than cores, the limit is LONGEST.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ def make(get: Callable, send: Callable, on_step: Callable | None = None, **optio
 
 
 def started(on_send: Callable[[int], None] = lambda request_id: None, new_tokens: int = LONG) -> GptManager:
-    """Return a manager with three active requests."""
+    """Return a manager whose three requests are active, or of which one has already ended."""
     server = Server([request(i, new_tokens) for i in range(3)], on_send)
     manager = make(server.get, server.send)
     while manager.num_active_requests < 3 and not server.num_finals:
@@ -132,7 +132,7 @@ def deleted_without_shutdown(seed: int) -> None:
 
 
 def a_callback_blocks(seed: int) -> None:
-    """Shutdown returns False after its timeout. Once the callback returns, all requests are answered."""
+    """A shutdown while a callback blocks returns False after its timeout. A second one succeeds after the callback."""
     gpt_manager.SECONDS_TO_STOP_AFTER_A_TIMEOUT = 0.01
     inside, go_on = threading.Event(), threading.Event()
     manager = started(lambda request_id: (inside.set(), go_on.wait(20)), new_tokens=2)
@@ -275,7 +275,7 @@ BY_NAME = {scenario.__name__: scenario for scenario in SCENARIOS}
 
 
 def _read(pipe: int, deadline: float) -> Iterator[bytes]:
-    """Yield data until the other end is closed or the deadline has passed."""
+    """Yield the data of a pipe until its other end is closed or the deadline has passed."""
     while (left := deadline - time.monotonic()) > 0 and select.select([pipe], [], [], left)[0]:
         data = os.read(pipe, 1 << 16)
         if not data:
@@ -314,9 +314,9 @@ def judge(said: str, status: int | None, expected: int, seconds: float, limit: f
 
 
 def repeat_one(name: str, seed: int, is_loud: bool) -> tuple[str, float] | None:
-    """Run a scenario in its own process. Returns (what is wrong, seconds). In the new process it returns None.
+    """Run a scenario in a forked process. Returns (what is wrong, seconds) in the parent, and None in the child.
 
-    The caller must then end the new process.
+    The child's caller must end the process.
     """
     pipe, end = os.pipe()
     began = time.monotonic()
@@ -339,7 +339,7 @@ def repeat_one(name: str, seed: int, is_loud: bool) -> tuple[str, float] | None:
 
 
 def main() -> int:
-    """Print a line for each failed repeat, and one for each scenario."""
+    """Run the repeats of the command line. Print a line for each failed repeat, and one for each scenario."""
     name, *numbers = [argument for argument in sys.argv[1:] if argument != "-v"]
     repeats, first = (*map(int, numbers), *(1, 0)[len(numbers):])
     all_wrong = 0

@@ -31,7 +31,7 @@ MOST_TURNS = 400
 class Arrival:
     """A request of a scenario.
 
-    must   the code of its refusal; "" if it must be accepted; None if it has no usable id
+    must   error code of the request's refusal; "" if it must be accepted; None if it has no usable id
     """
 
     request_id: Any
@@ -46,9 +46,9 @@ class Arrival:
 class Scenario:
     """The requests and stops of a run, and the options of its engine.
 
-    arrivals   the items of each call of get
-    stops      call of poll -> ids
-    ends       (call of get at which the shutdown is requested, "drain" or "abort")
+    arrivals   for each call of get, the items that it returns
+    stops      number of a call of poll -> ids that it returns
+    ends       (number of the call of get at which the shutdown is requested, "drain" or "abort")
     """
 
     name: str
@@ -72,12 +72,12 @@ LONG = ((Arrival(1, 4, 6), Arrival(2, 4, 6), Arrival(3, 3, 5)), (Arrival(4, 2, 2
 
 
 def _plant_not_finite(batch: ScheduledBatch) -> dict[int, RowFailure]:
-    """Return a failure of slot 0 in iteration 2, and no failure in other iterations."""
+    """An on_step function: return non-finite logits of slot 0 in iteration 2, and no failure in other iterations."""
     return {0: RowFailure(ErrorCode.NON_FINITE_LOGITS, "planted")} if batch.iteration == 2 else {}
 
 
 def _late_fault() -> Callable[[ScheduledBatch], None]:
-    """Return an on_step that raises once, in a step with several requests.
+    """Return an on_step function that raises once, in a step with several requests.
 
     On an asynchronous device, the next step has been launched before the error appears.
     """
@@ -121,7 +121,8 @@ class Run(Client):
 
     Tests inject faults into the loop, the backend, the clock, the control block and, with `spoiled`, the callbacks.
 
-    spoiled     name of a callback, or "item" -> function that is called before it
+    spoiled     name of a callback -> function that is called before the callback; "item" -> function that is called
+                before an item is read
     final_ids   ids with a final response, in order
     """
 

@@ -1,6 +1,7 @@
 """T4 in short: each request gets one final response after a fault at a point, at a place, or at the end of a process.
 
-Each point has three faults, the places are a sample, and each kind of process end occurs once.
+points.py defines points, interrupted.py places, and processes.py ends of a process. Each point has three faults, the
+places are a sample, and each kind of process end occurs once.
 """
 
 import subprocess

@@ -1,4 +1,4 @@
-"""The harness with which users test callbacks and schedulers works with public names only."""
+"""The harness with which users test their callbacks and schedulers works, and tests need only public names."""
 
 import json
 

@@ -13,7 +13,7 @@ MOST_TID = 2**31 - 1
 
 
 def faults(document: Any) -> list[str]:
-    """Return what is wrong with a file that was read as JSON."""
+    """Return a line for each violation of the format in `document`, a trace file that was read as JSON."""
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         return ["there is no list traceEvents"]
     found = []

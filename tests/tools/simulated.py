@@ -1,4 +1,4 @@
-"""Traffic, settings and costs of small simulations."""
+"""Small traffic, settings and cost models for tests of `batch-manager simulate`."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The figures of known time stamps are right, and so is their output as lines, CSV and a table."""
+"""The metrics of a benchmark with known time stamps are right, and so is their output as lines, CSV and a table."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""`batch-manager bench` reads its options, including those of the original program, and refuses wrong ones."""
+"""`batch-manager bench` reads its options, including those of gptManagerBenchmark, and refuses wrong ones."""
 
 import pytest
 

@@ -1,6 +1,6 @@
 """The benchmark program makes the right files from its arguments, also after failures and interruptions.
 
-The arguments request sweeps, saturation and gates, among others.
+The arguments request sweeps of the load, searches for the saturation and emulated static batches, among others.
 """
 
 import csv
@@ -52,7 +52,7 @@ sys.exit(program.main(sys.argv[1:]))
 
 @pytest.fixture
 def setting(tmp_path, monkeypatch):
-    """Return (function that runs a command line, folder).
+    """Return (function that runs the benchmark program with arguments, folder of its files).
 
     The engine has a scripted backend and a workload of ten requests.
     """
@@ -142,7 +142,7 @@ def test_a_sweep_of_the_concurrency_loads_once(setting, capsys):
 
 
 def measured(workload, *more):
-    """Return [(a served workload, the statistics records of its iterations)]."""
+    """Measure a workload. Returns [(served workload, statistics records of its iterations)], one for each run."""
     options = parse_options(["--model", "none", "--workload", "ten.json", "--tokens-per-block", "8", "--quiet", *more])
     options.keep_stats = True
     measurement = Measurement(options, workload)

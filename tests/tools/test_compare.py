@@ -1,4 +1,4 @@
-"""The comparison of two programs gives the right ratios, pair by pair, and the right conclusions."""
+"""`batch-manager compare --first --second` gives the right ratio of each pair of runs, and the right conclusions."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The comparison of two sides, of several runs each, gives the difference in each figure, warnings and refusals."""
+"""`batch-manager compare` of two sides with several runs each gives the differences, warns, and refuses wrong files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The tool that measures the cost of the deterministic mode works."""
+"""The benchmark of the deterministic mode writes a record for each setting, and measures both modes in turn."""
 
 import json
 import time

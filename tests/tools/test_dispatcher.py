@@ -19,7 +19,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 
 
 def imported_by(*arguments):
-    """Run the program with arguments. Return (exit status, names of the imported top-level modules)."""
+    """Run `batch-manager` with `arguments`. Return (exit status, names of the imported top-level modules)."""
     result = subprocess.run([sys.executable, "-X", "importtime", "-m", "batch_manager.tools", *arguments],
                             capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
     lines = [line for line in result.stderr.splitlines() if line.startswith("import time:")]

@@ -51,9 +51,9 @@ def data_of(page):
 
 
 def rows_of(header, columns):
-    """Return (id, spans, end, has ended) of each row.
+    """Return [(request id, spans, end, has ended)] of the rows of a page, from the page's data.
 
-    A span is (kind, reason, first iteration, first position, tokens).
+    A span is (kind, reason, first iteration, first position, number of tokens).
     """
     starts, kinds = iter(columns["span_start"]), iter(columns["span_kind"])
     chunks = iter(zip(columns["chunk_first"], columns["chunk_tokens"], strict=True))
@@ -72,7 +72,10 @@ def rows_of(header, columns):
 
 @pytest.fixture
 def traced(make_world, new_request):
-    """Return traced(seed) -> the iterations of a run in which requests wait, pause and are computed in chunks."""
+    """Return the function `traced(seed)`.
+
+    It returns the iterations of a random run in which requests wait, pause and are computed in chunks.
+    """
     def run(seed):
         draw = random.Random(seed)
         trace = Trace()
@@ -289,7 +292,10 @@ load().then((answer) => process.stdout.write(JSON.stringify(answer)));
 
 
 def brute_force(rows, kinds, positions, ends, window):
-    """Compute the result of countTile cell by cell. `positions` and `ends` are where iterations begin and end."""
+    """Compute the result of the page's function countTile cell by cell.
+
+    positions, ends   where each iteration begins and ends on the horizontal axis
+    """
     kind, share = [], []
     width, group_rows = window["binWidth"], window["rowsPerGroup"]
     for group in range(window["groups"]):
@@ -309,7 +315,7 @@ def brute_force(rows, kinds, positions, ends, window):
 
 
 def with_idle_times(iterations):
-    """Return the same iterations with a duration of some milliseconds each, and with idle times after some of them."""
+    """Return `iterations` with a duration of some milliseconds each, and with idle times after some of them."""
     draw, at, changed = random.Random(8), 3.0, []
     for each in iterations:
         milliseconds = draw.randint(1, 9)

@@ -1,4 +1,4 @@
-"""Without a GPU, all code of the GPU report runs, all its output has one form, and each failure has a name."""
+"""Without a GPU, all code of the GPU report runs, each line of its output is a valid record, and so is each failure."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def context(query, kv_pool, block_table, cu_seqlens, kv_lengths, scale):
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
-    """Return (lines, folder) of a dry run in its own process. The run compares with a peer's attention.
+    """Return (records, output folder) of a dry run in its own process. The run also measures a peer's attention.
 
     The run leaves out transformers, which takes seconds to import and has its own test.
     """
@@ -135,7 +135,10 @@ def test_a_line_that_is_no_line_is_refused():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Return run(*sections, minutes=8, goals=()) -> the records. DryClock replaces the device's clock."""
+    """Return the function `run(*sections, minutes=8, goals=())`, which returns the records of a report.
+
+    DryClock replaces the device's clock.
+    """
     import torch
 
     from batch_manager.tools.gpu_report import sections as listed

@@ -1,4 +1,4 @@
-"""The performance page shows the newest result, or says that nothing was measured."""
+"""docs/performance.md shows the newest GPU report, or says that no GPU was measured."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The program for T16 leaves out each check whose cost it measures. Its figures need a quiet machine."""
+"""tests/campaigns/safety_cost.py removes each check whose cost it measures, and can measure every cost.
+
+The costs themselves are not tested, because they need a quiet machine."""
 
 from contextlib import AbstractContextManager
 
@@ -22,7 +24,7 @@ CHECKS = ["check_totals", "check_plan", "step output", "token ids", "guards", "h
 
 
 def noting(calls: list, instead):
-    """Return a function or a context manager, as `instead` is, that also counts its uses."""
+    """Return a wrapper of `instead`, a function or a context manager, that adds an entry to `calls` at each use."""
     if isinstance(instead, AbstractContextManager):
         return NotingBlock(calls)
 

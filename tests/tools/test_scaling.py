@@ -1,4 +1,4 @@
-"""The scaling of steps is measured correctly, and the plots and the page show the measured values."""
+"""The growth of step times with batch and context is measured correctly. Plots and page show the measured values."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def result_file(tmp_path):
 
 
 def read_back(svg):
-    """Return the points (x, y, ends of the range) of a plot in the units of its axes, from the numbers at the axes."""
+    """Return the points (x, y, ends of the range) of a plot in the units of its axes, by the labels of the axes."""
     root = ElementTree.fromstring(svg)
 
     def axis(name, place):

@@ -1,4 +1,6 @@
-"""Simulated engines take times from the cost model, leaps change no result, and requests go to the right replicas."""
+"""Simulated engines take times from the cost model, and requests go to the right replicas.
+
+A leap computes many iterations at once. Leaps change no result."""
 
 from dataclasses import replace
 

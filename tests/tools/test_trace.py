@@ -27,7 +27,10 @@ ROOT = str(Path(__file__).parents[2])
 
 @pytest.fixture
 def traced(make_world):
-    """Return traced(requests, **options of make_world) -> the iterations of a run in which each step takes STEP_S."""
+    """Return the function `traced(requests, **options)`, which returns the iterations of a run with steps of STEP_S s.
+
+    options   passed to make_world
+    """
     def run(requests, **options):
         trace = Trace()
         world = make_world(parts={"trace": trace.append}, **options)

@@ -59,7 +59,7 @@ def source_of():
 
 @pytest.fixture(scope="module")
 def served():
-    """Return (records, exposition) of an engine that has served some requests and is idle."""
+    """Return (statistics records, Prometheus exposition) of an engine that has served some requests and is idle."""
     from batch_manager.extras.prometheus import PrometheusStatistics
     records, statistics = [], PrometheusStatistics("m")
     waiting = [InferenceRequest(number, {"input_ids": [-1] if number < NUM_REFUSED else [1, 2, 3],
@@ -280,7 +280,10 @@ def test_time_goes_on_where_nothing_is_written(tmp_path, source_of):
 
 
 class Metrics(http.server.BaseHTTPRequestHandler):
-    """Replies with the next of the server's `answers`: a text, or status 503 if the answer is not a text."""
+    """A metrics server that replies with the next of its `answers`: a text, or status 503 if the answer is no text.
+
+    The last answer is repeated.
+    """
 
     def do_GET(self):
         answers = self.server.answers
@@ -386,7 +389,7 @@ def test_ctrl_c_is_quiet_in_a_pipe(tmp_path):
 
 
 class Terminal:
-    """The program in its own terminal, with the output that it wrote."""
+    """A `batch-manager watch` process in its own terminal, with the output that it wrote."""
 
     def __init__(self, *arguments, width=90, **environment):
         self.master, slave = pty.openpty()
@@ -399,7 +402,7 @@ class Terminal:
         self.written = b""
 
     def until(self, *texts):
-        """Wait until the terminal shows all of these texts. Return its content without colours."""
+        """Wait until the terminal shows all of `texts`. Return the terminal's content without colours."""
         deadline = time.monotonic() + 30
         while not all(text in self.text for text in texts):
             assert time.monotonic() < deadline and self._read(), self.text

@@ -335,7 +335,7 @@ def test_texts_with_a_tokenizer(write):
 
 
 class ChatTokenizer:
-    """Has the methods of transformers' tokenizers; each character is one token."""
+    """A tokenizer with the methods of transformers' tokenizers that the reader calls. Each character is one token."""
 
     def encode(self, text, add_special_tokens=True):
         return [ord(character) for character in text]
