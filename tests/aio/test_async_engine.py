@@ -1,4 +1,4 @@
-"""With a scripted model, AsyncEngine's streams yield the right tokens, end as documented and stop their requests."""
+"""With a scripted backend, AsyncEngine's streams yield the backend's tokens, end as documented, and fail with codes."""
 
 import asyncio
 import gc
@@ -29,7 +29,10 @@ async def start(backend=None, parts=None, **params):
 
 
 def run(test, **options):
-    """Run test(engine) on a new event loop, with an engine that is closed afterwards."""
+    """Start an engine with `options`, run test(engine) on a new event loop, and close the engine.
+
+    Returns the result of `test`.
+    """
     async def inside():
         async with await start(**options) as engine:
             return await asyncio.wait_for(test(engine), 60)
@@ -98,7 +101,7 @@ def test_a_reader_that_is_behind_gets_one_delta():
 
 
 def test_a_request_that_was_not_taken_yet_never_runs():
-    """A request that is cancelled before get returns it never runs."""
+    """A request that is cancelled before the get callback returns it never runs, and gets no response."""
     async def test(engine):
         first = engine.stream(request(new_tokens=50_000))
         await anext(first)
@@ -128,7 +131,10 @@ def test_the_time_that_a_request_waits_here_counts():
 
 
 def test_with_takes_all_requests_wait_in_the_engine_and_too_many_are_refused():
-    """With takes_all, requests wait in the engine by priority, and a request beyond max_queued_requests is refused."""
+    """With takes_all=True, the engine's queue orders requests by priority and refuses those beyond its limit.
+
+    The limit is max_queued_requests.
+    """
     async def test():
         optional_params = TrtGptModelOptionalParams(max_batch_size=2, max_queued_requests=3)
         parts = Parts(backend=ScriptedBackend(step_seconds=0.002))

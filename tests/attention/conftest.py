@@ -1,4 +1,4 @@
-"""Fixtures: packed steps over a pool of random numbers, and the results that the oracles compute for them."""
+"""Fixtures for tests of attention: model shapes with a pool of random numbers, steps on them, and oracle results."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class Layout:
 
     @property
     def more(self):
-        """The keyword arguments of `run`: the sink logits, if the layout has them."""
+        """The optional keyword arguments of an attention's `run`: `sink_logits`, if this layout has them."""
         return {} if self.sink_logits is None else {"sink_logits": torch.tensor(self.sink_logits)}
 
     def pool(self, num_blocks, seed=0):
@@ -61,7 +61,7 @@ class Layout:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
 
     def rotary(self, positions=512, size=None):
-        """Return rotary tables for the first `size` entries of each head; None rotates all entries."""
+        """Return tables `cos` and `sin` that rotate the first `size` entries of each head; None: all entries."""
         size = self.head_size if size is None else size
         angles = torch.outer(torch.arange(positions).float(), 0.3 ** torch.arange(size // 2).float())
         return SimpleNamespace(cos=angles.cos(), sin=angles.sin())
@@ -74,10 +74,10 @@ class Layout:
 
 
 def make_step(contexts, generation, num_blocks, tokens_per_block, consecutive=False):
-    """Return a packed step whose block tables use the blocks of the pool in random or consecutive order.
+    """Return a packed step whose block tables use the pool's blocks in random order, or in consecutive order.
 
     contexts     (cached tokens, new tokens) of each context sequence
-    generation   cached tokens of each generation sequence, which has one new token
+    generation   cached tokens of each generation sequence; each has one new token
     """
     work = [*contexts, *((cached, 1) for cached in generation)]
     order = np.arange(num_blocks) if consecutive else np.random.default_rng(0).permutation(num_blocks)
@@ -101,10 +101,10 @@ def make_step(contexts, generation, num_blocks, tokens_per_block, consecutive=Fa
 
 
 def give_back(layout, step, pools, stale=-1):
-    """Fill the blocks that no layer's window or sinks contain with NaN, in all pools. Return the number of blocks.
+    """Write NaN to the blocks of the step that no layer can see, in all pools. Return the number of these blocks.
 
-    The table entries of these blocks, and the entries after the last block of a sequence, are set to `stale`. None
-    keeps the entries.
+    A layer sees the blocks of its window and of the sink tokens. The block-table entries of the invisible blocks, and
+    the entries after the last block of each sequence, are set to `stale`. If `stale` is None, they stay unchanged.
     """
     size, given_back = layout.tokens_per_block, 0
     for row, (begin, length) in enumerate(zip(step.query_starts, step.kv_lengths)):
@@ -121,7 +121,10 @@ def give_back(layout, step, pools, stale=-1):
 
 
 def oracle(layout, pool, layer, step, query, key, value, rotary):
-    """Return the attention of the layer as the oracles compute it. Writes keys and values to the pool."""
+    """Return the attention results of `layer` for the step, computed by the oracles of the kernels.
+
+    Writes the keys and values of the step's tokens to `pool`.
+    """
     view, attention = pool[:, layer], layout.attention[layer]
     more = {**layout.more, "softcap": attention.softcap, "alibi_bfloat16_factor": attention.alibi_bfloat16_factor,
             "alibi_slopes": None if layout.slopes is None else torch.tensor(layout.slopes)}
@@ -144,7 +147,7 @@ def oracle(layout, pool, layer, step, query, key, value, rotary):
 @pytest.fixture(params=[TorchPagedAttention, FixedTileAttention, CompiledAttention],
                 ids=["torch", "fixed tiles", "compiled"])
 def implementation(request):
-    """Each class of attention that runs on a CPU."""
+    """Run a test once with each attention class that runs on a CPU."""
     return request.param
 
 

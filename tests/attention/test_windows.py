@@ -1,4 +1,7 @@
-"""Windows and sinks decide which tokens are visible and which blocks are read. Released blocks have no effect."""
+"""Windows and sinks decide which tokens are visible and which blocks are read.
+
+Blocks that have left the window are filled with NaN or reused, and do not affect results.
+"""
 
 import numpy as np
 import pytest
@@ -88,7 +91,7 @@ def test_a_group_of_sequences_with_different_gaps(attention_class, layout, step_
 
 
 def dense(query, key, value, rotary, window, sink):
-    """Return the attention of a whole sequence, rotated by absolute positions, from a matrix of visible tokens."""
+    """Compute the attention of a whole sequence with a full visibility mask. Rotate by absolute positions."""
     length, heads, head_size = query.shape
     half = head_size // 2
     cos, sin = rotary.cos[:length, None], rotary.sin[:length, None]

@@ -22,7 +22,7 @@ MACHINES = {"native": "", "x86-64-v4": "avx512f", "x86-64-v3": "avx2", "x86-64-v
 
 @pytest.fixture(scope="module", params=MACHINES)
 def machine(request, tmp_path_factory):
-    """Load the library, compiled for this processor or an older one. Yield the name of that processor."""
+    """Load the C library, compiled for this processor ("native") or for an older x86-64 level. Yield that name."""
     if request.param == "native":
         yield request.param
         return
@@ -38,7 +38,7 @@ def machine(request, tmp_path_factory):
 
 @pytest.fixture
 def threads():
-    """Yield a function that sets the number of threads of a step. The number is restored after the test."""
+    """Yield `torch.set_num_threads`, which compiled code obeys too. The number is restored after the test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)

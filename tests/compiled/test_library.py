@@ -1,4 +1,7 @@
-"""The library is compiled once for a processor. Where it cannot be compiled, everything runs in torch."""
+"""The C library of the CPU is compiled once for a processor, and then loaded from a cache folder.
+
+If it cannot be compiled or cached, loading returns the reason as a string.
+"""
 
 import os
 import time
@@ -9,7 +12,7 @@ from batch_manager.triton_kernels.cpu.native import build, library
 
 
 def load():
-    """Return the library, or the reason why there is none, as the first call of a process does."""
+    """Load the library as the first call in a process does. Return the library, or why it cannot be loaded: a str."""
     return library._load(lambda: None)
 
 
@@ -67,7 +70,10 @@ def test_what_killed_processes_left_is_deleted_when_it_is_old(cache):
     lambda content: content[:9000] + bytes([content[9000] ^ 1]) + content[9001:]], ids=[
     "other", "empty", "first page", "last byte missing", "one bit"])
 def test_a_damaged_file_in_the_cache_is_replaced(cache, damage):
-    """A damaged library file is compiled again. To load a truncated file would end the process with a bus error."""
+    """A damaged file in the cache is replaced by a newly compiled library.
+
+    Loading a truncated file would end the process with a bus error.
+    """
     load()
     (built,) = cache.iterdir()
     content = built.read_bytes()
