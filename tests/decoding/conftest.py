@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """Use one thread, because more threads are slower with small tensors."""
+    """Run torch on one thread in these tests, because more threads are slower with small tensors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -26,7 +26,7 @@ def oracle_of(name, device):
 
 @pytest.fixture(params=["as on a CPU", "with oracles"])
 def way(request, monkeypatch):
-    """Run the tests once with the CPU's operations, and once with the oracles of the kernels in their place."""
+    """Run each test twice: with the kernels' CPU forms, and with their oracles in place of the CPU forms."""
     if request.param == "with oracles":
         monkeypatch.setattr(dispatch, "kernel", oracle_of)
     return request.param
@@ -34,7 +34,7 @@ def way(request, monkeypatch):
 
 @pytest.fixture
 def decoder_with(way):
-    """decoder_with(setup, ...) returns a GptDecoder in which the setups are in slots 0, 1, ..."""
+    """decoder_with(setup, ...) returns a GptDecoder on the CPU in which the SlotSetups are in slots 0, 1, ..."""
     def make(*setups, num_slots=None, own_stages=()):
         decoder = GptDecoder(num_slots or max(len(setups), 1), CPU, own_stages)
         decoder.set_up(enumerate(setups))
@@ -45,7 +45,7 @@ def decoder_with(way):
 
 @pytest.fixture
 def rows_of():
-    """rows_of(slots, positions) returns SamplingRows on the CPU."""
+    """rows_of(slots, positions) returns SamplingRows: each row's slot and the position of the token to sample."""
     def make(slots, positions):
         slots, positions = np.array(slots, np.int32), np.array(positions, np.int32)
         return SamplingRows(slots, positions, torch.from_numpy(slots).long(), torch.from_numpy(positions).long())

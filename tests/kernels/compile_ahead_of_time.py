@@ -35,7 +35,7 @@ GPUS = {
 
 
 class AbsentGpu:
-    """The part of a triton driver that compiling and the choice of settings use."""
+    """A triton driver for a GPU that is absent: only what the compiler and the wrappers' choice of settings need."""
 
     def __init__(self, target, shared_kib, multiprocessors, index):
         self.target, self.index = target, index
@@ -78,21 +78,21 @@ def pool(num_kv_heads, head_size, tokens_per_block=64):
 
 
 def tables(head_size, rotary_size=None):
-    """Return cosines and sines for heads whose first `rotary_size` entries are rotated; None: all entries."""
+    """Return the rotary arguments of a wrapper, for heads whose first `rotary_size` entries are rotated; None: all."""
     half = (head_size if rotary_size is None else rotary_size) // 2
     return {name: tensor(4096, half, dtype=torch.float32) for name in ("cos_table", "sin_table")}
 
 
 def packed_heads(num_tokens, group, num_kv_heads, head_size):
-    """Return queries, keys and values as a projection returns them."""
+    """Return the tensors (query, key, value): views of one packed tensor, as a QKV projection returns them."""
     packed = tensor(num_tokens, (group + 2) * num_kv_heads, head_size)
     return packed.split([group * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
 
 
 def of_heads(heads, slopes, sink_logits):
-    """Return the arguments of attention that have a value per head.
+    """Return the keyword arguments of attention with one value for each head: ALiBi slopes and sink logits.
 
-    slopes   "float32" or "bfloat16": the dtype in which ALiBi slopes are multiplied; None: no slopes
+    slopes   "float32" or "bfloat16": the dtype in which slopes are multiplied by positions; None: no slopes
     """
     given = {}
     if slopes is not None:
@@ -132,8 +132,9 @@ def linear(size, columns, dtype=torch.bfloat16):
 
 
 def fused(size, columns, *, rows=16, norm="rms", dtype=torch.bfloat16, **options):
-    """Launch a fused product.
+    """Launch `fused_linear`.
 
+    size      number of input columns
     columns   number of output columns; with a gate, the weight has twice as many rows
     """
     from batch_manager.triton_kernels.fused_linear import fused_linear
@@ -187,7 +188,10 @@ def sampling():
 
 
 def plain_step():
-    """Launch the kernels that a plain step launches before and after its layers: a sampled step, then a greedy step."""
+    """Launch the kernels that run before and after the layers of a step without extra stages.
+
+    The first launch is that of a step with random sampling, the second that of a greedy step.
+    """
     from batch_manager.triton_kernels.prepare_step import prepare_step
     from batch_manager.triton_kernels.sample_token import sample_token
 
@@ -280,7 +284,10 @@ CASES = {
 
 
 def variants_by_alignment():
-    """Return {kernel: compiled variants} for index tensors that are slices from the first and from the second entry."""
+    """Return {kernel: number of variants that triton compiled} after calls with differently aligned index tensors.
+
+    The index tensors are slices that begin at the first or at the second entry. Numbers of rows vary too.
+    """
     from batch_manager.triton_kernels.ban_ngrams import ban_ngrams
     from batch_manager.triton_kernels.ban_words import ban_words
     from batch_manager.triton_kernels.beam_topk import beam_topk
@@ -335,7 +342,7 @@ def variants_by_alignment():
 
 
 def refusals_of_an_unknown_kind():
-    """Return {kernel: text of the error} of kernels that are compiled for an unknown activation."""
+    """Return {wrapper: error message} of the wrappers that are called with an unknown activation."""
     from batch_manager.triton_kernels.activation import activation
     from batch_manager.triton_kernels.fused_linear import fused_linear
     from batch_manager.triton_kernels.gated_activation import gated_activation
@@ -351,7 +358,10 @@ def refusals_of_an_unknown_kind():
 
 
 def nvidia_figures(kernel, with_instructions):
-    """Return registers, stack and spills of a cubin, which the disassembler in triton's wheel reports."""
+    """Return {name: number} of a kernel compiled for NVIDIA: registers, stack bytes and spills.
+
+    with_instructions   count asynchronous copies and matrix instructions too, which takes longer
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -377,7 +387,7 @@ def nvidia_figures(kernel, with_instructions):
 
 
 def amd_figures(kernel):
-    """Return registers and spills from the assembler's own summary, and the number of v_mfma instructions."""
+    """Return {name: number} of a kernel compiled for AMD: registers, stack bytes, spills and matrix instructions."""
     text = kernel.asm["amdgcn"]
 
     def number(name):

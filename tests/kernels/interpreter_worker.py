@@ -1,9 +1,9 @@
 """Runs kernels in triton's interpreter, in a separate process that conftest.py starts.
 
-Reads requests from standard input: (kernel name, function name, args, kwargs, whether dots go in one order, name of a
-function whose calls are counted, or None). Answers with (result, tensors after the call), or with the text of an
-exception. If calls are counted, their number replaces the result. A message is eight bytes of length, then a
-torch.save.
+Reads requests from standard input: (module of the kernel, function, args, kwargs, whether `dots_in_one_order` applies,
+name of a function whose calls are counted, or None). It answers each request with (result, tensor arguments after the
+call), or with a traceback. If calls are counted, their number replaces the result. A message consists of eight bytes
+with its length, and an object written by torch.save.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ def send(stream, message):
 
 
 def receive(stream):
-    """Return the next message; None at the end of the stream."""
+    """Read the next message from the stream and return it. Return None at the end of the stream."""
     header = stream.read(8)
     if len(header) < 8:
         return None
@@ -38,9 +38,9 @@ def tensors_of(args, kwargs):
 
 @contextlib.contextmanager
 def dots_in_one_order():
-    """Make interpreted `tl.dot` sum the products of every element of a tile in the same order, as a matrix unit does.
+    """Make the interpreter's `tl.dot` sum the terms of all elements of a tile in the same order, as a matrix unit does.
 
-    The interpreter uses numpy's product, in which the bits of a row depend on its position in the tile.
+    By default, the interpreter uses numpy's product, in which the bits of a row depend on its index in the tile.
     """
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -59,7 +59,7 @@ def dots_in_one_order():
 
 @contextlib.contextmanager
 def calls_counted(module, name):
-    """Yield a list to which the calls of this function by the kernels of `module` are appended."""
+    """Yield a list that grows by one entry with each call of the function `name` in `module`."""
     function, calls = getattr(module, name), []
 
     def counted(*args, **kwargs):

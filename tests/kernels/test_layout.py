@@ -1,4 +1,4 @@
-"""Every kernel has an oracle with its signature and a test of its name, and only some modules import triton."""
+"""Every kernel has an oracle with the same signature and a test file. Oracles and CPU forms do not import triton."""
 
 import ast
 import importlib
@@ -22,7 +22,7 @@ TWINS = sorted({path.stem for path in (KERNELS / "cpu").glob("*.py")} - {"__init
 
 
 def parameters_of(path, name):
-    """Return the (parameter name, default) pairs of function `name`, without importing the module."""
+    """Return the (parameter name, default) pairs of function `name` in a source file, without importing the file."""
     functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
     arguments = next(function.args for function in functions if function.name == name)
     defaults = [ast.unparse(default) for default in arguments.defaults]

@@ -1,4 +1,7 @@
-"""A single layer computes the right results, also with `add_to`, and the context's ports refuse wrong calls."""
+"""Each kind of layer computes the right results, and adds them to a residual with `add_to`.
+
+A layer refuses options of LayerContext that are not implemented.
+"""
 
 import json
 
@@ -26,7 +29,10 @@ FUNCTIONS = {"silu": functional.silu, "gelu": functional.gelu, "relu": functiona
 
 
 class RandomWeights(DummyWeights):
-    """Random weights, norms and biases, so that a test notices if one is left out. `given` has them by name."""
+    """Generates random weights, norms and biases, so that a test fails if a layer leaves one of them out.
+
+    given   name -> the generated tensor, in float64
+    """
 
     def __init__(self, dtype):
         super().__init__(5, CPU, dtype)
@@ -39,7 +45,7 @@ class RandomWeights(DummyWeights):
 
 
 def made(kind, dtype, deterministic, *arguments, **options):
-    """Make a layer with random weights. Returns (the layer, {name: tensor in float64})."""
+    """Make a layer of class `kind` with random weights. Return the layer and its weights, {name: tensor in float64}."""
     weights = RandomWeights(dtype)
     context = LayerContext(device=CPU, dtype=dtype, deterministic=deterministic)
     return kind(weights, context, *arguments, **options), weights.given
@@ -168,7 +174,10 @@ def test_a_split_that_there_is_not_is_refused():
       for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")),
     ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 64})])
 def test_every_family_says_how_its_maps_divide(architecture, fields, tmp_path):
-    """Projections into attention and the MLP are split by columns. Projections out of them are split by rows."""
+    """In every model family, the projections into attention and the MLP have split="columns".
+
+    The projections out of attention and the MLP have split="rows".
+    """
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **fields}))
     model = load_model(tmp_path, device="cpu", load_format="dummy").model
     (layer,) = model.layers
