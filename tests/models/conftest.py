@@ -1,4 +1,4 @@
-"""Tiny checkpoints made by transformers, and a driver that packs steps as the runtime does."""
+"""Tiny checkpoints made by transformers, and a `Driver` that runs packed steps of a loaded model and returns logits."""
 
 from dataclasses import dataclass, field
 
@@ -21,7 +21,10 @@ TINY_BLOOM = {"vocab_size": 97, "hidden_size": 64, "n_layer": 3, "n_head": 4}
 
 
 def make_reference(family: str, **options):
-    """Return a transformers model whose weights give every part an effect: norms differ from 1, and biases from 0."""
+    """Return a small transformers model of the family, with random weights. Options are fields of its configuration.
+
+    Weights of norms differ from 1 and biases from 0, so that every part of the model affects the logits.
+    """
     import transformers
 
     base = TINY_GPT2 if family in ("GPT2", "GPTJ") else TINY_BLOOM if family == "Bloom" else TINY
@@ -45,7 +48,12 @@ def make_reference(family: str, **options):
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory):
-    """reference(family, shard=None, **config) -> (transformers model, folder of its checkpoint); each is made once."""
+    """reference(family, shard=None, **config) -> (transformers model, folder of its checkpoint)
+
+    A model is made once for equal arguments.
+
+    shard   largest size of a file of the checkpoint, such as "100KB"; None: transformers' default
+    """
     made = {}
 
     def get(family, shard=None, **options):
@@ -61,7 +69,13 @@ def reference(tmp_path_factory):
 
 @dataclass
 class Driver:
-    """Runs packed steps of a loaded model on its own pool of blocks, and allocates blocks when sequences need them."""
+    """Runs steps of a loaded model with a paged KV cache, and allocates blocks as sequences grow.
+
+    A sequence is a number that the caller chooses.
+
+    shuffled   sequences get blocks in random order
+    compiled   run the layers as a compiled step; otherwise, in torch
+    """
 
     loaded: object
     tokens_per_block: int = 16
@@ -86,10 +100,10 @@ class Driver:
         self.free = [int(block) for block in order]
 
     def run(self, contexts=(), generation=()):
-        """Run one step. Return the logits of the sequences that yield a token.
+        """Run one step. Return the logits [rows, vocab] of the last chunks and of the generating sequences, in order.
 
-        contexts     (sequence, tokens, is_last)
-        generation   (sequence, token)
+        contexts     (sequence, tokens of its next chunk, whether the chunk is the last of the prompt)
+        generation   (sequence, its input token)
         """
         work = [*contexts, *((sequence, [token], True) for sequence, token in generation)]
         token_ids, positions, pool_slots, starts, lengths, rows = [], [], [], [0], [], []
@@ -129,7 +143,10 @@ class Driver:
             return model.logits(hidden[torch.from_numpy(step.logits_rows)])
 
     def prefill(self, prompts, chunk=None):
-        """Run all prompts together, whole or in chunks. Return the logits [prompts, vocab] of their last tokens."""
+        """Run all prompts together, whole or in chunks of `chunk` tokens. Return the logits [prompts, vocab].
+
+        A row has the logits after the prompt's last token.
+        """
         if chunk is None:
             return self.run([(i, prompt, True) for i, prompt in enumerate(prompts)])
         logits = {}
@@ -141,7 +158,10 @@ class Driver:
         return torch.stack([logits[i] for i in range(len(prompts))])
 
     def generate(self, prompts, steps, chunk=None):
-        """Generate greedily. Return (sequences, logits [steps, prompts, vocab])."""
+        """Generate `steps` tokens after each prompt, greedily. Return (sequences, logits [steps, prompts, vocab]).
+
+        A sequence is the prompt and its generated tokens.
+        """
         sequences, logits = [list(prompt) for prompt in prompts], [self.prefill(prompts, chunk)]
         for step in range(steps):
             for sequence, row in zip(sequences, logits[-1]):
@@ -157,7 +177,10 @@ def random_prompts(lengths, vocab_size=97, seed=0):
 
 
 def expected_logits(model, sequences, steps):
-    """Return transformers' logits of the rows that `generate` returned: [steps, prompts, vocab]."""
+    """Return transformers' logits of the last `steps` tokens of each sequence: [steps, sequences, vocab].
+
+    They correspond to the logits that `Driver.generate` returns.
+    """
     with torch.inference_mode():
         rows = [model(torch.tensor([sequence[:-1]])).logits[0, -steps:] for sequence in sequences]
     return torch.stack(rows, dim=1)
@@ -165,7 +188,7 @@ def expected_logits(model, sequences, steps):
 
 @pytest.fixture(params=["torch", "compiled"])
 def driver(request):
-    """driver(folder, dtype, **options) -> Driver of a model in torch, or compiled."""
+    """driver(folder, dtype="float32", **options) -> Driver. Each test runs with torch and with compiled steps."""
     compiled = request.param == "compiled"
     if compiled:
         try:
@@ -187,7 +210,10 @@ def prompts():
 
 @pytest.fixture
 def check_against():
-    """check_against(model, driver, prompts, ...): generate with the driver and compare all logits with transformers."""
+    """check_against(model, driver, prompts, ...): generates with the driver and compares all logits with transformers'.
+
+    model   the transformers model
+    """
 
     def check(model, run, prompts, steps=20, chunk=None, tolerance=1e-4):
         sequences, logits = run.generate(prompts, steps, chunk)

@@ -29,13 +29,16 @@ from batch_manager import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma2Spec(ModelSpec):
-    """logits_softcap   soft cap of the logits; None for no cap"""
+    """A ModelSpec with Gemma 2's additional number.
+
+    logits_softcap   soft cap of the logits; None: no cap
+    """
 
     logits_softcap: float | None
 
 
 class Gemma2:
-    """Gemma2ForCausalLM."""
+    """A user's model class for checkpoints with the architecture Gemma2ForCausalLM."""
 
     deterministic = True
     harmless_tensors = ()

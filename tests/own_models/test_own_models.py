@@ -1,4 +1,4 @@
-"""Users' model classes, written with public names, give the logits and greedy tokens of transformers."""
+"""Model classes that import only public names of batch_manager give the logits and greedy tokens of transformers."""
 
 import ast
 import importlib.util
@@ -45,7 +45,7 @@ FAMILIES = {
 
 
 def class_of(file, name):
-    """Load a class from its file, because the folder is not a package."""
+    """Load the class `name` from FILE.py in this folder, which is not a package."""
     spec = importlib.util.spec_from_file_location(f"own_{file}", HERE / f"{file}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -53,7 +53,7 @@ def class_of(file, name):
 
 
 class Reference:
-    """A checkpoint folder and its transformers model, with random weights that give every part an effect."""
+    """A transformers model with random weights, saved as a checkpoint. Every part of the model affects the logits."""
 
     def __init__(self, family, fields, folder):
         torch.manual_seed(0)
@@ -103,9 +103,9 @@ def test_a_family_is_one_file_that_takes_public_names_only(file):
     (MAX, FUSED, False, 400), (GUARANTEED, FUSED, True, 400), (MAX, SPLIT, True, 11), (GUARANTEED, V1, False, 400)])
 def test_tokens_and_logits_equal_those_of_transformers(
         make_manager, new_client, new_request, reference, policy, model_type, chunked, blocks):
-    """Logits and greedy tokens are right for prompt lengths near the sizes of blocks and windows.
+    """Ten requests with prompt lengths around the sizes of blocks and windows get transformers' logits and tokens.
 
-    With 11 blocks, requests are paused and resumed.
+    In the case with 11 blocks, requests are paused.
     """
     draw = np.random.default_rng(3)
     prompts = {i: draw.integers(0, VOCAB, length).tolist()
@@ -241,7 +241,10 @@ print(json.dumps([row.tolist() for rows in logits for row in rows]))
 
 
 def test_the_kernels_give_the_logits_of_transformers(registered, tmp_path):
-    """Caps, windows and scale are right in the Triton kernels, which a new process runs in Triton's interpreter."""
+    """The Gemma 2 class gives transformers' logits on Triton kernels, which a new process interprets.
+
+    The model has soft caps, windows and a configured scale.
+    """
     pytest.importorskip("triton", reason="triton is not installed")
     _, _, family, fields = FAMILIES["gemma2"]
     made = Reference(family, {**fields, "num_hidden_layers": 2, "head_dim": 16, "hidden_size": 32}, tmp_path)
