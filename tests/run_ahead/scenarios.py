@@ -1,4 +1,4 @@
-"""Generates an engine and its requests from a seed."""
+"""Generates random scenarios from seeds: the configuration of an engine, and requests for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,10 +25,11 @@ WIDEST = 3
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request, which is handed over to several engines.
+    """A request of a scenario, without an id. Several engines run it.
 
-    arrival    iteration in which it is handed over
-    features   names of its special features
+    arrival    iteration in which the get callback returns the request
+    options    further arguments of InferenceRequest
+    features   names of the request's features, such as beams
     """
 
     arrival: int
@@ -46,9 +47,9 @@ class Ask:
 
 @dataclass(frozen=True)
 class RunAheadScenario:
-    """An engine and its requests.
+    """The configuration of an engine, and the requests {id: Ask} that it runs.
 
-    family   the family of its checkpoint, or SCRIPTED
+    family   the model family of the checkpoint, or SCRIPTED for the scripted model
     """
 
     seed: int
@@ -75,7 +76,7 @@ class RunAheadScenario:
         return self.family == SCRIPTED
 
     def params(self, run_ahead: bool) -> TrtGptModelOptionalParams:
-        """Return the parameters of the engine, without the parameters of the KV cache that the backend decides."""
+        """Return the engine's parameters. They leave out the KV cache parameters that only `make_backend` uses."""
         return TrtGptModelOptionalParams(
             run_ahead=run_ahead, max_batch_size=self.max_batch_size, max_num_sequences=self.max_num_sequences,
             max_num_tokens=self.max_num_tokens, enable_chunked_context=self.chunking is not None,
@@ -83,7 +84,7 @@ class RunAheadScenario:
             kv_cache_config=KvCacheConfig(enable_block_reuse=self.reuse, host_cache_size=1 if self.host_blocks else 0))
 
     def features(self) -> list[str]:
-        """Return the names of the engine's special features."""
+        """Return the model family and the names of the engine's features, such as its policy and block reuse."""
         said = {"max utilization": self.policy is SchedulerPolicy.MAX_UTILIZATION,
                 "no evict": self.policy is SchedulerPolicy.GUARANTEED_NO_EVICT,
                 "split": self.model_type is TrtGptModelType.InflightBatching,
@@ -108,7 +109,7 @@ def shift_batched(request_ids: list[int], logits, token_ids: list[list[list[int]
 
 
 def draw_scenario(seed: int, family: str | None = None) -> RunAheadScenario:
-    """Return the scenario of a seed. Odd seeds have the scripted model, unless `family` is given."""
+    """Return the scenario of a seed. Without a `family`, odd seeds have the scripted model and even seeds a real one."""
     draw = Random(f"run ahead {seed}")
     if family is None:
         family = SCRIPTED if seed % 2 else draw.choice([one for one in FAMILIES for _ in range(
@@ -149,17 +150,19 @@ def draw_scenario(seed: int, family: str | None = None) -> RunAheadScenario:
 
 
 def num_blocks(ask: Ask, tokens_per_block: int, *, is_reused_or_slides: bool) -> int:
-    """Return an estimate of the number of blocks that the request needs alone."""
+    """Estimate the number of blocks that a request needs when it runs alone."""
     tokens = len(ask.tensors["input_ids"]) + ask.tensors["request_output_len"]
     return ask.beam_width * (-(-tokens // tokens_per_block) + 2 * is_reused_or_slides)
 
 
 def draw_ask(draw: Random, vocab: int, beginning: list[int], longest_prompt: int, longest_output: int, family: str,
              beams: float, processors: float, shortest_output: int) -> Ask:
-    """Generate a request with random features.
+    """Return a request with random features.
 
-    beginning           tokens of which the prompt may take the first ones
-    beams, processors   probability of several beams, and of a logits post-processor
+    beginning    tokens that the prompt may begin with, so that prompts have common prefixes
+    family       model family, or SCRIPTED, for which requests have fewer features
+    beams        probability of several beams
+    processors   probability of a logits post-processor
     """
     is_scripted = family == SCRIPTED
 
@@ -204,7 +207,7 @@ def draw_scripted_wishes(draw: Random, tensors: dict[str, Any], vocab: int) -> N
 
 
 def draw_wishes(draw: Random, tensors: dict[str, Any], vocab: int) -> None:
-    """Add random sampling options for a real model."""
+    """Add random sampling parameters, bans and biases for a real model to the tensors of a request."""
     offers: dict[str, Callable[[], Any]] = {
         "temperature": lambda: draw.choice([0.0, 0.7, 1.3]), "runtime_top_k": lambda: draw.choice([1, 5, 50]),
         "runtime_top_p": lambda: draw.uniform(0.3, 1.0), "runtime_min_p": lambda: 0.05,
@@ -228,7 +231,7 @@ def words(draw: Random, vocab: int) -> list[list[int]]:
 
 
 def add_prompt_tuning_tokens(draw: Random, tensors: dict[str, Any], vocab: int, family: str) -> None:
-    """Add a table of embeddings, and prompt-tuning tokens before the prompt."""
+    """Add a prompt embedding table to the tensors of a request, and its prompt-tuning tokens in front of the prompt."""
     rows = draw.randint(1, 3)
     table = np.random.default_rng(draw.getrandbits(32)).normal(size=(rows, HIDDEN_SIZES[family]))
     tensors |= {"prompt_embedding_table": table.astype(np.float32), "prompt_vocab_size": rows,

@@ -4,7 +4,7 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """Use one thread, because more threads only delay each other on small tensors."""
+    """Run torch on one thread in these tests, because more threads are slower with small tensors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -13,7 +13,10 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """Return (folder, transformers' model) of a random tiny Llama with 160 tokens and 64 positions."""
+    """Return (folder of the checkpoint, transformers model) of a tiny Llama with random weights.
+
+    The model has a vocabulary of 160 tokens and 64 positions.
+    """
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

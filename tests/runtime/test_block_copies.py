@@ -32,14 +32,14 @@ def build(checkpoint, device="cpu", host_blocks=3):
 
 
 def fill(backend):
-    """Fill every block with a different number."""
+    """Fill block i of the backend's pool with the number i + 1."""
     with torch.inference_mode():
         backend._pool.copy_(torch.arange(BLOCKS, device=backend._pool.device).float().view(-1, 1, 1, 1, 1, 1).expand(
             backend._pool.shape) + 1)
 
 
 def carry_out(backend, *operations):
-    """Run these operations before a step of a sequence in the last block."""
+    """Run a step with these block operations. Its only sequence uses the last block."""
     step_of_another(backend, operations, backend._num_operations)
 
 
@@ -52,7 +52,7 @@ def step_of_another(backend, operations, first_operation):
 
 
 def contents(backend):
-    """Return the number in each block except the last."""
+    """Return the number that each block holds, except for the last block. All entries of a block must be equal."""
     pool = backend._pool[:-1].cpu()
     assert all((block == block.flatten()[0]).all() for block in pool), "a block moves as one piece"
     return [int(block.flatten()[0]) for block in pool]
@@ -86,7 +86,10 @@ def test_what_goes_to_the_host_comes_back_although_its_block_was_overwritten(che
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_sequence_goes_on_where_its_blocks_were_copied_to(checkpoint, device):
-    """A sequence gets the same tokens after its blocks moved, partly through host memory, with a step in between."""
+    """A sequence whose blocks were copied to other blocks, two of them through host memory, gets the same tokens.
+
+    Another sequence runs a step between the copies.
+    """
     backend, prompt = build(checkpoint, device), np.arange(20, dtype=np.int32)
 
     def start(slot, length, blocks, tokens=None, operations=()):

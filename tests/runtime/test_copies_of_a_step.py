@@ -1,8 +1,8 @@
-"""A step copies only its upload buffers to the device. The tests observe the copies without a device.
+"""A step copies data from the host to the device only by its upload buffers. The tests need no GPU.
 
-Tensors on torch's "meta" device, which have a shape and no memory, replace tensors on a GPU. Any other copy from the
-host to a GPU would make the host wait for the previous step. The tests would see such a copy as an operation with a CPU
-tensor and a meta tensor.
+Any other copy from the host to a GPU would make the host wait for the previous step. In the tests, tensors on torch's
+"meta" device, which have a shape and no memory, replace those on a GPU. A copy shows as an operation with a CPU tensor
+and a meta tensor.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ META, VOCAB, HIDDEN, SIZE, SLOTS = torch.device("meta"), 50, 24, 16, 8
 
 
 class CopiesFromTheHost(TorchDispatchMode):
-    """Records operations that take a CPU tensor and take or return a tensor on the device."""
+    """Records the names of operations that copy: they take a CPU tensor, and take or return a meta tensor."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ class CountedUploads:
 
 
 class Model:
-    """A model of one layer with 2 query heads and a KV head."""
+    """A model on the meta device with one layer, which has two query heads and one KV head."""
 
     def __init__(self, attention):
         self.attention = attention
@@ -76,7 +76,7 @@ class Model:
 
 
 class Engine:
-    """The computing part of a backend, with tensors that have no memory."""
+    """The parts of a native backend that run a step, with tensors on the meta device."""
 
     def __init__(self, monkeypatch):
         triton_paged = pytest.importorskip("batch_manager.attention.triton_paged", reason="triton is not installed")
@@ -98,7 +98,7 @@ class Engine:
                                 mixed_sizes=frozenset({(8, 64)}))
 
     def run(self, batch):
-        """Run a step. Return (number of uploads, other copies)."""
+        """Run the batch as an ordinary step. Return (number of uploads, names of operations that copy otherwise)."""
         self.uploads.sent.clear()
         with CopiesFromTheHost() as copies, torch.inference_mode():
             self.tables.update(batch)
@@ -109,7 +109,10 @@ class Engine:
         return len(self.uploads.sent), copies.found
 
     def run_plainly(self, batch):
-        """Run a plain step. Return (sizes of uploads, other copies), or None if the batch is not a plain step."""
+        """Run the batch as a plain step. Return (bytes of each upload, names of operations that copy otherwise).
+
+        Returns None if the batch cannot run as a plain step.
+        """
         self.uploads.sent.clear()
         self.tables.update(batch)
         self.steps.resident.note(batch.block_table_updates)
@@ -143,7 +146,7 @@ def test_a_step_sends_its_arrays_in_one_copy_and_one_more_where_sequences_enter(
 
 
 def generation(*rows):
-    """Return the generation work of rows (slot, number of tokens in the KV cache)."""
+    """Return the GenerationWork of these rows, each of which is (slot, number of tokens in the KV cache)."""
     return GenerationWork(*np.array(rows, np.int32).reshape(-1, 2).T)
 
 

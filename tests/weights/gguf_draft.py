@@ -1,4 +1,7 @@
-"""Valid and invalid GGUF files, written byte by byte, independently of the product's reading of the format."""
+"""Writes valid and invalid GGUF files byte by byte, without the code of batch_manager.
+
+A `Draft` is the content of a file before it is written, so that tests can damage it.
+"""
 
 import struct
 from collections.abc import Iterable
@@ -17,7 +20,11 @@ def text(value: str | bytes) -> bytes:
 
 
 def value_bytes(kind: int, value) -> bytes:
-    """Return the bytes of a value, without its type. The value of an array is (kind of its entries, entries)."""
+    """Return the bytes of a metadata value in a file, without the number of its type.
+
+    kind    number of the GGUF type, such as UINT32
+    value   for an ARRAY: (kind of its entries, entries)
+    """
     if kind == TEXT:
         return text(value)
     if kind == ARRAY:
@@ -28,7 +35,10 @@ def value_bytes(kind: int, value) -> bytes:
 
 @dataclass
 class Entry:
-    """An entry of the metadata. `raw`, if given, replaces the bytes of the value."""
+    """An entry of the metadata. If `raw` is given, it replaces the bytes of the value.
+
+    kind   number of the GGUF type of the value
+    """
 
     key: str | bytes
     kind: int
@@ -44,8 +54,9 @@ class Entry:
 class Tensor:
     """A tensor of a file.
 
-    dims     sizes in the order of the file, columns first
-    offset   position in the data; None: after the tensor before it
+    dims     sizes in the order of the file: columns before rows
+    kind     number of the GGUF type of the entries
+    offset   position in the data section in bytes; None: directly after the preceding tensor
     """
 
     name: str | bytes
@@ -84,7 +95,7 @@ class Draft:
 
 
 def small(architecture: str = "llama", extra: Iterable[Entry] = ()) -> Draft:
-    """Return a valid file that is not a model: two tensors and some metadata."""
+    """Return the draft of a valid GGUF file with two tensors and metadata of all kinds. It is not a complete model."""
     return Draft([Entry("general.architecture", TEXT, architecture), Entry(f"{architecture}.block_count", UINT32, 1),
                   Entry("tokenizer.ggml.tokens", ARRAY, (TEXT, ["<s>", "a", "\N{GRINNING FACE}"])),
                   Entry("tokenizer.ggml.scores", ARRAY, (FLOAT32, [0.0, -1.0, -2.5])),

@@ -1,4 +1,4 @@
-"""C25: a bad checkpoint causes one ModelLoadError, which names file and field."""
+"""C25: loading a damaged or hostile checkpoint raises one ModelLoadError, which names the file and the field."""
 
 import os
 import struct
