@@ -1,4 +1,4 @@
-"""The oracle of checkpoint folders: judges files by independent rules and by the safetensors library."""
+"""An oracle for checkpoint folders: decides by independent rules and the safetensors library whether they are valid."""
 
 import json
 import re
@@ -23,7 +23,11 @@ HARMLESS_ELSEWHERE = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 
 @dataclass(frozen=True, slots=True)
 class Good:
-    """A valid checkpoint: the numbers of its configuration, and the tensors of the model in float32."""
+    """The verdict on a valid checkpoint, with what batch_manager must read from it.
+
+    numbers   attributes that the ModelSpec must have
+    tensors   {name: tensor in float32}
+    """
 
     numbers: dict[str, Any]
     tensors: dict[str, np.ndarray]
@@ -31,16 +35,20 @@ class Good:
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """An invalid checkpoint: (file, field) of each fault.
+    """The verdict on an invalid checkpoint.
 
-    A refusal must name the file and the field of one fault. It need not name an empty file or field.
+    faults   (file, field) of each fault. The refusal by batch_manager must name file and field of one of them. Either
+             is "" if the refusal need not name it
     """
 
     faults: list[tuple[str, str]]
 
 
 class Broken(Exception):
-    """A file is invalid. `fields` has the faulty names, with "" for a name that a message need not show as it is."""
+    """Raised if a file is invalid.
+
+    fields   names of the faulty fields or tensors; "" replaces a name that a message need not show unchanged
+    """
 
     def __init__(self, *fields: str) -> None:
         self.fields = [field if field.isascii() and field.isprintable() and len(field) < 100 and '"' not in field
@@ -48,7 +56,7 @@ class Broken(Exception):
 
 
 def judge(files: Mapping[str, Entry]) -> Good | Bad | None:
-    """The verdict on a folder, or None if the rules do not decide."""
+    """Return the verdict on a checkpoint folder with these entries, or None if the rules do not decide."""
     try:
         return _judge(files)
     except Unsure:
@@ -90,7 +98,10 @@ def _judge(files: Mapping[str, Entry]) -> Good | Bad:
 
 @lru_cache(512)
 def parse_json(data: bytes) -> dict[str, Any]:
-    """Parse a JSON object of bounded size without repeated keys. Raises Broken or Unsure."""
+    """Parse a JSON object.
+
+    Raises Broken if it is invalid, too large or has a key twice, and Unsure if it may be too deep for some parsers.
+    """
     signs = data.count(b"[") + data.count(b"{")
     if len(data) > MAX_JSON_BYTES or data.count(b",") + signs > MAX_JSON_VALUES:
         raise Broken
@@ -117,7 +128,10 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def _content(files: Mapping[str, Entry], name: str) -> tuple[str, bytes]:
-    """Follow the links of a name. Returns the name of the file that they lead to, and its bytes."""
+    """Return (name, bytes) of the file to which `name` leads, directly or through links.
+
+    Raises Broken if there is none.
+    """
     for _ in range(10):
         entry = files.get(name)
         if isinstance(entry, Bytes):
@@ -129,7 +143,10 @@ def _content(files: Mapping[str, Entry], name: str) -> tuple[str, bytes]:
 
 
 def _label(files: Mapping[str, Entry], name: str) -> str:
-    """The name that a refusal must show for a file, or "" if the name leads to no file. A link has its own name."""
+    """Return the file name that a refusal must show for the entry `name`, or "" if the entry leads to no file.
+
+    For a link, it is the name of the link.
+    """
     try:
         _content(files, name)
     except Broken:
@@ -178,7 +195,7 @@ def _read_shards(files: Mapping[str, Entry], faults: list[tuple[str, str]]) -> d
 
 @lru_cache(512)
 def read_tensors(data: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """name -> dtype, shape, bytes. Raises Broken."""
+    """Parse a safetensors file. Return {name: (dtype, shape, bytes)}. Raises Broken or Unsure."""
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > len(data) - 8:
         raise Broken

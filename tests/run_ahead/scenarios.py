@@ -109,7 +109,7 @@ def shift_batched(request_ids: list[int], logits, token_ids: list[list[list[int]
 
 
 def draw_scenario(seed: int, family: str | None = None) -> RunAheadScenario:
-    """Return the scenario of a seed. Without a `family`, odd seeds have the scripted model and even seeds a real one."""
+    """Return the scenario of a seed. Without a `family`, odd seeds have the scripted model, even seeds a real one."""
     draw = Random(f"run ahead {seed}")
     if family is None:
         family = SCRIPTED if seed % 2 else draw.choice([one for one in FAMILIES for _ in range(
