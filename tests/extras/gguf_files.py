@@ -1,4 +1,7 @@
-"""GGUF files with invented vocabularies, written with ggml's own library."""
+"""Writes GGUF files for tests of tokenizers and LLM, with ggml's own library.
+
+Their vocabularies are trained on TEXT, an excerpt of English novels.
+"""
 
 import json
 import lzma
@@ -15,7 +18,7 @@ SPECIAL = ["<|begin|>", "<|im_start|>", "<|im_end|>"]
 
 
 def trained_merges(pre_tokenizer, normalizer=None, size=700):
-    """Return the (vocabulary, merges) of a byte-level BPE trained on TEXT, without special tokens."""
+    """Train a byte-level BPE tokenizer on TEXT, without special tokens. Return (vocabulary, merges)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer
     if normalizer is not None:
@@ -27,9 +30,9 @@ def trained_merges(pre_tokenizer, normalizer=None, size=700):
 
 
 def trained_pieces(size=600):
-    """Return a vocabulary in the order of SentencePiece: three special tokens, 256 bytes, then pieces of TEXT.
+    """Train a vocabulary on TEXT. Return [(piece, score, kind)] in the order that SentencePiece uses.
 
-    Its entries are (piece, score, kind).
+    The order is: three special tokens, 256 bytes, pieces of TEXT.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -43,7 +46,10 @@ def trained_pieces(size=600):
 
 
 def write(path, values, architecture="llama"):
-    """Write a GGUF file without tensors. `values` is its metadata: key -> string, bool, unsigned integer or list."""
+    """Write a GGUF file without tensors, and return its path.
+
+    values   the metadata: key -> string, bool, unsigned integer or list; None leaves the key out
+    """
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in values.items():
         if isinstance(value, bool):
@@ -82,7 +88,10 @@ CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_
 
 
 def write_model(path, seed=0):
-    """Write the GGUF file of a Llama with random weights, 512 positions, 303 tokens and a chat template."""
+    """Write a GGUF file with a small Llama, its tokenizer and a chat template, and return its path.
+
+    The model has random weights, 512 positions and a vocabulary of 303 tokens.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

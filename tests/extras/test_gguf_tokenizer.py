@@ -1,4 +1,7 @@
-"""Tokenizers from GGUF files give the ids of the original tokenizers for random texts. Unknown kinds are refused."""
+"""A tokenizer that is read from a GGUF file encodes random texts as the original tokenizer does.
+
+Unknown kinds of tokenizers are refused.
+"""
 
 import asyncio
 import json
@@ -50,7 +53,10 @@ def random_texts(count, seed=0):
 
 
 def originals():
-    """Return name -> (pre-tokenizer, normalizer), as a class of transformers or the tokenizer.json has them."""
+    """Return {GGUF name of a pre-tokenizer: (pre-tokenizer, normalizer)} of the original tokenizers.
+
+    They come from transformers, or equal those in the tokenizer.json of a model.
+    """
     transformers = pytest.importorskip("transformers")
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as PATTERNS
     from transformers.models.cohere.tokenization_cohere import CohereTokenizer
@@ -76,7 +82,7 @@ def originals():
 
 @pytest.fixture(scope="module")
 def smollm(tmp_path_factory):
-    """A GGUF file with a tokenizer and a chat template, without weights."""
+    """Write a GGUF file with a byte-level tokenizer and a chat template, but without weights. Return its path."""
     vocabulary, merges = trained_merges(pre_tokenizers.ByteLevel(add_prefix_space=False))
     values = byte_level_values("smollm", vocabulary, merges, user_defined=["<think>", "   "])
     values["tokenizer.chat_template"] = "{{ bos_token }}" + CHATML
@@ -107,8 +113,10 @@ def test_byte_level_tokenizers_give_the_ids_of_the_originals(tmp_path):
 
 
 def sentence_piece_ids(text, begins_with_space):
-    """Return the ids of SentencePiece: it joins the neighbours with the highest score, the leftmost first, until no
-    pair is a piece. Characters that are not a piece become bytes."""
+    """Encode a text by the definition of SentencePiece's BPE with the vocabulary PIECES. Return the ids.
+
+    The two neighbours whose union has the highest score are joined, the leftmost first, until no union of neighbours is
+    a piece. A character that is no piece is encoded as its bytes."""
     ids, scores = {piece: n for n, (piece, _, _) in enumerate(PIECES)}, {piece: score for piece, score, _ in PIECES}
     parts = list(("\u2581" * bool(begins_with_space and text) + text).replace(" ", "\u2581"))
     while True:
@@ -178,7 +186,10 @@ def test_a_conversation_by_the_files_template(smollm):
 
 
 def test_texts_of_a_model_that_is_one_file(tmp_path):
-    """LLM runs a GGUF file, and its stream yields whole characters although random weights give random bytes."""
+    """LLM runs a single GGUF file as a model. Its stream yields only complete characters.
+
+    The model has random weights, so that it generates random bytes.
+    """
     talk = [{"role": "user", "content": "Who is Emma?"}]
     with LLM(write_model(tmp_path / "model.gguf"), max_batch_size=2, num_threads=1) as llm:
         assert llm.info.end_ids == (len(load_tokenizer(tmp_path / "model.gguf").get_vocab()) - 1,)

@@ -1,4 +1,4 @@
-"""The hooks for Prometheus, OpenTelemetry and JSON lines give the statistics of a running engine."""
+"""The hooks for Prometheus, OpenTelemetry and JSON lines export the right statistics of a running engine."""
 
 import errno
 import gc
@@ -81,7 +81,7 @@ def test_what_is_scraped_is_what_happened(model_type):
 
 
 def collected(reader):
-    """Return the data points of an SDK reader: (metric name, attributes) -> point."""
+    """Collect the metrics of an OpenTelemetry reader. Return {(metric name, attributes): data point}."""
     data, points = reader.get_metrics_data(), {}
     for resource in data.resource_metrics if data else ():
         for metric in (metric for scope in resource.scope_metrics for metric in scope.metrics):
@@ -188,9 +188,9 @@ def test_a_request_is_a_span_within_the_one_of_its_caller():
 
 
 def test_a_global_provider_may_come_later():
-    """Hooks that were made before the global provider was set report to it too.
+    """OpenTelemetryStatistics that were made before the global meter provider was set report to it too.
 
-    The test runs a process, because the global provider can be set only once.
+    The test starts a process, because the global provider can be set only once.
     """
     pytest.importorskip("opentelemetry.sdk.metrics", reason="NOT RUN: opentelemetry-sdk is not installed")
     code = """

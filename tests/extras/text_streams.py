@@ -1,11 +1,11 @@
-"""Random texts through TextStream, compared with decoding all tokens at once. One seed is one text: `run(seed)`.
+"""Passes random texts to TextStream, and compares its pieces with decoding all tokens at once. A seed gives one text.
 
 tests/extras/test_text.py runs 60 texts of each tokenizer. A campaign runs ten thousand in all:
 
     python tests/campaigns/text_streams.py --first-seed 0 --texts 10000
 
-Training breaks ties differently in every process, so a seed gives nearly, but not always, the same text again. Failures
-therefore print their tokens as they are in the vocabulary.
+The training of tokenizers breaks ties differently in every process. A seed therefore gives mostly, but not always, the
+same tokens again, and a failure prints its tokens as strings of the vocabulary.
 """
 
 import functools
@@ -68,7 +68,7 @@ def llama_decoder() -> decoders.Decoder:
 
 
 def odd_decoder() -> decoders.Decoder:
-    """Return a decoder with every kind of step that supports pieces, in an order that no real tokenizer has."""
+    """Return a decoder that combines all decoding steps that TextStream can do piece by piece, in an unusual order."""
     return decoders.Sequence([decoders.Sequence([decoders.Strip("a", 1, 0)]), decoders.ByteFallback(),
                               decoders.Metaspace(prepend_scheme="first"), decoders.Fuse(), decoders.Strip(" ", 3, 0),
                               decoders.Replace("aab", "\N{WHITE STAR}"), decoders.Replace("  ", " ")])
@@ -122,16 +122,21 @@ def tokenizer_named(name: str) -> Tokenizer:
 
 
 def text_behind(tokenizer, prompt: list[int], tokens: list[int], skips: bool) -> str:
-    """Return the expected text: what the decoded prompt and tokens have after the part in common with the prompt."""
+    """Return the expected text of the output `tokens`: decode prompt and output together, and drop the prompt's text.
+
+    More exactly, the longest common prefix with the decoded prompt is dropped.
+
+    skips   whether special tokens are left out
+    """
     before = tokenizer.decode(prompt, skip_special_tokens=skips)
     text = tokenizer.decode([*prompt, *tokens], skip_special_tokens=skips)
     return text[len(os.path.commonprefix([before, text])):]
 
 
 def up_to_stop(text: str, stop: list[str]) -> tuple[str, str | None]:
-    """Return (the text before the first complete stop string, that string).
+    """Return (text before the first stop string, this stop string), or (text, None) if there is none.
 
-    If several stop strings are complete with the same character, the shortest one counts.
+    The first stop string is the one that ends first. If several end with the same character, it is the shortest.
     """
     for end in range(1, len(text) + 1):
         found = [string for string in stop if text[:end].endswith(string)]
@@ -146,7 +151,12 @@ def random_text(draw: random.Random, most: int = 14) -> str:
 
 
 def random_tokens(draw: random.Random, tokenizer, most: int = 14) -> list[int]:
-    """Return tokens of a text, random tokens, byte tokens of a text, or a mixture. Some lists are cut at both ends."""
+    """Return random tokens: an encoded text, arbitrary ids, byte tokens of a text, or a mixture.
+
+    Some lists are cut at both ends, and some contain a special or an added token.
+
+    most   approximate largest number of words
+    """
     size = tokenizer.get_vocab_size()
     byte_ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
     kind = draw.randrange(5)
@@ -168,7 +178,7 @@ def random_tokens(draw: random.Random, tokenizer, most: int = 14) -> list[int]:
 
 
 def random_stop(draw: random.Random, text: str) -> list[str]:
-    """Return stop strings: pieces of the text, strings that overlap them, and strings that begin like them."""
+    """Return up to a dozen stop strings. Many occur in the text. Some are parts or extensions of others."""
     stop: list[str] = []
     for _ in range(draw.choice([0, 0, 1, 1, 2, 3, 6])):
         if text and draw.random() < 0.8:
@@ -193,7 +203,10 @@ def cut(draw: random.Random, tokens: list[int]) -> list[list[int]]:
 
 
 def owes_nothing(name: str, tokenizer, tokens: list[int], skips: bool, text: str) -> bool:
-    """Return whether no later token can change the text. TextStream then keeps back the start of a stop string only."""
+    """Return whether later tokens can only add to the text, and not change it.
+
+    TextStream must then have returned all of the text, except for a possible beginning of a stop string.
+    """
     if name == "byte level":
         return not text.endswith("\N{REPLACEMENT CHARACTER}")
     if name in ("word piece", "no decoder"):
@@ -206,9 +219,12 @@ def owes_nothing(name: str, tokenizer, tokens: list[int], skips: bool, text: str
 
 
 def run(seed: int, name: str, seen: Counter | None = None) -> None:
-    """Run TextStream on the prompt, tokens, stop strings and pieces of a seed. Raises AssertionError on a wrong text.
+    """Run TextStream with the random prompt, tokens and stop strings of a seed, in random pieces of tokens.
 
-    seen   counts of events, to which this run is added
+    Raises AssertionError if it returns a wrong text.
+
+    name   name of the tokenizer
+    seen   counts of texts and events, to which this run is added
     """
     seen = Counter() if seen is None else seen
     draw, tokenizer = random.Random(f"{name} {seed}"), tokenizer_named(name)

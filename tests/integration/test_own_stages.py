@@ -1,4 +1,4 @@
-"""The changes that custom stages (Parts.stages) make to the logits show in tokens, log-probs and beams."""
+"""Tokens, log-probs and beams follow the logits as changed by a user's stages (Parts.stages)."""
 
 import re
 
@@ -17,7 +17,10 @@ WAYS = {"fused": dict(model_type=FUSED), "split": dict(model_type=SPLIT), "V1": 
 
 
 class OnlyMultiples(LogitsStage):
-    """Bans, for each request, its last token and all tokens that are not multiples of its divisor."""
+    """A stage that bans the newest token of a request, and all ids that are not multiples of the request's divisor.
+
+    divisors   request id -> divisor; the stage does not apply to other requests
+    """
 
     def __init__(self, divisors):
         self.divisors, self.of_slot, self.largest_call = divisors, {}, 0
@@ -42,7 +45,7 @@ class OnlyMultiples(LogitsStage):
 
 
 class AsProcessor(transformers.LogitsProcessor):
-    """The same rule as OnlyMultiples, for transformers."""
+    """A logits processor for transformers with the rule of OnlyMultiples, for one divisor."""
 
     def __init__(self, divisor):
         self.divisor = divisor
@@ -100,7 +103,7 @@ def test_beams_compete_with_what_stages_leave_of_them(make_manager, new_client, 
 def test_deterministic_samples_are_the_same_bits_alone_and_among_others(make_manager, new_client, new_request,
                                                                         llama_reference):
     class Sharpen(LogitsStage):
-        """A stage with one operation on all rows. The last bits of its results may depend on the number of rows."""
+        """A stage that changes all rows by one operation, whose last bits may depend on the number of rows."""
 
         reads = ("temperature",)
 

@@ -1,4 +1,4 @@
-"""Prompt-tuning tokens give the logits that transformers computes from the same embeddings, in any batch."""
+"""Requests with prompt-tuning tokens get, in any batch, the logits that transformers computes from their embeddings."""
 
 import json
 import random
@@ -27,7 +27,7 @@ def table_of(rows: int, seed: int) -> np.ndarray:
 
 
 def logits_of(model, token_ids: list[int], table: np.ndarray | None) -> np.ndarray:
-    """Return transformers' logits of a sequence. Its prompt-tuning tokens are rows of the table."""
+    """Return transformers' logits [tokens, vocab] of a sequence. Ids from VOCAB on have the embeddings in `table`."""
     ids = torch.tensor(token_ids)
     with torch.inference_mode():
         embeddings = model.get_input_embeddings()(ids.clamp(max=VOCAB - 1))
@@ -37,7 +37,7 @@ def logits_of(model, token_ids: list[int], table: np.ndarray | None) -> np.ndarr
 
 
 def mixture() -> dict[int, tuple[list[int], np.ndarray | None]]:
-    """Return prompts with and without a table. An id has a different embedding in each table."""
+    """Return {request id: (prompt, table or None)}. A prompt-tuning id has different embeddings in different tables."""
     draw, requests = random.Random(1), {}
     for i, (virtual, length) in enumerate([(5, 12), (0, 9), (1, 1), (20, 7), (3, 25), (0, 17)]):
         tokens = [draw.randrange(VOCAB) for _ in range(length)]
@@ -105,7 +105,10 @@ def test_a_table_of_another_width_is_refused_with_the_models(make_manager, new_c
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_table_of_the_models_own_embeddings_changes_nothing(make_manager, new_client, llama_reference, dtype):
-    """A table of the model's own embeddings gives the logits of the plain prompt bit by bit, also in bfloat16."""
+    """Prompt-tuning tokens with the embeddings of ordinary tokens give the same logits as these tokens, bit by bit.
+
+    This holds for float32 and bfloat16.
+    """
     prompt, client = [7, 100, 3, 7, 55, 200], new_client()
     with torch.inference_mode():
         table = llama_reference.model.get_input_embeddings()(torch.tensor(prompt)).numpy()[None]
@@ -121,7 +124,10 @@ def test_a_table_of_the_models_own_embeddings_changes_nothing(make_manager, new_
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_mixture_of_everything_gives_each_request_what_it_gets_alone(make_manager, new_client, llama_reference, way):
-    """Requests with tables, post-processors, penalties, bans, biases and sampling get the results of a run alone."""
+    """Sampled requests with embedding tables, post-processors, penalties, bans and biases run in one engine.
+
+    Each gets the results of a run alone.
+    """
     def favour_even(request_id, logits, token_ids):
         logits[..., len(token_ids[0]) % 2 :: 2] -= 0.5
         return logits

@@ -1,4 +1,4 @@
-"""On a real model, the returned logits and log-probs are those of transformers, however the requests run."""
+"""On small models, responses have the logits and log-probs of transformers, in any batch and configuration."""
 
 import json
 import random
@@ -32,7 +32,7 @@ WAYS = {
 
 
 def joined(responses, name: str) -> np.ndarray:
-    """Return the pieces of a per-token tensor, concatenated."""
+    """Concatenate a tensor with an entry for each token, such as "output_ids", of all responses to a request."""
     return np.concatenate([response.tensors[name] for response in responses], axis=2)
 
 
@@ -43,7 +43,11 @@ def log_softmax(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
 
 
 def check(reference, prompt, responses, *, streaming: bool, excluded: bool, count: int, temperature: float) -> None:
-    """Compare all tensors of a request with transformers, run on the whole sequence."""
+    """Assert that the logits, log-probs and tokens in the responses to a request are those of transformers.
+
+    excluded   whether the responses leave the prompt out
+    count      number of generated tokens
+    """
     final = responses[-1]
     assert [response.final for response in responses] == [False] * (len(responses) - 1) + [True]
     generated = joined(responses, "output_ids")[0, 0].tolist()
@@ -120,9 +124,9 @@ def test_what_one_request_gets_back_does_not_depend_on_who_else_asks(make_manage
 @pytest.mark.parametrize("way", ["fused", "static", "paused, overlapped, in chunks"])
 def test_logits_are_the_models_own_and_log_probs_are_of_what_was_drawn_from(make_manager, new_client, llama_reference,
                                                                             way):
-    """Returned logits are the model's, and log-probs are those of the distribution that tokens are sampled from.
+    """Returned logits are unchanged by a post-processor, and returned log-probs are computed after it.
 
-    A post-processor halves the logits of some requests and bans a third of the tokens. Other requests have none.
+    The post-processor of every second request halves the logits and bans a third of the tokens.
     """
     vocab = llama_reference.vocab_size
 

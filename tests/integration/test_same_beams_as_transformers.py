@@ -1,4 +1,4 @@
-"""The engine gives all beams of transformers in order, with their scores, through the callbacks, in any batch."""
+"""Requests to a GptManager get, in any batch, all beams of transformers in the same order and with the same scores."""
 
 import itertools
 import json
@@ -23,7 +23,10 @@ AUSTEN = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
 
 
 class Beams:
-    """Beam search by a transformers model in float32 on the CPU. A call returns [(tokens, score)], best first."""
+    """Beam search by a transformers model in float32 on the CPU, as the expected result.
+
+    Calling the object with a request returns its beams, best first: [(output without the end id, score)].
+    """
 
     def __init__(self, model, folder) -> None:
         self.model, self.folder = model, folder
@@ -56,7 +59,12 @@ def austen():
 
 
 def run(make_manager, client, new_request, model, asked, **options):
-    """Send all requests at once and compare every beam with transformers. Return the statistics."""
+    """Run all requests in one engine, and assert that each gets the beams and scores of transformers.
+
+    Returns the statistics of all iterations.
+
+    asked   {id: (prompt, number of new tokens, beam width, end id, length penalty, early stopping)}
+    """
     client.pending = [
         new_request(i, prompt, count, beam_width=width, end_id=end_id, len_penalty=len_penalty,
                     early_stopping=early_stopping, return_log_probs=True)
@@ -78,9 +86,9 @@ def run(make_manager, client, new_request, model, asked, **options):
 
 
 def test_every_width_penalty_and_way_to_stop(make_manager, new_client, new_request, random_model):
-    """The beams are right if requests with different widths, length penalties and ways to stop run together.
+    """Requests with different beam widths, length penalties and kinds of early stopping run together and are right.
 
-    Each model family gets different combinations.
+    Each model family tries a different selection of combinations.
     """
     draw = random.Random(random_model.folder.name.rstrip("0123456789"))        # the family
     client, asked, i = new_client(), {}, 0
@@ -130,9 +138,9 @@ def llama(llama_reference):
 
 @pytest.mark.parametrize("where", ["start", "finish"])
 def test_a_step_that_raised_is_run_again_in_parts(make_manager, new_client, new_request, llama, monkeypatch, where):
-    """Beams are right after a step that raised, even if it raised after its work was done.
+    """If `start` or `finish` of a step raises after the step's work was done, its parts run again, with right beams.
 
-    The results depend only on the state before the step.
+    The beams depend only on the state before the step.
     """
     original, again = getattr(NativeBackend if where == "start" else NativeStep, where), itertools.cycle([True, False])
 
@@ -239,9 +247,9 @@ def test_a_logits_post_processor_sees_every_beam(make_manager, new_client, new_r
 
 
 def test_thirty_two_beams_with_thirty_stop_words(make_manager, new_client, new_request, austen):
-    """32 beams with 30 stop words are right. transformers gets the stop words as end ids.
+    """Requests with 32 beams and 30 stop words of one token get the beams of transformers, where these are end ids.
 
-    A step considers (1 + 30 stop words + 1 end id) * 32 continuations.
+    Each step considers (1 + 30 stop words + 1 end id) * 32 continuations.
     """
     draw, client, width, asked, expected = random.Random(4), new_client(), 32, [], {}
     for i in range(3):

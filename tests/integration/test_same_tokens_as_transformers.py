@@ -1,4 +1,4 @@
-"""The engine gives the greedy tokens of transformers for its checkpoints, through the callbacks, in any batch."""
+"""In any batch, requests to a GptManager get the greedy tokens that transformers generates from the same checkpoint."""
 
 import json
 import random
@@ -19,7 +19,7 @@ def prompts_of(vocab_size: int, lengths: list[int], seed: int = 0) -> dict[int, 
 
 
 def around(tokens_per_block: int) -> list[int]:
-    """Return the lengths at and around each multiple of a block, up to 300, and the lengths 1, 2 and 300."""
+    """Return prompt lengths: the multiples of tokens_per_block below 300, their neighbours, and 1, 2 and 300."""
     multiples = range(tokens_per_block, 300, tokens_per_block)
     return sorted({1, 2, 300, *(m + d for m in multiples for d in (-1, 0, 1))})
 
@@ -136,7 +136,7 @@ def test_a_static_batch_with_a_stopped_member_gives_the_others_the_same_tokens(
 
 def test_padding_does_not_spread_a_token_whose_embedding_is_not_finite(
         make_manager, new_client, new_request, llama_reference, tmp_path):
-    """Padding is token 0. A NaN embedding of token 0 does not affect requests without this token."""
+    """If token 0, which pads a static batch, has a NaN embedding, requests without token 0 get the right tokens."""
     from safetensors.numpy import load_file, save_file
 
     (tmp_path / "config.json").write_bytes((llama_reference.folder / "config.json").read_bytes())

@@ -1,4 +1,4 @@
-"""Models that run through transformers' layers give the tokens of transformers, through the callbacks."""
+"""Requests to a GptManager whose model runs transformers' layers get the tokens, beams and logits of transformers."""
 
 import json
 import logging

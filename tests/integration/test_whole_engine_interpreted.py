@@ -1,8 +1,7 @@
 """The whole engine on interpreted Triton kernels gives the tokens and log-probs of the engine in torch, in every mode.
 
-So CI runs the GPU code of decoding, attention and models without a GPU. The test fails if a kernel gets wrong
-arguments, if a column is packed in one way and read in another, or if a padded row is sampled. The kernels run in a
-separate process.
+The test runs the GPU code of decoding, attention and models without a GPU, in a separate process. It fails if a kernel
+gets wrong arguments, if a column is packed in one way and read in another, or if a padded row is sampled.
 """
 
 import json
@@ -24,7 +23,7 @@ SHOWS = {"overlap": "MicroBatch ID", "reuse": "Reused KV cache blocks", "run_ahe
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
-    """(folder of the checkpoints, mode -> results of the engine on interpreted kernels)"""
+    """Run engine_modes.py with interpreted kernels. Return (folder of the checkpoints, {mode: results})."""
     pytest.importorskip("triton", reason="triton is not installed")
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
