@@ -1,4 +1,4 @@
-"""Deterministic attention agrees with the oracles, and a token's result has the same bits for all chunks of a prompt.
+"""Deterministic attention agrees with the oracles. A token's result has the same bits for all ways to chunk its prompt.
 
 Blocks that no window contains any more hold NaN, so that a result is NaN if such a block is read.
 """

@@ -44,9 +44,10 @@ class Engine:
         self.ended = {}
 
     def step(self, logits_of, times=1):
-        """Run one step, `times` times. Return its beams' logits after all stages, and its beam-search outputs, by slot.
+        """Run one step. Return the beams' logits after all stages, and the outputs of beam search, each by slot.
 
         logits_of   returns the logits [vocab] of the token after a sequence
+        times       how often the step runs; after a failure, a step runs again
         """
         going = [slot for slot in range(len(self.setups)) if slot not in self.ended]
         owners = np.array([slot for slot in going for _ in self.texts[slot]], np.int32)

@@ -209,7 +209,7 @@ def random_table(seed, vocab_size):
 def test_texts_that_end_in_a_stop_word_are_finished_with_it(stop_words, early_stopping):
     """A search with stop words has the hypotheses of `by_the_book`. A stop word may begin in the prompt (9, 6).
 
-    In the cases with stop words of one token, these tokens are among the best candidates of every step.
+    In the cases with several stop words of one token, beams that end can make up most of a step's candidates.
     """
     finishes = []
     for seed, width in itertools.product(range(12), (2, 3, 4)):

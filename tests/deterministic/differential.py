@@ -1,8 +1,8 @@
 """Compares a request's tokens, log-probabilities and logits, bit by bit, between a run alone and another run.
 
 The tests of this folder and tests/campaigns/deterministic.py use this module. A request that runs alone computes its
-whole context in one step, is never paused and reuses no cached block. In the other run, `Circumstances` such as other
-requests, chunks and pauses may differ. A *pair* is the two outcomes of one request.
+whole context in one step, is never paused and reuses no cached block. In the other run, it shares the engine with other
+requests, and has other `Circumstances`, such as chunks and pauses. A *pair* is the two outcomes of one request.
 """
 
 import json
@@ -151,8 +151,8 @@ class Circumstances:
     chunk      tokens of each chunk except the last; None: whole contexts; 0: a random number of blocks
     pauses     request id -> numbers of generated tokens after which the request is paused
     layout     key of LAYOUTS: how a step packs its tokens
-    overlap    schedule about half of the requests in each step, so that two steps can be in flight
-    static     use the scheduler of TrtGptModelType.V1, which runs fixed batches
+    overlap    set enable_trt_overlap, and run about half of the requests in each step
+    static     use TrtGptModelType.V1 with its own scheduler
     arrivals   request id -> iteration in which the get callback returns the request; 0 if the id is missing
     laziness   probability that the scheduler leaves a runnable request out of a step
     solitary   each step runs a single request
@@ -172,7 +172,7 @@ class Circumstances:
 
 
 class ScriptedScheduler(RequestScheduler):
-    """A scheduler that chooses, chunks and pauses requests as the circumstances say. It never runs out of blocks.
+    """Chooses, chunks and pauses requests as the circumstances say. The pool must have blocks for all requests.
 
     reused   request id -> largest number of prompt tokens that the request reused from the cache
     """

@@ -247,7 +247,7 @@ def test_a_logits_post_processor_sees_every_beam(make_manager, new_client, new_r
 
 
 def test_thirty_two_beams_with_thirty_stop_words(make_manager, new_client, new_request, austen):
-    """Requests with 32 beams and 30 stop words of one token get the beams of transformers, where these are end ids.
+    """Requests with 32 beams and 30 stop words get the beams of transformers, which takes the stop words as end ids.
 
     Each step considers (1 + 30 stop words + 1 end id) * 32 continuations.
     """

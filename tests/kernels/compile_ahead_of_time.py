@@ -188,9 +188,9 @@ def sampling():
 
 
 def plain_step():
-    """Launch the kernels that run before and after the layers of a step without extra stages.
+    """Launch the kernels that a plain step launches before and after its layers; see runtime/step_inputs.py.
 
-    The first launch is that of a step with random sampling, the second that of a greedy step.
+    The launches are first those of a step with random sampling, and then those of a greedy step.
     """
     from batch_manager.triton_kernels.prepare_step import prepare_step
     from batch_manager.triton_kernels.sample_token import sample_token

@@ -42,7 +42,7 @@ argument_sets = _load(HERE / "argument_sets.py")
 
 
 class Interpreter:
-    """Runs a Triton kernel in the worker process, which the first call starts. Calling the object runs a kernel."""
+    """Runs a Triton kernel in the worker process each time the object is called. The first call starts the process."""
 
     def __init__(self):
         self.process = None
@@ -122,7 +122,7 @@ def is_recording():
 
 
 def _oracle_in_its_place(module, function, args, kwargs):
-    """Run the oracle on float64 copies of the arguments. Write its results to the arguments, as a kernel would."""
+    """Run the oracle on float64 copies of the arguments. Write its results to the arguments, and return its result."""
     found = getattr(importlib.import_module(f"batch_manager.triton_kernels.reference.{module}"), function)
     given = [*args, *kwargs.values()]
     wide = _copies(given, torch.float64)
