@@ -1,4 +1,4 @@
-"""With a scripted backend, AsyncEngine's streams yield the backend's tokens, end as documented, and fail with codes."""
+"""With a scripted model, AsyncEngine's streams yield the right tokens, end as documented and stop their requests."""
 
 import asyncio
 import gc
@@ -29,10 +29,7 @@ async def start(backend=None, parts=None, **params):
 
 
 def run(test, **options):
-    """Start an engine with `options`, run test(engine) on a new event loop, and close the engine.
-
-    Returns the result of `test`.
-    """
+    """Run test(engine) on a new event loop, with an engine that is closed afterwards."""
     async def inside():
         async with await start(**options) as engine:
             return await asyncio.wait_for(test(engine), 60)
@@ -131,10 +128,7 @@ def test_the_time_that_a_request_waits_here_counts():
 
 
 def test_with_takes_all_requests_wait_in_the_engine_and_too_many_are_refused():
-    """With takes_all=True, the engine's queue orders requests by priority and refuses those beyond its limit.
-
-    The limit is max_queued_requests.
-    """
+    """With takes_all, requests wait in the engine by priority, and a request beyond max_queued_requests is refused."""
     async def test():
         optional_params = TrtGptModelOptionalParams(max_batch_size=2, max_queued_requests=3)
         parts = Parts(backend=ScriptedBackend(step_seconds=0.002))

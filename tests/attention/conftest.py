@@ -1,4 +1,4 @@
-"""Fixtures for tests of attention: model shapes with a pool of random numbers, steps on them, and oracle results."""
+"""Fixtures: packed steps over a pool of random numbers, and the results that the oracles compute for them."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class Layout:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
 
     def rotary(self, positions=512, size=None):
-        """Return tables `cos` and `sin` that rotate the first `size` entries of each head; None: all entries."""
+        """Return rotary tables for the first `size` entries of each head; None rotates all entries."""
         size = self.head_size if size is None else size
         angles = torch.outer(torch.arange(positions).float(), 0.3 ** torch.arange(size // 2).float())
         return SimpleNamespace(cos=angles.cos(), sin=angles.sin())
@@ -74,10 +74,10 @@ class Layout:
 
 
 def make_step(contexts, generation, num_blocks, tokens_per_block, consecutive=False):
-    """Return a packed step whose block tables use the pool's blocks in random order, or in consecutive order.
+    """Return a packed step whose block tables use the blocks of the pool in random or consecutive order.
 
     contexts     (cached tokens, new tokens) of each context sequence
-    generation   cached tokens of each generation sequence; each has one new token
+    generation   cached tokens of each generation sequence, which has one new token
     """
     work = [*contexts, *((cached, 1) for cached in generation)]
     order = np.arange(num_blocks) if consecutive else np.random.default_rng(0).permutation(num_blocks)

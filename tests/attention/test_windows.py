@@ -1,7 +1,4 @@
-"""Windows and sinks decide which tokens are visible and which blocks are read.
-
-Blocks that have left the window are filled with NaN or reused, and do not affect results.
-"""
+"""Windows and sinks decide which tokens are visible and which blocks are read. Released blocks have no effect."""
 
 import numpy as np
 import pytest

@@ -28,7 +28,7 @@ STRUCTURAL = {"config": damage_config, "header": damage_header, "index": damage_
 
 @cache
 def honest_files(*base) -> dict[str, Entry]:
-    """Return the cached files of the valid checkpoint `honest(*base)`: {file name: entry}."""
+    """The cached files of the checkpoint honest(*base)."""
     return {name: Bytes(data, lasts=True) for name, data in honest(*base).to_files().items()}
 
 

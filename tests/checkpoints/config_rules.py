@@ -40,7 +40,7 @@ class Unsure(Exception):
 
 
 class _Fields:
-    """Reads typed fields of a config.json, and collects the names of missing and invalid fields in `faults`."""
+    """Typed reader that collects the names of all faulty fields."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config, self.faults = config, []

@@ -34,10 +34,7 @@ STAND_INS = (Special("pipe"), Special("folder"), Special("socket"), Link("/dev/z
 
 
 def damage_bytes(data: bytes, random: Random) -> bytes:
-    """Return a file's content with one random kind of damage, such as flipped bits, a cut or inserted bytes.
-
-    Damage near the beginning of the file is the most frequent.
-    """
+    """Return the data with one kind of damage, which is more often near the beginning than elsewhere."""
     kind = random.random()
     if kind < 0.02:
         return random.choice(FOREIGN_FILES)
@@ -68,7 +65,7 @@ def damage_bytes(data: bytes, random: Random) -> bytes:
 
 
 def _header_longer(data: bytes, piece: bytes, random: Random) -> bytes:
-    """Insert a piece into the header of a safetensors file, and adjust the header's stored length."""
+    """Insert a piece into the header and adjust the header's length."""
     length = int.from_bytes(data[:8], "little")
     place = random.randrange(8, 9 + min(length, max(len(data) - 8, 0)))
     return ((length + len(piece)) % 2**64).to_bytes(8, "little") + data[8:place] + piece + data[place:]

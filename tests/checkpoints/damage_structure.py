@@ -168,7 +168,7 @@ def _one_more(file: TensorFile, random: Random) -> None:
 
 
 def _metadata(file: TensorFile, random: Random) -> None:
-    """Add an entry `__metadata__` to the header. The file stays valid only if the entry's value is a string."""
+    """Add the text field `__metadata__`. A value that is not text makes the file invalid."""
     value = random.choice(('"pt"', "1", "null", "{}", '"\\u001b"', '"x","format":"y"'))
     file.entries.insert(0, ('"__metadata__"', {"format": value}))
 

@@ -32,7 +32,7 @@ STRANGE_NAMES = ("", "x", "blk.0.attn_q", "blk.0.attn_q.weight", "blk.1.ffn_up.b
 
 
 def shapes_of(architecture: str) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of the tensors of a model. Shapes are in the order of torch: rows before columns."""
+    """Names and shapes of the tensors, in the order of torch: rows first."""
     layer = {"attn_norm.weight": (HIDDEN,), "ffn_norm.weight": (HIDDEN,)}
     if architecture == "gpt2":
         layer |= {"attn_qkv.weight": (3 * HIDDEN, HIDDEN), "attn_output.weight": (HIDDEN, HIDDEN),
@@ -103,7 +103,7 @@ def damaged(seed: int) -> bytes:
 
 
 def _entry(draft: Draft, random: Random) -> None:
-    """Damage a random entry of the metadata: change its value, type or key, repeat it, or remove it."""
+    """Change the value, type or key of an entry, or repeat or remove the entry."""
     place = random.randrange(len(draft.entries))
     entry, kind = draft.entries[place], random.random()
     if kind < 0.15:

@@ -74,7 +74,7 @@ class _Cursor:
 
 
 def read(data: bytes) -> File:
-    """Parse the bytes of a GGUF file. Raises Broken if they are invalid."""
+    """Parse a GGUF file. Raises Broken."""
     cursor = _Cursor(data)
     if cursor.take(4) != b"GGUF" or cursor.one("<I") not in (2, 3):
         raise Broken

@@ -73,10 +73,7 @@ def _object(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def tensor_file(tensors: list[tuple[str, str, tuple[int, ...]]], source: random.Random) -> TensorFile:
-    """Return a file of these tensors, each (name, dtype, shape), with random bits.
-
-    Every other byte is small, so that most values are finite.
-    """
+    """A file of tensors (name, dtype, shape) with random bits. Every other byte is small, so most values are finite."""
     entries, data = [], b""
     for name, dtype, shape in tensors:
         size = ELEMENT_BYTES[dtype]

@@ -17,7 +17,7 @@ FOLDER = Path("/tmp/damaged-checkpoint")
 
 
 def command(key: str) -> str:
-    """Return the shell command that tries the checkpoint with this key again."""
+    """The command that replays a key."""
     return f"python -m tests.checkpoints.replay {key}"
 
 

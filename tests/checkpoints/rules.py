@@ -1,4 +1,4 @@
-"""An oracle for checkpoint folders: decides by independent rules and the safetensors library whether they are valid."""
+"""The oracle of checkpoint folders: judges files by independent rules and by the safetensors library."""
 
 import json
 import re
@@ -23,11 +23,7 @@ HARMLESS_ELSEWHERE = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 
 @dataclass(frozen=True, slots=True)
 class Good:
-    """The verdict on a valid checkpoint, with what batch_manager must read from it.
-
-    numbers   attributes that the ModelSpec must have
-    tensors   {name: tensor in float32}
-    """
+    """A valid checkpoint: the numbers of its configuration, and the tensors of the model in float32."""
 
     numbers: dict[str, Any]
     tensors: dict[str, np.ndarray]
@@ -56,7 +52,7 @@ class Broken(Exception):
 
 
 def judge(files: Mapping[str, Entry]) -> Good | Bad | None:
-    """Return the verdict on a checkpoint folder with these entries, or None if the rules do not decide."""
+    """The verdict on a folder, or None if the rules do not decide."""
     try:
         return _judge(files)
     except Unsure:
@@ -98,10 +94,7 @@ def _judge(files: Mapping[str, Entry]) -> Good | Bad:
 
 @lru_cache(512)
 def parse_json(data: bytes) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Raises Broken if it is invalid, too large or has a key twice, and Unsure if it may be too deep for some parsers.
-    """
+    """Parse a JSON object of bounded size without repeated keys. Raises Broken or Unsure."""
     signs = data.count(b"[") + data.count(b"{")
     if len(data) > MAX_JSON_BYTES or data.count(b",") + signs > MAX_JSON_VALUES:
         raise Broken
@@ -128,10 +121,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def _content(files: Mapping[str, Entry], name: str) -> tuple[str, bytes]:
-    """Return (name, bytes) of the file to which `name` leads, directly or through links.
-
-    Raises Broken if there is none.
-    """
+    """Follow the links of a name. Returns the name of the file that they lead to, and its bytes."""
     for _ in range(10):
         entry = files.get(name)
         if isinstance(entry, Bytes):

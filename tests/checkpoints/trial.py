@@ -99,7 +99,7 @@ class Bench:
         counts.failed += [(key, found) for key, found in wrong.items() if found]
 
     def resources(self, key: str) -> list[str]:
-        """Read the checkpoint with this key. Describe leftover threads and open files, and excess memory."""
+        """Describe the threads and open files that reading this checkpoint leaves, and the excess memory it takes."""
         files = case(key)
         self.place.become(files)
         forget_peak()
@@ -164,7 +164,7 @@ def outcome_of(folder: Path) -> tuple[ModelSpec, dict[str, torch.Tensor]] | Base
 
 
 def compare(folder: Path, verdict: Good | Bad | None, outcome: Any) -> list[str]:
-    """Describe how the outcome of reading a checkpoint contradicts the verdict of the rules. [] if it does not."""
+    """Describe what is wrong with the outcome, given the verdict of the rules."""
     if not isinstance(outcome, tuple):
         return compare_refusal(folder, verdict, outcome)
     if isinstance(verdict, Bad):

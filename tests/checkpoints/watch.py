@@ -74,12 +74,10 @@ def audited(folder: Path) -> Iterator[list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What the process uses at one time.
+    """Threads, open files and memory of the process.
 
-    threads    number of threads
-    files      number of open files
-    resident   resident memory in bytes
-    peak       largest resident memory in bytes since `forget_peak`
+    resident   bytes of memory in use
+    peak       the most bytes of memory in use since `forget_peak`
     """
 
     threads: int
@@ -101,10 +99,7 @@ def forget_peak() -> None:
 
 
 def differences(before: Resources, after: Resources, file_bytes: int) -> list[str]:
-    """Describe the threads and open files that were left between two measurements, and excess memory.
-
-    Memory is in excess if its peak grew by more than MEBIBYTES beyond `file_bytes`, the size of the files read.
-    """
+    """Describe threads and open files left by reading `file_bytes` bytes of files, and excess memory."""
     wrong = []
     if after.threads != before.threads:
         wrong.append(f"{after.threads - before.threads:+} threads")

@@ -38,7 +38,7 @@ def machine(request, tmp_path_factory):
 
 @pytest.fixture
 def threads():
-    """Yield `torch.set_num_threads`, which compiled code obeys too. The number is restored after the test."""
+    """Yield a function that sets the number of threads of a step. The number is restored after the test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)

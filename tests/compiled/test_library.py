@@ -70,10 +70,7 @@ def test_what_killed_processes_left_is_deleted_when_it_is_old(cache):
     lambda content: content[:9000] + bytes([content[9000] ^ 1]) + content[9001:]], ids=[
     "other", "empty", "first page", "last byte missing", "one bit"])
 def test_a_damaged_file_in_the_cache_is_replaced(cache, damage):
-    """A damaged file in the cache is replaced by a newly compiled library.
-
-    Loading a truncated file would end the process with a bus error.
-    """
+    """A damaged library file is compiled again. To load a truncated file would end the process with a bus error."""
     load()
     (built,) = cache.iterdir()
     content = built.read_bytes()

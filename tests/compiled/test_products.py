@@ -1,4 +1,4 @@
-"""Products with a PackedMatrix agree with products in float64, on any number of threads."""
+"""Products with packed matrices agree with products in float64."""
 
 import contextlib
 import os

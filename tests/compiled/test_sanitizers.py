@@ -1,4 +1,4 @@
-"""GCC's sanitizers find no data race and no access out of bounds in the C code of a compiled step."""
+"""GCC's sanitizers find no data race and no access out of bounds in a step."""
 
 import shutil
 import subprocess

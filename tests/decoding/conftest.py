@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """Run torch on one thread in these tests, because more threads are slower with small tensors."""
+    """Use one thread, because more threads are slower with small tensors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -34,7 +34,7 @@ def way(request, monkeypatch):
 
 @pytest.fixture
 def decoder_with(way):
-    """decoder_with(setup, ...) returns a GptDecoder on the CPU in which the SlotSetups are in slots 0, 1, ..."""
+    """decoder_with(setup, ...) returns a GptDecoder in which the setups are in slots 0, 1, ..."""
     def make(*setups, num_slots=None, own_stages=()):
         decoder = GptDecoder(num_slots or max(len(setups), 1), CPU, own_stages)
         decoder.set_up(enumerate(setups))

@@ -19,7 +19,7 @@ def upload(arrays):
 
 
 class Recorder(LogitsStage):
-    """A stage that runs after all other stages. `seen` has the beams' logits in the newest step, by slot."""
+    """A stage that runs after all others and records the logits of the beams."""
 
     def is_active(self, setup):
         return True

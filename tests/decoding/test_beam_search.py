@@ -81,7 +81,7 @@ def tiny_model():
 
 @pytest.fixture(scope="module")
 def follows_in(tiny_model):
-    """follows_in(prompt) returns the argument `follows` of `run`: log-probs of `tiny_model` after that prompt."""
+    """follows_in(prompt) returns a function `follows` for `run`, which runs `tiny_model` without a KV cache."""
     import torch
 
     known = {}

@@ -153,7 +153,7 @@ def test_slots_grow_by_doubling_and_keep_what_they_hold(decoder_with, rows_of):
 
 
 class BanOneToken:
-    """A user's stage that does not derive from LogitsStage. It bans token 0 in slots with an end id."""
+    """A user's stage without a base class. It bans token 0 in slots with an end id."""
 
     reads = ()
 

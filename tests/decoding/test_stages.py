@@ -1,4 +1,4 @@
-"""Stages change logits and end sequences as transformers does, whatever other requests are in the batch."""
+"""Stages change logits and end sequences as transformers does, whatever other rows are in the batch."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def random_logits(rows, seed=0):
 
 
 def random_setup(random, prompt_length):
-    """Return a SlotSetup with random penalties, bans and other features. Each feature is off with probability 1/2."""
+    """Return a setup with a random mixture of features, each of which is off half of the time."""
     def maybe(value, neutral):
         return value() if random.random() < 0.5 else neutral
 
@@ -132,7 +132,7 @@ def test_all_end_ids_are_banned_until_enough_was_generated(decoder_with, rows_of
 
 
 def logits_for(tokens):
-    """Return logits [rows, VOCAB] from which greedy sampling chooses `tokens`, one for each row."""
+    """Return logits from which exactly these tokens are sampled."""
     return torch.nn.functional.one_hot(torch.tensor(tokens), VOCAB).float()
 
 

@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session")
 def differential():
-    """Return the module differential.py, loaded from its file: its folder is neither a package nor on sys.path."""
+    """The module differential.py. Its folder is not a package and is not on sys.path."""
     spec = importlib.util.spec_from_file_location("deterministic_differential", HERE / "differential.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -243,7 +243,7 @@ class Laboratory:
         self.reused: dict[int, int] = {}
 
     def backend(self, layout: str):
-        """Return the backend with this layout, with its count of operations reset for a new engine."""
+        """Return the backend of this layout. Its count of operations is set to 0 for a new engine."""
         if layout not in self._backends:
             self._backends[layout] = build_native_backend(
                 self.folder, self.params, layout=LAYOUTS[layout], num_slots=32, max_beam_width=self.max_beam_width)
@@ -258,7 +258,7 @@ class Laboratory:
         return self._alone[ask]
 
     def run(self, asks: dict[int, Ask], circumstances: Circumstances) -> dict[int, Outcome]:
-        """Run the requests {request id: Ask} in one engine under these circumstances. Return {request id: Outcome}."""
+        """Run all requests in one engine under these circumstances, and return the outcome of each request id."""
         schedulers = []
 
         def scheduler(limits, kv_cache_manager):
@@ -329,10 +329,7 @@ def drive(params: TrtGptModelOptionalParams, backend, arrivals: list[tuple[int, 
 
 
 def outcome_of(tensors: dict[str, np.ndarray]) -> Outcome:
-    """Return the outcome of a request from the tensors {name: array} of its final response.
-
-    The response's output tokens must exclude the prompt.
-    """
+    """Return the outcome in the tensors of a final response whose output excludes the prompt."""
     length = int(tensors["sequence_length"][0, 0])
     return Outcome(tuple(tensors["output_ids"][0, 0][:length].tolist()), tensors["output_log_probs"].tobytes(),
                    tensors["generation_logits"].tobytes(), tensors["context_logits"].tobytes(),
@@ -349,7 +346,7 @@ class Reused:
 
 
 def run_with_reuse(laboratory: Laboratory, params: TrtGptModelOptionalParams, asks: list[Ask]) -> Reused:
-    """Run the requests in one engine, 100 iterations apart, so that each can reuse the blocks of earlier requests."""
+    """Run the requests one after the other in one engine, so that each can reuse the blocks of those before it."""
     arrivals = [(100 * number, ask.request(number)) for number, ask in enumerate(asks)]
     client = drive(params, laboratory.backend("fused"), arrivals)
     return Reused([client.outcomes[number] for number in range(len(asks))],
@@ -364,12 +361,10 @@ SAMPLINGS = ({}, {"runtime_top_p": 0.9, "temperature": 0.8}, {"runtime_top_k": 4
 
 
 def draw_ask(draw: random.Random, vocab: int, block: int, longest: int = 100) -> Ask:
-    """Return a random Ask: greedy or sampled, with or without penalties and other changes of logits.
+    """Generate the content of a request: greedy or sampled, with or without penalties and other changes of logits.
 
-    About half of the prompts have a multiple of `block` tokens, give or take one token.
+    About half of the prompts are a whole number of blocks long, give or take one token.
 
-    vocab     size of the vocabulary
-    block     tokens per block
     longest   approximate largest number of tokens of a prompt
     """
     blocks = max(1, longest // block)

@@ -1,7 +1,4 @@
-"""With deterministic=True, building the backend fails for parts, model classes and machines that are not deterministic.
-
-The error names the part, the class or the operation.
-"""
+"""In deterministic mode, parts and machines that cannot be deterministic are refused by name before any step runs."""
 
 import pytest
 

@@ -18,7 +18,7 @@ SPECIAL = ["<|begin|>", "<|im_start|>", "<|im_end|>"]
 
 
 def trained_merges(pre_tokenizer, normalizer=None, size=700):
-    """Train a byte-level BPE tokenizer on TEXT, without special tokens. Return (vocabulary, merges)."""
+    """Return the (vocabulary, merges) of a byte-level BPE trained on TEXT, without special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer
     if normalizer is not None:
@@ -30,9 +30,9 @@ def trained_merges(pre_tokenizer, normalizer=None, size=700):
 
 
 def trained_pieces(size=600):
-    """Train a vocabulary on TEXT. Return [(piece, score, kind)] in the order that SentencePiece uses.
+    """Return a vocabulary in the order of SentencePiece: three special tokens, 256 bytes, then pieces of TEXT.
 
-    The order is: three special tokens, 256 bytes, pieces of TEXT.
+    Its entries are (piece, score, kind).
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -46,10 +46,7 @@ def trained_pieces(size=600):
 
 
 def write(path, values, architecture="llama"):
-    """Write a GGUF file without tensors, and return its path.
-
-    values   the metadata: key -> string, bool, unsigned integer or list; None leaves the key out
-    """
+    """Write a GGUF file without tensors. `values` is its metadata: key -> string, bool, unsigned integer or list."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in values.items():
         if isinstance(value, bool):

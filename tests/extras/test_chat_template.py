@@ -193,7 +193,7 @@ def test_no_template_reaches_a_python_object(tmp_path, template):
 
 
 def test_these_templates_do_reach_something_without_the_sandbox(tmp_path):
-    """At least 25 of the hostile templates reach Python objects in jinja2's ordinary environment, without a sandbox."""
+    """At least 25 of the hostile templates work in jinja2's ordinary environment, so the sandbox is what stops them."""
     environment = jinja2.Environment(extensions=["jinja2.ext.do"])
     environment.globals.update(raise_exception=chat_prompt, strftime_now=chat_prompt)
     reached = 0

@@ -1,7 +1,4 @@
-"""A tokenizer that is read from a GGUF file encodes random texts as the original tokenizer does.
-
-Unknown kinds of tokenizers are refused.
-"""
+"""Tokenizers from GGUF files give the ids of the original tokenizers for random texts. Unknown kinds are refused."""
 
 import asyncio
 import json
@@ -186,10 +183,7 @@ def test_a_conversation_by_the_files_template(smollm):
 
 
 def test_texts_of_a_model_that_is_one_file(tmp_path):
-    """LLM runs a single GGUF file as a model. Its stream yields only complete characters.
-
-    The model has random weights, so that it generates random bytes.
-    """
+    """LLM runs a GGUF file, and its stream yields whole characters although random weights give random bytes."""
     talk = [{"role": "user", "content": "Who is Emma?"}]
     with LLM(write_model(tmp_path / "model.gguf"), max_batch_size=2, num_threads=1) as llm:
         assert llm.info.end_ids == (len(load_tokenizer(tmp_path / "model.gguf").get_vocab()) - 1,)

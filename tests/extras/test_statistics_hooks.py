@@ -1,4 +1,4 @@
-"""The hooks for Prometheus, OpenTelemetry and JSON lines export the right statistics of a running engine."""
+"""The hooks for Prometheus, OpenTelemetry and JSON lines give the statistics of a running engine."""
 
 import errno
 import gc
@@ -188,9 +188,9 @@ def test_a_request_is_a_span_within_the_one_of_its_caller():
 
 
 def test_a_global_provider_may_come_later():
-    """OpenTelemetryStatistics that were made before the global meter provider was set report to it too.
+    """Hooks that were made before the global provider was set report to it too.
 
-    The test starts a process, because the global provider can be set only once.
+    The test runs a process, because the global provider can be set only once.
     """
     pytest.importorskip("opentelemetry.sdk.metrics", reason="NOT RUN: opentelemetry-sdk is not installed")
     code = """

@@ -68,7 +68,7 @@ def llama_decoder() -> decoders.Decoder:
 
 
 def odd_decoder() -> decoders.Decoder:
-    """Return a decoder that combines all decoding steps that TextStream can do piece by piece, in an unusual order."""
+    """Return a decoder with every kind of step that supports pieces, in an order that no real tokenizer has."""
     return decoders.Sequence([decoders.Sequence([decoders.Strip("a", 1, 0)]), decoders.ByteFallback(),
                               decoders.Metaspace(prepend_scheme="first"), decoders.Fuse(), decoders.Strip(" ", 3, 0),
                               decoders.Replace("aab", "\N{WHITE STAR}"), decoders.Replace("  ", " ")])
@@ -134,9 +134,9 @@ def text_behind(tokenizer, prompt: list[int], tokens: list[int], skips: bool) ->
 
 
 def up_to_stop(text: str, stop: list[str]) -> tuple[str, str | None]:
-    """Return (text before the first stop string, this stop string), or (text, None) if there is none.
+    """Return (the text before the first complete stop string, that string).
 
-    The first stop string is the one that ends first. If several end with the same character, it is the shortest.
+    If several stop strings are complete with the same character, the shortest one counts.
     """
     for end in range(1, len(text) + 1):
         found = [string for string in stop if text[:end].endswith(string)]
@@ -151,12 +151,7 @@ def random_text(draw: random.Random, most: int = 14) -> str:
 
 
 def random_tokens(draw: random.Random, tokenizer, most: int = 14) -> list[int]:
-    """Return random tokens: an encoded text, arbitrary ids, byte tokens of a text, or a mixture.
-
-    Some lists are cut at both ends, and some contain a special or an added token.
-
-    most   approximate largest number of words
-    """
+    """Return tokens of a text, random tokens, byte tokens of a text, or a mixture. Some lists are cut at both ends."""
     size = tokenizer.get_vocab_size()
     byte_ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
     kind = draw.randrange(5)
@@ -178,7 +173,7 @@ def random_tokens(draw: random.Random, tokenizer, most: int = 14) -> list[int]:
 
 
 def random_stop(draw: random.Random, text: str) -> list[str]:
-    """Return up to a dozen stop strings. Many occur in the text. Some are parts or extensions of others."""
+    """Return stop strings: pieces of the text, strings that overlap them, and strings that begin like them."""
     stop: list[str] = []
     for _ in range(draw.choice([0, 0, 1, 1, 2, 3, 6])):
         if text and draw.random() < 0.8:

@@ -1,8 +1,8 @@
-"""Measures what the statistics hooks cost in each iteration: python -m tests.extras.time_statistics_hooks
+"""The cost of the statistics hooks per iteration: python -m tests.extras.time_statistics_hooks
 
-The program prints the microseconds per call of each hook and of `observe`: median, smallest and largest of seven rounds
-of 20,000 calls. In each round, the hooks run one after another. They get a statistics record of an engine with a
-scripted model. OpenTelemetry runs with its SDK and a reader in memory.
+The program prints the microseconds per call of each hook and of `observe`: the median and the range of seven rounds of
+20,000 calls. The hooks run in turn. The record comes from an engine with a scripted model. OpenTelemetry runs with the
+SDK and a reader in memory.
 """
 
 import statistics

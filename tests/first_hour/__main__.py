@@ -35,10 +35,7 @@ LAST_LINES = 12
 
 
 def prepare(folder: Path) -> None:
-    """Download REQUIRED_WHEELS into `folder`, and print the command of each call on the GPU machine.
-
-    If the folder is in the checkout, git is told to ignore it.
-    """
+    """Download the wheels, exclude them from git if they are in the checkout, and print the command of each call."""
     download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--python-version",
                 "3.12", "--implementation", "cp", *(f"--platform={name}" for name in PLATFORMS), "-d", str(folder)]
     subprocess.run([*download, *REQUIRED_WHEELS], check=True)
@@ -50,7 +47,7 @@ def prepare(folder: Path) -> None:
 
 
 def keep_from_git(folder: Path, repository: Path) -> None:
-    """Add the folder to .git/info/exclude of the repository, unless it is there already."""
+    """Add the folder to the files that git excludes in this clone, unless it is excluded already."""
     found = subprocess.run(["git", "rev-parse", "--git-path", "info/exclude"], cwd=repository, capture_output=True,
                            text=True, check=True)
     exclude, line = repository / found.stdout.strip(), f"/{folder.as_posix()}/"
@@ -92,12 +89,7 @@ def prerequisites(wheels: Path | None, link: Path = ROOT / "batch_manager" / "tr
 
 def run_part(part: Part, out: Path, environment: dict[str, str], seconds: float, *, is_dry: bool,
              commit: str | None = None) -> dict[str, Any]:
-    """Run a part for at most `seconds`, with its output in PART.log, and kill the processes that it leaves behind.
-
-    Returns the part's entry of the summary.
-
-    commit   commit that a report names; None: the report asks git
-    """
+    """Run a part with its output in a file, kill its leftover processes, and return the part's line of the summary."""
     log, began = out / f"{part.name}.log", time.monotonic()
     line: dict[str, Any] = {"part": part.name, "what": part.text}
     try:
@@ -124,10 +116,7 @@ def run_part(part: Part, out: Path, environment: dict[str, str], seconds: float,
 
 def run(parts: Sequence[Part], out: Path, wheels: Path | None, minutes: float, *, is_dry: bool,
         commit: str | None = None) -> list[dict[str, Any]]:
-    """Run the parts in order for at most `minutes`. Return the summary, and write it to summary.json.
-
-    The summary has an entry for each part, including parts for which no time was left.
-    """
+    """Run the parts. Return the summary, with one line per part, including parts for which no time was left."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * minutes
     environment = prerequisites(wheels)

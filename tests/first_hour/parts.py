@@ -20,13 +20,12 @@ WITHOUT_A_GPU = ("tests/kernels/test_ahead_of_time.py", "tests/kernels/test_argu
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A command that the program runs, and its time limit.
+    """A part of the first hour: a command and its time limit.
 
-    text              description for the summary
     seconds           time limit
     arguments         arguments of the Python interpreter; {out} stands for the output folder
-    dry               arguments in place of `arguments` for a dry run, on a machine without a GPU
-    program           command in front of the interpreter, such as a sanitizer, except in a dry run
+    dry               arguments for a machine without a GPU
+    program           command in front of the interpreter, except in a dry run
     dry_environment   additional environment variables in a dry run
     """
 
@@ -39,7 +38,7 @@ class Part:
     dry_environment: tuple[tuple[str, str], ...] = ()
 
     def command(self, out: Path, *, is_dry: bool) -> list[str]:
-        """Return the command as a list of arguments. It must run in the folder ROOT.
+        """Return the command, which runs in the folder ROOT.
 
         Raises FileNotFoundError if `program` is not installed.
         """
@@ -59,7 +58,7 @@ def _report(*arguments: str) -> tuple[str, ...]:
 
 
 def gpu_test_files() -> tuple[str, ...]:
-    """Return the files with tests that need a GPU, except for tests/kernels and BF16_TEST, which have other parts."""
+    """Return the files with GPU tests, except those of the kernels and of the engine in bfloat16."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     names = [file.relative_to(ROOT).as_posix() for file in files if "mark.gpu" in file.read_text(encoding="utf-8")]
     return tuple(name for name in names if name != BF16_TEST and not name.startswith("tests/kernels/"))

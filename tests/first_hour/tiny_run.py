@@ -1,4 +1,4 @@
-"""Runs a tiny engine with few kernel launches, to run it under a GPU sanitizer, which slows each launch a hundredfold.
+"""Runs a tiny engine with few kernel launches, because a sanitizer slows each launch a hundredfold.
 
     python -m tests.first_hour.tiny_run --device cuda
 """
@@ -27,7 +27,7 @@ REQUESTS = ({}, {"temperature": 0.8, "runtime_top_p": 0.9, "random_seed": 3}, {"
 
 
 def run(device: str) -> dict[int, list[int]]:
-    """Run REQUESTS in an engine on this device. Return request id -> output. Raises RuntimeError if a request fails."""
+    """Run the requests and return id -> tokens. Raises RuntimeError if a request fails."""
     waiting = [InferenceRequest(number, {"input_ids": list(range(3, 40 + 17 * number)),
                                          "request_output_len": NEW_TOKENS, "end_id": -1, **options})
                for number, options in enumerate(REQUESTS)]

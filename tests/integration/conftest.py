@@ -1,4 +1,4 @@
-"""Fixtures with small models: checkpoints with random weights, saved by transformers, and transformers' results."""
+"""Checkpoints with random weights, saved by transformers, and the tokens that transformers generates from them."""
 
 import functools
 import json
@@ -103,7 +103,7 @@ FAMILIES = ["llama", "llama-yarn-bias", "mistral-window", "qwen2", "qwen3", "gpt
 
 
 class Reference:
-    """A small transformers model in float32 on the CPU, with random weights, and the folder of its checkpoint."""
+    """A transformers model in float32 on the CPU, and the folder of its checkpoint."""
 
     def __init__(self, family: str, folder) -> None:
         torch.manual_seed(sum(map(ord, family)))
@@ -118,11 +118,11 @@ class Reference:
         self._logits: dict[tuple, np.ndarray] = {}
 
     def greedy(self, prompt: list[int], count: int, guess: list[int] | None = None) -> list[int]:
-        """Return the `count` tokens that transformers generates greedily after the prompt.
+        """Return the `count` tokens of greedy generation of one request alone.
 
-        guess   the tokens that the engine generated. If one forward pass over prompt and guess shows that each token is
-                the argmax after the preceding tokens, the guess is the result. Otherwise the model generates one token
-                at a time, which takes many times as long
+        guess   expected tokens, which one forward pass over the whole sequence can confirm: they are right if every
+                token is the argmax after the tokens before it. Without a guess, or with a wrong guess, the model
+                generates one token at a time with its own cache, which takes many times as long
         """
         key = (tuple(prompt), count)
         if key not in self._known:
@@ -142,7 +142,7 @@ class Reference:
         return tokens
 
     def logits(self, tokens: list[int]) -> np.ndarray:
-        """Return transformers' logits [len(tokens), vocab_size] after each token of a sequence."""
+        """Return the logits [len(tokens), vocab_size] of one forward pass."""
         key = tuple(tokens)
         if key not in self._logits:
             with torch.inference_mode():
@@ -152,7 +152,7 @@ class Reference:
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory):
-    """references(family) -> Reference of the model family, which is made once per process and caches its results."""
+    """references(family) -> Reference. Each Reference is made once per process and caches its tokens."""
     return functools.cache(lambda family: Reference(family, tmp_path_factory.mktemp(family)))
 
 

@@ -54,7 +54,7 @@ WARMED_UP = ("plain", "beams")      # the warm-up of the other modes launches th
 
 
 def make_requests(mode):
-    """Yield the requests that the engine gets in a mode, in order of arrival."""
+    """Yield the requests of a mode in order of arrival."""
     draw = random.Random(1)
     asked = PLAIN if mode == "plain_rows" else [*REQUESTS, *(BEAMS if mode == "beams" else [])]
     if mode == "reuse":                                # prompts that share full blocks
@@ -68,7 +68,7 @@ def make_requests(mode):
 
 
 def checkpoint(folder, num_layers=1):
-    """Return the checkpoint folder of a small model with `num_layers` layers, below `folder`. Write it if missing."""
+    """Return the folder, within `folder`, of a small model with this many layers. Make it if it does not exist."""
     CONFIGS["qwen3"] |= SMALL | {"num_hidden_layers": num_layers}
     parent = Path(folder) / f"{num_layers} layers"
     parent.mkdir(exist_ok=True)
@@ -76,7 +76,7 @@ def checkpoint(folder, num_layers=1):
 
 
 class Arrivals(Client):
-    """A client whose get callback returns two requests at first, and then one request in every second iteration."""
+    """A client that hands over two requests at first, then one request in every second iteration."""
 
     has_poll = False
 

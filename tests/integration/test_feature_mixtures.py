@@ -1,7 +1,4 @@
-"""C13: 130 requests with random mixtures of features run in one engine. Each gets the results of a run alone.
-
-The engine uses different policies, chunks, pauses, overlap and model types.
-"""
+"""C13: 130 requests with random mixtures of features run together. Each gets the results that it gets alone."""
 
 import json
 
@@ -23,10 +20,9 @@ MIXED = [
 
 
 def random_tensors(random) -> dict:
-    """Return the tensors of a request with random features. Most requests lack any given feature.
+    """Return the tensors of a request with random features. Each feature is absent from most requests.
 
-    Many ids in prompts and all ids of words are below 9, so that banned words, stop words and repeated n-grams occur in
-    the outputs.
+    Many token ids are below 9, so that banned words, stop words and repeated n-grams occur in the outputs.
     """
     def words():
         return [random.integers(0, 9, random.integers(1, 4)).tolist() for _ in range(random.integers(1, 5))]
@@ -67,10 +63,7 @@ def mixture():
 
 @pytest.fixture
 def serve(make_manager, new_client, llama_reference):
-    """serve(mixture, **options): runs the requests {id: tensors} in one engine.
-
-    Returns ({id: (tokens, log-probs and finish reasons of all beams)}, number of pauses).
-    """
+    """serve(mixture, **options) -> ({id: (tokens, log-probs and finish reasons of all beams)}, number of pauses)"""
     def run(mixture, *, pool=300, chunked=False, tokens=512, overlap=False, **options):
         client = new_client()
         client.pending = [InferenceRequest(i, tensors, is_streaming=streams(i, tensors))
@@ -98,7 +91,7 @@ def serve(make_manager, new_client, llama_reference):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Return a dict for the results of the requests when each runs alone. The first test that needs it fills it."""
+    """The results of the requests when each runs alone. The first test that needs the results fills the dict."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Requests to a GptManager with penalties, bans, word lists, biases or end ids get transformers' greedy tokens."""
+"""Penalties, bans, word lists, biases and end ids give the greedy tokens of transformers, through the callbacks."""
 
 import random
 from pathlib import Path
@@ -49,7 +49,7 @@ FEATURES = {
 
 
 class Transformers:
-    """Generates greedily with a transformers model, its KV cache and its logits processors, one request at a time."""
+    """Greedy decoding with transformers' own model, cache and processors, one request at a time."""
 
     def __init__(self, model, folder) -> None:
         self.model, self.folder, self.vocab_size = model, folder, model.config.vocab_size

@@ -1,6 +1,6 @@
-"""Requests to a GptManager with beams and penalties, bans, word lists or biases get transformers' beams and scores.
+"""Penalties, bans, word lists and biases with beams give the beams and scores of transformers, through the callbacks.
 
-Greedy and sampled requests with the same features run in the same engine, and get the tokens of a run alone.
+Greedy and sampled requests with the same features run in the same engine, and get the tokens that they get alone.
 """
 
 import itertools
@@ -88,7 +88,7 @@ class Beams:
         self._known = {}
 
     def __call__(self, i, prompt, tensors):
-        """Return the beams of the request with this prompt and these tensors. `i` is the key of the cached result."""
+        """Return the beams of a request. `i` is the key of the cached result."""
         if i not in self._known:
             self._known[i] = self._find(prompt, tensors)
         return self._known[i]
@@ -192,7 +192,7 @@ def serve(make_manager, client, new_request, model, asked, **options):
 
 
 def assert_beams(client, model, asked):
-    """Assert that each request got the beams, finish reasons and scores of transformers."""
+    """Compare all beams and their scores with transformers."""
     for i, (prompt, tensors) in asked.items():
         final, expected = client.final(i), model(i, prompt, tensors)
         reasons = final.tensors["finish_reason"][0].tolist()

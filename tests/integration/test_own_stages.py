@@ -45,7 +45,7 @@ class OnlyMultiples(LogitsStage):
 
 
 class AsProcessor(transformers.LogitsProcessor):
-    """A logits processor for transformers with the rule of OnlyMultiples, for one divisor."""
+    """The same rule as OnlyMultiples, for transformers."""
 
     def __init__(self, divisor):
         self.divisor = divisor
@@ -103,7 +103,7 @@ def test_beams_compete_with_what_stages_leave_of_them(make_manager, new_client, 
 def test_deterministic_samples_are_the_same_bits_alone_and_among_others(make_manager, new_client, new_request,
                                                                         llama_reference):
     class Sharpen(LogitsStage):
-        """A stage that changes all rows by one operation, whose last bits may depend on the number of rows."""
+        """A stage with one operation on all rows. The last bits of its results may depend on the number of rows."""
 
         reads = ("temperature",)
 

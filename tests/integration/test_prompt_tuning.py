@@ -1,4 +1,4 @@
-"""Requests with prompt-tuning tokens get, in any batch, the logits that transformers computes from their embeddings."""
+"""Prompt-tuning tokens give the logits that transformers computes from the same embeddings, in any batch."""
 
 import json
 import random
@@ -105,10 +105,7 @@ def test_a_table_of_another_width_is_refused_with_the_models(make_manager, new_c
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_table_of_the_models_own_embeddings_changes_nothing(make_manager, new_client, llama_reference, dtype):
-    """Prompt-tuning tokens with the embeddings of ordinary tokens give the same logits as these tokens, bit by bit.
-
-    This holds for float32 and bfloat16.
-    """
+    """A table of the model's own embeddings gives the logits of the plain prompt bit by bit, also in bfloat16."""
     prompt, client = [7, 100, 3, 7, 55, 200], new_client()
     with torch.inference_mode():
         table = llama_reference.model.get_input_embeddings()(torch.tensor(prompt)).numpy()[None]
@@ -124,10 +121,7 @@ def test_a_table_of_the_models_own_embeddings_changes_nothing(make_manager, new_
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_mixture_of_everything_gives_each_request_what_it_gets_alone(make_manager, new_client, llama_reference, way):
-    """Sampled requests with embedding tables, post-processors, penalties, bans and biases run in one engine.
-
-    Each gets the results of a run alone.
-    """
+    """Requests with tables, post-processors, penalties, bans, biases and sampling get the results of a run alone."""
     def favour_even(request_id, logits, token_ids):
         logits[..., len(token_ids[0]) % 2 :: 2] -= 0.5
         return logits

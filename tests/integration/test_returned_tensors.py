@@ -124,9 +124,9 @@ def test_what_one_request_gets_back_does_not_depend_on_who_else_asks(make_manage
 @pytest.mark.parametrize("way", ["fused", "static", "paused, overlapped, in chunks"])
 def test_logits_are_the_models_own_and_log_probs_are_of_what_was_drawn_from(make_manager, new_client, llama_reference,
                                                                             way):
-    """Returned logits are unchanged by a post-processor, and returned log-probs are computed after it.
+    """Returned logits are the model's, and log-probs are those of the distribution that tokens are sampled from.
 
-    The post-processor of every second request halves the logits and bans a third of the tokens.
+    A post-processor halves the logits of some requests and bans a third of the tokens. Other requests have none.
     """
     vocab = llama_reference.vocab_size
 

@@ -20,7 +20,7 @@ SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
 
 
 def family_of_prompts(vocab_size, seed=0):
-    """Return prompts with common prefixes: {request id: tokens}.
+    """Return prompts with common prefixes.
 
     Some are equal, some are prefixes of others, and some differ from the middle of a block on.
     """
@@ -36,12 +36,9 @@ def family_of_prompts(vocab_size, seed=0):
 
 
 def serve(make_manager, new_request, folder, prompts, count, *, options=None, **engine):
-    """Run all prompts {id: tokens} in one engine, where a few arrive at a time.
+    """Run all prompts in one engine, where a few arrive at a time.
 
-    Returns ({id: final response}, the statistics of all iterations).
-
-    count     count(id) returns the number of tokens to generate
-    options   further tensors of all requests
+    Returns the final responses by id, and the statistics.
     """
     items = [new_request(i, prompt, count(i), return_log_probs=True, **(options or {}))
              for i, prompt in prompts.items()]
@@ -56,7 +53,7 @@ def serve(make_manager, new_request, folder, prompts, count, *, options=None, **
 
 
 def alone(make_manager, new_request, folder, prompts, count, **more):
-    """Run the prompts without block reuse, one request at a time. Return {id: final response}."""
+    """Return the final responses of the prompts, one request at a time, without reuse."""
     return serve(make_manager, new_request, folder, prompts, count, max_batch_size=1,
                  kv_cache_config=KvCacheConfig(tokens_per_block=SIZE, max_tokens=256), **more)[0]
 
@@ -127,10 +124,7 @@ def test_samples_are_the_same_with_and_without_reuse(make_manager, new_request, 
 # Windows and sinks.
 
 class Streaming:
-    """StreamingLLM in plain torch, as the expected result: a token sees its window and the sink tokens.
-
-    The model runs on the whole sequence. The object replaces its attention by one with a full mask.
-    """
+    """StreamingLLM in plain torch: the loaded model runs on the whole sequence with a masked attention."""
 
     dispatch = "mask"
 
@@ -166,10 +160,10 @@ class Streaming:
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
     def greedy(self, prompt, count, guess):
-        """Generate `count` tokens after the prompt, greedily.
+        """Return the `count` tokens of greedy generation.
 
-        guess   the tokens that the engine generated; if one forward pass shows that each is the argmax after the
-                preceding tokens, they are the result
+        guess   expected tokens, which one forward pass confirms: they are right if each token is the argmax after the
+                tokens before it
         """
         tokens = self._known.setdefault(tuple(prompt), list(prompt))
         if len(guess) == count > len(tokens) - len(prompt) and self._next_tokens(prompt + guess[:-1], count) == guess:
@@ -179,7 +173,7 @@ class Streaming:
         return tokens[len(prompt):len(prompt) + count]
 
     def _next_tokens(self, tokens, count):
-        """Return the likeliest next token after each of the last `count` tokens of a sequence."""
+        """Return the most likely token after each of the last `count` tokens."""
         model = self.loaded.model
         with torch.inference_mode():
             hidden = model.forward(model.embed(torch.tensor(tokens)), torch.arange(len(tokens)), self)
@@ -216,7 +210,7 @@ def test_windows_and_sinks_are_streaming_llm(make_manager, new_request, referenc
 
 def test_a_window_lets_a_long_text_run_in_a_pool_that_does_not_hold_it(make_manager, new_request,
                                                                        llama_reference):
-    """With a window, a request generates more tokens than the pool holds, because blocks that leave it are freed."""
+    """A long output runs in a small pool, because blocks return to the pool when they leave the window."""
     config = KvCacheConfig(tokens_per_block=SIZE, max_attention_window=32, sink_token_length=4, max_tokens=7 * SIZE)
     finals, records = serve(make_manager, new_request, llama_reference.folder, {1: [5, 6, 7]},
                             lambda i: 120, kv_cache_config=config, policy=GUARANTEED)

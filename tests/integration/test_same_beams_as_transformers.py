@@ -1,4 +1,4 @@
-"""Requests to a GptManager get, in any batch, all beams of transformers in the same order and with the same scores."""
+"""The engine gives all beams of transformers in order, with their scores, through the callbacks, in any batch."""
 
 import itertools
 import json
@@ -59,12 +59,7 @@ def austen():
 
 
 def run(make_manager, client, new_request, model, asked, **options):
-    """Run all requests in one engine, and assert that each gets the beams and scores of transformers.
-
-    Returns the statistics of all iterations.
-
-    asked   {id: (prompt, number of new tokens, beam width, end id, length penalty, early stopping)}
-    """
+    """Send all requests at once and compare every beam with transformers. Return the statistics."""
     client.pending = [
         new_request(i, prompt, count, beam_width=width, end_id=end_id, len_penalty=len_penalty,
                     early_stopping=early_stopping, return_log_probs=True)
@@ -86,9 +81,9 @@ def run(make_manager, client, new_request, model, asked, **options):
 
 
 def test_every_width_penalty_and_way_to_stop(make_manager, new_client, new_request, random_model):
-    """Requests with different beam widths, length penalties and kinds of early stopping run together and are right.
+    """The beams are right if requests with different widths, length penalties and ways to stop run together.
 
-    Each model family tries a different selection of combinations.
+    Each model family gets different combinations.
     """
     draw = random.Random(random_model.folder.name.rstrip("0123456789"))        # the family
     client, asked, i = new_client(), {}, 0
@@ -247,9 +242,9 @@ def test_a_logits_post_processor_sees_every_beam(make_manager, new_client, new_r
 
 
 def test_thirty_two_beams_with_thirty_stop_words(make_manager, new_client, new_request, austen):
-    """Requests with 32 beams and 30 stop words get the beams of transformers, which takes the stop words as end ids.
+    """32 beams with 30 stop words are right. transformers gets the stop words as end ids.
 
-    Each step considers (1 + 30 stop words + 1 end id) * 32 continuations.
+    A step considers (1 + 30 stop words + 1 end id) * 32 continuations.
     """
     draw, client, width, asked, expected = random.Random(4), new_client(), 32, [], {}
     for i in range(3):

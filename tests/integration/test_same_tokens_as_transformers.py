@@ -1,4 +1,4 @@
-"""In any batch, requests to a GptManager get the greedy tokens that transformers generates from the same checkpoint."""
+"""The engine gives the greedy tokens of transformers for its checkpoints, through the callbacks, in any batch."""
 
 import json
 import random
@@ -136,7 +136,7 @@ def test_a_static_batch_with_a_stopped_member_gives_the_others_the_same_tokens(
 
 def test_padding_does_not_spread_a_token_whose_embedding_is_not_finite(
         make_manager, new_client, new_request, llama_reference, tmp_path):
-    """If token 0, which pads a static batch, has a NaN embedding, requests without token 0 get the right tokens."""
+    """Padding is token 0. A NaN embedding of token 0 does not affect requests without this token."""
     from safetensors.numpy import load_file, save_file
 
     (tmp_path / "config.json").write_bytes((llama_reference.folder / "config.json").read_bytes())

@@ -1,4 +1,4 @@
-"""Requests to a GptManager whose model runs transformers' layers get the tokens, beams and logits of transformers."""
+"""Models that run through transformers' layers give the tokens of transformers, through the callbacks."""
 
 import json
 import logging

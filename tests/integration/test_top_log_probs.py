@@ -120,7 +120,7 @@ def test_an_end_id_is_left_out_and_fewer_tokens_than_asked_for_leave_infinities(
 
 
 def test_of_equal_logits_the_lowest_ids_come_first(make_manager, new_client, new_request, llama_reference):
-    """In the top log-probs, tokens with equal logits are in order of their ids. Greedy sampling takes the lowest id."""
+    """Of tokens with equal logits, the lowest ids come first, and greedy sampling takes the first of them."""
     client, vocab = new_client(), llama_reference.vocab_size
     bias = np.zeros(vocab, np.float32)
     bias[[150, 20, 77]] = 3e38                            # so large that the logits themselves are rounded away

@@ -1,7 +1,8 @@
 """The whole engine on interpreted Triton kernels gives the tokens and log-probs of the engine in torch, in every mode.
 
-The test runs the GPU code of decoding, attention and models without a GPU, in a separate process. It fails if a kernel
-gets wrong arguments, if a column is packed in one way and read in another, or if a padded row is sampled.
+So CI runs the GPU code of decoding, attention and models without a GPU. The test fails if a kernel gets wrong
+arguments, if a column is packed in one way and read in another, or if a padded row is sampled. The kernels run in a
+separate process.
 """
 
 import json

@@ -93,7 +93,7 @@ def launcher(call):
 
 
 def arguments(call):
-    """Return (args, kwargs) of the recorded call. Its tensors are allocated, but not initialized."""
+    """Return (args, kwargs) of the call, with uninitialized tensors."""
     return [_made(value) for value in call["args"]], {name: _made(value) for name, value in call["kwargs"].items()}
 
 

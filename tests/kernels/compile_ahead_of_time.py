@@ -78,21 +78,21 @@ def pool(num_kv_heads, head_size, tokens_per_block=64):
 
 
 def tables(head_size, rotary_size=None):
-    """Return the rotary arguments of a wrapper, for heads whose first `rotary_size` entries are rotated; None: all."""
+    """Return cosines and sines for heads whose first `rotary_size` entries are rotated; None: all entries."""
     half = (head_size if rotary_size is None else rotary_size) // 2
     return {name: tensor(4096, half, dtype=torch.float32) for name in ("cos_table", "sin_table")}
 
 
 def packed_heads(num_tokens, group, num_kv_heads, head_size):
-    """Return the tensors (query, key, value): views of one packed tensor, as a QKV projection returns them."""
+    """Return queries, keys and values as a projection returns them."""
     packed = tensor(num_tokens, (group + 2) * num_kv_heads, head_size)
     return packed.split([group * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
 
 
 def of_heads(heads, slopes, sink_logits):
-    """Return the keyword arguments of attention with one value for each head: ALiBi slopes and sink logits.
+    """Return the arguments of attention that have a value per head.
 
-    slopes   "float32" or "bfloat16": the dtype in which slopes are multiplied by positions; None: no slopes
+    slopes   "float32" or "bfloat16": the dtype in which ALiBi slopes are multiplied; None: no slopes
     """
     given = {}
     if slopes is not None:
@@ -358,10 +358,7 @@ def refusals_of_an_unknown_kind():
 
 
 def nvidia_figures(kernel, with_instructions):
-    """Return {name: number} of a kernel compiled for NVIDIA: registers, stack bytes and spills.
-
-    with_instructions   count asynchronous copies and matrix instructions too, which takes longer
-    """
+    """Return registers, stack and spills of a cubin, which the disassembler in triton's wheel reports."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -387,7 +384,7 @@ def nvidia_figures(kernel, with_instructions):
 
 
 def amd_figures(kernel):
-    """Return {name: number} of a kernel compiled for AMD: registers, stack bytes, spills and matrix instructions."""
+    """Return registers and spills from the assembler's own summary, and the number of v_mfma instructions."""
     text = kernel.asm["amdgcn"]
 
     def number(name):

@@ -117,12 +117,12 @@ def count_calls(interpreter):
 
 @pytest.fixture(scope="session")
 def is_recording():
-    """Whether calls of kernels are recorded in a file, while oracles compute their results in float64."""
+    """Whether calls of kernels are recorded, and oracles compute the results in float64."""
     return RECORD_TO is not None
 
 
 def _oracle_in_its_place(module, function, args, kwargs):
-    """Run the oracle on float64 copies of the arguments. Write its results to the arguments, and return its result."""
+    """Run the oracle on float64 copies, and write its results to the arguments as a kernel would."""
     found = getattr(importlib.import_module(f"batch_manager.triton_kernels.reference.{module}"), function)
     given = [*args, *kwargs.values()]
     wide = _copies(given, torch.float64)
@@ -157,9 +157,8 @@ def run_oracle():
 
 @pytest.fixture(scope="session")
 def run_twin(run_oracle):
-    """run_twin(name, *args, **kwargs): runs the CPU form of the kernel `name`. It mutates the arguments.
-
-    With a GPU, it runs the oracle, as CPU forms take no GPU tensors.
+    """run_twin(name, *args, **kwargs): runs the CPU form of `name` on the arguments, not on copies; on a GPU, the
+    oracle.
     """
 
     def run(module, *args, **kwargs):
@@ -181,7 +180,7 @@ def _copies(values, dtype=None):
 
 
 def _twin_of(module):
-    """Return the CPU form of the operation `module`, or None if it has no CPU form."""
+    """Return the CPU form of an operation, or None."""
     name = f"batch_manager.triton_kernels.cpu.{module}"
     return getattr(importlib.import_module(name), module) if importlib.util.find_spec(name) else None
 
@@ -247,7 +246,7 @@ def dtype(request):
 
 @pytest.fixture
 def random():
-    """random(*shape, dtype=float32) -> a tensor of normal random numbers on the kernels' device, equal in every run"""
+    """random(*shape, dtype=float32) -> normal numbers, the same in every run"""
     generator = torch.Generator().manual_seed(20240607)
 
     def draw(*shape, dtype=torch.float32):
@@ -298,9 +297,9 @@ class PagedCache:
         self.kv_lengths = torch.tensor(kv_lengths, dtype=torch.int32, device=DEVICE)
 
     def take_newest(self):
-        """Remove the newest token of each sequence from the pool. Its page holds NaN from the token's position on.
+        """Remove the newest token of each sequence: the page of the token gets NaN from the token's position on.
 
-        Returns the removed keys and values, [sequences, HK, D] each. They are NaN for a sequence of length 0.
+        Returns the keys and the values of the removed tokens, [sequences, HK, D] each; NaN for a sequence of length 0.
         """
         tokens_per_block = self.pool.shape[3]
         taken = torch.full((2, len(self.contents), *self.pool.shape[2:5:2]), torch.nan, dtype=self.pool.dtype,

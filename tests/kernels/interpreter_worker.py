@@ -25,7 +25,7 @@ def send(stream, message):
 
 
 def receive(stream):
-    """Read the next message from the stream and return it. Return None at the end of the stream."""
+    """Return the next message; None at the end of the stream."""
     header = stream.read(8)
     if len(header) < 8:
         return None
@@ -38,9 +38,9 @@ def tensors_of(args, kwargs):
 
 @contextlib.contextmanager
 def dots_in_one_order():
-    """Make the interpreter's `tl.dot` sum the terms of all elements of a tile in the same order, as a matrix unit does.
+    """Make interpreted `tl.dot` sum the products of every element of a tile in the same order, as a matrix unit does.
 
-    By default, the interpreter uses numpy's product, in which the bits of a row depend on its index in the tile.
+    The interpreter uses numpy's product, in which the bits of a row depend on its position in the tile.
     """
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -59,7 +59,7 @@ def dots_in_one_order():
 
 @contextlib.contextmanager
 def calls_counted(module, name):
-    """Yield a list that grows by one entry with each call of the function `name` in `module`."""
+    """Yield a list to which the calls of this function by the kernels of `module` are appended."""
     function, calls = getattr(module, name), []
 
     def counted(*args, **kwargs):

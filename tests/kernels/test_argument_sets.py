@@ -1,4 +1,4 @@
-"""Calls of kernels that were recorded in a file compile in another process. No call is lost, and errors are reported.
+"""Recorded calls of kernels compile in another process: no call is lost, and errors are found.
 
 `python -m tests.campaigns --suite T18` compiles every call of this folder for four GPUs and two versions of triton.
 """

@@ -17,7 +17,7 @@ def groups(integers):
 
 @pytest.fixture(params=["kernel", "twin of the CPU"])
 def run_kernel(request, run_kernel):
-    """Run a test twice: `run_kernel` runs the Triton kernel, or the CPU form in its place."""
+    """Each test runs with the Triton kernel and with the CPU form."""
     if request.param == "kernel":
         return run_kernel
 

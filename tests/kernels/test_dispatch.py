@@ -55,7 +55,7 @@ def test_a_function_is_found_by_its_name(name, device, folder):
 
 
 def test_a_kernel_is_tritons_where_triton_runs(monkeypatch):
-    """With TRITON_INTERPRET=1, `kernel` returns the Triton kernel for a CPU too, so that it can be debugged."""
+    """With TRITON_INTERPRET=1, the kernel is used on a CPU too, so that it can be debugged."""
     imported = []
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr("importlib.import_module", lambda module: imported.append(module) or types.SimpleNamespace(

@@ -9,14 +9,14 @@ ROUNDINGS = {"none": 1, "norm": 8, "both": 12}       # a rounded norm is multipl
 
 
 def poisoned(values, spare_rows=1, spare_columns=3):
-    """Return a copy of a matrix whose memory holds NaN after each row and after the last row."""
+    """Return the same values in memory that holds NaN after each row and after the last row."""
     whole = values.new_full((len(values) + spare_rows, values.shape[1] + spare_columns), torch.nan)
     whole[: len(values), : values.shape[1]] = values
     return whole[: len(values), : values.shape[1]]
 
 
 def contiguous_and_poisoned(values):
-    """Return a contiguous copy of a tensor, with NaN in the memory after its last value."""
+    """Return the same values in contiguous memory, with NaN after the last value."""
     whole = values.new_full((values.numel() + 64,), torch.nan)
     whole[: values.numel()] = values.flatten()
     return whole[: values.numel()].view(values.shape)
@@ -24,7 +24,7 @@ def contiguous_and_poisoned(values):
 
 @pytest.fixture
 def made(random, dtype):
-    """made(rows, in_size, weight_rows, bias, norm) -> positional arguments of `fused_linear`, with NaN after them"""
+    """made(rows, in_size, weight_rows, bias, norm) -> positional arguments, with NaN around them"""
     def make(rows, in_size, weight_rows, bias=False, norm="none"):
         x = poisoned(2 * random(rows, in_size, dtype=dtype) + 0.5)
         weight = contiguous_and_poisoned(random(weight_rows, in_size, dtype=dtype) / in_size**0.5)
@@ -79,10 +79,7 @@ def test_strided_rows_into_strided_rows(assert_equals_oracle, random):
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_it_is_what_separate_launches_give(run_kernel, is_recording, made, dtype, norm):
-    """The fused kernel rounds where the separate kernels of norm, product and activation round.
-
-    Their results differ only by the order of sums.
-    """
+    """The fused kernel rounds where separate launches round. The results differ only by the order of sums."""
     x, weight, bias, norm_weight, norm_bias, epsilon = made(7, 200, 96, True, norm)
     if norm == "rms":
         normed = run_kernel("rms_norm", x, norm_weight, epsilon)
@@ -114,7 +111,7 @@ def test_an_unknown_kind_of_activation_is_refused(run_kernel, random):
 
 
 class Limits:
-    """A stand-in for DeviceLimits, with the attributes that `fused_linear_settings` reads."""
+    """The part of DeviceLimits that the settings use."""
 
     def __init__(self, shared_kib, multiprocessors):
         self.shared_bytes, self.multiprocessors = shared_kib * 1024, multiprocessors

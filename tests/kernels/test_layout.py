@@ -22,7 +22,7 @@ TWINS = sorted({path.stem for path in (KERNELS / "cpu").glob("*.py")} - {"__init
 
 
 def parameters_of(path, name):
-    """Return the (parameter name, default) pairs of function `name` in a source file, without importing the file."""
+    """Return the (parameter name, default) pairs of function `name`, without importing the module."""
     functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
     arguments = next(function.args for function in functions if function.name == name)
     defaults = [ast.unparse(default) for default in arguments.defaults]

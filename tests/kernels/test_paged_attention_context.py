@@ -74,10 +74,7 @@ def test_short_and_long_chunks_together(check, dtype, group, more):
 
 @pytest.mark.parametrize("group, uniform_rows", [(1, None), (3, None), (4, 16), (8, None), (17, 16)])
 def test_programs_walk_keys_for_full_tiles_of_queries(count_calls, paged_cache, random, integers, group, uniform_rows):
-    """A chunk reads its keys once for each tile of query rows. A tile holds all query heads of a group.
-
-    A chunk of few tokens thus reads the keys only once for all heads of the group.
-    """
+    """A chunk of few tokens reads the keys once for all heads of a group."""
     tile_rows = uniform_rows or context_tile_rows(16, 4)
     lengths = lengths_around_tiles(tile_rows, group)
     kv_lengths = [length + 9 * number for number, length in enumerate(lengths)]
@@ -131,7 +128,7 @@ def test_the_oracle_caps_scores_before_the_softmax(run_oracle, streaming_attenti
 
 
 def slopes_of(heads, is_rounded, random):
-    """Return decreasing ALiBi slopes, the last of which is negative. Round them to bfloat16 if `is_rounded`."""
+    """Return falling slopes, the last one negative; rounded to bfloat16 if is_rounded."""
     slopes = 0.7 ** torch.arange(1, heads + 1).to(random(1).device)
     slopes[-1] *= -1
     return slopes.bfloat16().float() if is_rounded else slopes

@@ -16,7 +16,7 @@ def nan_like(tensor):
 
 @pytest.fixture
 def work(integers):
-    """work(kv_lengths, pages_per_part, window, sink, block) -> arguments (work list, part starts) of the kernel"""
+    """work(kv_lengths, pages_per_part, window, sink, block) -> (work list, part starts), as the kernel takes them"""
 
     def make(kv_lengths, pages_per_part=WHOLE, window=None, sink=0, block=B):
         work_list, part_starts = decode_work_list(kv_lengths.tolist(), block, 1, 1, window, sink, pages_per_part)
@@ -27,10 +27,7 @@ def work(integers):
 
 @pytest.fixture
 def rotation(random):
-    """rotation(size) -> arguments cos_table and sin_table for heads whose first `size` entries are rotated
-
-    For size 0, there are no arguments.
-    """
+    """rotation(size) -> the cosine and sine arguments of heads whose first `size` entries are rotated; none for 0"""
 
     def make(size, positions=200):
         if size == 0:
@@ -116,7 +113,7 @@ def test_the_oracle_caps_scores_before_the_softmax(run_oracle, streaming_attenti
 
 
 def slopes_of(heads, is_rounded, random):
-    """Return decreasing ALiBi slopes, the last of which is negative. Round them to bfloat16 if `is_rounded`."""
+    """Return falling slopes, the last one negative; rounded to bfloat16 if is_rounded."""
     slopes = 0.7 ** torch.arange(1, heads + 1).to(random(1).device)
     slopes[-1] *= -1
     return slopes.bfloat16().float() if is_rounded else slopes

@@ -72,10 +72,7 @@ def test_forbidden_tokens_are_never_drawn():
 
 
 def test_fewer_allowed_tokens_than_top_k_keeps_need_no_sorting(monkeypatch):
-    """The operation does not sort the logits of a row if fewer tokens than top_k have finite logits.
-
-    A grammar has this effect.
-    """
+    """The operation does not sort the vocabulary of a row if a grammar allows fewer tokens than top-k keeps."""
     logits = torch.full((4, 3000), -torch.inf)
     logits[:, [7, 900, 2999]] = random_logits(4, 3, 2.0)
     knobs = arrays([(0.8, 40, 0.9), (1.0, 3, 0.0), (1.2, 50, 1.0), (0.7, 2, 0.5)], range(4), [3] * 4)
@@ -184,7 +181,7 @@ def test_a_row_without_a_finite_maximum_is_recognised(vocab):
 
 
 def test_the_whole_operation_is_the_oracles():
-    """The CPU form agrees with the oracle on greedy and sampled rows, non-finite rows, and requested log-probs."""
+    """The CPU form agrees with the oracle on greedy rows, on rows that are not finite, and on requested log-probs."""
     greedy = [(0.0, 9, 0.5), (1.0, 1, 0.9), (2.0, 0, 0.0), (1.0, 5, 0.0), (0.0, 0, 0.0)]
     knobs = arrays([*KNOBS, *greedy], range(17), range(17))
     logits = random_logits(17, 300, 2.0)

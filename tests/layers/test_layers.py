@@ -29,10 +29,7 @@ FUNCTIONS = {"silu": functional.silu, "gelu": functional.gelu, "relu": functiona
 
 
 class RandomWeights(DummyWeights):
-    """Generates random weights, norms and biases, so that a test fails if a layer leaves one of them out.
-
-    given   name -> the generated tensor, in float64
-    """
+    """Random weights, norms and biases, so that a test notices if one is left out. `given` has them by name."""
 
     def __init__(self, dtype):
         super().__init__(5, CPU, dtype)
@@ -45,7 +42,7 @@ class RandomWeights(DummyWeights):
 
 
 def made(kind, dtype, deterministic, *arguments, **options):
-    """Make a layer of class `kind` with random weights. Return the layer and its weights, {name: tensor in float64}."""
+    """Make a layer with random weights. Returns (the layer, {name: tensor in float64})."""
     weights = RandomWeights(dtype)
     context = LayerContext(device=CPU, dtype=dtype, deterministic=deterministic)
     return kind(weights, context, *arguments, **options), weights.given
@@ -174,10 +171,7 @@ def test_a_split_that_there_is_not_is_refused():
       for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")),
     ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 64})])
 def test_every_family_says_how_its_maps_divide(architecture, fields, tmp_path):
-    """In every model family, the projections into attention and the MLP have split="columns".
-
-    The projections out of attention and the MLP have split="rows".
-    """
+    """Projections into attention and the MLP are split by columns. Projections out of them are split by rows."""
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **fields}))
     model = load_model(tmp_path, device="cpu", load_format="dummy").model
     (layer,) = model.layers

@@ -1,4 +1,4 @@
-"""Tiny checkpoints made by transformers, and a `Driver` that runs packed steps of a loaded model and returns logits."""
+"""Tiny checkpoints made by transformers, and a driver that packs steps as the runtime does."""
 
 from dataclasses import dataclass, field
 
@@ -48,12 +48,7 @@ def make_reference(family: str, **options):
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory):
-    """reference(family, shard=None, **config) -> (transformers model, folder of its checkpoint)
-
-    A model is made once for equal arguments.
-
-    shard   largest size of a file of the checkpoint, such as "100KB"; None: transformers' default
-    """
+    """reference(family, shard=None, **config) -> (transformers model, folder of its checkpoint); each is made once."""
     made = {}
 
     def get(family, shard=None, **options):
@@ -143,10 +138,7 @@ class Driver:
             return model.logits(hidden[torch.from_numpy(step.logits_rows)])
 
     def prefill(self, prompts, chunk=None):
-        """Run all prompts together, whole or in chunks of `chunk` tokens. Return the logits [prompts, vocab].
-
-        A row has the logits after the prompt's last token.
-        """
+        """Run all prompts together, whole or in chunks. Return the logits [prompts, vocab] of their last tokens."""
         if chunk is None:
             return self.run([(i, prompt, True) for i, prompt in enumerate(prompts)])
         logits = {}
@@ -188,7 +180,7 @@ def expected_logits(model, sequences, steps):
 
 @pytest.fixture(params=["torch", "compiled"])
 def driver(request):
-    """driver(folder, dtype="float32", **options) -> Driver. Each test runs with torch and with compiled steps."""
+    """driver(folder, dtype, **options) -> Driver of a model in torch, or compiled."""
     compiled = request.param == "compiled"
     if compiled:
         try:
@@ -210,10 +202,7 @@ def prompts():
 
 @pytest.fixture
 def check_against():
-    """check_against(model, driver, prompts, ...): generates with the driver and compares all logits with transformers'.
-
-    model   the transformers model
-    """
+    """check_against(model, driver, prompts, ...): generate with the driver and compare all logits with transformers."""
 
     def check(model, run, prompts, steps=20, chunk=None, tolerance=1e-4):
         sequences, logits = run.generate(prompts, steps, chunk)

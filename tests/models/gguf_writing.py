@@ -23,13 +23,12 @@ ARCHITECTURES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3"
 
 def write_gguf(model: torch.nn.Module, path, family: str, kind: str = "F32", without: tuple[str, ...] = (),
                fused: bool = False, **changed) -> torch.nn.Module:
-    """Write `model` to a GGUF file. Return a copy of the model with the weights that a reader of the file decodes.
+    """Write `model` to a GGUF file, and return a copy of the model with the numbers that the file holds.
 
-    family    name of the family in transformers, a key of ARCHITECTURES
     kind      GGUF type of the matrices; norms and biases are F32
+    fused     store queries, keys and values in one tensor
     without   keys of the metadata that are left out
-    fused     store the query, key and value weights of a layer in one tensor
-    changed   metadata in place of the converter's; "__" in a name stands for "."
+    changed   metadata that differs from the converter's; "__" in a name stands for "."
     """
     architecture = ARCHITECTURES[family]
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)

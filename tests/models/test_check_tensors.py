@@ -1,4 +1,4 @@
-"""`check_tensors` refuses the checkpoints that loading refuses, with the same message, and reads no tensor's data."""
+"""`check_tensors` reads no tensor's data, and refuses what loading refuses, with the same message."""
 
 import json
 import shutil

@@ -100,7 +100,7 @@ def test_every_quantisation_that_can_be_written(kind, tmp_path, prompts, check_a
 
 
 def blocks(kind, rows, columns, seed):
-    """Return the bytes of a random matrix in the GGUF type `kind`: [rows, bytes per row]."""
+    """Return random bytes that are valid blocks of a GGUF type."""
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     return np.random.default_rng(seed).integers(0, 256, (rows, columns // block * size), np.uint8)
 
@@ -168,9 +168,9 @@ def test_logits_are_those_of_transformers_own_reader(family, tmp_path, prompts, 
 
 
 def read_by_transformers(path):
-    """Load a GGUF file with transformers' own GGUF reader, and return the transformers model.
+    """Return the model that transformers' own GGUF reader makes.
 
-    from_pretrained is not called, because it needs the accelerate library for a GGUF file.
+    The function does not call from_pretrained, which needs the accelerate library for a GGUF file.
     """
     read = transformers.modeling_gguf_pytorch_utils.load_gguf_checkpoint
     config = transformers.AutoConfig.for_model(**read(path)["config"], attn_implementation="eager")
@@ -193,9 +193,9 @@ def test_layers_of_transformers_run_the_same_file(case, tmp_path, prompts, check
 
 @pytest.mark.parametrize("family", ["Llama", "Phi"])
 def test_fused_projections_of_older_files(family, tmp_path, prompts, check_against, driver):
-    """A GGUF file with one tensor for the query, key and value weights is read for Phi-2, and refused for Llama.
+    """A fused tensor of queries, keys and values is read for Phi-2 and refused for Llama.
 
-    Early files of Phi-2 have such a tensor.
+    Early files of Phi-2 have this tensor.
     """
     options = {"num_key_value_heads": 4, **({"intermediate_size": 256} if family == "Phi" else SIZES)}
     held = write_gguf(make_reference(family, **options), tmp_path / "model.gguf", family, fused=True)

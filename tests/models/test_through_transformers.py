@@ -288,7 +288,7 @@ def test_a_bad_configuration_is_refused_by_name(mixtral, edited, fields, words):
 
 
 def test_fields_that_choose_other_code_change_nothing(mixtral, edited):
-    """Fields of config.json that name hub kernels, remote code or other implementations do not change the logits."""
+    """Fields that name kernels from a hub, remote code, other implementations or labels have no effect."""
     folder = edited(mixtral, attn_implementation="kernels-community/flash-attn", _attn_implementation="evil/evil",
                     experts_implementation="evil/evil", num_labels=2**24, output_attentions=True, return_dict=False,
                     torchscript=True, use_cache=True, _name_or_path="evil/evil", output_router_logits=True)
@@ -390,7 +390,7 @@ def break_the_positions(monkeypatch):
 
 
 def break_the_layers(monkeypatch):
-    """Make all layers after the second use the second layer's keys and values, by a patch of `RunningStep.attend`."""
+    """Make all layers after the first one use the keys and values of the second layer."""
     attend = attention_function.RunningStep.attend
 
     def other(self, module, *given):

@@ -29,10 +29,7 @@ from batch_manager import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma2Spec(ModelSpec):
-    """A ModelSpec with Gemma 2's additional number.
-
-    logits_softcap   soft cap of the logits; None: no cap
-    """
+    """logits_softcap   soft cap of the logits; None for no cap"""
 
     logits_softcap: float | None
 

@@ -1,4 +1,4 @@
-"""Model classes that import only public names of batch_manager give the logits and greedy tokens of transformers."""
+"""Users' model classes, written with public names, give the logits and greedy tokens of transformers."""
 
 import ast
 import importlib.util
@@ -45,7 +45,7 @@ FAMILIES = {
 
 
 def class_of(file, name):
-    """Load the class `name` from FILE.py in this folder, which is not a package."""
+    """Load a class from its file, because the folder is not a package."""
     spec = importlib.util.spec_from_file_location(f"own_{file}", HERE / f"{file}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -103,9 +103,9 @@ def test_a_family_is_one_file_that_takes_public_names_only(file):
     (MAX, FUSED, False, 400), (GUARANTEED, FUSED, True, 400), (MAX, SPLIT, True, 11), (GUARANTEED, V1, False, 400)])
 def test_tokens_and_logits_equal_those_of_transformers(
         make_manager, new_client, new_request, reference, policy, model_type, chunked, blocks):
-    """Ten requests with prompt lengths around the sizes of blocks and windows get transformers' logits and tokens.
+    """Logits and greedy tokens are right for prompt lengths near the sizes of blocks and windows.
 
-    In the case with 11 blocks, requests are paused.
+    With 11 blocks, requests are paused and resumed.
     """
     draw = np.random.default_rng(3)
     prompts = {i: draw.integers(0, VOCAB, length).tolist()

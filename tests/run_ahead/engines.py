@@ -121,13 +121,12 @@ def make_late_backend(scenario: RunAheadScenario, parent: Path, ahead: Ahead, fa
 
 
 def fail_inside(backend, lays_out: str, drawer: object, draws: str, faults: Faults) -> None:
-    """Patch a backend so that its steps can fail at two points, as `faults` decides.
+    """Make steps fail at two points: before they write to the KV cache, and between the model's run and the sampling.
 
-    The points are before the step writes to the KV cache (NOT_RUN), and between the model's run and the sampling
-    (NOT_DRAWN). At both points, the block tables are updated and the operations of the batch are done.
+    At both points, the block tables are updated and the operations of the batch are done.
 
-    lays_out   name of the backend's method that a step calls first, with the batch
-    draws      name of the method of `drawer` that a step calls between the model's run and the sampling
+    lays_out   name of the backend's method that is called first, with the batch
+    draws      name of the method of `drawer` that is called between the model's run and the sampling
     """
     lay_out, draw, running = getattr(backend, lays_out), getattr(drawer, draws), []
 

@@ -16,7 +16,7 @@ KINDS = (NOT_LAUNCHED, NOT_RUN, NOT_RUN, NOT_RUN, NOT_DRAWN, NOT_READ, TWICE, ON
 
 
 class PlantedError(Exception):
-    """The exception that `Faults` raises in a step."""
+    """The exception of a step that must fail."""
 
 
 @dataclass(slots=True)
@@ -63,9 +63,9 @@ class Faults:
         raise PlantedError(order.kind)
 
     def failures(self, batch: ScheduledBatch) -> dict[int, RowFailure]:
-        """Return {slot: failure} of the rows that fail in the step of `batch`.
+        """Return {slot: failure} of the rows that fail in this step.
 
-        The caller must overwrite the keys and values of these rows with non-finite numbers.
+        The caller must make their KV cache values not finite.
         """
         order, slots = self._order(batch), batch.slots()
         spoilt = []
@@ -83,9 +83,9 @@ class Faults:
         return {slot: RowFailure(ErrorCode.NON_FINITE_LOGITS, "planted") for slot in spoilt}
 
     def _order(self, batch: ScheduledBatch) -> Order | None:
-        """Return the fault planned for the step of `batch`, or None. The first call for an iteration decides it.
+        """Return the fault of the step, if any.
 
-        Faults of a single row and faults of steps with one sequence are rare, because they may end a request.
+        Faults of a single row, or of a step of one sequence, are rare, because they may end a request.
         """
         if not self._rate:
             return None
@@ -126,7 +126,7 @@ class LateBackend:
         return step
 
     def run_up_to(self, step: "LateStep") -> None:
-        """Run the queued steps up to and including `step`, in order of launch."""
+        """Run the steps that were launched before this step, then this step."""
         while step in self._queue:
             first = self._queue.popleft()
             try:
@@ -145,7 +145,7 @@ class LateBackend:
 
 
 class LateStep:
-    """A launched step. `output` or `error` is set once the step has run."""
+    """A launched step: its output or exception, once it has run."""
 
     def __init__(self, batch: ScheduledBatch, run_up_to: Callable[["LateStep"], None]) -> None:
         self.batch, self._run_up_to = batch, run_up_to

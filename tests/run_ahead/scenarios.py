@@ -109,7 +109,7 @@ def shift_batched(request_ids: list[int], logits, token_ids: list[list[list[int]
 
 
 def draw_scenario(seed: int, family: str | None = None) -> RunAheadScenario:
-    """Return the scenario of a seed. Without a `family`, odd seeds have the scripted model, even seeds a real one."""
+    """Return the scenario of a seed. Odd seeds have the scripted model, unless `family` is given."""
     draw = Random(f"run ahead {seed}")
     if family is None:
         family = SCRIPTED if seed % 2 else draw.choice([one for one in FAMILIES for _ in range(
@@ -150,7 +150,7 @@ def draw_scenario(seed: int, family: str | None = None) -> RunAheadScenario:
 
 
 def num_blocks(ask: Ask, tokens_per_block: int, *, is_reused_or_slides: bool) -> int:
-    """Estimate the number of blocks that a request needs when it runs alone."""
+    """Return an estimate of the number of blocks that the request needs alone."""
     tokens = len(ask.tensors["input_ids"]) + ask.tensors["request_output_len"]
     return ask.beam_width * (-(-tokens // tokens_per_block) + 2 * is_reused_or_slides)
 
@@ -207,7 +207,7 @@ def draw_scripted_wishes(draw: Random, tensors: dict[str, Any], vocab: int) -> N
 
 
 def draw_wishes(draw: Random, tensors: dict[str, Any], vocab: int) -> None:
-    """Add random sampling parameters, bans and biases for a real model to the tensors of a request."""
+    """Add random sampling options for a real model."""
     offers: dict[str, Callable[[], Any]] = {
         "temperature": lambda: draw.choice([0.0, 0.7, 1.3]), "runtime_top_k": lambda: draw.choice([1, 5, 50]),
         "runtime_top_p": lambda: draw.uniform(0.3, 1.0), "runtime_min_p": lambda: 0.05,
@@ -231,7 +231,7 @@ def words(draw: Random, vocab: int) -> list[list[int]]:
 
 
 def add_prompt_tuning_tokens(draw: Random, tensors: dict[str, Any], vocab: int, family: str) -> None:
-    """Add a prompt embedding table to the tensors of a request, and its prompt-tuning tokens in front of the prompt."""
+    """Add a table of embeddings, and prompt-tuning tokens before the prompt."""
     rows = draw.randint(1, 3)
     table = np.random.default_rng(draw.getrandbits(32)).normal(size=(rows, HIDDEN_SIZES[family]))
     tensors |= {"prompt_embedding_table": table.astype(np.float32), "prompt_vocab_size": rows,

@@ -1,4 +1,4 @@
-"""Campaign T17 with few seeds: requests get the same responses in lockstep and with run-ahead.
+"""Campaign T17 with few seeds: a few hundred requests get the same responses in lockstep and with run-ahead.
 
 Bugs that are planted in the engine make responses differ.
 """

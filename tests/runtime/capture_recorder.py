@@ -19,7 +19,7 @@ READING_METHODS = ("tolist", "numpy", "item", "cpu")
 
 
 def storage_of(tensor):
-    """Return a key that identifies a tensor's memory: its address. For a packed tensor, the id of the tensor object."""
+    """Return a key of a tensor's memory: the address, or the id of the tensor object if the tensor is packed."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else f"packed {id(tensor)}"
 
 

@@ -4,7 +4,7 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """Run torch on one thread in these tests, because more threads are slower with small tensors."""
+    """Use one thread, because more threads only delay each other on small tensors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -178,7 +178,7 @@ def serve_bound(attention, step, query, key, value, rotary):
 
 
 class PassedOn:
-    """A stand-in for attention that returns the queries. `serve_attention` covers the kernels of attention."""
+    """Replaces attention: it returns the queries, because `serve_attention` runs the attention."""
 
     def run(self, layer, query, key, value, rotary):
         return query.flatten(1)
@@ -205,10 +205,7 @@ def count_fused(folder):
 
 
 def scratch():
-    """Return, for some shapes, the bytes that `sample_token` allocates and those that `scratch_bytes` plans for it.
-
-    The allocated bytes exclude results. Returns [(allocated bytes, planned bytes)].
-    """
+    """Return [(bytes that `sample_token` allocates besides its results, planned bytes)] for some shapes."""
     from batch_manager.triton_kernels.sample_scratch import scratch_bytes
     from batch_manager.triton_kernels.sample_token import sample_token
 

@@ -54,7 +54,7 @@ def random_batch(draw, num_rows, is_split, contexts=()):
 
 
 def make_steps(checkpoint, dtype="float32"):
-    """Build a native backend for the checkpoint. Return (backend, its PlainSteps)."""
+    """Return (a backend with a model, its plain steps)."""
     params = TrtGptModelOptionalParams(
         device="cpu", dtype=dtype, num_threads=1,
         kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=BLOCK * BLOCKS))
@@ -88,7 +88,7 @@ def output(backend, steps, batch, shape):
 
 
 def set_up(backend, samples):
-    """Set up a sequence in each slot of the backend's decoder: sampled if `samples`, otherwise greedy."""
+    """Set up sequences in all slots, greedy or sampled."""
     with torch.inference_mode():
         backend._decoder.set_up((slot, SAMPLED if samples else SlotSetup()) for slot in range(SLOTS))
 
@@ -139,10 +139,7 @@ def counted(folder):
 
 
 def planted(backend, steps):
-    """Yield the findings for three steps with planted errors, which the Recorder must notice.
-
-    Two of the steps take a value from host memory, and one waits for the device.
-    """
+    """Yield the recorder's findings for wrong steps: two take a value from the host, and one waits for the device."""
     def rows_of_the_host(steps, given, shape):
         given.generation.table_rows.copy_(torch.from_numpy(steps.inputs.arrays(shape)["table_rows"].copy()))
 
@@ -164,10 +161,10 @@ def planted(backend, steps):
 
 
 def launches(folder):
-    """Yield the numbers of launches of one Llama layer, and of all launches outside the layers, in a step of four rows.
+    """Yield the launches of one Llama layer, and the launches outside of the layers, in a step of four rows.
 
-    They are counted with fused products ("fused") and without ("separate"). The function also yields the largest
-    difference between the logits of these two.
+    Launches are counted without fusion ("separate") and with it ("fused"). The function also yields the difference
+    between the logits of the two.
     """
     found = []
     for num_layers in (1, 2):
@@ -193,7 +190,7 @@ def launches(folder):
 
 
 def replays(folder):
-    """Yield the answers of an engine that captures and replays graphs, and the numbers of its captures and replays."""
+    """Yield the answers of an engine that replays graphs."""
     native_backend.may_capture = lambda *_: True
     graphs.CapturedGraph = ReplayedGraph
     yield {"finding": "replay", **engine_modes.run(folder, "plain_rows"), "captured": len(ReplayedGraph.captured),

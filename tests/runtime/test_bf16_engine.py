@@ -1,7 +1,7 @@
-"""An engine in bfloat16 gives nearly the logits of an engine in float32 on a CPU, for a trained model and English text.
+"""An engine in bfloat16 agrees with the same model in float32 on the CPU, for a real model and real text.
 
-On a GPU, this is the only test in which a whole engine uses the matrix instructions of its kernels. On a CPU, the
-bfloat16 engine runs on the CPU too, which shows that the test itself works.
+On a GPU, this is the only test in which a whole engine uses the matrix instructions of its kernels. On a CPU, the test
+runs in the CPU's bfloat16, which shows that the test works.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ LEAST_AGREEMENT = 0.95          # least share of equal argmax tokens, while both
 
 
 def serve(make_manager, new_client, **options):
-    """Serve a greedy request for each of PROMPTS. Return (tokens, context logits, generation logits) of each."""
+    """Return (tokens, context logits, generation logits) of greedy requests that are served together."""
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(str(SMALL_MODEL / "tokenizer.json"))
     client = new_client()

@@ -32,7 +32,7 @@ def build(checkpoint, device="cpu", host_blocks=3):
 
 
 def fill(backend):
-    """Fill block i of the backend's pool with the number i + 1."""
+    """Fill every block with a different number."""
     with torch.inference_mode():
         backend._pool.copy_(torch.arange(BLOCKS, device=backend._pool.device).float().view(-1, 1, 1, 1, 1, 1).expand(
             backend._pool.shape) + 1)
@@ -52,7 +52,7 @@ def step_of_another(backend, operations, first_operation):
 
 
 def contents(backend):
-    """Return the number that each block holds, except for the last block. All entries of a block must be equal."""
+    """Return the number in each block except the last."""
     pool = backend._pool[:-1].cpu()
     assert all((block == block.flatten()[0]).all() for block in pool), "a block moves as one piece"
     return [int(block.flatten()[0]) for block in pool]

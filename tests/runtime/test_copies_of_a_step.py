@@ -1,8 +1,8 @@
-"""A step copies data from the host to the device only by its upload buffers. The tests need no GPU.
+"""A step copies only its upload buffers to the device. The tests observe the copies without a device.
 
-Any other copy from the host to a GPU would make the host wait for the previous step. In the tests, tensors on torch's
-"meta" device, which have a shape and no memory, replace those on a GPU. A copy shows as an operation with a CPU tensor
-and a meta tensor.
+Tensors on torch's "meta" device, which have a shape and no memory, replace tensors on a GPU. Any other copy from the
+host to a GPU would make the host wait for the previous step. The tests would see such a copy as an operation with a CPU
+tensor and a meta tensor.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ META, VOCAB, HIDDEN, SIZE, SLOTS = torch.device("meta"), 50, 24, 16, 8
 
 
 class CopiesFromTheHost(TorchDispatchMode):
-    """Records the names of operations that copy: they take a CPU tensor, and take or return a meta tensor."""
+    """Records operations that take a CPU tensor and take or return a tensor on the device."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ class CountedUploads:
 
 
 class Model:
-    """A model on the meta device with one layer, which has two query heads and one KV head."""
+    """A model of one layer with 2 query heads and a KV head."""
 
     def __init__(self, attention):
         self.attention = attention
@@ -146,7 +146,7 @@ def test_a_step_sends_its_arrays_in_one_copy_and_one_more_where_sequences_enter(
 
 
 def generation(*rows):
-    """Return the GenerationWork of these rows, each of which is (slot, number of tokens in the KV cache)."""
+    """Return the generation work of rows (slot, number of tokens in the KV cache)."""
     return GenerationWork(*np.array(rows, np.int32).reshape(-1, 2).T)
 
 

@@ -16,11 +16,10 @@ SIZE = 4
 
 
 def make(contexts=(), rows=(), num_padded_rows=0):
-    """Return a ScheduledBatch.
+    """Return a batch.
 
-    contexts          lengths of the prompts, in slots 0, 1, ...
-    rows              KV lengths of the generating sequences, in the slots after those of the prompts
-    num_padded_rows   number of rows to which a static batch is padded
+    contexts   lengths of the prompts, in slots 0, 1, ...
+    rows       KV lengths of the generating sequences, in the slots after the prompts
     """
     slots = np.arange(len(contexts), len(contexts) + len(rows), dtype=np.int32)
     works = tuple(ContextWork(slot, np.arange(1, count + 1, dtype=np.int32), 0, True, SlotSetup())
@@ -88,7 +87,7 @@ def test_an_attention_sees_the_rows_of_tokens_alone_and_padding_gets_zeros():
 
 
 def test_padding_writes_nothing_to_the_cache(checkpoint):
-    """A padded step writes to the KV cache only at the positions of its real tokens."""
+    """The KV cache keeps its content bit by bit at every position for which the batch has no token."""
     params = TrtGptModelOptionalParams(device="cpu", kv_cache_config=KvCacheConfig(tokens_per_block=8, max_tokens=320))
     backend = build_native_backend(checkpoint[0], params, layout=layouts.padded, num_slots=8)
     mark = -12345.0

@@ -98,7 +98,7 @@ def run(backend, contexts=(), rows=()):
 
 
 class Driver:
-    """Runs steps on a backend as the engine's loop does. Collects the tokens and log-probs of each slot."""
+    """Runs sequences on a backend as the engine's loop does, and collects their results."""
 
     def __init__(self, backend):
         self.backend, self.lengths, self.tokens, self.log_probs = backend, {}, {}, {}
@@ -206,10 +206,7 @@ def plant(backend, where, value):
 
 
 class FaultyModel:
-    """Wraps a model, and raises once in its `forward` or `logits`, after the step wrote its keys and values.
-
-    fail_at   "forward", "logits", or None for no exception
-    """
+    """A model that raises in `forward` or `logits`, after the keys and values were written."""
 
     def __init__(self, model):
         self.model, self.calls, self.fail_at = model, 0, None

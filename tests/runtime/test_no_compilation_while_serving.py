@@ -1,4 +1,4 @@
-"""The warm-up compiles every variant of a Triton kernel, so that no later step waits seconds for the compiler."""
+"""The warm-up compiles every variant of a kernel, so that no request waits seconds for the compiler."""
 
 import json
 import os

@@ -38,7 +38,8 @@ class Sequence:
 class Schedule:
     """Runs sequences on a backend in random order, with chunks, batches and pauses. Some steps run again in two parts.
 
-    With a window, blocks that leave it are freed, filled with NaN, and soon reused for another sequence.
+    With a window, the schedule takes back blocks that leave it, fills them with NaN, and soon gives them to another
+    sequence.
     """
 
     def __init__(self, backend, sequences, seed, window=None, sink=0):

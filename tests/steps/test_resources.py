@@ -1,4 +1,4 @@
-"""Resources other than blocks are claimed together with the blocks of a request, all or none, and released once."""
+"""Resources other than blocks are claimed with a request's blocks, all or none, and are released exactly once."""
 
 import json
 

@@ -35,10 +35,7 @@ def value_bytes(kind: int, value) -> bytes:
 
 @dataclass
 class Entry:
-    """An entry of the metadata. If `raw` is given, it replaces the bytes of the value.
-
-    kind   number of the GGUF type of the value
-    """
+    """An entry of the metadata. `raw`, if given, replaces the bytes of the value."""
 
     key: str | bytes
     kind: int
@@ -95,7 +92,7 @@ class Draft:
 
 
 def small(architecture: str = "llama", extra: Iterable[Entry] = ()) -> Draft:
-    """Return the draft of a valid GGUF file with two tensors and metadata of all kinds. It is not a complete model."""
+    """Return a valid file that is not a model: two tensors and some metadata."""
     return Draft([Entry("general.architecture", TEXT, architecture), Entry(f"{architecture}.block_count", UINT32, 1),
                   Entry("tokenizer.ggml.tokens", ARRAY, (TEXT, ["<s>", "a", "\N{GRINNING FACE}"])),
                   Entry("tokenizer.ggml.scores", ARRAY, (FLOAT32, [0.0, -1.0, -2.5])),

@@ -180,7 +180,7 @@ def test_what_a_gpu_keeps_the_weights_in(tmp_path, architecture, kind, dtype):
 
 
 def shards(count=3, **changed) -> dict[str, Draft]:
-    """Return the drafts of a small Llama in `count` GGUF files, {file name: draft}. The first has the metadata."""
+    """Return a model in shards, with the metadata in the first one."""
     whole = model()
     parts = {}
     for index in range(count):

@@ -1,4 +1,4 @@
-"""C25: loading a damaged or hostile checkpoint raises one ModelLoadError, which names the file and the field."""
+"""C25: a bad checkpoint causes one ModelLoadError, which names file and field."""
 
 import os
 import struct
