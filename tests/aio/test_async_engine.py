@@ -98,7 +98,7 @@ def test_a_reader_that_is_behind_gets_one_delta():
 
 
 def test_a_request_that_was_not_taken_yet_never_runs():
-    """A request that is cancelled before get returns it never runs."""
+    """A request that is cancelled before the get callback returns it never runs, and gets no response."""
     async def test(engine):
         first = engine.stream(request(new_tokens=50_000))
         await anext(first)

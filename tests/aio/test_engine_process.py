@@ -1,4 +1,4 @@
-"""AsyncEngine with process=True behaves like an engine in this process, and handles the death of its process."""
+"""AsyncEngine with process=True behaves like one with process=False. If the engine's process dies, all streams fail."""
 
 import asyncio
 import gc
@@ -108,7 +108,7 @@ def leave():
 
 
 class Leaving:
-    """A logits post-processor that cannot be unpickled."""
+    """A logits post-processor that can be pickled, but raises SystemExit when it is unpickled."""
 
     def __call__(self, *_):
         pass

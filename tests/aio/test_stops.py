@@ -1,4 +1,4 @@
-"""Every way to leave a stream stops its request, in this process and in an engine process."""
+"""Every way to leave a stream stops its request, with the engine in this process and in its own process."""
 
 import asyncio
 import gc

@@ -53,7 +53,7 @@ class Layout:
 
     @property
     def more(self):
-        """The keyword arguments of `run`: the sink logits, if the layout has them."""
+        """The optional keyword arguments of an attention's `run`: `sink_logits`, if this layout has them."""
         return {} if self.sink_logits is None else {"sink_logits": torch.tensor(self.sink_logits)}
 
     def pool(self, num_blocks, seed=0):
@@ -101,10 +101,10 @@ def make_step(contexts, generation, num_blocks, tokens_per_block, consecutive=Fa
 
 
 def give_back(layout, step, pools, stale=-1):
-    """Fill the blocks that no layer's window or sinks contain with NaN, in all pools. Return the number of blocks.
+    """Write NaN to the blocks of the step that no layer can see, in all pools. Return the number of these blocks.
 
-    The table entries of these blocks, and the entries after the last block of a sequence, are set to `stale`. None
-    keeps the entries.
+    A layer sees the blocks of its window and of the sink tokens. The block-table entries of the invisible blocks, and
+    the entries after the last block of each sequence, are set to `stale`. If `stale` is None, they stay unchanged.
     """
     size, given_back = layout.tokens_per_block, 0
     for row, (begin, length) in enumerate(zip(step.query_starts, step.kv_lengths)):
@@ -121,7 +121,10 @@ def give_back(layout, step, pools, stale=-1):
 
 
 def oracle(layout, pool, layer, step, query, key, value, rotary):
-    """Return the attention of the layer as the oracles compute it. Writes keys and values to the pool."""
+    """Return the attention results of `layer` for the step, computed by the oracles of the kernels.
+
+    Writes the keys and values of the step's tokens to `pool`.
+    """
     view, attention = pool[:, layer], layout.attention[layer]
     more = {**layout.more, "softcap": attention.softcap, "alibi_bfloat16_factor": attention.alibi_bfloat16_factor,
             "alibi_slopes": None if layout.slopes is None else torch.tensor(layout.slopes)}
@@ -144,7 +147,7 @@ def oracle(layout, pool, layer, step, query, key, value, rotary):
 @pytest.fixture(params=[TorchPagedAttention, FixedTileAttention, CompiledAttention],
                 ids=["torch", "fixed tiles", "compiled"])
 def implementation(request):
-    """Each class of attention that runs on a CPU."""
+    """Run a test once with each attention class that runs on a CPU."""
     return request.param
 
 

@@ -1,6 +1,6 @@
-"""Deterministic attention agrees with the oracles, and a token's result has the same bits however its prompt is cut.
+"""Deterministic attention agrees with the oracles. A token's result has the same bits for all ways to chunk its prompt.
 
-Blocks that left the window hold NaN, which must not be read.
+Blocks that no window contains any more hold NaN, so that a result is NaN if such a block is read.
 """
 
 import numpy as np
@@ -82,7 +82,10 @@ def test_rows_of_a_prompt_have_the_same_bits_whole_and_one_by_one(softcap, layou
     query, key, value = shape.packed_qkv(length)
 
     def attend(cuts):
-        """Return the rows of each layer, computed in steps that end at `cuts`. A step of one token generates."""
+        """Return the results [tokens, ...] of each layer, computed in steps that end at the positions `cuts`.
+
+        A step of one token is a generation step. A longer step is a chunk.
+        """
         pool, rows = shape.pool(20), [[], []]
         attention = make_attention(shape, pool, deterministic=True)
         for start, stop in zip([0, *cuts], cuts):

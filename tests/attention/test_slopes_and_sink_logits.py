@@ -48,7 +48,12 @@ def test_every_kind_of_step_equals_the_oracles(implementation, kind, heads, dtyp
 
 
 def dense(query, key, value, how, sink, sink_logits):
-    """Return the attention of a whole sequence in float64, from full matrices of scores and of visible tokens."""
+    """Compute the attention of a whole sequence in float64, from a full score matrix and a full visibility mask.
+
+    Returns the result in float32.
+
+    how   the LayerAttention of the layer
+    """
     length, heads = query.shape[:2]
     position = torch.arange(length)
     back = position[:, None] - position

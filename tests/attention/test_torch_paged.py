@@ -1,6 +1,6 @@
-"""The torch and the compiled attention agree with the oracles of the kernels, and read and write only their own blocks.
+"""Attention in torch and compiled attention agree with the oracles of the kernels, in results and in the pool.
 
-The pool is full of random numbers before each step.
+The pool is full of random numbers before each step, so that reading or writing a wrong block is noticed.
 """
 
 from types import SimpleNamespace
@@ -50,7 +50,10 @@ WIDE_HEADS = {"14 of 2, 64": (14, 2, 64), "3 of 1, 32": (3, 1, 32), "40 of 1, 96
 @pytest.mark.parametrize("heads", WIDE_HEADS)
 @pytest.mark.parametrize("tokens_per_block", [16, 32, 64, 256])
 def test_wide_heads_in_bfloat16(attention_class, heads, tokens_per_block, layout, step_of, by_oracle):
-    """Attention agrees with the oracles for head and block sizes that a processor's matrix unit computes in tiles."""
+    """In bfloat16, attention agrees with the oracles for heads of 32 to 256 entries and blocks of 16 to 256 tokens.
+
+    A processor's matrix unit computes such heads in tiles if the block size is a multiple of 32.
+    """
     shape = layout(*WIDE_HEADS[heads], windows=(None, 10, 70, None), softcaps=(None, None, 4.0, 1.5),
                    dtype=torch.bfloat16, tokens_per_block=tokens_per_block)
     blocks = {16: 64, 32: 40, 64: 24, 256: 12}[tokens_per_block]

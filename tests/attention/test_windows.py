@@ -88,7 +88,7 @@ def test_a_group_of_sequences_with_different_gaps(attention_class, layout, step_
 
 
 def dense(query, key, value, rotary, window, sink):
-    """Return the attention of a whole sequence, rotated by absolute positions, from a matrix of visible tokens."""
+    """Compute the attention of a whole sequence with a full visibility mask. Rotate by absolute positions."""
     length, heads, head_size = query.shape
     half = head_size // 2
     cos, sin = rotary.cos[:length, None], rotary.sin[:length, None]

@@ -1,10 +1,10 @@
-"""The files of a checkpoint folder, by key. These are the forms of a key:
+"""Makes the files of the checkpoints that the fuzzer tries. `case(key)` returns them. These are the forms of a key:
 
-17                    the damaged checkpoint of seed 17
-cut-17                the 17th of all truncations
-large-FILE-TEXT       megabytes of JSON in place of the config, the header or the index
-honest-FAMILY         a valid checkpoint
-gguf-17               the damaged GGUF file of seed 17
+17                    a random damaged checkpoint, from seed 17
+cut-17                a valid checkpoint with one truncated file: number 17 of all possible truncations, from 0 on
+large-FILE-TEXT       megabytes of JSON in place of the FILE "config", "header" or "index"; TEXT is in LARGE_TEXTS
+honest-FAMILY         a valid checkpoint of the model family
+gguf-17               a random damaged GGUF file, from seed 17
 """
 
 from bisect import bisect_right
@@ -44,7 +44,7 @@ def case(key: str) -> dict[str, Entry]:
 
 
 def _damaged(seed: int) -> dict[str, Entry]:
-    """The files of a checkpoint, mostly with one damage, less often with two or three, seldom with none."""
+    """Return the files of a random checkpoint. Most have one kind of damage, some two or three, and few have none."""
     random = Random(seed)
     base = (random.choice(list(FAMILIES)), random.choice(DTYPES), random.random() < 0.4, random.random() < 0.5,
             random.random() < 0.5)
@@ -79,7 +79,9 @@ def _cut_bases() -> list[tuple]:
 
 @cache
 def _cuttable() -> tuple[list[tuple[dict[str, Entry], str]], list[int]]:
-    """(files of its checkpoint, name) of each file to truncate, and the number of truncations of the files before it.
+    """Return the list of files to truncate, and the number of the first truncation of each file.
+
+    A file is (all files of its checkpoint, its name). The list of numbers ends with the number of all truncations.
 
     Each family has one checkpoint with a single tensor file and one with shards. A file is cut at each byte of its JSON
     or header, including the header's length, and once inside the data.

@@ -1,7 +1,7 @@
-"""The oracle of configurations: independent rules for what `batch_manager.models` must read and refuse.
+"""An oracle for config.json: which files `batch_manager.models` must refuse, and what it must read from the others.
 
-The rules are written from the definitions of the families and not from the product's source. They raise `Unsure` for a
-configuration that they do not cover.
+The rules follow the definitions of the model families, independently of the source of batch_manager. They raise
+`Unsure` for a configuration that they do not cover.
 """
 
 import json
@@ -36,7 +36,7 @@ _REQUIRED = object()
 
 
 class Unsure(Exception):
-    """The rules do not decide whether the checkpoint is valid."""
+    """Raised if the rules do not decide whether a checkpoint is valid."""
 
 
 class _Fields:
@@ -188,7 +188,10 @@ def _qwen_windows(fields: _Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _read_rotary(fields: _Fields) -> float | None:
-    """Return the base of the rotary frequencies, or None if the frequencies are scaled or a field is faulty."""
+    """Return rope_theta, or None if the rotary frequencies are scaled or a rotary field is faulty.
+
+    The names of faulty fields are added to `fields.faults`.
+    """
     theta = fields.number("rope_theta", 10000.0)
     if fields.config.get("rope_scaling") in (None, {}):
         given = fields.config.get("rope_parameters")
@@ -208,7 +211,7 @@ def _read_rotary(fields: _Fields) -> float | None:
 
 
 def _misfits(numbers: dict[str, Any]) -> list[str]:
-    """Names of numbers that are valid alone and do not fit together."""
+    """Return the names of fields whose numbers are valid individually but contradict other numbers."""
     heads, kv_heads, size, hidden = (numbers[name] for name in ("num_heads", "num_kv_heads", "head_size",
                                                                  "hidden_size"))
     faults = ["num_key_value_heads"] if heads % kv_heads else []
@@ -222,7 +225,11 @@ def _misfits(numbers: dict[str, Any]) -> list[str]:
 
 
 def expected_tensors(numbers: dict[str, Any], prefixed: bool):
-    """Yield (name, shape) of every tensor of a model with these numbers."""
+    """Yield (name, shape) of every tensor that a model with these numbers needs.
+
+    numbers    attributes of the ModelSpec
+    prefixed   for GPT-2: whether names begin with "transformer."
+    """
     get = numbers.__getitem__
     hidden, inner, vocab = get("hidden_size"), get("intermediate_size"), get("vocab_size")
     if get("architecture") == "GPT2LMHeadModel":

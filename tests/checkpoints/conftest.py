@@ -1,4 +1,4 @@
-"""A fixture with a bench whose folder is in memory, if the system allows it."""
+"""Fixture `bench`: a Bench, which tries checkpoints in a folder on /dev/shm if it exists, otherwise on disk."""
 
 import shutil
 import tempfile

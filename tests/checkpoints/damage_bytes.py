@@ -1,4 +1,4 @@
-"""Damage to written files: changed bytes, and other entries in place of a file."""
+"""Damages the files of a checkpoint after they were written: changes bytes, or replaces a file by another entry."""
 
 import io
 import pickle
@@ -72,7 +72,7 @@ def _header_longer(data: bytes, piece: bytes, random: Random) -> bytes:
 
 
 def large(random: Random, data: bytes) -> bytes:
-    """Return a file with megabytes of JSON in place of its JSON or of its header."""
+    """Return megabytes of random JSON as a file like `data`: a JSON file, or a safetensors file with this header."""
     text = random.choice(list(LARGE_TEXTS.values()))(int(random.choice((1, MEGABYTES)) * 2**20))
     return text if data[:1] == b"{" else len(text).to_bytes(8, "little") + text
 
@@ -99,7 +99,11 @@ LARGE_TEXTS: dict[str, Callable[[int], bytes]] = {
 
 
 def stand_in(files: dict[str, Entry], random: Random) -> None:
-    """Replace a file by another entry. The checkpoint may stay valid only if the entry is a link to the moved file."""
+    """Replace a random file by another entry, or remove it.
+
+    The entry may be a link, a foreign file, a copy of another file of the checkpoint, a folder, a pipe or a socket. The
+    checkpoint may stay valid only if the entry is a link to the moved file, or an equal file.
+    """
     name = random.choice(sorted(files))
     kind, found = random.random(), files[name]
     if kind < 0.15 and isinstance(found, Bytes):

@@ -1,6 +1,6 @@
-"""Damage to the content of a draft: fields of its configuration, tensors of a header, or its index.
+"""Damages the content of a checkpoint before it is written: fields of config.json, entries of a header, or the index.
 
-The damage is done before the files are written, so that they keep their form.
+A checkpoint before it is written is a `Draft`. Its damaged files are still JSON files and safetensors files.
 """
 
 import json
@@ -148,7 +148,10 @@ def _twice(file: TensorFile, random: Random) -> None:
 
 
 def _taken_out(file: TensorFile, random: Random) -> None:
-    """Remove the last tensor with its data, which leaves a valid file, or another tensor without its data."""
+    """Remove the header entry of a random tensor, or the last tensor with its data.
+
+    The file stays valid only if the last tensor is removed.
+    """
     place = random.choice((-1, random.randrange(len(file.entries))))
     _, fields = file.entries.pop(place)
     begin = _list(fields.get("data_offsets"))[:1]
@@ -185,9 +188,10 @@ HEADER_DAMAGE: tuple[Callable[[TensorFile, Random], None], ...] = (
 
 
 def damage_index(draft: Draft, random: Random) -> None:
-    """Damage the index of a draft with shards.
+    """Damage the index of a checkpoint with shards.
 
-    Half of the drafts with one file get a valid index and a new file name. The other half do not change.
+    Half of the checkpoints with a single tensor file get a new file name and a valid index. The other half stay
+    unchanged.
     """
     if SINGLE in draft.files:
         if random.random() < 0.5:

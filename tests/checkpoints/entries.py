@@ -1,4 +1,4 @@
-"""Entries of a checkpoint folder, and a folder that is changed to given entries with few writes."""
+"""The kinds of entries of a checkpoint folder, and `Place`, which writes given entries to disk with few operations."""
 
 import os
 import shutil
@@ -10,7 +10,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """A file. If `lasts` is true, the file is stored once beside the folder and linked into it when it is needed."""
+    """A regular file.
+
+    lasts   many checkpoints contain this file: it is stored once beside the checkpoint folder, and hard-linked
+    """
 
     data: bytes
     lasts: bool = field(default=False, compare=False)
@@ -18,7 +21,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A symbolic link. A target with a slash leads out of the folder or nowhere."""
+    """A symbolic link. A target with a slash, except for a leading "./", leads out of the folder or nowhere."""
 
     target: str
 
@@ -34,9 +37,9 @@ Entry = Bytes | Link | Special
 
 
 class Place:
-    """A checkpoint folder on disk, and a second folder beside it that stores the files with `lasts`.
+    """A checkpoint folder on disk that `become` changes to given entries. It rewrites only what differs.
 
-    The checkpoint folder has hard links to the stored files.
+    A second folder beside it stores the files with `lasts`. The checkpoint folder has hard links to them.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Damaged GGUF files, by seed.
+"""Makes damaged GGUF files from seeds.
 
-The valid files are tiny models of four architectures, whose tensors have different types. Most files have one damage,
-some have two or three, and few have none. A damage changes the structure before the file is written, or its bytes.
+The files are made from valid files with tiny models of four architectures, in various GGUF types. Most files have one
+kind of damage, some two or three, and few have none. Damage is done to the `Draft` of a file before it is written, or
+to the bytes.
 """
 
 import copy
@@ -55,7 +56,11 @@ def shapes_of(architecture: str) -> dict[str, tuple[int, ...]]:
 
 @cache
 def honest(architecture: str, kind: str, untied: bool) -> Draft:
-    """The cached draft of a valid file, which callers must not change."""
+    """Return the cached draft of a valid file, which callers must not change.
+
+    kind     GGUF type of the matrices
+    untied   whether the file has a separate tensor for the head
+    """
     random = Random(f"{architecture} {kind} {untied}")
     norm = "layer_norm_epsilon" if architecture == "gpt2" else "layer_norm_rms_epsilon"
     numbers = {"block_count": LAYERS, "context_length": 16, "embedding_length": HIDDEN, "feed_forward_length": INNER,
@@ -172,7 +177,7 @@ def _front(draft: Draft, random: Random) -> None:
 
 
 def _alignment(draft: Draft, random: Random) -> None:
-    """Set general.alignment, and align the data to it or not."""
+    """Set general.alignment in the metadata. Align the data to it in some files only."""
     said = random.choice((1, 2, 8, 16, 64, 128, 0, 24, 2**20, 2**21, 2**31))
     draft.entries.append(Entry("general.alignment", UINT32, said))
     if 1 <= said <= 128 and random.random() < 0.6:

@@ -1,4 +1,4 @@
-"""The oracle of GGUF files, with an independent parser."""
+"""An oracle for GGUF files: parses them, and judges what batch_manager read from them, without its code."""
 
 import math
 import struct
@@ -19,12 +19,15 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 
 
 class Broken(Exception):
-    """The bytes are no GGUF file."""
+    """Raised if bytes are no valid GGUF file."""
 
 
 @dataclass(frozen=True)
 class File:
-    """tensors: name -> (name of its type, shape with rows first, bytes)"""
+    """The content of a GGUF file.
+
+    tensors   name -> (name of the GGUF type, shape with rows before columns, bytes)
+    """
 
     metadata: dict[str, Any]
     tensors: dict[str, tuple[str, tuple[int, ...], bytes]]
@@ -112,7 +115,7 @@ def read(data: bytes) -> File:
 
 
 def verdict(data: bytes) -> str:
-    """Describe whether the bytes are a GGUF file, whatever the values in its metadata."""
+    """Say in words whether the bytes are a valid GGUF file. The values in its metadata are not checked."""
     try:
         return f"a GGUF file of {len(read(data).tensors)} tensors"
     except Broken:
@@ -120,12 +123,13 @@ def verdict(data: bytes) -> str:
 
 
 def wrong(data: bytes, honest: Collection[bytes], outcome: Any) -> tuple[str, list[str]]:
-    """Judge the outcome of reading a file. Returns (verdict, list of what is wrong with the outcome).
+    """Judge what batch_manager made of a file. Returns (verdict, descriptions of the errors of batch_manager).
 
-    The verdict is "good" for a GGUF file that was read, and "bad" for a file that was refused or is no GGUF file.
+    The verdict is "good" for a valid GGUF file that was read, and "bad" for a file that was refused or is invalid.
 
-    honest    contents of valid files, which must not be refused
-    outcome   the spec and tensors, or the exception
+    data      bytes of the file
+    honest    bytes of all files that must not be refused
+    outcome   what batch_manager returned, (ModelSpec, tensors), or the exception that it raised
     """
     from batch_manager.errors import ModelLoadError
 

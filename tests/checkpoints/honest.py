@@ -1,4 +1,4 @@
-"""Tiny valid checkpoints of every family, as structures that can be damaged and then written to files."""
+"""Makes tiny valid checkpoints of five model families, as `Draft` objects that can be damaged and then written."""
 
 import json
 import random
@@ -26,7 +26,11 @@ FAMILIES = {
 
 @dataclass(slots=True)
 class TensorFile:
-    """A safetensors file. entries: names and fields as JSON literals, which may be any text. Names may repeat."""
+    """The content of a safetensors file before it is written.
+
+    entries   (name, {field: value}) of each tensor in the header, with name and value as JSON literals. A damaged file
+              may have any text for a literal, and a name twice
+    """
 
     entries: list[tuple[str, dict[str, str]]]
     data: bytes
@@ -43,7 +47,12 @@ class TensorFile:
 
 @dataclass(slots=True)
 class Draft:
-    """A checkpoint before it is written: the configuration's fields as JSON literals, files, and the index's map."""
+    """A checkpoint before it is written.
+
+    config       (field, value as a JSON literal) of each field of config.json
+    files        {file name: tensor file}
+    weight_map   (name of a tensor, file name as a JSON literal) of each entry of the index
+    """
 
     family: str
     config: list[tuple[str, str]]
@@ -80,7 +89,13 @@ def tensor_file(tensors: list[tuple[str, str, tuple[int, ...]]], source: random.
 
 @cache
 def honest(family: str, dtype: str, sharded: bool, stores_tied_head: bool, prefixed: bool) -> Draft:
-    """The cached checkpoint, which callers must not change."""
+    """Return the cached draft of a valid checkpoint, which callers must not change.
+
+    dtype              dtype of the tensors in safetensors: F32, F16 or BF16
+    sharded            whether the tensors are in two files with an index
+    stores_tied_head   whether a tied head is stored, as a copy of the embedding
+    prefixed           for GPT-2: whether names begin with "transformer."
+    """
     config = FAMILIES[family]
     _, numbers = read_config(config)
     source = random.Random(f"{family} {dtype} {sharded}")
@@ -97,7 +112,10 @@ def honest(family: str, dtype: str, sharded: bool, stores_tied_head: bool, prefi
 
 
 def _store_head(first: TensorFile, *others: TensorFile) -> None:
-    """Append the embedding, the first tensor of the first file, to the last file under the head's name."""
+    """Append a copy of the embedding to the last file, as lm_head.weight.
+
+    The embedding is the first tensor of the first file.
+    """
     last = (first, *others)[-1]
     fields = first.entries[0][1]
     begin, end = json.loads(fields["data_offsets"])

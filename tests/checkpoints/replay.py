@@ -1,6 +1,7 @@
-"""Run one checkpoint of the fuzzer again: python -m tests.checkpoints.replay KEY [--folder FOLDER]
+"""Try one checkpoint of the fuzzer again: python -m tests.checkpoints.replay KEY [--folder FOLDER]
 
-The folder is kept, so that its files can be inspected.
+The program prints the verdict of the tests' rules, what batch_manager made of the checkpoint, and all errors. It keeps
+the folder, so that its files can be inspected.
 """
 
 import argparse

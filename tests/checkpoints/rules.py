@@ -31,16 +31,20 @@ class Good:
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """An invalid checkpoint: (file, field) of each fault.
+    """The verdict on an invalid checkpoint.
 
-    A refusal must name the file and the field of one fault. It need not name an empty file or field.
+    faults   (file, field) of each fault. The refusal by batch_manager must name file and field of one of them. Either
+             is "" if the refusal need not name it
     """
 
     faults: list[tuple[str, str]]
 
 
 class Broken(Exception):
-    """A file is invalid. `fields` has the faulty names, with "" for a name that a message need not show as it is."""
+    """Raised if a file is invalid.
+
+    fields   names of the faulty fields or tensors; "" replaces a name that a message need not show unchanged
+    """
 
     def __init__(self, *fields: str) -> None:
         self.fields = [field if field.isascii() and field.isprintable() and len(field) < 100 and '"' not in field
@@ -129,7 +133,10 @@ def _content(files: Mapping[str, Entry], name: str) -> tuple[str, bytes]:
 
 
 def _label(files: Mapping[str, Entry], name: str) -> str:
-    """The name that a refusal must show for a file, or "" if the name leads to no file. A link has its own name."""
+    """Return the file name that a refusal must show for the entry `name`, or "" if the entry leads to no file.
+
+    For a link, it is the name of the link.
+    """
     try:
         _content(files, name)
     except Broken:
@@ -178,7 +185,7 @@ def _read_shards(files: Mapping[str, Entry], faults: list[tuple[str, str]]) -> d
 
 @lru_cache(512)
 def read_tensors(data: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """name -> dtype, shape, bytes. Raises Broken."""
+    """Parse a safetensors file. Return {name: (dtype, shape, bytes)}. Raises Broken or Unsure."""
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > len(data) - 8:
         raise Broken

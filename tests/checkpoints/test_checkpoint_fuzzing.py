@@ -1,4 +1,7 @@
-"""T6, quick: a damaged checkpoint is read correctly or refused with one ModelLoadError, without side effects."""
+"""Campaign T6 with few seeds: a damaged checkpoint is read correctly, or refused with one ModelLoadError.
+
+Reading has no side effects, and takes little time and memory.
+"""
 
 import contextlib
 import os

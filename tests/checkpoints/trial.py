@@ -1,4 +1,4 @@
-"""Reads one checkpoint with the product and checks the outcome against the rules."""
+"""Reads checkpoints with batch_manager, and checks the outcomes against the verdicts of rules.py and gguf_rules.py."""
 
 import time
 from collections import Counter
@@ -38,7 +38,13 @@ WARMING = ("cut-5", *map(str, range(20)), *(f"gguf-{seed}" for seed in range(60)
 
 @dataclass(slots=True)
 class Counts:
-    """Sums over checkpoints. `ends` counts the verdicts of the rules: good, bad or undecided."""
+    """Results of trying many checkpoints.
+
+    files    number of checkpoints
+    whole    number of checkpoints that were also passed to the constructor of GptManager
+    ends     number of checkpoints by verdict of the rules: "good", "bad" or "undecided"
+    failed   (key, descriptions of the errors of batch_manager) of each checkpoint with errors
+    """
 
     files: int = 0
     whole: int = 0
@@ -53,7 +59,7 @@ class Counts:
 
 
 class Bench:
-    """A folder in memory in which checkpoints are tried one after another."""
+    """Tries checkpoints one after another in one folder: writes them, reads them and checks the outcomes."""
 
     def __init__(self, path: Path) -> None:
         self.place = Place(path)
@@ -64,9 +70,10 @@ class Bench:
             self._try(seed, whole=True)
 
     def run(self, keys: list[str]) -> Counts:
-        """Try all keys, and measure resources after each portion.
+        """Try the checkpoints with these keys, and measure threads, open files and memory after every PORTION of them.
 
-        Keys are measured one by one if their portion took too much, and large checkpoints always.
+        A portion that exceeds the limits is measured again, one checkpoint at a time. If a portion has large
+        checkpoints, only these are measured.
         """
         counts = Counts()
         for start in range(0, len(keys), PORTION):
@@ -119,7 +126,7 @@ class Bench:
         return ("undecided" if verdict is None else type(verdict).__name__.lower()), wrong
 
     def path_of(self, key: str) -> Path:
-        """The path that is passed as the model."""
+        """Return the path that is passed to batch_manager as the model: the folder, or the GGUF file in it."""
         return self.place.path / FILE if key.startswith(GGUF) else self.place.path
 
     @staticmethod
@@ -135,7 +142,10 @@ def num_bytes(files: Mapping[str, Entry]) -> int:
 
 
 def outcome_of(folder: Path) -> tuple[ModelSpec, dict[str, torch.Tensor]] | BaseException:
-    """The spec and tensors that the loader reads, without building layers, or the exception that it raises."""
+    """Read a checkpoint with batch_manager, without building layers.
+
+    Returns (ModelSpec, {name: tensor}), or the exception that reading raised.
+    """
     try:
         opened = open_checkpoint(folder)
         _, spec, _ = loading.class_and_spec(opened)
@@ -194,7 +204,10 @@ def compare_refusal(folder: Path, verdict: Good | Bad | None, refusal: BaseExcep
 
 
 def whole_way(folder: Path, outcome: Any) -> list[str]:
-    """Check that GptManager's constructor raises the same refusal, or makes an engine that shuts down in time."""
+    """Load a checkpoint with the constructor of GptManager, and describe how this differs from `outcome`.
+
+    It must raise an exception of the same class, or make an engine that shuts down in time and leaves no threads.
+    """
     if isinstance(outcome, tuple) and not 2 <= outcome[0].max_position_embeddings <= SMALL_POSITIONS:
         return []
     before = Resources.now().threads
@@ -217,7 +230,10 @@ def whole_way(folder: Path, outcome: Any) -> list[str]:
 
 
 def _threads_beyond(before: int) -> list[str]:
-    """Describe the threads that the constructor left. A joined thread may need a moment to leave the process."""
+    """Wait until the process has `before` threads again. Describe the leftover threads if it takes too long.
+
+    A joined thread may need a moment to leave the process.
+    """
     deadline = time.monotonic() + SECONDS_TO_LEAVE
     while (now := Resources.now().threads) != before and time.monotonic() < deadline:
         time.sleep(0.001)

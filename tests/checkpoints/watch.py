@@ -1,4 +1,7 @@
-"""Checks that reading a checkpoint only lists its folder and opens its files, and measures what it takes."""
+"""Observes the reading of a checkpoint: forbidden actions, leftover threads and files, memory and CPU time.
+
+Reading may only list the checkpoint's folder and open its files.
+"""
 
 import os
 import sys
@@ -41,10 +44,12 @@ def _hook(event: str, arguments: tuple) -> None:
 
 @contextmanager
 def audited(folder: Path) -> Iterator[list[str]]:
-    """Yield a list that describes what this thread does beyond reading regular files of the (resolved) folder.
+    """Yield a list that grows by a description of each forbidden action of this thread within the context.
 
-    An audit hook cannot be removed. Outside this context it returns at once. The safetensors library opens its file
-    without an audit event, so the call of the library is audited.
+    Allowed are listing the folder and reading its regular files. `folder` must be a resolved path.
+
+    The actions are audit events of Python. The audit hook cannot be removed, and does nothing outside the context. The
+    safetensors library opens its file without an audit event, so this function audits the call of the library.
     """
     global _hooked
     if not _hooked:

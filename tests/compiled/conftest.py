@@ -22,7 +22,7 @@ MACHINES = {"native": "", "x86-64-v4": "avx512f", "x86-64-v3": "avx2", "x86-64-v
 
 @pytest.fixture(scope="module", params=MACHINES)
 def machine(request, tmp_path_factory):
-    """Load the library, compiled for this processor or an older one. Yield the name of that processor."""
+    """Load the C library, compiled for this processor ("native") or for an older x86-64 level. Yield that name."""
     if request.param == "native":
         yield request.param
         return

@@ -1,4 +1,7 @@
-"""A manager with compiled steps gives the tokens of one whose steps run in torch."""
+"""The native backend compiles its steps if model and parameters permit it. All other steps run in torch.
+
+cpu_compile=True is refused if the steps cannot be compiled. The log names the reason.
+"""
 
 import json
 import logging
@@ -112,7 +115,7 @@ def test_the_packed_weights_are_counted_as_those_of_onednn_are():
 
 
 def helper_count():
-    """Return the number of threads of the process that Python does not know."""
+    """Return the number of threads of this process that were not started by Python."""
     return len(os.listdir("/proc/self/task")) - threading.active_count()
 
 

@@ -1,4 +1,7 @@
-"""The library is compiled once for a processor. Where it cannot be compiled, everything runs in torch."""
+"""The C library of the CPU is compiled once for a processor, and then loaded from a cache folder.
+
+If it cannot be compiled or cached, loading returns the reason as a string.
+"""
 
 import os
 import time
@@ -9,7 +12,7 @@ from batch_manager.triton_kernels.cpu.native import build, library
 
 
 def load():
-    """Return the library, or the reason why there is none, as the first call of a process does."""
+    """Load the library as the first call in a process does. Return the library, or why it cannot be loaded: a str."""
     return library._load(lambda: None)
 
 

@@ -1,4 +1,4 @@
-"""Norms, activations and sums of a recorded step agree with torch in float32."""
+"""Norms, activations and sums that are recorded and run as a compiled step agree with torch in float32."""
 
 from types import SimpleNamespace
 
@@ -110,7 +110,10 @@ def test_sums(width, dtype):
 
 
 def test_registers_share_memory_only_when_nobody_needs_them_any_more():
-    """A register that is read again at the end keeps its memory, although many other registers come and go."""
+    """Registers of a compiled step share memory only after their last use.
+
+    A register that is read by the last operation keeps its value, although many other registers come and go.
+    """
     x = hidden_states(64, torch.float32)
 
     def operate(rows):

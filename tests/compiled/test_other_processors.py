@@ -1,6 +1,7 @@
-"""Products and attention, compiled for other processors, agree with sums in float64.
+"""The C code of products and attention, compiled for SSE, AVX2 and NEON, agrees with sums in float64.
 
-NEON is emulated if QEMU and a cross compiler are installed (Debian: qemu-user-static, gcc-aarch64-linux-gnu).
+The NEON test needs QEMU and a cross compiler (Debian: qemu-user-static, gcc-aarch64-linux-gnu). Without them it is
+skipped.
 """
 
 import platform

@@ -53,10 +53,10 @@ def test_every_number_of_rows(shape, dtype, num_threads, threads):
 @TYPES
 @pytest.mark.parametrize("count", [1, 4, 32])
 def test_a_product_takes_no_longer_than_torchs_in_float32(machine, count, dtype, threads):
-    """A product takes less than four times as long as torch's in float32. The fastest of many calls counts.
+    """A product takes less than four times as long as torch's in float32, in the fastest of 200 calls each.
 
-    It takes 0.3 to 1.2 times as long, and 5 to 60 times as long if the compiler keeps vectors in memory. GCC does so if
-    vectors are wider than the processor's registers.
+    Well-compiled code takes 0.3 to 1.2 times as long. If the compiler keeps vectors in memory, which GCC does with
+    vectors wider than the processor's registers, a product takes 5 to 60 times as long.
     """
     if machine != "native":
         pytest.skip("optimised for this processor alone")
@@ -137,7 +137,7 @@ def test_wrong_rows_are_refused():
 
 
 def test_threads_that_compute_at_once_do_not_disturb_each_other(threads):
-    """Four threads that compute at once get the right products. One of them has the helper threads at a time."""
+    """Four threads that compute at once get the right products. Only one of them at a time uses the helper threads."""
     weight, _ = made(256, 1000, torch.bfloat16)
     matrices = [PackedMatrix(weight, None) for _ in range(4)]
     inputs = [rows(count, 256, torch.bfloat16) for count in (1, 7, 40, 100)]

@@ -26,7 +26,7 @@ def oracle_of(name, device):
 
 @pytest.fixture(params=["as on a CPU", "with oracles"])
 def way(request, monkeypatch):
-    """Run the tests once with the CPU's operations, and once with the oracles of the kernels in their place."""
+    """Run each test twice: with the kernels' CPU forms, and with their oracles in place of the CPU forms."""
     if request.param == "with oracles":
         monkeypatch.setattr(dispatch, "kernel", oracle_of)
     return request.param
@@ -45,7 +45,7 @@ def decoder_with(way):
 
 @pytest.fixture
 def rows_of():
-    """rows_of(slots, positions) returns SamplingRows on the CPU."""
+    """rows_of(slots, positions) returns SamplingRows: each row's slot and the position of the token to sample."""
     def make(slots, positions):
         slots, positions = np.array(slots, np.int32), np.array(positions, np.int32)
         return SamplingRows(slots, positions, torch.from_numpy(slots).long(), torch.from_numpy(positions).long())

@@ -30,7 +30,11 @@ class Recorder(LogitsStage):
 
 
 class Engine:
-    """Runs the steps of all sequences of a decoder. Sequence i is in slot i."""
+    """Runs steps of a decoder for all requests that have not ended. Request i is in slot i.
+
+    texts   output of each beam of each request
+    ended   slot -> hypotheses; None if the search failed
+    """
 
     def __init__(self, decoder_with, setups, prompts):
         self.setups = [setup.continuing(prompt) for setup, prompt in zip(setups, prompts)]
@@ -40,8 +44,10 @@ class Engine:
         self.ended = {}
 
     def step(self, logits_of, times=1):
-        """Run one step. Return the beams' logits after all stages, {slot: [beams, vocab]}, and the slots' outputs.
+        """Run one step. Return the beams' logits after all stages, and the outputs of beam search, each by slot.
+
         logits_of   returns the logits [vocab] of the token after a sequence
+        times       how often the step runs; after a failure, a step runs again
         """
         going = [slot for slot in range(len(self.setups)) if slot not in self.ended]
         owners = np.array([slot for slot in going for _ in self.texts[slot]], np.int32)
@@ -71,9 +77,9 @@ def strange_logits(text):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_each_beam_has_the_bans_and_penalties_of_its_own_text(decoder_with, times):
-    """The n-gram ban and the presence penalty of a beam use the tokens of its own sequence, prompt included.
+    """The n-gram ban and the presence penalty of a beam apply to the tokens of its sequence, prompt included.
 
-    With n-grams of one token, no token comes twice. The presence penalty counts each token once.
+    With no_repeat_ngram_size=1, all tokens of the sequence are banned. The presence penalty counts each token once.
     """
     setups = [SlotSetup(SamplingConfig(no_repeat_ngram_size=1, beam_width=3), max_new_tokens=6),
               SlotSetup(SamplingConfig(no_repeat_ngram_size=1, temperature=0)),
@@ -142,7 +148,10 @@ def test_what_changes_the_log_probabilities_of_beams_and_looks_at_their_tokens(
 
 
 def test_a_beam_that_may_not_go_on_leaves_the_others_alone(decoder_with):
-    """After tokens 1 and 2, only banned tokens are possible, so their beams end. The beam of token 3 continues."""
+    """Of three beams, two end because all of their possible next tokens are banned. The third continues.
+
+    The beams' outputs are 1, 2 and 3.
+    """
     table = {1: {1: 0.0}, 2: {2: 0.0}, 3: {4: 0.0, 5: -1.0}, 0: {1: 0.0, 2: -0.1, 3: -2.0}}
 
     def logits_of(text):
@@ -164,10 +173,10 @@ def test_a_beam_that_may_not_go_on_leaves_the_others_alone(decoder_with):
 
 
 def test_a_search_in_which_nothing_may_go_on_fails_unless_a_text_is_finished(decoder_with):
-    """A search in which no beam can continue ends with its hypotheses, and fails if it has none.
+    """A search in which no beam can continue ends with its hypotheses. It fails if it has none.
 
-    Only token 3 and the end id are possible, and token 3 is banned the second time. In one of the two searches, the end
-    id is banned too, by min_length.
+    Only token 3 and the end id are possible, and no_repeat_ngram_size bans token 3 in the second step. In the second of
+    two searches, min_length bans the end id too.
     """
     logits = torch.full((VOCAB,), -torch.inf)
     logits[[3, 4]] = torch.tensor([0.0, -1.0])

@@ -1,5 +1,6 @@
-"""Beam search on tables of log-probs agrees with transformers, with the best of all possible sequences, with its
-definition and with results by hand.
+"""Beam search on given log-probs finds the hypotheses of transformers, and those of its definition in plain Python.
+
+With enough beams, it finds the best of all possible outputs.
 """
 
 import itertools
@@ -17,7 +18,7 @@ EARLY_STOPPING = {1: True, 0: False, 2: "never"}
 
 
 def candidates(search, rows):
-    """Return the best candidates as the operation `beam_topk` does, but compute them one at a time.
+    """Return the search's best candidates as the operation `beam_topk` does: log-probs, parent beams and tokens.
 
     rows   [beams, vocab] float32 log-probs of the next tokens
     """
@@ -42,9 +43,10 @@ def beams(width, max_new_tokens, len_penalty=0.0, early_stopping=1, diversity_ra
 
 
 def run(setup, end_id, follows, stop_words=(), prompt=(0,)):
-    """Run a search to its end. Return its hypotheses and the outputs of all steps.
+    """Run the search of a request to its end. Return its hypotheses and the outputs of all steps.
 
-    follows   returns the log-probs [beams, vocab] of the next token for the outputs so far of all beams
+    end_id    an end id, a list of end ids, or -1 for none
+    follows   returns the log-probs [beams, vocab] of the next token, given each beam's output so far
     """
     end_ids = [end_id] if isinstance(end_id, int) else end_id
     search, texts, outputs = BeamSearch.of(
@@ -69,7 +71,7 @@ def worth(hypothesis, setup):
 
 @pytest.fixture(scope="module")
 def tiny_model():
-    """Return a transformers model with eleven tokens and peaked distributions."""
+    """Return a transformers model with a vocabulary of eleven tokens and peaked distributions."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(3)
     config = transformers.GPT2Config(vocab_size=11, n_embd=16, n_layer=1, n_head=2, n_positions=64,
@@ -131,7 +133,7 @@ def test_the_beams_of_transformers_all_of_them_in_order(tiny_model, follows_in, 
 
 @pytest.mark.parametrize("len_penalty", [0.0, 1.0, 3.0])
 def test_with_beams_enough_nothing_better_exists(len_penalty):
-    """The search covers every output of up to four tokens out of three, so it finds the best one."""
+    """With more beams than outputs of up to four tokens from a vocabulary of three, the best output is found."""
     random = np.random.default_rng(1)
     table = {}
 
@@ -158,7 +160,10 @@ def test_with_beams_enough_nothing_better_exists(len_penalty):
 
 
 def by_the_book(setup, end_id, follows, stop_words, prompt):
-    """Run the search by its definition, with lists and floats. Return [(output without the end id, finish, score)]."""
+    """Search by the definition of beam search, with lists and floats. The arguments are those of `run`.
+
+    Returns the hypotheses, best first: [(output without the end id, finish, score)].
+    """
     live, finished = [((), 0.0)], []
 
     def ends(text):
@@ -202,9 +207,9 @@ def random_table(seed, vocab_size):
 @pytest.mark.parametrize("stop_words", [
     ((3,),), ((3,), (4,), (5,), (0, 1)), ((1, 2), (6, 0), (2, 5, 2)), ((9, 6, 1), (4, 4))], ids=str)
 def test_texts_that_end_in_a_stop_word_are_finished_with_it(stop_words, early_stopping):
-    """A search with stop words has the hypotheses of its definition. A stop word may begin in the prompt (9, 6).
+    """A search with stop words has the hypotheses of `by_the_book`. A stop word may begin in the prompt (9, 6).
 
-    Stop words of one token are so likely that they fill all candidates.
+    In the cases with several stop words of one token, beams that end can make up most of a step's candidates.
     """
     finishes = []
     for seed, width in itertools.product(range(12), (2, 3, 4)):
@@ -239,9 +244,9 @@ def test_single_stop_words_are_more_end_ids_of_transformers(tiny_model, follows_
 
 
 def test_thirty_stop_words_with_thirty_two_beams_are_more_end_ids_of_transformers_too():
-    """Thirty stop words of one token with 32 beams have the results of thirty more end ids in transformers.
+    """A search of 32 beams with 30 stop words of one token agrees with transformers, where they are additional end ids.
 
-    The likeliest tokens end a beam, so that more than half of the best 2 * 32 continuations have ended.
+    The stop words are the likeliest tokens, so that more than half of the best 2 * 32 continuations have ended.
     """
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(5)
@@ -311,9 +316,10 @@ def test_the_end_id_is_in_the_sum_and_the_length_but_not_in_the_text():
 
 @pytest.mark.parametrize(("early_stopping", "steps"), [(1, 2), (0, 3), (7, 6), (-1, 6)])
 def test_when_the_search_is_over(early_stopping, steps):
-    """`early_stopping` decides in which step a search ends that has two hypotheses after two steps.
+    """A search of two beams has two hypotheses after two steps; `early_stopping` decides in which step it ends.
 
-    The third token makes the live beams worth less than both hypotheses, unless the beams get long.
+    After the third step, the live beams score less than both hypotheses at their current length, but could still score
+    more if they got long.
     """
     likely = {0: 0.5, 1: 0.5, 2: 0.04}                       # of token 0, by position; 0.9 afterwards
     end = {0: 0.3, 1: 0.3, 2: 0.01}

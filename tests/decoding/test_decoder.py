@@ -46,9 +46,9 @@ def test_greedy_and_sampling_rows_in_one_batch_get_what_the_oracle_says(decoder_
 ])
 def test_logits_are_sampled_in_the_models_dtype_unless_something_else_looks_at_them(
         decoder_with, rows_of, setup, dtype):
-    """A kernel samples from logits in the model's dtype, unless a stage or the response needs them in float32.
+    """On a GPU, tokens are sampled from logits in the model's dtype if no stage and no response needs them in float32.
 
-    A CPU always samples from float32.
+    A CPU always samples from float32 logits.
     """
     logits, given, results = logits_of(2).bfloat16(), [], []
     for reads_any_dtype in (False, True):
@@ -185,7 +185,10 @@ def test_a_stage_changes_the_rows_it_is_for_and_is_skipped_when_nobody_needs_it(
 
 
 def test_what_is_set_up_reaches_a_device_of_its_own_in_one_copy_however_many_columns_and_slots(rows_of):
-    """The columns of all slots reach a GPU in one copy. CPU tensors run the GPU's code path here."""
+    """All columns of all slots that were set up are copied to the device in one transfer.
+
+    The test takes the code path of a GPU, with tensors on the CPU.
+    """
     sent = []
 
     def send(arrays):

@@ -1,4 +1,7 @@
-"""Sampled tokens have the distribution of transformers' processors and warpers in float64, by a chi-square test."""
+"""Sampled tokens have the distribution that the logits processors and warpers of transformers compute in float64.
+
+A chi-square test compares the distributions.
+"""
 
 import numpy as np
 import pytest
@@ -34,13 +37,17 @@ SETTINGS = {
 
 
 def setup_of(**values):
-    """Return a setup with these sampling parameters and other values."""
+    """Return a SlotSetup. `values` are parameters of SamplingConfig and fields of SlotSetup."""
     sampling = {name: values.pop(name) for name in PARAMETERS if name in values}
     return SlotSetup(SamplingConfig(**sampling), **values)
 
 
 def exact(knobs, logits, prompt_length):
-    """Return the probabilities [VOCAB] of the token after TOKENS."""
+    """Return the probabilities [VOCAB] of the token after TOKENS, by transformers in float64.
+
+    knobs           the arguments of `setup_of`
+    prompt_length   number of TOKENS that are the prompt; the others are output
+    """
     known = pytest.importorskip("transformers.generation.logits_process")
     setup, ids, scores = setup_of(**knobs), torch.tensor([TOKENS]), logits[None].double()
     if setup.embedding_bias is not None:

@@ -35,7 +35,10 @@ def processor(function, request_id=5, tokens=((1, 2),), is_batched=False):
 
 @pytest.fixture
 def post_processors():
-    """post_processors({slot: LogitsPostProcessor or None}) returns LogitsPostProcessors and keeps the values alive."""
+    """post_processors({slot: LogitsPostProcessor or None}) returns LogitsPostProcessors with these slots set up.
+
+    The fixture keeps the values of the dict alive.
+    """
     held = []
 
     def make(of_slot):
@@ -196,9 +199,9 @@ def test_the_token_and_its_log_prob_are_of_the_changed_logits_and_what_is_return
 
 
 def test_a_child_that_is_forked_in_a_function_ends_where_it_leaves_it():
-    """A child that a post-processor forks ends when it leaves the post-processor.
+    """A child process that is forked inside a post-processor ends when it returns from or raises in the post-processor.
 
-    It lacks the threads that compute the rest of the step.
+    It could not complete the step, because the threads that compute the rest do not exist in the child.
     """
     result = subprocess.run([sys.executable, "-c", textwrap.dedent("""
         import os, sys

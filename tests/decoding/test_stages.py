@@ -48,7 +48,10 @@ def random_setup(random, prompt_length):
 
 
 def as_transformers_would(setup, tokens, logits):
-    """Return the logits [VOCAB] after the processors of transformers; presence and frequency by their definition."""
+    """Return the logits [VOCAB] of the token after `tokens`, changed by the logits processors of transformers.
+
+    Presence and frequency penalties, which transformers lacks, follow their definition.
+    """
     processors = pytest.importorskip("transformers.generation.logits_process")
     ids, scores = torch.tensor([tokens]), logits[None].clone()
     if setup.embedding_bias is not None:
@@ -187,18 +190,21 @@ def test_extreme_penalties_leave_numbers(decoder_with, rows_of):
 
 
 class Writer:
-    """Samples tokens for sequences whose logits at a position are the same in every run."""
+    """Samples `count` tokens for some of its members. A member is an index into `setups` and `prompts`.
+
+    The logits of a member at a position are the same in every run.
+    """
 
     def __init__(self, setups, prompts, rows_of, count):
         self.setups, self.prompts, self.rows_of, self.count = setups, prompts, rows_of, count
         self.logits = random_logits(len(setups) * 100, seed=9).view(len(setups), 100, VOCAB)
 
     def run(self, decoder, members, slots, resume_every=0, twice=False):
-        """Sample `count` tokens for each member. Return member -> (tokens, log-probs).
+        """Sample `count` tokens for each of `members`. Return member -> (prompt and output, log-probs of the output).
 
-        slots          slots of the members
+        slots          slot of each member at the start
         resume_every   number of tokens after which the members are set up again in other slots; 0: never
-        twice          each step runs twice, as after a failure
+        twice          run each step twice, as after a failure
         """
         tokens = {member: list(self.prompts[member]) for member in members}
         log_probs = {member: [] for member in members}

@@ -17,7 +17,7 @@ SETUPS = [SlotSetup(SamplingConfig(top_p=0.9, top_p_decay=0.7, top_p_min=0.2, to
 
 
 def by_definition(setup, generated):
-    """Return the top_p in float32 with which each token is sampled, by the definition of the decay."""
+    """Return the float32 top_p with which each token of `generated` was sampled, by the definition of top-p decay."""
     top_p, trace = np.float32(setup.sampling.top_p), []
     for token in generated:
         trace.append(float(top_p))
@@ -28,7 +28,12 @@ def by_definition(setup, generated):
 
 
 def trace(rows_of, generated, resume_every=0, twice=False):
-    """Run the four sequences together. Return the top_p with which each token of each sequence is sampled."""
+    """Run the TopPDecay stage for the four SETUPS in one batch. Return each sequence's top_p at each of its tokens.
+
+    generated      the outputs of the four sequences
+    resume_every   number of steps after which the sequences are set up again; 0: never
+    twice          run each step twice, as after a failure
+    """
     state = SlotState(1, CPU)
     state.add_columns(TopPDecay.reads)
     decay = TopPDecay(state)

@@ -1,6 +1,6 @@
-"""Fixtures: the module differential.py, and its laboratories, which are kept until the session ends.
+"""Fixtures: the module differential.py, and its `Laboratory` objects, which are kept until the pytest session ends.
 
-A `Laboratory` keeps the backends of one checkpoint, and the outcomes of requests that ran alone.
+A `Laboratory` runs requests on one checkpoint, in different circumstances, and keeps their outcomes when run alone.
 """
 
 import importlib.util
@@ -23,7 +23,10 @@ def differential():
 
 @pytest.fixture(scope="session")
 def laboratory(differential, tmp_path_factory):
-    """laboratory(family, **options of Laboratory) returns a laboratory, built once for each set of arguments."""
+    """laboratory(family, **options) returns a Laboratory with these options and a checkpoint of the model family.
+
+    It is built once for each set of arguments.
+    """
     parent, made = tmp_path_factory.mktemp("checkpoints"), {}
 
     def get(family, **options):

@@ -1,8 +1,8 @@
 """Compares a request's tokens, log-probabilities and logits, bit by bit, between a run alone and another run.
 
-The tests and the campaign use this module. A *pair* is the outcome of one request alone and its outcome in another run.
-A request that runs alone computes its whole context in one step, is never paused and reuses no cached block. In the
-other run, everything except the request may be different.
+The tests of this folder and tests/campaigns/deterministic.py use this module. A request that runs alone computes its
+whole context in one step, is never paused and reuses no cached block. In the other run, it shares the engine with other
+requests, and has other `Circumstances`, such as chunks and pauses. A *pair* is the two outcomes of one request.
 """
 
 import json
@@ -73,7 +73,10 @@ FAMILIES = [*CONFIGS, "austen-4m"]
 
 
 class _RecordedWeights(DummyWeights):
-    """A source of random weights with which every part of a model affects the result. It keeps the weights by name."""
+    """Generates random weights, large enough that every part of a model affects the result.
+
+    tensors   name -> the weight that was generated
+    """
 
     def __init__(self) -> None:
         super().__init__(0, torch.device("cpu"), torch.float32)
@@ -92,7 +95,10 @@ class _RecordedWeights(DummyWeights):
 
 
 def make_checkpoint(family: str, parent: Path) -> Path:
-    """Return a folder with a small model of the family and random weights, or the folder of the shipped model."""
+    """Write a checkpoint of a small model of the family, with random weights, below `parent`. Return its folder.
+
+    For "austen-4m", nothing is written. The result is the folder of the shipped model.
+    """
     if family == "austen-4m":
         return SHIPPED
     folder = parent / family
@@ -111,7 +117,7 @@ def make_checkpoint(family: str, parent: Path) -> Path:
 
 @dataclass(frozen=True)
 class Ask:
-    """The content of a request, without an id."""
+    """A request without an id: prompt, number of output tokens, sampling parameters and options."""
 
     prompt: tuple[int, ...]
     count: int
@@ -140,14 +146,17 @@ class Outcome:
 
 @dataclass
 class Circumstances:
-    """The properties of a run that must not change any output.
+    """How a run schedules its requests. None of it must change any output.
 
     chunk      tokens of each chunk except the last; None: whole contexts; 0: a random number of blocks
     pauses     request id -> numbers of generated tokens after which the request is paused
-    arrivals   request id -> iteration in which the request is handed over; 0 if the id is missing
-    laziness   probability that the scheduler leaves out a request that could run
+    layout     key of LAYOUTS: how a step packs its tokens
+    overlap    set enable_trt_overlap, and run about half of the requests in each step
+    static     use TrtGptModelType.V1 with its own scheduler
+    arrivals   request id -> iteration in which the get callback returns the request; 0 if the id is missing
+    laziness   probability that the scheduler leaves a runnable request out of a step
     solitary   each step runs a single request
-    reuse      a prompt starts after its cached blocks
+    reuse      enable block reuse
     """
 
     layout: str = "fused"
@@ -163,9 +172,9 @@ class Circumstances:
 
 
 class ScriptedScheduler(RequestScheduler):
-    """Runs, chunks and pauses requests as the circumstances say. The pool has blocks for all requests.
+    """Chooses, chunks and pauses requests as the circumstances say. The pool must have blocks for all requests.
 
-    reused   request id -> the most tokens that it reused from the cache
+    reused   request id -> largest number of prompt tokens that the request reused from the cache
     """
 
     def __init__(self, circumstances: Circumstances, limits, kv_cache_manager) -> None:
@@ -212,10 +221,12 @@ class ScriptedScheduler(RequestScheduler):
 
 
 class Laboratory:
-    """Keeps the backends of one checkpoint, and the outcomes of requests that ran alone.
+    """Runs requests on one checkpoint and compares the outcomes with those of the same requests run alone.
 
-    reference   the laboratory in which requests run alone; None: this one
-    reused      request id -> the most tokens that it reused from the cache in the last run
+    It keeps its backends, one for each layout, and the outcomes of requests that ran alone.
+
+    reference   the Laboratory in which requests run alone; None: this one
+    reused      request id -> largest number of prompt tokens that the request reused from the cache in the last run
     """
 
     def __init__(self, folder: Path, *, dtype: str = "float32", deterministic: bool = True, num_threads: int = 1,
@@ -268,9 +279,9 @@ class Laboratory:
         return outcomes
 
     def differences(self, asks: dict[int, Ask], circumstances: Circumstances) -> dict[int, list[str]]:
-        """Run the requests. Return request id -> names of the outputs that differ from those of the request alone.
+        """Run the requests {request id: Ask} in one engine, and compare each outcome with that of a run alone.
 
-        Requests without a difference are left out.
+        Returns {request id: names of the fields of Outcome that differ}, without the requests that have no difference.
         """
         outcomes = self.run(asks, circumstances)
         found = {request_id: self.alone(ask).differences(outcomes[request_id]) for request_id, ask in asks.items()}
@@ -282,9 +293,10 @@ class Laboratory:
 
 
 class DifferentialClient(ArrivingClient):
-    """A client of requests that do not stream.
+    """A client that hands over requests at given iterations, and receives one response for each.
 
-    outcomes   request id -> the outcome in its only response
+    arrivals   (iteration, request) of each request
+    outcomes   request id -> the outcome in its response
     """
 
     def __init__(self, arrivals: list[tuple[int, InferenceRequest]]) -> None:
@@ -298,7 +310,12 @@ class DifferentialClient(ArrivingClient):
 
 def drive(params: TrtGptModelOptionalParams, backend, arrivals: list[tuple[int, InferenceRequest]], *, scheduler=None,
           static: bool = False, max_beam_width: int = 1) -> DifferentialClient:
-    """Run a loop without a thread until all requests have ended, and return its client. The backend stays open."""
+    """Run the engine's loop in this thread until all requests have ended. Return the client.
+
+    The backend stays open.
+
+    arrivals   (iteration, request) of each request
+    """
     client = DifferentialClient(arrivals)
     loop = make_loop(
         client, params=params, backend=backend, clock=SystemClock(), parts={"scheduler": scheduler},
@@ -322,7 +339,7 @@ def outcome_of(tensors: dict[str, np.ndarray]) -> Outcome:
 
 @dataclass(frozen=True)
 class Reused:
-    """The outcomes in the order of the asks, and the number of blocks that were reused from the cache."""
+    """Result of `run_with_reuse`: the outcomes in the order of `asks`, and the total number of reused blocks."""
 
     outcomes: list[Outcome]
     blocks: int

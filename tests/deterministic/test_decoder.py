@@ -1,4 +1,7 @@
-"""A row's sampled token and log-probability have the same bits beside any other rows, also on several threads."""
+"""In deterministic mode, a row's sampled token and log-probabilities have the same bits alone and in a batch.
+
+The tests use two threads.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,7 @@
-"""deterministic=True: a request's tokens, log-probabilities and logits have the same bits in all circumstances."""
+"""With deterministic=True, a request's tokens, log-probabilities and logits have the same bits alone and in any batch.
+
+Chunks, pauses, layouts, overlapping steps and block reuse do not change them either.
+"""
 
 import json
 import random

@@ -1,4 +1,7 @@
-"""A seed of suite T3 has no differences, with beams, steps of a single request, and prompts with cached blocks."""
+"""One seed of the determinism campaign (T3) finds no request whose bits differ from those of the request run alone.
+
+The seed has beams, steps of a single request, chunks, pauses, and prompts with cached blocks.
+"""
 
 from tests.campaigns.deterministic import run_seed
 

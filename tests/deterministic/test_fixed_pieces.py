@@ -1,4 +1,7 @@
-"""Operations on pieces of a fixed size give each row the same bits, and `agreeing_sizes` finds the sizes that do so."""
+"""Operations that run on pieces of fixed sizes give each row the same bits, however many rows there are.
+
+`agreeing_sizes` finds the sizes of pieces that give the same bits.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""With a deterministic context, a layer gives a row the same bits beside any other rows, for shapes of all kinds."""
+"""With a deterministic LayerContext, a layer gives a row the same bits alone and in any batch, for various shapes."""
 
 import random
 
@@ -20,12 +20,15 @@ ROUNDS = 40
 
 
 def parts(dtype, deterministic=True):
-    """The weights and the context for a layer."""
+    """Return random weights and a LayerContext: the first two arguments of a layer's constructor."""
     return DummyWeights(3, CPU, dtype), LayerContext(device=CPU, dtype=dtype, deterministic=deterministic)
 
 
 def same_in_any_company(layer, size, dtype, seed, most=70):
-    """Check that each row has the same bits in random batches of rows as alone."""
+    """Assert that `layer` gives each of 100 random rows the same bits alone and in batches of up to `most` rows.
+
+    size   number of elements of a row
+    """
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     pool = (torch.randn(100, size, generator=generator) * 2).to(dtype)
     alone = torch.cat([layer(pool[row : row + 1]) for row in range(len(pool))])

@@ -1,4 +1,4 @@
-"""With NaN planted in a block, the requests that read the block fail, and all others keep their bits."""
+"""If a KV cache block holds NaN, exactly the requests that read it fail. The logits of all others keep their bits."""
 
 import numpy as np
 import pytest

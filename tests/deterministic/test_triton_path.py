@@ -1,7 +1,8 @@
-"""The Triton kernels are deterministic too. They run in Triton's interpreter, in a separate process.
+"""The Triton kernels are deterministic too: chunks, pauses and layouts do not change a request's bits.
 
-The interpreter's matrix products are replaced by products that sum every element in the same order, as a matrix unit
-does. The products of numpy do not.
+The kernels run in Triton's interpreter, in a separate process. The interpreter uses numpy's matrix products, which sum
+in an order that depends on the element. The test replaces them with products that sum all elements in the same order,
+as a GPU's matrix unit does.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""GGUF files with invented vocabularies, written with ggml's own library."""
+"""Writes GGUF files for tests of tokenizers and LLM, with ggml's own library.
+
+Their vocabularies are trained on TEXT, an excerpt of English novels.
+"""
 
 import json
 import lzma
@@ -82,7 +85,10 @@ CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_
 
 
 def write_model(path, seed=0):
-    """Write the GGUF file of a Llama with random weights, 512 positions, 303 tokens and a chat template."""
+    """Write a GGUF file with a small Llama, its tokenizer and a chat template, and return its path.
+
+    The model has random weights, 512 positions and a vocabulary of 303 tokens.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -50,7 +50,10 @@ def random_texts(count, seed=0):
 
 
 def originals():
-    """Return name -> (pre-tokenizer, normalizer), as a class of transformers or the tokenizer.json has them."""
+    """Return {GGUF name of a pre-tokenizer: (pre-tokenizer, normalizer)} of the original tokenizers.
+
+    They come from transformers, or equal those in the tokenizer.json of a model.
+    """
     transformers = pytest.importorskip("transformers")
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as PATTERNS
     from transformers.models.cohere.tokenization_cohere import CohereTokenizer
@@ -76,7 +79,7 @@ def originals():
 
 @pytest.fixture(scope="module")
 def smollm(tmp_path_factory):
-    """A GGUF file with a tokenizer and a chat template, without weights."""
+    """Write a GGUF file with a byte-level tokenizer and a chat template, but without weights. Return its path."""
     vocabulary, merges = trained_merges(pre_tokenizers.ByteLevel(add_prefix_space=False))
     values = byte_level_values("smollm", vocabulary, merges, user_defined=["<think>", "   "])
     values["tokenizer.chat_template"] = "{{ bos_token }}" + CHATML
@@ -107,8 +110,10 @@ def test_byte_level_tokenizers_give_the_ids_of_the_originals(tmp_path):
 
 
 def sentence_piece_ids(text, begins_with_space):
-    """Return the ids of SentencePiece: it joins the neighbours with the highest score, the leftmost first, until no
-    pair is a piece. Characters that are not a piece become bytes."""
+    """Encode a text by the definition of SentencePiece's BPE with the vocabulary PIECES. Return the ids.
+
+    The two neighbours whose union has the highest score are joined, the leftmost first, until no union of neighbours is
+    a piece. A character that is no piece is encoded as its bytes."""
     ids, scores = {piece: n for n, (piece, _, _) in enumerate(PIECES)}, {piece: score for piece, score, _ in PIECES}
     parts = list(("\u2581" * bool(begins_with_space and text) + text).replace(" ", "\u2581"))
     while True:

@@ -1,4 +1,4 @@
-"""With guided decoding, the texts of the shipped model match their schema or pattern, however the requests run."""
+"""With guided decoding, outputs of the shipped model match the schema or pattern of their request, in any batch."""
 
 import json
 import re

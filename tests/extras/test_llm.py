@@ -1,4 +1,7 @@
-"""LLM returns completions in the order of the prompts, even if some fail. It can be interrupted, dropped or closed."""
+"""LLM returns completions in the order of the prompts, even if some fail.
+
+Interrupting or closing an LLM ends its requests. Dropping all references to it ends its engine.
+"""
 
 import asyncio
 import gc
@@ -41,7 +44,7 @@ def scripted(script=None, *, folder=MODEL, step_seconds=0.0, return_stats=None, 
 
 
 def saying(text, prompt_length=1):
-    """Return a script for the scripted model that repeats the text after prompts of `prompt_length` tokens."""
+    """Return a script for the scripted model: after a prompt of `prompt_length` tokens, it repeats `text`."""
     tokens = TOKENIZER.encode(text, add_special_tokens=False).ids
     return lambda history: tokens[(len(history) - prompt_length) % len(tokens)]
 

@@ -30,7 +30,11 @@ TOKENS = TOKENIZER.encode(TEXT, add_special_tokens=False).ids
 
 
 def run(test, script=None, folder=MODEL, **backend):
-    """Run test(service) on a new event loop. Without another script, the model repeats TEXT after one token."""
+    """Run test(service) on a new event loop, with an OpenAIService of a scripted model.
+
+    script   script of the model; None: the model repeats TEXT after a prompt of one token
+    folder   folder of the tokenizer
+    """
     async def inside():
         says = None if script is HASHED else script or (lambda history: TOKENS[(len(history) - 1) % len(TOKENS)])
         scripted = ScriptedBackend(vocab_size=4096, max_seq_len=4000, num_blocks=2000, verify=False, script=says,

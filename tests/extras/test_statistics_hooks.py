@@ -81,7 +81,7 @@ def test_what_is_scraped_is_what_happened(model_type):
 
 
 def collected(reader):
-    """Return the data points of an SDK reader: (metric name, attributes) -> point."""
+    """Collect the metrics of an OpenTelemetry reader. Return {(metric name, attributes): data point}."""
     data, points = reader.get_metrics_data(), {}
     for resource in data.resource_metrics if data else ():
         for metric in (metric for scope in resource.scope_metrics for metric in scope.metrics):

@@ -1,7 +1,7 @@
-"""The pieces that TextStream returns join to the text of decoding all tokens at once, however the tokens are cut.
+"""TextStream returns pieces of text that add up to the text of all tokens decoded at once, however it gets the tokens.
 
-tests/extras/text_streams.py has the random texts and the expected texts. This file runs 60 texts of each tokenizer. Ten
-thousand run with:
+tests/extras/text_streams.py generates random texts and the expected results. This file runs 60 texts of each tokenizer.
+The campaign runs ten thousand:
 
     python tests/campaigns/text_streams.py --first-seed 0 --texts 10000
 """
@@ -323,7 +323,7 @@ def test_slow_tokenizers_of_transformers(transformers):
 
 
 class Counting:
-    """A tokenizer that counts the calls of its methods."""
+    """Wraps a tokenizer, and counts the calls of its methods `decode` and `id_to_token` in `calls`."""
 
     def __init__(self, tokenizer):
         self._tokenizer, self.calls = tokenizer, Counter()
@@ -469,9 +469,9 @@ def test_a_decoder_that_is_described_in_another_way_is_left_to_the_library(descr
 
 
 def test_a_rule_that_the_library_does_not_follow_is_not_used():
-    """A tokenizer that decodes in another way than its description says is decoded at the end, and not in pieces.
+    """If a tokenizer decodes differently than its decoder's description says, TextStream returns all text at the end.
 
-    Another version of the library tokenizers may interpret the same description differently.
+    It may happen with another version of the tokenizers library.
     """
     tokenizer = text_streams.byte_level()
 

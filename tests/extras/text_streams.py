@@ -1,11 +1,11 @@
-"""Random texts through TextStream, compared with decoding all tokens at once. One seed is one text: `run(seed)`.
+"""Passes random texts to TextStream, and compares its pieces with decoding all tokens at once. A seed gives one text.
 
 tests/extras/test_text.py runs 60 texts of each tokenizer. A campaign runs ten thousand in all:
 
     python tests/campaigns/text_streams.py --first-seed 0 --texts 10000
 
-Training breaks ties differently in every process, so a seed gives nearly, but not always, the same text again. Failures
-therefore print their tokens as they are in the vocabulary.
+The training of tokenizers breaks ties differently in every process. A seed therefore gives mostly, but not always, the
+same tokens again, and a failure prints its tokens as strings of the vocabulary.
 """
 
 import functools
@@ -122,7 +122,12 @@ def tokenizer_named(name: str) -> Tokenizer:
 
 
 def text_behind(tokenizer, prompt: list[int], tokens: list[int], skips: bool) -> str:
-    """Return the expected text: what the decoded prompt and tokens have after the part in common with the prompt."""
+    """Return the expected text of the output `tokens`: decode prompt and output together, and drop the prompt's text.
+
+    More exactly, the longest common prefix with the decoded prompt is dropped.
+
+    skips   whether special tokens are left out
+    """
     before = tokenizer.decode(prompt, skip_special_tokens=skips)
     text = tokenizer.decode([*prompt, *tokens], skip_special_tokens=skips)
     return text[len(os.path.commonprefix([before, text])):]
@@ -193,7 +198,10 @@ def cut(draw: random.Random, tokens: list[int]) -> list[list[int]]:
 
 
 def owes_nothing(name: str, tokenizer, tokens: list[int], skips: bool, text: str) -> bool:
-    """Return whether no later token can change the text. TextStream then keeps back the start of a stop string only."""
+    """Return whether later tokens can only add to the text, and not change it.
+
+    TextStream must then have returned all of the text, except for a possible beginning of a stop string.
+    """
     if name == "byte level":
         return not text.endswith("\N{REPLACEMENT CHARACTER}")
     if name in ("word piece", "no decoder"):
@@ -206,9 +214,12 @@ def owes_nothing(name: str, tokenizer, tokens: list[int], skips: bool, text: str
 
 
 def run(seed: int, name: str, seen: Counter | None = None) -> None:
-    """Run TextStream on the prompt, tokens, stop strings and pieces of a seed. Raises AssertionError on a wrong text.
+    """Run TextStream with the random prompt, tokens and stop strings of a seed, in random pieces of tokens.
 
-    seen   counts of events, to which this run is added
+    Raises AssertionError if it returns a wrong text.
+
+    name   name of the tokenizer
+    seen   counts of texts and events, to which this run is added
     """
     seen = Counter() if seen is None else seen
     draw, tokenizer = random.Random(f"{name} {seed}"), tokenizer_named(name)

@@ -58,9 +58,13 @@ def keep_from_git(folder: Path, repository: Path) -> None:
 
 
 def prerequisites(wheels: Path | None, link: Path = ROOT / "batch_manager" / "triton_kernels") -> dict[str, str]:
-    """Make the package importable, and return the environment variables for the parts.
+    """Install the wheels, link the kernels, and check that batch_manager can be imported.
 
-    Raises RuntimeError if the wheels cannot be installed or the package cannot be imported.
+    Returns the environment variables with which parts run. Raises RuntimeError if the wheels cannot be installed or the
+    package cannot be imported.
+
+    wheels   folder of the wheels; None: nothing is installed
+    link     path of the kernels within the package
     """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]

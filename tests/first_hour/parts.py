@@ -1,4 +1,7 @@
-"""The parts of the first hour on a GPU. Each is a command with a time limit."""
+"""The parts of the program `tests.first_hour`, which tests and measures on a new GPU machine.
+
+A part is a command with a time limit.
+"""
 
 import shutil
 import sys

@@ -1,10 +1,10 @@
-"""Runs the whole engine in each of its modes, with a small model and requests of every kind, and prints the answers.
+"""Runs the whole engine with a small model in each of MODES, with requests of many kinds, and prints the answers.
 
     TRITON_INTERPRET=1 python -m tests.integration.engine_modes FOLDER [MODE ...]      one line of JSON for each mode
 
-The checkpoints of the models are made in FOLDER, unless they exist. With TRITON_INTERPRET=1, the engine runs all of its
-Triton kernels, interpreted on the CPU. Without it, the engine runs in torch. test_whole_engine_interpreted.py runs this
-program.
+A mode is a configuration of the engine, such as beams or run-ahead. The checkpoints of the models are written to
+FOLDER, unless they exist. With TRITON_INTERPRET=1, the engine runs all of its Triton kernels, interpreted on the CPU.
+Otherwise it runs in torch. test_whole_engine_interpreted.py runs this program.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ class Arrivals(Client):
 
 
 def answer(responses):
-    """The tokens and log-probs of all responses to one request."""
+    """Return what all responses to one request contain, as JSON data: tokens, log-probs, error, number of finals."""
     tokens, log_probs = [], []
     for response in responses:
         if response.error:
@@ -107,7 +107,11 @@ def answer(responses):
 
 
 def run(folder, mode):
-    """Run the requests of a mode. Return the mode, the dispatch, the answers by request and maxima of statistics."""
+    """Run the engine in a mode with the mode's requests. Return the results as JSON data.
+
+    They are the mode, what runs the kernels ("dispatch": "triton" or "torch"), the answer to each request, and the
+    maxima of statistics that show whether the mode took effect.
+    """
     options = dict(MODES[mode])
     pool, kv_names = options.pop("pool"), ("enable_block_reuse", "max_attention_window", "sink_token_length")
     kv = KvCacheConfig(tokens_per_block=16, max_tokens=16 * pool,

@@ -1,4 +1,7 @@
-"""With block reuse, requests with prompt-tuning tokens or logits post-processors get the right tokens."""
+"""With block reuse, requests with prompt embedding tables or logits post-processors get the right tokens.
+
+Blocks of prompt-tuning tokens are reused only by requests with the same table.
+"""
 
 import json
 
@@ -19,7 +22,10 @@ def table_of(seed):
 
 
 def greedy(model, prompt, table, count):
-    """Return the prompt and transformers' greedy output. The prompt-tuning tokens are rows of the table."""
+    """Return the prompt and the `count` tokens that transformers generates greedily after it.
+
+    Ids from VOCAB on are prompt-tuning tokens, whose embeddings are rows of `table`.
+    """
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(count):

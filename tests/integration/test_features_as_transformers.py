@@ -55,7 +55,7 @@ class Transformers:
         self.model, self.folder, self.vocab_size = model, folder, model.config.vocab_size
 
     def scores(self, tensors, tokens, prompt_length, scores):
-        """Return the logits [1, vocab] after these tokens, changed by the processors."""
+        """Return the logits `scores` [1, vocab] of the token after `tokens`, changed by the features in `tensors`."""
         ids = torch.tensor([tokens])
         if "embedding_bias" in tensors:
             scores = scores + torch.tensor(tensors["embedding_bias"])
@@ -75,7 +75,10 @@ class Transformers:
         return scores
 
     def generate(self, prompt, tensors):
-        """Return (new tokens, finish reason, log-probs)."""
+        """Generate up to COUNT tokens after the prompt, with the features in `tensors`.
+
+        Returns (output, finish reason, log-probs of the output).
+        """
         tokens, cache, fed, log_probs = list(prompt), None, prompt, []
         while len(tokens) < len(prompt) + COUNT:
             with torch.inference_mode():
@@ -92,7 +95,11 @@ class Transformers:
         return tokens[len(prompt):], FinishReason.LENGTH, log_probs
 
     def completed(self, prompt, feature):
-        """Return the tensors of a feature. Tokens of the output without them replace the values `...` and SEVERAL."""
+        """Return the tensors of a feature with values for its placeholders `...` and SEVERAL.
+
+        The values, such as end ids and stop words, are tokens that the model generates without them. They therefore
+        change the output.
+        """
         tensors = {name: value for name, value in feature.items() if value is not ... and value is not SEVERAL}
         if "embedding_bias" in tensors:
             bias = np.random.default_rng(0).normal(size=self.vocab_size) * tensors["embedding_bias"]

@@ -49,7 +49,7 @@ FEATURES = {
 
 
 class Feature(processors.LogitsProcessor):
-    """The presence and frequency penalties, for which transformers has no processor."""
+    """A logits processor for transformers with presence and frequency penalties, which transformers lacks."""
 
     def __init__(self, tensors, vocab_size, prompt_length):
         self.tensors, self.vocab_size = tensors, vocab_size
@@ -78,9 +78,9 @@ class StopWords(transformers.StoppingCriteria):
 
 
 class Beams:
-    """Beam search by a transformers model in float32 on the CPU.
+    """Beam search by a transformers model in float32 on the CPU, as the expected result.
 
-    A call returns [(tokens, reason, score)], best first.
+    Calling the object with a request returns its beams, best first: [(output, finish reason, score)].
     """
 
     def __init__(self, model, folder) -> None:
@@ -128,7 +128,11 @@ class Beams:
         return texts
 
     def questions(self, prompts, ways):
-        """Return a request for each feature: {i: (prompt, tensors)}."""
+        """Return a request for each of FEATURES: {number of the feature: (prompt, tensors)}.
+
+        prompts   a prompt for each feature
+        ways      (beam width, length penalty, early stopping) of the requests, used cyclically
+        """
         asked, unchanged = {}, 0
         for i, (prompt, feature, (width, len_penalty, early_stopping)) in enumerate(zip(
                 prompts, FEATURES.values(), itertools.cycle(ways))):
@@ -165,7 +169,7 @@ def austen():
 
 
 def without_beams(asked):
-    """Return requests with the same features, greedy or sampled: {i: (prompt, tensors)}."""
+    """Return the requests `asked` without beams: {1000 + number: (prompt, tensors)}. Every second one is sampled."""
     others = {}
     for i, (prompt, tensors) in asked.items():
         tensors = {name: value for name, value in tensors.items()
@@ -235,7 +239,7 @@ def test_the_shipped_model_too(make_manager, new_client, new_request, austen):
 @pytest.mark.parametrize("where", ["start", "finish"])
 def test_a_step_that_raised_is_run_again_in_parts(
         make_manager, new_client, new_request, llama, llama_questions, monkeypatch, where):
-    """Beams are right after a step that raised, even if it raised after its work was done.
+    """If `start` or `finish` of a step raises after the step's work was done, its parts run again, with right beams.
 
     The beams depend only on the state before the step.
     """

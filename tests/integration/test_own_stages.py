@@ -1,4 +1,4 @@
-"""The changes that custom stages (Parts.stages) make to the logits show in tokens, log-probs and beams."""
+"""Tokens, log-probs and beams follow the logits as changed by a user's stages (Parts.stages)."""
 
 import re
 
@@ -17,7 +17,10 @@ WAYS = {"fused": dict(model_type=FUSED), "split": dict(model_type=SPLIT), "V1": 
 
 
 class OnlyMultiples(LogitsStage):
-    """Bans, for each request, its last token and all tokens that are not multiples of its divisor."""
+    """A stage that bans the newest token of a request, and all ids that are not multiples of the request's divisor.
+
+    divisors   request id -> divisor; the stage does not apply to other requests
+    """
 
     def __init__(self, divisors):
         self.divisors, self.of_slot, self.largest_call = divisors, {}, 0

@@ -27,7 +27,7 @@ def table_of(rows: int, seed: int) -> np.ndarray:
 
 
 def logits_of(model, token_ids: list[int], table: np.ndarray | None) -> np.ndarray:
-    """Return transformers' logits of a sequence. Its prompt-tuning tokens are rows of the table."""
+    """Return transformers' logits [tokens, vocab] of a sequence. Ids from VOCAB on have the embeddings in `table`."""
     ids = torch.tensor(token_ids)
     with torch.inference_mode():
         embeddings = model.get_input_embeddings()(ids.clamp(max=VOCAB - 1))
@@ -37,7 +37,7 @@ def logits_of(model, token_ids: list[int], table: np.ndarray | None) -> np.ndarr
 
 
 def mixture() -> dict[int, tuple[list[int], np.ndarray | None]]:
-    """Return prompts with and without a table. An id has a different embedding in each table."""
+    """Return {request id: (prompt, table or None)}. A prompt-tuning id has different embeddings in different tables."""
     draw, requests = random.Random(1), {}
     for i, (virtual, length) in enumerate([(5, 12), (0, 9), (1, 1), (20, 7), (3, 25), (0, 17)]):
         tokens = [draw.randrange(VOCAB) for _ in range(length)]

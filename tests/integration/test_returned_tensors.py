@@ -1,4 +1,4 @@
-"""On a real model, the returned logits and log-probs are those of transformers, however the requests run."""
+"""On small models, responses have the logits and log-probs of transformers, in any batch and configuration."""
 
 import json
 import random
@@ -32,7 +32,7 @@ WAYS = {
 
 
 def joined(responses, name: str) -> np.ndarray:
-    """Return the pieces of a per-token tensor, concatenated."""
+    """Concatenate a tensor with an entry for each token, such as "output_ids", of all responses to a request."""
     return np.concatenate([response.tensors[name] for response in responses], axis=2)
 
 
@@ -43,7 +43,11 @@ def log_softmax(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
 
 
 def check(reference, prompt, responses, *, streaming: bool, excluded: bool, count: int, temperature: float) -> None:
-    """Compare all tensors of a request with transformers, run on the whole sequence."""
+    """Assert that the logits, log-probs and tokens in the responses to a request are those of transformers.
+
+    excluded   whether the responses leave the prompt out
+    count      number of generated tokens
+    """
     final = responses[-1]
     assert [response.final for response in responses] == [False] * (len(responses) - 1) + [True]
     generated = joined(responses, "output_ids")[0, 0].tolist()

@@ -1,4 +1,4 @@
-"""Cached prefixes, host blocks, windows and sinks on real models: each request gets the tokens that it gets alone."""
+"""With block reuse, host blocks, windows or sinks, each request gets the tokens and log-probs of a run alone."""
 
 import functools
 import json

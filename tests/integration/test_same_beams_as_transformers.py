@@ -23,7 +23,10 @@ AUSTEN = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
 
 
 class Beams:
-    """Beam search by a transformers model in float32 on the CPU. A call returns [(tokens, score)], best first."""
+    """Beam search by a transformers model in float32 on the CPU, as the expected result.
+
+    Calling the object with a request returns its beams, best first: [(output without the end id, score)].
+    """
 
     def __init__(self, model, folder) -> None:
         self.model, self.folder = model, folder
@@ -130,9 +133,9 @@ def llama(llama_reference):
 
 @pytest.mark.parametrize("where", ["start", "finish"])
 def test_a_step_that_raised_is_run_again_in_parts(make_manager, new_client, new_request, llama, monkeypatch, where):
-    """Beams are right after a step that raised, even if it raised after its work was done.
+    """If `start` or `finish` of a step raises after the step's work was done, its parts run again, with right beams.
 
-    The results depend only on the state before the step.
+    The beams depend only on the state before the step.
     """
     original, again = getattr(NativeBackend if where == "start" else NativeStep, where), itertools.cycle([True, False])
 

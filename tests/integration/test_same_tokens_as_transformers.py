@@ -19,7 +19,7 @@ def prompts_of(vocab_size: int, lengths: list[int], seed: int = 0) -> dict[int, 
 
 
 def around(tokens_per_block: int) -> list[int]:
-    """Return the lengths at and around each multiple of a block, up to 300, and the lengths 1, 2 and 300."""
+    """Return prompt lengths: the multiples of tokens_per_block below 300, their neighbours, and 1, 2 and 300."""
     multiples = range(tokens_per_block, 300, tokens_per_block)
     return sorted({1, 2, 300, *(m + d for m in multiples for d in (-1, 0, 1))})
 

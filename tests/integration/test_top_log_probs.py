@@ -1,4 +1,4 @@
-"""On a real model, `return_top_log_probs` and `raw_log_probs` agree with the logits of transformers in float64."""
+"""The tensors of `return_top_log_probs` and `raw_log_probs` agree with transformers' logits, evaluated in float64."""
 
 import json
 import random
@@ -18,7 +18,12 @@ KNOBS = [
 
 
 def changed(logits: np.ndarray, text: list[int], prompt_length: int, knobs: dict) -> np.ndarray:
-    """Return the model's logits [n, vocab] with the bias, penalty and bans of a request, in plain NumPy."""
+    """Apply the bias, repetition penalty and n-gram ban of a request to logits [n, vocab], in plain NumPy.
+
+    text            prompt and output of the request
+    prompt_length   number of tokens of the prompt; row i has the logits of output token i
+    knobs           the tensors of the request with these features
+    """
     logits = logits.astype(np.float64) + knobs.get("embedding_bias", 0)
     for row, length in enumerate(range(prompt_length, prompt_length + len(logits))):
         seen = sorted(set(text[:length]))
@@ -30,7 +35,12 @@ def changed(logits: np.ndarray, text: list[int], prompt_length: int, knobs: dict
 
 
 def check(tensors: dict, generated: list[int], distribution: np.ndarray, count: int, *, has_log_probs: bool) -> None:
-    """Compare the tensors of a request with log-probs [n, vocab]."""
+    """Assert that the top log-probs and the output log-probs of a final response are those of `distribution`.
+
+    distribution    [n, vocab] expected log-probs of all tokens
+    count           number of top log-probs for each token
+    has_log_probs   whether the request asked for return_log_probs; otherwise, output log-probs are 0
+    """
     ids, log_probs = tensors["top_log_prob_ids"], tensors["top_log_probs"]
     assert ids.dtype == np.int32 and log_probs.dtype == np.float32
     assert ids.shape == log_probs.shape == (1, 1, len(generated), count)

@@ -24,7 +24,7 @@ SHOWS = {"overlap": "MicroBatch ID", "reuse": "Reused KV cache blocks", "run_ahe
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
-    """(folder of the checkpoints, mode -> results of the engine on interpreted kernels)"""
+    """Run engine_modes.py with interpreted kernels. Return (folder of the checkpoints, {mode: results})."""
     pytest.importorskip("triton", reason="triton is not installed")
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():

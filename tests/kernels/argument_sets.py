@@ -1,11 +1,11 @@
-"""Records the arguments of kernel calls, without their values: one process writes them, another compiles them.
+"""Records the arguments of kernel calls, tensors without their values, so that another process can compile the calls.
 
     BATCH_MANAGER_ARGUMENT_SETS=FILE pytest tests/kernels          writes every call of a kernel to FILE
-    python tests/kernels/compile_argument_sets.py FILE sm_90       compiles them
+    python tests/kernels/compile_argument_sets.py FILE sm_90       compiles the calls in FILE
 
-A line of the file is one call as a JSON object with the keys module, function, args and kwargs. A tensor is recorded as
-its shape, strides, dtype and the offset of its first element from a multiple of 16 bytes. Other values are recorded
-unchanged.
+A line of the file is one call, as a JSON object with the keys module, function, args and kwargs. A tensor is recorded
+by its shape, strides, dtype and the address of its first element modulo 16 bytes. Other arguments are recorded with
+their values.
 """
 
 import inspect
@@ -37,7 +37,7 @@ OF_THE_MODEL = {
 
 
 def described(module, function, args, kwargs):
-    """Return the call as a line of the file."""
+    """Return a line of the file: the call of `function`, in `module`, with these arguments."""
     call = {"module": module, "function": function, "args": [_described(value) for value in args],
             "kwargs": {name: _described(value) for name, value in sorted(kwargs.items())}}
     return json.dumps(call)
@@ -56,7 +56,10 @@ def _described(value):
 
 
 def read(lines):
-    """Yield each different call, and its bfloat16 twin if it has one: (number of the line, call)."""
+    """Yield (line number, call) for each call in the lines, and for its form with the model's tensors in bfloat16.
+
+    A call that occurred before is left out.
+    """
     seen = set()
     for number, line in enumerate(lines):
         call = json.loads(line)
@@ -68,7 +71,7 @@ def read(lines):
 
 
 def in_bfloat16(call):
-    """Return the same call with all arguments of the model in bfloat16."""
+    """Return the call with the tensors of the model's dtype, listed in OF_THE_MODEL, in bfloat16."""
     names = OF_THE_MODEL.get(call["module"], ())
     parameters = list(inspect.signature(launcher(call)).parameters)
 
@@ -83,7 +86,7 @@ def in_bfloat16(call):
 
 
 def launcher(call):
-    """Return the function of the package that the call names."""
+    """Return the function of batch_manager.triton_kernels that the recorded call names."""
     import importlib
 
     return getattr(importlib.import_module(f"batch_manager.triton_kernels.{call['module']}"), call["function"])

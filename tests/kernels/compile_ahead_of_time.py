@@ -35,7 +35,7 @@ GPUS = {
 
 
 class AbsentGpu:
-    """The part of a triton driver that compiling and the choice of settings use."""
+    """A triton driver for a GPU that is absent: only what the compiler and the wrappers' choice of settings need."""
 
     def __init__(self, target, shared_kib, multiprocessors, index):
         self.target, self.index = target, index
@@ -132,8 +132,9 @@ def linear(size, columns, dtype=torch.bfloat16):
 
 
 def fused(size, columns, *, rows=16, norm="rms", dtype=torch.bfloat16, **options):
-    """Launch a fused product.
+    """Launch `fused_linear`.
 
+    size      number of input columns
     columns   number of output columns; with a gate, the weight has twice as many rows
     """
     from batch_manager.triton_kernels.fused_linear import fused_linear
@@ -187,7 +188,10 @@ def sampling():
 
 
 def plain_step():
-    """Launch the kernels that a plain step launches before and after its layers: a sampled step, then a greedy step."""
+    """Launch the kernels that a plain step launches before and after its layers; see runtime/step_inputs.py.
+
+    The launches are first those of a step with random sampling, and then those of a greedy step.
+    """
     from batch_manager.triton_kernels.prepare_step import prepare_step
     from batch_manager.triton_kernels.sample_token import sample_token
 
@@ -280,7 +284,10 @@ CASES = {
 
 
 def variants_by_alignment():
-    """Return {kernel: compiled variants} for index tensors that are slices from the first and from the second entry."""
+    """Return {kernel: number of variants that triton compiled} after calls with differently aligned index tensors.
+
+    The index tensors are slices that begin at the first or at the second entry. Numbers of rows vary too.
+    """
     from batch_manager.triton_kernels.ban_ngrams import ban_ngrams
     from batch_manager.triton_kernels.ban_words import ban_words
     from batch_manager.triton_kernels.beam_topk import beam_topk
@@ -335,7 +342,7 @@ def variants_by_alignment():
 
 
 def refusals_of_an_unknown_kind():
-    """Return {kernel: text of the error} of kernels that are compiled for an unknown activation."""
+    """Return {wrapper: error message} of the wrappers that are called with an unknown activation."""
     from batch_manager.triton_kernels.activation import activation
     from batch_manager.triton_kernels.fused_linear import fused_linear
     from batch_manager.triton_kernels.gated_activation import gated_activation

@@ -2,9 +2,12 @@
 
     python compile_argument_sets.py FILE sm_90 gfx942 [--seconds 120]
 
-Prints one JSON object for each compiled variant of a kernel, with the first call that needs it; one for each call that
-does not compile ("error"); and one for each GPU at its end ("calls", "variants", "left": calls that the time did not
-suffice for). Triton's cache keeps what was compiled, so a run that was too short can be repeated.
+Prints JSON objects:
+    for each compiled variant of a kernel, its resources and the first call that needs it;
+    for each call that does not compile, the call and the "error";
+    for each GPU, the numbers of "calls" that were compiled, of "variants", and of calls "left" when the time was up.
+
+Triton's cache keeps the compiled variants, so that a repeated run continues where the time was up.
 """
 
 import argparse

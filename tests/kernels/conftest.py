@@ -1,14 +1,14 @@
 """Fixtures that run kernels and oracles side by side.
 
-With a GPU the kernels run on it, in this process. Without one they run in triton's interpreter, in a worker process
-that starts on first use. They cannot run in this process: TRITON_INTERPRET must be set before the first import of
-triton, so anything that imports triton earlier (transformers, torch's compiler) would break these tests, and the
-variable would affect other tests (`dispatch.use_triton`). The compile tests need the opposite setting and also have
-their own process. So the tests of this folder neither depend on the pytest process nor change it.
+With a GPU, the kernels run on it, in this process. Without one, they run in triton's interpreter, in a worker process
+that starts on first use. The worker is needed because TRITON_INTERPRET must be set before the first import of triton:
+in this process, an earlier import (by transformers or torch's compiler) would break these tests, and the variable would
+affect other tests (`dispatch.use_triton`). The tests that compile kernels need the opposite setting, and also run in
+their own process.
 
-With BATCH_MANAGER_ARGUMENT_SETS=FILE in the environment no kernel runs. Every call of a kernel is written to the file
-for compile_argument_sets.py, also in bfloat16, and the oracle computes the result. The tests pass in this case too,
-which only proves that they reached every call.
+With BATCH_MANAGER_ARGUMENT_SETS=FILE in the environment, no kernel runs. Every call of a kernel is written to the file
+for compile_argument_sets.py, and the oracle computes the result. Passing tests then prove only that all calls were
+recorded.
 """
 
 import importlib
@@ -42,7 +42,7 @@ argument_sets = _load(HERE / "argument_sets.py")
 
 
 class Interpreter:
-    """The worker process; the first call starts it."""
+    """Runs a Triton kernel in the worker process each time the object is called. The first call starts the process."""
 
     def __init__(self):
         self.process = None
@@ -79,9 +79,12 @@ def interpreter():
 
 @pytest.fixture(scope="session")
 def run_kernel(interpreter):
-    """run_kernel(name, *args, function=None, dots_in_one_order=False, **kwargs): runs the Triton side of `name`.
+    """run_kernel(name, *args, function=None, dots_in_one_order=False, **kwargs): runs the Triton kernel `name`.
 
-    The kernel mutates the arguments. For bitwise comparisons, `dots_in_one_order` makes the interpreter sum like a GPU.
+    The kernel mutates the arguments.
+
+    function            name of the wrapper in the kernel's module; None: `name`
+    dots_in_one_order   make the interpreter sum the terms of a product like a GPU, for bitwise comparisons
     """
 
     def run(module, *args, function=None, dots_in_one_order=False, **kwargs):
@@ -99,8 +102,10 @@ def run_kernel(interpreter):
 
 @pytest.fixture(scope="session")
 def count_calls(interpreter):
-    """count_calls(name, *args, of=function, **kwargs) -> how often the Triton side of `name` calls this function of its
-    module, over all programs. Only in the interpreter."""
+    """count_calls(name, *args, of=function, **kwargs): runs the Triton kernel `name` and counts calls of a function.
+
+    `of` names a function in the kernel's module. Returns the number of its calls in all programs of the kernel. The
+    test is skipped if kernels do not run in the interpreter."""
 
     def count(module, *args, of, **kwargs):
         if RECORD_TO or DEVICE != "cpu":
@@ -141,7 +146,7 @@ def _oracle_in_its_place(module, function, args, kwargs):
 
 @pytest.fixture(scope="session")
 def run_oracle():
-    """run_oracle(name, *args, **kwargs): runs the torch side of `name` on the arguments, not on copies."""
+    """run_oracle(name, *args, function=None, **kwargs): runs the oracle of the kernel. It mutates the arguments."""
 
     def run(module, *args, function=None, **kwargs):
         found = importlib.import_module(f"batch_manager.triton_kernels.reference.{module}")
@@ -163,8 +168,9 @@ def run_twin(run_oracle):
 
 
 def _copies(values, dtype=None):
-    """Return copies of the values, with floating-point tensors in `dtype`. A tensor that occurs twice, as input and
-    output, is copied once.
+    """Return the values with tensors copied: floating-point tensors in `dtype`, or in their own dtype if it is None.
+
+    A tensor that occurs twice, as input and output, is copied once.
     """
     copies = {}
     for value in values:
@@ -181,14 +187,15 @@ def _twin_of(module):
 
 @pytest.fixture(scope="session")
 def assert_equals_oracle(run_kernel, run_oracle):
-    """Runs both sides, the oracle on float64 copies, and compares the result and every tensor argument after the call.
+    """assert_equals_oracle(name, *args, roundings, reduction, dtype, **kwargs): runs the kernel, returns its result.
 
-    The CPU form of an operation, if there is one, is compared with the oracle too. It may round more often.
+    The oracle runs on float64 copies. The result and every tensor argument after the call must agree with the oracle.
+    On a CPU, the operation's CPU form, if there is one, must agree too. It may round more often.
 
     The largest allowed error is (roundings * eps(dtype) + reduction * eps(float32)) * largest expected value:
     `roundings` is the number of roundings to the storage dtype that lead to a result, including its own (1), and
-    `reduction` is the number of terms that are summed in float32. NaN must be exactly where the oracle has NaN: outputs
-    start filled with NaN, so the comparison proves which entries are written.
+    `reduction` is the number of terms that are summed in float32. NaN must be exactly where the oracle has NaN. Tests
+    fill outputs with NaN before the call, so that the comparison proves which entries are written.
     """
 
     def check(module, *args, roundings=1, reduction, dtype, **kwargs):
@@ -250,7 +257,7 @@ def random():
 
 @pytest.fixture
 def integers():
-    """integers(list, dtype=int32) on the kernels' device."""
+    """integers(list, dtype=int32) -> a tensor of these values on the kernels' device"""
 
     def make(values, dtype=torch.int32):
         return torch.tensor(values, dtype=dtype, device=DEVICE)
@@ -259,11 +266,13 @@ def integers():
 
 
 class PagedCache:
-    """Sequences of random keys and values in a pool of two layers; unused pages hold NaN.
+    """A KV cache with the keys and values of sequences, random numbers, in the second of two layers.
 
-    pool           [N, 2, HK, B, D]: a strided view, the second layer of the pool
+    A page is a block. Unused pages hold NaN.
+
+    pool           [N, 2, HK, B, D]: the second layer, a strided view of the whole pool
     block_table    [sequences, max_blocks] int32, pages in random order; unused entries name a page of NaN
-    contents       list with the keys and values [2, HK, length, D] of each sequence, as in the pool
+    contents       keys and values [2, HK, length, D] of each sequence, in order of tokens
     """
 
     def __init__(self, random, kv_lengths, num_kv_heads, head_size, tokens_per_block, dtype):
@@ -303,9 +312,10 @@ class PagedCache:
         return taken.unbind()
 
     def give_back(self, sequence, first_position, window, sink):
-        """Remove the pages that no query from first_position on sees. Returns the number of removed pages.
+        """Remove the pages of a sequence that no query at `first_position` or after it sees. Return their number.
 
-        The table entries of these pages then name a page of NaN, or a page far before the pool.
+        A removed page holds NaN. Its block-table entry then names page 0, which holds NaN, or a page far before the
+        pool.
         """
         tokens_per_block = self.pool.shape[3]
         left = range(-(-sink // tokens_per_block), max(first_position - window + 1, 0) // tokens_per_block)
@@ -317,11 +327,13 @@ class PagedCache:
 
 @pytest.fixture
 def streaming_attention():
-    """streaming_attention(query [T, HQ, D], contents [2, HK, length, D], scale, window, sink, ...): attention of the
-    last T tokens of a sequence under the mask of StreamingLLM, entry by entry.
+    """streaming_attention(query [T, HQ, D], contents [2, HK, length, D], scale, window, sink, softcap=None, ...)
 
-    added         (head, key position, query position) -> the number that is added to the score
-    sink_logits   [HQ]: for each head, the score of one more key, whose value is zeros
+    It returns the attention of the last T tokens of a sequence, computed for one token and head at a time. A token sees
+    its window and the first `sink` tokens, as in StreamingLLM.
+
+    added         (head, key position, query position) -> number that is added to the score
+    sink_logits   [HQ]: for each head, the score of an additional key with a value of zeros
     """
 
     def attend(query, contents, scale, window, sink, softcap=None, added=None, sink_logits=None):

@@ -1,9 +1,9 @@
 """Runs kernels in triton's interpreter, in a separate process that conftest.py starts.
 
-Reads requests from standard input: (kernel name, function name, args, kwargs, whether dots go in one order, name of a
-function whose calls are counted, or None). Answers with (result, tensors after the call), or with the text of an
-exception. If calls are counted, their number replaces the result. A message is eight bytes of length, then a
-torch.save.
+Reads requests from standard input: (module of the kernel, function, args, kwargs, whether `dots_in_one_order` applies,
+name of a function whose calls are counted, or None). It answers each request with (result, tensor arguments after the
+call), or with a traceback. If calls are counted, their number replaces the result. A message consists of eight bytes
+with its length, and an object written by torch.save.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Every kernel compiles for GPUs that this machine does not have, and the machine code meets its bounds.
+"""Every kernel compiles for GPUs that this machine does not have. Its machine code does not exceed the GPU's resources.
 
 The compiler runs in a separate process, without TRITON_INTERPRET and with its own settings: see
 compile_ahead_of_time.py. Run with `-s` to see the table that triton_kernels/README.md records.
@@ -31,9 +31,9 @@ KNOWN_STACK_BYTES = {("sm_100", "context D64 window"): 24, ("sm_100", "context D
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Return {gpu: records}. One process compiles all kernels.
+    """Compile all kernels in one process. Return {gpu: records}, with a record for each compiled kernel.
 
-    The key "variants" has one record {kernel: variants}. The key "refusals" has one record {kernel: text of its error}.
+    Two further keys have one record each: "variants", {kernel: number of variants}, and "refusals", {wrapper: error}.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "1"          # the default changes between versions of triton

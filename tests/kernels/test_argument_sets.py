@@ -59,9 +59,10 @@ def test_every_launcher_knows_what_is_of_the_model(argument_sets):
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    """Return the records of three calls that the installed triton compiled for four GPUs.
+    """Compile three recorded calls for four GPUs with the installed triton. Return the records of the compilation.
 
-    Two calls are recorded from a test file. The third is the first with strides that the kernel refuses.
+    Two calls are recorded from test_rms_norm.py. The third is a copy of the first, with strides that the kernel
+    refuses.
     """
     if sys.platform != "linux":
         pytest.skip("triton is there for Linux only")

@@ -4,7 +4,10 @@ import torch
 
 @pytest.fixture
 def assert_same_bans(run_kernel, run_twin, run_oracle, random, integers):
-    """Compares kernel, CPU form and oracle on the histories, and returns the banned ids of each row."""
+    """assert_same_bans(histories, sizes): runs kernel, CPU form and oracle with an n-gram size for each row.
+
+    The results must be equal. Returns the banned ids of each row.
+    """
 
     def check(histories, sizes, vocabulary=50):
         rows, capacity = len(histories), max(map(len, histories)) + 2

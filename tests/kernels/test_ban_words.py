@@ -4,7 +4,10 @@ import torch
 
 @pytest.fixture
 def packed(integers):
-    """packed(lists) -> lists [L], list_start [R], count [R], largest count. Lists have other numbers around them."""
+    """packed(lists) -> the arguments lists [L], list_start [R], count [R] and largest count of `ban_words`.
+
+    `lists` has a list of words for each row. Unrelated numbers surround each packed list.
+    """
 
     def make(lists):
         numbers, starts = [-9, -9], []
@@ -20,7 +23,10 @@ def packed(integers):
 
 @pytest.fixture
 def assert_same_bans(run_kernel, run_twin, run_oracle, random, integers, packed):
-    """Compares kernel, CPU form and oracle, and returns the banned ids of each row."""
+    """assert_same_bans(histories, lists): runs kernel, CPU form and oracle with a list of words for each row.
+
+    The results must be equal. Returns the banned ids of each row.
+    """
 
     def check(histories, lists, vocabulary=50):
         rows, capacity = len(histories), max(map(len, histories)) + 2

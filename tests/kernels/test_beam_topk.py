@@ -34,9 +34,10 @@ def run_kernel(request, run_kernel):
 
 @pytest.fixture
 def assert_same_candidates(run_kernel, run_oracle):
-    """Compares parents and tokens exactly, and log-probs within the float32 error of a sum over the vocabulary.
+    """Assert that the kernel's candidates are those of the oracle in float64. Return the kernel's result.
 
-    The oracle computes in float64. Any two of its scores are equal or differ by more than that error.
+    Parents and tokens must be equal, log-probs within the float32 error of a sum over the vocabulary. The inputs of the
+    tests have no two different scores that are closer than this error.
     """
 
     def check(logits, temperature, cum_log_probs, starts, rates, max_rows, num_candidates):
@@ -57,7 +58,10 @@ def assert_same_candidates(run_kernel, run_oracle):
 
 
 def by_hand(logits, temperature, cum_log_probs, sizes, rates, num_candidates):
-    """Return [(log_prob, row in its group, token)] of each group: the candidates by definition, one at a time."""
+    """Return the best candidates of each group, by definition: [(log_prob, row within the group, token)].
+
+    sizes   number of rows of each group
+    """
     result, row = [], 0
     for size, rate in zip(sizes, rates):
         candidates = []

@@ -45,7 +45,10 @@ def test_the_decision_is_logged_once(caplog):
     ("rms_norm", "cpu", ".cpu"), ("rms_norm", torch.device("cpu"), ".cpu"), ("rms_norm", "meta", ".reference"),
     ("paged_attention_merge", "cpu", ".reference")])
 def test_a_function_is_found_by_its_name(name, device, folder):
-    """Without Triton, a name gives the CPU form on a CPU if there is one, and the oracle in all other cases."""
+    """Without Triton, `kernel(name, device)` returns the CPU form if the device is a CPU and there is a CPU form.
+
+    Otherwise it returns the oracle.
+    """
     found = dispatch.kernel(name, device)
     assert found.__module__ == f"batch_manager.triton_kernels{folder}.{name}"
     assert found is getattr(sys.modules[found.__module__], name)

@@ -1,4 +1,4 @@
-"""Every kernel has an oracle with its signature and a test of its name, and only some modules import triton."""
+"""Every kernel has an oracle with the same signature and a test file. Oracles and CPU forms do not import triton."""
 
 import ast
 import importlib

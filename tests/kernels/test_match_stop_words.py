@@ -4,7 +4,10 @@ import torch
 
 @pytest.fixture
 def ends(run_kernel, run_twin, run_oracle, integers):
-    """ends(histories, tokens, lists) -> for each row, whether the token ends a stop word. All implementations agree."""
+    """ends(histories, tokens, lists) -> for each row, whether its next token ends a stop word of its list.
+
+    Kernel, CPU form and oracle must agree.
+    """
 
     def run(histories, tokens, lists):
         rows, capacity = len(histories), max(map(len, histories)) + 2

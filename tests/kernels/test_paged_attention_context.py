@@ -16,8 +16,9 @@ B = 16                                  # tokens per block, by default
 
 @pytest.fixture
 def check(assert_equals_oracle, paged_cache, random, integers):
-    """check(query_lengths, kv_lengths, ...): compares kernel and oracle, with generation rows after the context
-    rows."""
+    """check(query_lengths, kv_lengths, ...): asserts that kernel and oracle agree, and returns the kernel's result.
+
+    Three generation rows after the context rows must be neither read nor written."""
 
     def run(query_lengths, kv_lengths, group=1, num_kv_heads=1, head_size=32, tokens_per_block=B,
             dtype=torch.float32, window=None, padded_to=0, sink=0, scale=None, softcap=None, uniform_rows=None, **more):
@@ -54,7 +55,10 @@ def test_a_chunk_starts_in_the_middle(check, dtype, start):
 
 
 def lengths_around_tiles(tile_rows, group):
-    """Return chunk lengths: one token, about one tile of queries, one tile of tokens, and more."""
+    """Return lengths of chunks: one token, about the tokens whose query heads fill one tile, and larger numbers.
+
+    group   number of query heads of each token in a tile
+    """
     tokens = max(tile_rows // group, 1)
     return [1, tokens, tokens + 1, tile_rows, tile_rows + tokens + 1]
 
@@ -103,7 +107,10 @@ def test_window(check, window):
     (30.0, 2000.0, {"window": 20}), (50.0, 8.0, {"window": 20, "sink": 5}), (30.0, 2000.0, {"uniform_rows": 16}),
 ])
 def test_capped_scores(check, dtype, softcap, scale, more):
-    """The scores are far below the cap, about as large, or so far above that all keys of one sign weigh the same."""
+    """Kernel and oracle agree if the scores are far below the cap, about as large as the cap, or far above it.
+
+    Far above the cap, all keys with scores of the same sign have the same weight.
+    """
     assert check([40, 5], [77, 5], group=2, dtype=dtype, softcap=softcap, scale=scale, **more)[:45].isfinite().all()
 
 

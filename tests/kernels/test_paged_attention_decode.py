@@ -80,7 +80,10 @@ def test_pages_outside_the_window_are_not_read(assert_equals_oracle, paged_cache
 def test_capped_scores(
     assert_equals_oracle, paged_cache, random, dtype, softcap, stretch, window, pages_per_part, work
 ):
-    """The scores are far below the cap, about as large, or so far above that all keys of one sign weigh the same."""
+    """Kernel and oracle agree if the scores are far below the cap, about as large as the cap, or far above it.
+
+    Far above the cap, all keys with scores of the same sign have the same weight.
+    """
     cache = paged_cache([B - 1, 1, 5 * B + 3], 2, 32, B, dtype)
     query = random(3, 6, 32, dtype=dtype)
     out = nan_like(query)
@@ -319,9 +322,10 @@ LENGTHS = [1, 2, B, B + 1, B + 2, 3 * B, 3 * B + 1, 5 * B + 3]
 def test_the_newest_token_is_rotated_appended_and_attended_to(
     assert_equals_oracle, paged_cache, random, dtype, rotary_size, window, sink, pages_per_part, work, rotation
 ):
-    """The newest token is rotated, appended and attended to.
+    """Each sequence's newest token is rotated, appended to the pool and attended to.
 
-    Before the call, its page holds NaN from its position on, and so do the pages that it does not see.
+    Before the call, the token's page holds NaN from the token's position on. The pages that the token does not see hold
+    NaN too.
     """
     cache = paged_cache(LENGTHS, 2, 32, B, dtype)
     for sequence, length in enumerate(LENGTHS):
@@ -361,7 +365,7 @@ def test_the_pool_holds_what_rope_kv_append_writes(
 def test_beams_share_the_pages_before_those_they_append_to(
     assert_equals_oracle, paged_cache, random, integers, width, work, rotation
 ):
-    """Beams are right whose rows of the block table name the same pages, except for the last page of each beam."""
+    """Kernel and oracle agree for beams whose block tables share all pages except the last, to which a beam appends."""
     cache = paged_cache([2 * B + 5] * width, 2, 32, B, torch.float32)
     cache.block_table[1:, :2] = cache.block_table[0, :2].clone()
     cache.take_newest()
@@ -386,7 +390,7 @@ def test_beams_share_the_pages_before_those_they_append_to(
 def test_attention_over_the_work_list_of_a_step(
     assert_equals_oracle, paged_cache, random, integers, lengths, window, sink
 ):
-    """Attention is right over a work list for a device with two resident programs, with padded rows at its end."""
+    """Kernel and oracle agree for a work list that was made for two resident programs and padded to 40 rows."""
     cache = paged_cache(lengths, 2, 32, B, torch.float32)
     work_list, part_starts = decode_work_list(lengths, B, 2, 2, window, sink, padded_to=40)
     assert len(work_list) == 40 and (part_starts[-1] or window or not any(lengths))
@@ -399,7 +403,7 @@ def test_attention_over_the_work_list_of_a_step(
 
 
 def visible_pages(length, window, sink, block):
-    """Return the pages of a sequence that have a key that its newest token sees. Each key is checked."""
+    """Return the indices of the pages of a sequence with a key that its newest token sees, by checking each key."""
     return sorted({key // block for key in range(length) if not window or key >= length - window or key < sink})
 
 

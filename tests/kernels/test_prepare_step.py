@@ -6,8 +6,11 @@ SLOTS, COLUMNS, VOCABULARY = 7, 4, 50
 
 @pytest.fixture
 def arguments(random, integers):
-    """arguments(number of generating rows, of context tokens, of changes of the table) -> the arguments of prepare_step
-    without options
+    """arguments(num_slots, num_fed, num_changes) -> random positional arguments of prepare_step up to the input tokens
+
+    num_slots     number of generating rows
+    num_fed       number of context tokens
+    num_changes   number of changed entries of the block tables
     """
 
     def make(num_slots, num_fed, num_changes):

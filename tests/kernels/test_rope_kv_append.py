@@ -4,8 +4,9 @@ import torch
 
 @pytest.fixture
 def check(assert_equals_oracle, random, integers):
-    """check(...): compares kernel and oracle on one packed qkv tensor. Returns the tensor, its copy from before
-    and the result.
+    """check(...): asserts that kernel and oracle agree on one packed QKV tensor.
+
+    Returns the packed tensor after the call, a copy of it from before the call, and the kernel's result.
     """
 
     def run(num_heads=4, num_kv_heads=2, head_size=32, rotary_size=None, slots=(5, 70, -1, 0), dtype=torch.float32,

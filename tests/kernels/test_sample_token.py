@@ -4,7 +4,7 @@ import torch
 
 @pytest.fixture
 def row_parameters(integers):
-    """row_parameters(temperature, top_k, top_p, seed, position) -> the per-row tensors, from lists"""
+    """row_parameters(temperature, top_k, top_p, seed, position) -> the arguments of these names, from lists"""
 
     def make(temperature, top_k, top_p, seed=None, position=None):
         rows = len(temperature)
@@ -19,7 +19,11 @@ def row_parameters(integers):
 
 @pytest.fixture
 def assert_same_draw(run_kernel, run_twin, run_oracle):
-    """Compares tokens and flags exactly, and log-probs within the float32 error of a sum over the vocabulary."""
+    """assert_same_draw(logits, parameters, **more): samples with kernel, CPU form and oracle. Returns the tokens.
+
+    Tokens and `finite` flags must be equal. The kernel's log-probs must agree with the oracle within the float32 error
+    of a sum over the vocabulary.
+    """
 
     def check(logits, parameters, **more):
         tokens, log_probs, finite = run_kernel("sample_token", logits, *parameters, **more)

@@ -98,7 +98,10 @@ def test_any_small_row_agrees_with_the_oracle(data):
 
 
 def exact_distribution(row, temperature, top_k, top_p):
-    """Return the float64 distribution, by definition."""
+    """Return the probabilities of the tokens in float64, by the definition of temperature, top-k and top-p.
+
+    row   [vocab] logits
+    """
     p = (row.double() / temperature).softmax(-1)
     if top_k:
         p = torch.where(row >= row.topk(top_k).values[-1], p, 0)

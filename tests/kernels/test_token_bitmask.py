@@ -4,7 +4,7 @@ import torch
 
 @pytest.fixture
 def bits(random):
-    """bits(rows, words) -> random int32 words in which all 32 bits vary"""
+    """bits(rows, words) -> a tensor [rows, words] of random int32 numbers; each bit is set with probability 1/2"""
 
     def make(rows, words):
         return (random(rows, words, 32) > 0).long().mul(2 ** torch.arange(32, device=random(1).device)).sum(-1).int()

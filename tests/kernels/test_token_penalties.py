@@ -4,7 +4,11 @@ import torch
 
 @pytest.fixture
 def case(random, integers):
-    """case(vocabulary, lengths, penalties) -> (logits, histories of random ids, per-row tensors)"""
+    """case(vocabulary, lengths, repetition, presence, frequency, ids, ignored) -> the arguments of token_penalties
+
+    Sequences of these lengths have random ids below `ids` (None: below `vocabulary`). `ignored` has each row's number
+    of ignored prompt tokens.
+    """
 
     def make(vocabulary, lengths, repetition, presence, frequency, ids=None, ignored=None):
         rows, capacity = len(lengths), max(lengths) + 3

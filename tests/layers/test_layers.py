@@ -1,4 +1,7 @@
-"""A single layer computes the right results, also with `add_to`, and the context's ports refuse wrong calls."""
+"""Each kind of layer computes the right results, and adds them to a residual with `add_to`.
+
+A layer refuses options of LayerContext that are not implemented.
+"""
 
 import json
 

@@ -21,7 +21,10 @@ TINY_BLOOM = {"vocab_size": 97, "hidden_size": 64, "n_layer": 3, "n_head": 4}
 
 
 def make_reference(family: str, **options):
-    """Return a transformers model whose weights give every part an effect: norms differ from 1, and biases from 0."""
+    """Return a small transformers model of the family, with random weights. Options are fields of its configuration.
+
+    Weights of norms differ from 1 and biases from 0, so that every part of the model affects the logits.
+    """
     import transformers
 
     base = TINY_GPT2 if family in ("GPT2", "GPTJ") else TINY_BLOOM if family == "Bloom" else TINY
@@ -61,7 +64,13 @@ def reference(tmp_path_factory):
 
 @dataclass
 class Driver:
-    """Runs packed steps of a loaded model on its own pool of blocks, and allocates blocks when sequences need them."""
+    """Runs steps of a loaded model with a paged KV cache, and allocates blocks as sequences grow.
+
+    A sequence is a number that the caller chooses.
+
+    shuffled   sequences get blocks in random order
+    compiled   run the layers as a compiled step; otherwise, in torch
+    """
 
     loaded: object
     tokens_per_block: int = 16
@@ -86,10 +95,10 @@ class Driver:
         self.free = [int(block) for block in order]
 
     def run(self, contexts=(), generation=()):
-        """Run one step. Return the logits of the sequences that yield a token.
+        """Run one step. Return the logits [rows, vocab] of the last chunks and of the generating sequences, in order.
 
-        contexts     (sequence, tokens, is_last)
-        generation   (sequence, token)
+        contexts     (sequence, tokens of its next chunk, whether the chunk is the last of the prompt)
+        generation   (sequence, its input token)
         """
         work = [*contexts, *((sequence, [token], True) for sequence, token in generation)]
         token_ids, positions, pool_slots, starts, lengths, rows = [], [], [], [0], [], []
@@ -141,7 +150,10 @@ class Driver:
         return torch.stack([logits[i] for i in range(len(prompts))])
 
     def generate(self, prompts, steps, chunk=None):
-        """Generate greedily. Return (sequences, logits [steps, prompts, vocab])."""
+        """Generate `steps` tokens after each prompt, greedily. Return (sequences, logits [steps, prompts, vocab]).
+
+        A sequence is the prompt and its generated tokens.
+        """
         sequences, logits = [list(prompt) for prompt in prompts], [self.prefill(prompts, chunk)]
         for step in range(steps):
             for sequence, row in zip(sequences, logits[-1]):
@@ -157,7 +169,10 @@ def random_prompts(lengths, vocab_size=97, seed=0):
 
 
 def expected_logits(model, sequences, steps):
-    """Return transformers' logits of the rows that `generate` returned: [steps, prompts, vocab]."""
+    """Return transformers' logits of the last `steps` tokens of each sequence: [steps, sequences, vocab].
+
+    They correspond to the logits that `Driver.generate` returns.
+    """
     with torch.inference_mode():
         rows = [model(torch.tensor([sequence[:-1]])).logits[0, -steps:] for sequence in sequences]
     return torch.stack(rows, dim=1)

@@ -1,7 +1,7 @@
-"""Writes GGUF files of transformers' models as llama.cpp's converter does, by its rules and without the product's code.
+"""Writes transformers models to GGUF files as llama.cpp's converter does, without the code of batch_manager.
 
-The gguf library's own map names the tensors. This module applies the converter's changes to them. The library then
-decodes each whole tensor. The decoded numbers replace those of the transformers model, which tests compare with.
+The names of tensors come from the gguf library. This module reorders and changes the tensors as the converter does, and
+quantizes them with the library. Tests compare with a copy of the model that has the quantized weights.
 """
 
 import copy
@@ -101,7 +101,11 @@ def plus_one(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def changes(architecture: str, name: str, config) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function that the converter applies to the tensor."""
+    """Return the function that the converter applies to the weight with this name, such as a transposition.
+
+    architecture   the GGUF name of the architecture
+    name           the weight's name in transformers
+    """
     if architecture in ("llama", "granite", "smollm3") and re.search(r"\.[qk]_proj\.", name):
         heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
         return lambda tensor: tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)

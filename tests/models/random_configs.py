@@ -1,4 +1,4 @@
-"""Random small configurations of the families, and the numbers that transformers' own classes read from them."""
+"""Generates random small configurations of the model families, and reads them with transformers' own classes."""
 
 import copy
 from random import Random
@@ -103,7 +103,10 @@ def random_config(random: Random) -> dict[str, Any]:
 
 
 def numbers_of_transformers(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the numbers of the model that transformers builds; None if it refuses the configuration, or fails."""
+    """Return {name: value} of the model that transformers builds from a config.json, such as num_layers and windows.
+
+    Returns None if transformers refuses the configuration or fails.
+    """
     model_type = config.get("model_type", FAMILIES[config["architectures"][0]])
     given = copy.deepcopy({name: value for name, value in config.items() if name != "model_type"})    # it changes them
     try:
@@ -267,7 +270,11 @@ def _of_decoder(read: Any, model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _of_stacked(read: Any, model: torch.nn.Module) -> dict[str, Any]:
-    """Return the numbers of a family that stores queries, keys and values in one tensor."""
+    """Return the {name: value} of a Phi-3 or GPT-NeoX, whose query, key and value weights are one tensor.
+
+    read    the configuration, as transformers read it
+    model   the model that transformers built from it
+    """
     base = model.base_model
     is_phi, first = read.model_type == "phi3", base.layers[0]
     attention, layers = (first.self_attn if is_phi else first.attention), base.layers
@@ -292,14 +299,21 @@ def _of_stacked(read: Any, model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _positions(read: Any) -> int:
-    """Return the number of positions. With longrope, the engine implements only the positions before stretching."""
+    """Return the number of positions that the engine supports.
+
+    With longrope, the engine supports only original_max_position_embeddings.
+    """
     if read.rope_parameters.get("rope_type") == "longrope":
         return min(read.max_position_embeddings, read.rope_parameters["original_max_position_embeddings"])
     return read.max_position_embeddings
 
 
 def _frequencies(read: Any, size: int, kind_of_layer: str = "full_attention") -> tuple[tuple[float, ...], float]:
-    """Return (radians per position, amplitude) for one kind of layer."""
+    """Return transformers' (rotary frequencies in radians per position, amplitude) for one kind of layer.
+
+    size            number of rotated entries of a head
+    kind_of_layer   "full_attention" or "sliding_attention"
+    """
     rotary, which = read.rope_parameters, {}
     if kind_of_layer in rotary:
         rotary, which = rotary[kind_of_layer], {"layer_type": kind_of_layer}

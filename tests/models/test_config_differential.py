@@ -1,7 +1,7 @@
 """config.json is read as transformers' own classes read it, or it is refused.
 
-A null means that the field is not given, also where transformers refuses a null. The reader refuses everything else
-that transformers refuses.
+The reader treats a null like a missing field, even if transformers refuses the null. It refuses all other
+configurations that transformers refuses.
 """
 
 import json
@@ -25,7 +25,7 @@ OF_SOME = ("is_parallel", "rotates", "slides", "logit_scale", "embedding_scale",
 
 
 def numbers_of(spec):
-    """Return the numbers of a ModelSpec, with the keys of numbers_of_transformers."""
+    """Return {name: value} of a ModelSpec, with the keys that `numbers_of_transformers` uses."""
     numbers = {name: getattr(spec, name) for name in (
         "architecture", "num_layers", "num_heads", "num_kv_heads", "head_size", "hidden_size", "intermediate_size",
         "vocab_size", "max_position_embeddings", "norm_epsilon", "tie_word_embeddings", "activation", "qkv_bias",
@@ -52,7 +52,11 @@ def frequencies_of(rotary, size):
 
 
 def compare(folder, seed):
-    """Return (result, error): "read", "refused" or "refused by both", and a description of what is wrong or ""."""
+    """Read the random configuration of a seed, written to `folder`, with batch_manager and with transformers.
+
+    Returns (result, error). The result is "read", "refused" or "refused by both". The error describes a difference
+    between the two, or a refusal that does not name the folder. It is "" if there is none.
+    """
     config = random_config(Random(seed))
     (folder / "config.json").write_text(json.dumps(config))
     expected = numbers_of_transformers(config)

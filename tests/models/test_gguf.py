@@ -1,4 +1,4 @@
-"""GGUF files of every architecture give the logits of transformers with the weights that the files hold."""
+"""A model loaded from a GGUF file, of every architecture, gives the logits of transformers with the file's weights."""
 
 import gguf
 import numpy as np

@@ -1,5 +1,7 @@
-"""config.json of transformers 4 and 5 becomes one ModelSpec. A field that would change the numbers is refused by
-name."""
+"""A config.json in the form of transformers 4 and one in the form of transformers 5 give the same ModelSpec.
+
+A field that would change the logits, and that the reader does not understand, is refused by name.
+"""
 
 import json
 
@@ -400,7 +402,7 @@ def test_an_unknown_architecture_lists_the_known_ones_and_the_way_to_add_one(spe
 
 
 class Plain:
-    """A user's class that understands only what `read_decoder_spec` reads."""
+    """A user's model class that reads its spec with `read_decoder_spec` and understands no additional fields."""
 
     harmless_tensors = ()
     options: dict = {}
@@ -421,7 +423,11 @@ NEEDED = {"rms_norm_eps": 1e-5, "rope_theta": 10000.0}
 
 @pytest.fixture
 def registered_spec_of(spec_of, monkeypatch):
-    """registered_spec_of(members=..., **fields) -> the spec that a registered class with these members reads"""
+    """registered_spec_of(members={...}, **fields) -> the ModelSpec that a user's model class reads from a config.json
+
+    members   class attributes that are added to `Plain`
+    fields    fields of the config.json
+    """
 
     def read(*, without=(), members=None, **fields):
         monkeypatch.setattr("batch_manager.models.registry._models", dict(_models))
@@ -450,7 +456,7 @@ CHANGES_NUMBERS = {
 
 @pytest.mark.parametrize("name", CHANGES_NUMBERS)
 def test_a_field_that_a_registered_class_does_not_name_is_refused_by_name(name, registered_spec_of):
-    """A field that changes the numbers is refused by name, unless the registered class lists it in `understands`."""
+    """For a user's model class, a field that changes logits is refused by name, unless `understands` lists it."""
     with pytest.raises(ModelLoadError, match=f"{name} is .*; expected only fields .*; .*lists it in `understands`"):
         registered_spec_of(**{name: CHANGES_NUMBERS[name]})
     members = {"understands": (name,)}

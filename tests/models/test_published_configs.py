@@ -1,4 +1,7 @@
-"""Configurations of published checkpoints are read, both of the families' first files and of later ones."""
+"""The config.json files of published checkpoints are read as transformers reads them.
+
+They include the first and later published forms of a family's config.json.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Errors in a user's class, or in the spec that it reads, name the class and the field. They do not blame a file."""
+"""Errors in a user's model class, or in the spec that it reads, name the class and the attribute, not config.json."""
 
 import dataclasses
 import json
@@ -25,7 +25,10 @@ def own_registry(monkeypatch):
 
 @pytest.fixture
 def registered(tmp_path):
-    """registered(**members of a class like Llama) -> the spec that the class reads"""
+    """registered(fields={}, **members): registers a subclass of Llama with these class attributes. Returns its spec.
+
+    fields   fields of the config.json that the class reads
+    """
 
     def read(fields=(), **members):
         register_model("MyForCausalLM", type("Mine", (Llama,), members))
@@ -36,7 +39,7 @@ def registered(tmp_path):
 
 
 def reads(**changes):
-    """Return a read_spec whose spec has these values."""
+    """Return a static method `read_spec` that reads Llama's spec and replaces these attributes of it."""
     return staticmethod(lambda *given: dataclasses.replace(Llama.read_spec(*given), **changes))
 
 

@@ -1,4 +1,4 @@
-"""Packed batches over a paged cache give the logits of transformers, whole or in chunks, in every family."""
+"""In every model family, packed steps over a paged cache give the logits of transformers, with and without chunks."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Models that run through transformers' layers on the engine's attention have transformers' logits, or are refused.
+"""Models that run transformers' layers on the engine's attention give transformers' logits, or are refused at load.
 
-This includes hostile files.
+Models with hostile values in config.json are refused, or load without harm.
 """
 
 import json
@@ -59,8 +59,8 @@ NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 def test_logits_are_those_of_transformers(reference, check_against, family, options):
     """The logits of whole prompts, of chunked prompts longer than every window, and of generated tokens are right.
 
-    Both sides round. The logits of GraniteMoe, at most 2.6, differ from float64 by 2e-5 in transformers and by 5e-5
-    here.
+    The tolerance allows for rounding on both sides: the logits of GraniteMoe, at most 2.6, differ from those in float64
+    by 2e-5 in transformers and by 5e-5 here.
     """
     model, folder = reference(family, **options, **NO_IDS)
     loaded = load_model(folder, device="cpu", model_implementation="transformers")
@@ -160,7 +160,7 @@ def test_a_registered_class_counts_as_native(mixtral, monkeypatch):
 
 @pytest.mark.parametrize("model_type", ["internlm3", "iquestcoder"])
 def test_a_type_that_shares_another_familys_class_is_run_through_transformers(check_against, tmp_path, model_type):
-    """A model type whose architecture is LlamaForCausalLM, but which is not Llama, runs through transformers."""
+    """A checkpoint with the architecture LlamaForCausalLM and a foreign model_type runs through transformers."""
     import transformers
 
     torch.manual_seed(0)
@@ -181,7 +181,7 @@ def test_a_type_of_another_class_of_this_package_is_still_a_mistake(reference, e
 
 
 def test_a_family_of_this_package_that_transformers_cannot_run_is_named_with_its_way_out(reference):
-    """The error does not call the family unknown, and says how to run the model."""
+    """model_implementation="transformers" is refused for Bloom. The error says that a native class can run it."""
     _, folder = reference("Bloom", **NO_IDS)
     with pytest.raises(UnsupportedModelError) as refusal:
         load_model(folder, device="cpu", model_implementation="transformers")
@@ -303,9 +303,9 @@ NASTY = (None, 0, -1, 1, 7, 2**20, 2**24, 2**63, 1e-30, -0.5, 1e30, True, False,
 
 @pytest.mark.parametrize("family", ["Mixtral", "GptOss", "Cohere2"])
 def test_whatever_a_field_says_a_model_is_refused_or_loaded(reference, tmp_path, family):
-    """A model with hostile values in its fields loads, or a ConfigError refuses it.
+    """A model with random hostile values in config.json loads, or is refused with a ConfigError.
 
-    A long run or much memory is a bug.
+    The load must not take long or need much memory.
     """
     draw = random.Random(family)
     values = json.loads((reference(family, num_local_experts=8, **NO_IDS)[1] / "config.json").read_text())
@@ -432,7 +432,7 @@ def test_what_a_layer_says_later_must_be_what_it_said(mistral):
 
 
 def test_the_comparison_crosses_small_windows(mistral, monkeypatch):
-    """The comparison at load runs a prompt longer than the window, so a wrong window would change its logits."""
+    """The check at load compares the logits of a prompt longer than the window, so that it detects a wrong window."""
     lengths = []
     reference = load_check._reference_logits
     monkeypatch.setattr(load_check, "_reference_logits", lambda model, context, prompts: lengths.extend(

@@ -1,7 +1,7 @@
-"""Models on the Triton kernels give the logits of transformers. The kernels are interpreted, in a separate process.
+"""Models whose attention and layers run on Triton kernels give the logits of transformers.
 
-The first model runs a second time with another window, sinks, slopes and sink logits. transformers does not support
-them for this model.
+The kernels run in Triton's interpreter, in a separate process. The first model also runs with another window, sinks,
+ALiBi slopes and sink logits, and must agree with attention in torch. transformers does not support them for this model.
 """
 
 import dataclasses

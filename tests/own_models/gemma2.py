@@ -35,7 +35,7 @@ class Gemma2Spec(ModelSpec):
 
 
 class Gemma2:
-    """Gemma2ForCausalLM."""
+    """A user's model class for checkpoints with the architecture Gemma2ForCausalLM."""
 
     deterministic = True
     harmless_tensors = ()

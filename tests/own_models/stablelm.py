@@ -1,4 +1,4 @@
-"""StableLM 2 as a user would add it: layer norms, and a quarter of each head is rotated.
+"""StableLM 2 as a user would add it. It has layer norms, and rotates a part of each head, by default a quarter.
 
 Source   the StableLM 2 technical report (arXiv 2402.17834); checkpoints as transformers saves StableLmForCausalLM.
 """
@@ -22,7 +22,7 @@ from batch_manager import (
 
 
 class StableLm:
-    """StableLmForCausalLM."""
+    """A user's model class for checkpoints with the architecture StableLmForCausalLM."""
 
     deterministic = True
     harmless_tensors = ()

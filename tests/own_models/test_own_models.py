@@ -53,7 +53,7 @@ def class_of(file, name):
 
 
 class Reference:
-    """A checkpoint folder and its transformers model, with random weights that give every part an effect."""
+    """A transformers model with random weights, saved as a checkpoint. Every part of the model affects the logits."""
 
     def __init__(self, family, fields, folder):
         torch.manual_seed(0)
@@ -241,7 +241,10 @@ print(json.dumps([row.tolist() for rows in logits for row in rows]))
 
 
 def test_the_kernels_give_the_logits_of_transformers(registered, tmp_path):
-    """Caps, windows and scale are right in the Triton kernels, which a new process runs in Triton's interpreter."""
+    """The Gemma 2 class gives transformers' logits on Triton kernels, which a new process interprets.
+
+    The model has soft caps, windows and a configured scale.
+    """
     pytest.importorskip("triton", reason="triton is not installed")
     _, _, family, fields = FAMILIES["gemma2"]
     made = Reference(family, {**fields, "num_hidden_layers": 2, "head_dim": 16, "hidden_size": 32}, tmp_path)

@@ -1,4 +1,7 @@
-"""Runs a scenario in one engine without a thread, in lockstep or with run-ahead. Returns responses and event counts."""
+"""Runs the requests of a RunAheadScenario in an engine, in lockstep or with run-ahead, in the calling thread.
+
+The result, a `Run`, has the responses and counts of events.
+"""
 
 import json
 from collections import Counter
@@ -35,7 +38,7 @@ class Response:
     error: str
 
     def same(self, other: "Response") -> bool:
-        """Compare bit by bit."""
+        """Whether both responses have the same tensors, bit by bit, the same `is_final` and the same error."""
         return (self.is_final, self.error) == (other.is_final, other.error) and self.tensors.keys() == (
             other.tensors.keys()) and all(
             (mine.dtype, mine.shape, mine.tobytes()) == (theirs.dtype, theirs.shape, theirs.tobytes())
@@ -44,10 +47,11 @@ class Response:
 
 @dataclass(slots=True)
 class Run:
-    """The result of a scenario in one engine.
+    """The result of running a scenario in one engine.
 
     responses   request id -> its responses, in order
-    counts      steps, ahead, failed steps, pauses, void, discarded, generated
+    counts      numbers of "steps", of steps launched with another in flight ("ahead"), "failed steps", "pauses", "void"
+                rows, "discarded" tokens and "generated" tokens
     """
 
     responses: dict[int, list[Response]]
@@ -56,10 +60,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """How the engine that runs ahead differs from the engine in lockstep.
+    """What an engine with run-ahead gets in addition to the scenario: faults, stops and a backend whose steps run late.
 
-    stops       request id -> iteration from which poll returns it
-    own_queue   whether the scripted backend runs its steps late itself; otherwise, a LateBackend delays them
+    fault_rate   probability that a step fails
+    eagerness    `eagerness` of the LateBackend
+    stops        request id -> iteration from which the poll callback names the request
+    own_queue    whether the scripted backend itself delays its steps; otherwise, a LateBackend delays them
     """
 
     seed: int
@@ -70,7 +76,11 @@ class Ahead:
 
 
 def make_backend(scenario: RunAheadScenario, parent: Path, **options):
-    """Return a new backend for the scenario. `options` are those of a scripted backend."""
+    """Return a new backend for the scenario.
+
+    parent    folder for the checkpoints of native backends
+    options   further arguments of a ScriptedBackend
+    """
     if scenario.is_scripted:
         return ScriptedBackend(
             vocab_size=scenario.vocab, max_seq_len=scenario.max_seq_len, num_blocks=scenario.num_blocks,
@@ -90,7 +100,7 @@ def make_backend(scenario: RunAheadScenario, parent: Path, **options):
 
 
 def make_late_backend(scenario: RunAheadScenario, parent: Path, ahead: Ahead, faults: Faults):
-    """Return a backend whose steps run late, and fail at every possible point."""
+    """Return a new backend for the scenario whose steps run after the next launch, and fail as `faults` decides."""
     if not scenario.is_scripted:
         inner = make_backend(scenario, parent)
         fail_inside(inner, "_layout", inner._runner, "logits", faults)
@@ -134,7 +144,7 @@ def fail_inside(backend, lays_out: str, drawer: object, draws: str, faults: Faul
 
 
 def poison(backend, batch: ScheduledBatch, slots: list[int]) -> None:
-    """Replace what the step of a native backend wrote for these slots by NaN."""
+    """Overwrite with NaN the keys and values that the step of `batch` wrote for `slots`, in a native backend's pool."""
     spans = [(work.slot * batch.max_beam_width, range(work.start, work.start + len(work.token_ids)))
              for work in batch.context if work.slot in slots]
     spans += [(row, [length]) for slot, length, row in zip(*map(np.ndarray.tolist, generation_rows(batch)))
@@ -157,10 +167,10 @@ def run_ahead(scenario: RunAheadScenario, parent: Path, ahead: Ahead) -> tuple[R
 
 
 class RunAheadClient(ArrivingClient):
-    """Keeps the responses in a run.
+    """A client that hands over the requests of a scenario and stores their responses and statistics in a Run.
 
-    open_ids   ids without a final response
-    stop_at    request id -> iteration from which poll returns it
+    open_ids   ids of requests without a final response
+    stop_at    request id -> iteration from which the poll callback names the request
     """
 
     def __init__(self, scenario: RunAheadScenario, run: Run, stop_at: Mapping[int, int]) -> None:
@@ -188,7 +198,12 @@ class RunAheadClient(ArrivingClient):
 
 def drive(scenario: RunAheadScenario, backend, *, run_ahead: bool, stops: Mapping[int, int],
           faults: Faults | None = None) -> Run:
-    """Run the scenario and return its results. Raises AssertionError, or the exception of the loop."""
+    """Run the scenario on `backend` until all requests have their final responses, and return the results.
+
+    Closes the backend. Raises AssertionError if the loop fails, does not end or leaves blocks in use.
+
+    stops   request id -> iteration from which the poll callback names the request
+    """
     run = Run({request_id: [] for request_id in scenario.asks})
     client = RunAheadClient(scenario, run, stops)
     loop = make_loop(client, backend=backend, clock=SystemClock(), policy=scenario.policy,
@@ -213,9 +228,9 @@ def drive(scenario: RunAheadScenario, backend, *, run_ahead: bool, stops: Mappin
 
 
 def watch(loop, counts: Counter, faults: Faults | None) -> None:
-    """Count launches, launches with another step in flight, and rows that become void.
+    """Patch the loop's step window to count launches, launches with another step in flight, and rows that become void.
 
-    Before a step is read, `faults.ended` gets the slots of the step whose requests have ended.
+    Before a step is read, `faults.ended` is set to the step's iteration and to the slots whose requests have ended.
     """
     window = loop.window
     launch, take_back, read = window.launch, window._unclaim_later_steps, window.read

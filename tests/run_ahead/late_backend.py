@@ -1,4 +1,4 @@
-"""A late backend: its steps run, and fail, after the next step was launched."""
+"""`LateBackend`, whose steps run and fail only after the next step was launched, and `Faults`, which plans failures."""
 
 import dataclasses
 from collections import Counter, deque
@@ -21,10 +21,11 @@ class PlantedError(Exception):
 
 @dataclass(slots=True)
 class Order:
-    """The fault planned for the step of one iteration.
+    """The fault that is planned for the step of one iteration.
 
-    times   how often it is still to occur
-    row     which row fails, as a fraction of the rows of the step
+    kind    one of KINDS
+    times   how often the fault has still to occur
+    row     for ONE_ROW: index of the failing row, divided by the number of rows
     """
 
     kind: str
@@ -33,14 +34,15 @@ class Order:
 
 
 class Faults:
-    """Decides for each iteration whether its step fails, and how.
+    """Decides at random for each iteration whether its step fails, and how.
 
-    Now and then, rows fail whose requests have ended since the launch. These failures must have no effect.
+    In addition, some rows fail whose requests have ended since the launch. Such a failure must have no effect.
 
     rate     probability that a step fails
-    counts   how often each kind of fault has occurred
-    alone    number of failed rows and of exceptions in steps of one sequence; only these faults may end a request
-    ended    (iteration, slots whose requests have ended) of the step that is being read
+    counts   kind of fault -> how often it has occurred
+    alone    number of single-row failures and of exceptions in steps of one sequence; only these faults may end a
+             request
+    ended    of the step that is being read: (iteration, slots whose requests have ended)
     """
 
     def __init__(self, seed: int, rate: float) -> None:
@@ -51,7 +53,7 @@ class Faults:
         self.ended: tuple[int, list[int]] = -1, []
 
     def strike(self, batch: ScheduledBatch, kinds: tuple[str, ...]) -> None:
-        """Raise PlantedError if the step must fail at this point. `kinds` are the faults that occur at this point."""
+        """Raise PlantedError if the fault planned for the step is one of `kinds`, which occur at the caller's point."""
         order = self._order(batch)
         if order is None or order.kind not in kinds or not order.times:
             return
@@ -97,12 +99,12 @@ class Faults:
 
 
 class LateBackend:
-    """A backend whose steps run when one of them is read, or a little before. They run in the order of their launches.
+    """A backend that queues launched steps, and runs them in order of launch when one of them is read.
 
-    inner       the backend that runs each step as a whole. It must raise NOT_RUN and NOT_DRAWN itself, after the block
-                tables and the operations of the batch are done, because a launched step does not repeat them
-    poison      (batch, slots) makes the values that the step wrote for these slots not finite
-    eagerness   probability, at each launch, that the device runs all steps of its queue
+    inner       the backend that runs each step as a whole. It must raise the faults NOT_RUN and NOT_DRAWN itself, after
+                the block tables and the operations of the batch are done, because a launched step does not repeat them
+    poison      function (batch, slots) that overwrites the keys and values written for these slots with NaN
+    eagerness   probability that a launch runs all queued steps immediately
     """
 
     def __init__(self, inner, faults: Faults, poison: Callable[[ScheduledBatch, list[int]], None], eagerness: float,

@@ -1,4 +1,4 @@
-"""Generates an engine and its requests from a seed."""
+"""Generates random scenarios from seeds: the configuration of an engine, and requests for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,10 +25,11 @@ WIDEST = 3
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request, which is handed over to several engines.
+    """A request of a scenario, without an id. Several engines run it.
 
-    arrival    iteration in which it is handed over
-    features   names of its special features
+    arrival    iteration in which the get callback returns the request
+    options    further arguments of InferenceRequest
+    features   names of the request's features, such as beams
     """
 
     arrival: int
@@ -46,9 +47,9 @@ class Ask:
 
 @dataclass(frozen=True)
 class RunAheadScenario:
-    """An engine and its requests.
+    """The configuration of an engine, and the requests {id: Ask} that it runs.
 
-    family   the family of its checkpoint, or SCRIPTED
+    family   the model family of the checkpoint, or SCRIPTED for the scripted model
     """
 
     seed: int
@@ -75,7 +76,7 @@ class RunAheadScenario:
         return self.family == SCRIPTED
 
     def params(self, run_ahead: bool) -> TrtGptModelOptionalParams:
-        """Return the parameters of the engine, without the parameters of the KV cache that the backend decides."""
+        """Return the engine's parameters. They leave out the KV cache parameters that only `make_backend` uses."""
         return TrtGptModelOptionalParams(
             run_ahead=run_ahead, max_batch_size=self.max_batch_size, max_num_sequences=self.max_num_sequences,
             max_num_tokens=self.max_num_tokens, enable_chunked_context=self.chunking is not None,
@@ -83,7 +84,7 @@ class RunAheadScenario:
             kv_cache_config=KvCacheConfig(enable_block_reuse=self.reuse, host_cache_size=1 if self.host_blocks else 0))
 
     def features(self) -> list[str]:
-        """Return the names of the engine's special features."""
+        """Return the model family and the names of the engine's features, such as its policy and block reuse."""
         said = {"max utilization": self.policy is SchedulerPolicy.MAX_UTILIZATION,
                 "no evict": self.policy is SchedulerPolicy.GUARANTEED_NO_EVICT,
                 "split": self.model_type is TrtGptModelType.InflightBatching,
@@ -156,10 +157,12 @@ def num_blocks(ask: Ask, tokens_per_block: int, *, is_reused_or_slides: bool) ->
 
 def draw_ask(draw: Random, vocab: int, beginning: list[int], longest_prompt: int, longest_output: int, family: str,
              beams: float, processors: float, shortest_output: int) -> Ask:
-    """Generate a request with random features.
+    """Return a request with random features.
 
-    beginning           tokens of which the prompt may take the first ones
-    beams, processors   probability of several beams, and of a logits post-processor
+    beginning    tokens that the prompt may begin with, so that prompts have common prefixes
+    family       model family, or SCRIPTED, for which requests have fewer features
+    beams        probability of several beams
+    processors   probability of a logits post-processor
     """
     is_scripted = family == SCRIPTED
 

@@ -1,4 +1,7 @@
-"""T17, quick: a few hundred requests get the same responses in lockstep and with run-ahead. Planted bugs are found."""
+"""Campaign T17 with few seeds: a few hundred requests get the same responses in lockstep and with run-ahead.
+
+Bugs that are planted in the engine make responses differ.
+"""
 
 import dataclasses
 import logging

@@ -1,8 +1,8 @@
-"""Records what a function launches on a CPU: torch operations and interpreted Triton kernels.
+"""Imitates the capture and replay of CUDA graphs on a CPU, for torch operations and interpreted Triton kernels.
 
 A graph can replace a step only if two steps of one shape launch the same operations in the same order, with the same
-grids, numbers, sizes and addresses. `Recorder.entries` describes the launches for a comparison. `refusals` are
-operations that a capture would refuse. `replay` works like the replay of a graph: it runs the recorded operations
+grids, numbers, sizes and addresses. `Recorder.entries` describes the launches, so that tests can compare two steps.
+`Recorder.refusals` names the operations that a capture would refuse. `Recorder.replay` runs the recorded operations
 again, with the recorded arguments, in the same memory.
 """
 
@@ -28,11 +28,11 @@ def tensors_in(tree):
 
 
 class Recorder(TorchDispatchMode):
-    """Records operations and launches within its context.
+    """A context manager that records the torch operations and kernel launches within it.
 
-    entries    one for each operation and launch
-    launches   names of kernels, and of operations that write memory
-    refusals   names of operations that cannot be recorded
+    entries    descriptions of all operations and launches, in order
+    launches   names of the launched kernels, and of the operations that write memory
+    refusals   names of the operations that a capture would refuse
     """
 
     def __init__(self):
@@ -72,7 +72,11 @@ class Recorder(TorchDispatchMode):
         return result
 
     def launch(self, run, executor, args, kwargs):
-        """Record the launch of a Triton kernel, and call `run`, the interpreter's launch, with the other arguments."""
+        """Record the launch of a Triton kernel, and run the kernel by `run(executor, *args, **kwargs)`.
+
+        run        the interpreter's function that launches a kernel
+        executor   the interpreter's object for the kernel and its grid
+        """
         with _disable_current_modes():
             self.launches.append(executor.fn.__name__)
             self.entries.append((executor.fn.__name__, executor.grid, self._described((args, kwargs))))
@@ -110,7 +114,10 @@ class Recorder(TorchDispatchMode):
 
 
 def _patch(recorder):
-    """Patch launches, and the methods that read a tensor without an operation. Return the replaced attributes."""
+    """Patch kernel launches, and the methods by which the host reads a tensor, so that `recorder` notices them.
+
+    Returns the replaced attributes, to restore them: [(owner, name, value)].
+    """
     patches = []
 
     def patch(owner, name, make):
@@ -137,9 +144,10 @@ def _patch(recorder):
 
 
 class ReplayedGraph:
-    """Replaces device.CapturedGraph by a graph on a CPU.
+    """A stand-in for device.CapturedGraph that captures and replays steps on a CPU with a Recorder.
 
-    captured, replayed   the shapes of the steps that were captured and replayed
+    captured   shapes of all captured steps
+    replayed   shapes of all replayed steps
     """
 
     captured, replayed = [], []

@@ -13,7 +13,10 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """Return (folder, transformers' model) of a random tiny Llama with 160 tokens and 64 positions."""
+    """Return (folder of the checkpoint, transformers model) of a tiny Llama with random weights.
+
+    The model has a vocabulary of 160 tokens and 64 positions.
+    """
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

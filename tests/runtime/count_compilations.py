@@ -1,11 +1,12 @@
-"""Counts the variants of Triton kernels that the native backend compiles in its warm-up and while it serves.
+"""Counts the variants of Triton kernels that the native backend compiles in its warm-up and in the steps after it.
 
     python count_compilations.py [--every-pair] FOLDER [FOLDER ...]     each FOLDER has a config.json
 
-The program prints a JSON object for each folder. It also counts the variants of fused products. No kernel is compiled
-or launched: a replacement of Triton's driver pretends that the machine has a GPU, and compilations are only counted.
-The outputs of kernels stay 0, and their flags "finite" are true. The process must run without TRITON_INTERPRET, and
-nothing else in it may use triton. test_no_compilation_while_serving.py runs this program.
+The program prints a JSON object for each folder, and one with the memory that sampling allocates. The counts include
+variants of fused products. No kernel is compiled or launched: a replacement of Triton's driver pretends that the
+machine has a GPU, and compilations are only counted. The outputs of kernels stay 0, and their `finite` flags are true.
+The process must run without TRITON_INTERPRET, and nothing else in it may use triton.
+test_no_compilation_while_serving.py runs this program.
 """
 
 import importlib.util
@@ -83,13 +84,13 @@ def packed_step(query_lengths, kv_lengths, num_contexts):
 
 
 def steps(every_pair):
-    """Yield steps of many shapes.
+    """Yield PackedSteps of many shapes.
 
-    These are generation steps of all batch sizes and lengths, generation steps with one long sequence among short ones,
-    and contexts alone and with generation.
+    For each batch size, these are generation steps of sequences of equal length, a generation step with one long and
+    otherwise short sequences, and steps with contexts, alone and with generation.
 
-    every_pair   whether every batch size gets every length. Otherwise, small batches and batches around multiples of 16
-                 get all lengths; the other batches get every eighth length, from a different first one for each size
+    every_pair   True: every batch size gets every length in blocks. False: batch sizes up to 16, multiples of 16 and
+                 their successors get every length; other batch sizes get every eighth length, with varying offset
     """
     whole = TOKENS_PER_BLOCK * MAX_PAGES
     for batch in range(1, MAX_BATCH + 1):
@@ -104,7 +105,7 @@ def steps(every_pair):
 
 
 def serve(backend):
-    """Run steps of all kinds in the backend. Return their number."""
+    """Run steps in the backend with all options of WANTED, sampled and greedy, and with beams. Return their number."""
     num_steps = 0
 
     def step(**work):
@@ -144,7 +145,7 @@ def serve(backend):
 
 
 def serve_attention(attention, spec, every_pair):
-    """Run steps of all shapes in attention alone. Return their number."""
+    """Run all shapes of `steps` in the backend's attention, without a model. Return the number of runs."""
     heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
     packed = torch.zeros(2 * MAX_BATCH, sum(heads), spec.head_size, dtype=attention.layer_pools[0].dtype)
     tables = torch.zeros(TOKENS_PER_BLOCK * MAX_PAGES, spec.head_size // 2)
@@ -160,7 +161,10 @@ def serve_attention(attention, spec, every_pair):
 
 
 def serve_bound(attention, step, query, key, value, rotary):
-    """Run a generation step again, over block tables at a fixed address. Return the number of steps: 0 or 1."""
+    """Run attention for `step` as in a plain step, with block tables at a fixed address. Return the number of runs.
+
+    It is 1, or 0 for a step with contexts and for most batch sizes.
+    """
     if step.num_contexts or len(step.slots) % 16 > 1:        # every batch size is served above
         return 0
     work = attention.plan_generation(step.kv_lengths)
@@ -181,7 +185,10 @@ class PassedOn:
 
 
 def count_fused(folder):
-    """Return [variants compiled in the steps that compare fused products, variants compiled in later steps]."""
+    """Count the kernel variants that fused steps compile: [{kernel: number}, {kernel: number}].
+
+    The first entry counts the steps at load, which compare fused with separate products, the second all later steps.
+    """
     decide, dispatch.use_triton = dispatch.use_triton, lambda device: True
     loaded = load_model(folder, device=torch.device("cpu"), dtype="bfloat16", load_format="dummy")
     recording, gives_logits = record_step(loaded, loaded.spec)

@@ -1,7 +1,8 @@
-"""A GPU stream, imitated on a CPU, that is as late as it may be: the copies of device.py wait in a queue.
+"""Imitates an asynchronous GPU stream on a CPU: the copies that device.py starts wait in a queue.
 
-A stream runs its actions in order, at any time. An interleaving with the host is determined by the number of actions
-that are done each time the host writes memory that the stream reads. `every_order` tries all interleavings.
+A GPU stream runs its actions in order, but the host does not know when. A test therefore chooses how many queued
+actions run each time before the host writes memory that the stream reads. These numbers determine the interleaving of
+host and stream. `every_order` tries all interleavings.
 """
 
 import contextlib
@@ -13,9 +14,11 @@ from batch_manager.runtime import device as device_module
 
 
 class LazyStream:
-    """A queue of actions.
+    """A queue of actions, which run in order when the test or a wait of the host demands it.
 
-    waits   how often the host had to wait for an unfinished action
+    given   number of actions that were added
+    done    number of actions that have run
+    waits   how often the host had to wait for an action that had not run
     """
 
     def __init__(self):
@@ -31,7 +34,7 @@ class LazyStream:
             self.done += 1
 
     def wait_until(self, number):
-        """Wait until this many actions are done."""
+        """Run actions until `number` of them, counted from the first one ever, have run."""
         if number > self.done:
             self.waits += 1
             self.run(number - self.done)
@@ -50,7 +53,7 @@ class Event:
 
 @contextlib.contextmanager
 def lazily(monkeypatch):
-    """Yield a LazyStream that gets the copies and events of device.py within the context."""
+    """Patch torch and device.py so that non-blocking copies and CUDA events use a LazyStream. Yield the stream."""
     stream, copy = LazyStream(), torch.Tensor.copy_
 
     def copy_(tensor, source, non_blocking=False):
@@ -68,9 +71,9 @@ def lazily(monkeypatch):
 
 
 def every_order(run):
-    """Call run(choose) once for each sequence of choices. Return the number of runs.
+    """Call run(choose) once for each possible sequence of choices. Return the number of calls.
 
-    choose(n) returns one of 0..n.
+    `run` calls choose(n) any number of times. Each call returns a number from 0 to n.
     """
     path, count = [], 0
     while True:
@@ -85,7 +88,10 @@ def every_order(run):
 
 
 def _run_along(run, path):
-    """Run with the choices of `path`, and with choice 0 after them. Return all choices as (chosen, most)."""
+    """Call run(choose) so that the first choices are those of `path`, and all further choices are 0.
+
+    Returns all choices as [(chosen number, largest possible number)], the form that `path` has too.
+    """
     taken = []
 
     def choose(most):

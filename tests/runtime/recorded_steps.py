@@ -1,8 +1,9 @@
-"""Plain generation steps on interpreted Triton kernels: their launches, and the results of a replay.
+"""Runs plain steps on interpreted Triton kernels, records their launches, and compares a replay with a new run.
 
     TRITON_INTERPRET=1 python -m tests.runtime.recorded_steps FOLDER      one line of JSON for each finding
 
-FOLDER holds a checkpoint of tests/integration/engine_modes.py. test_recorded_steps.py runs this program.
+A *plain* step samples with temperature, top-k, top-p and min-p only; see runtime/step_inputs.py. FOLDER is the folder
+for checkpoints of tests/integration/engine_modes.py. test_recorded_steps.py runs this program.
 """
 
 import json
@@ -33,8 +34,10 @@ SAMPLED = SlotSetup(SamplingConfig(temperature=0.9, top_k=20, top_p=0.9, random_
 
 
 def random_batch(draw, num_rows, is_split, contexts=()):
-    """Return a batch whose rows are in random slots, with random block tables.
+    """Return a batch of sequences in random slots, with random lengths and block tables.
 
+    num_rows   number of generation rows
+    is_split   whether one of them is so long that attention computes it in several parts
     contexts   (number of tokens, whether the chunk is the last of the prompt) of each context
     """
     slots, work = draw.permutation(SLOTS).astype(np.int32), []
@@ -64,7 +67,7 @@ def make_steps(checkpoint, dtype="float32"):
 
 
 def record(backend, steps, batch):
-    """Run a step. Return (shape, recorder, output)."""
+    """Run the batch as a plain step within a Recorder. Return (shape of the step, recorder, `output` of the step)."""
     with torch.inference_mode():
         backend._tables.update(batch)
         steps.resident.note(batch.block_table_updates)
@@ -78,7 +81,7 @@ def record(backend, steps, batch):
 
 
 def output(backend, steps, batch, shape):
-    """Return (tokens, log-probs or None, failures), which the host reads from the memory that a step writes."""
+    """Read the results of a plain step from the memory that it writes. Return (tokens, log-probs or None, failures)."""
     results = {"results": steps.inputs.tensors(shape).read_back.clone().numpy()}
     found = PlainStep(batch, shape, backend._decoder.state.active, SimpleNamespace(wait=lambda: results)).finish()
     return found.tokens.tolist(), None if found.log_probs is None else found.log_probs.tolist(), found.failures
@@ -91,10 +94,10 @@ def set_up(backend, samples):
 
 
 def recordings(backend, steps):
-    """Yield a finding for each shape, from two batches, the second of which has more padding.
+    """Yield a finding for each shape, from two batches of this shape, the second of which has more padding.
 
-    The finding says whether both batches launch the same operations, and which operations a capture refuses. It also
-    says whether a replay of the first batch's launches on the inputs of the second gives the results of the second.
+    The finding has the differences between the launches of the batches, and the operations that a capture refuses. It
+    also says whether replaying the first batch's launches on the second batch's inputs gives the second's results.
     """
     draw = np.random.default_rng(5)
     for samples in (False, True):
@@ -121,7 +124,10 @@ def recording(backend, steps, expected_shape, first, second):
 
 
 def counted(folder):
-    """Yield the launches of a step of a model with one layer, and of a model with two layers. Logits have 16 bits."""
+    """Yield the launches of a plain step of two float16 models, with one and with two layers.
+
+    There is a finding for a greedy step and one for a sampled step.
+    """
     made = [make_steps(engine_modes.checkpoint(folder, num_layers), "float16") for num_layers in (1, 2)]
     for samples in (False, True):
         found = []

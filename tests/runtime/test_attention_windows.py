@@ -1,4 +1,7 @@
-"""With max_attention_window and sink_token_length, the native backend gives transformers' tokens for that mask."""
+"""With max_attention_window and sink_token_length, the native backend gives the tokens of transformers.
+
+transformers gets an attention mask with the same window and sink tokens.
+"""
 
 import numpy as np
 import pytest
@@ -25,7 +28,7 @@ WHOLE, CHUNKED = None, SIZE
 
 @pytest.fixture(scope="module")
 def mistral(tmp_path_factory):
-    """Return (folder, model) of a random tiny Mistral with a window of 11."""
+    """Return (folder of the checkpoint, transformers model) of a tiny random Mistral with a window of 11 tokens."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     model = transformers.MistralForCausalLM(transformers.MistralConfig(
@@ -52,7 +55,10 @@ KNOWN = {}      # (model, prompt, window, sink) -> the prompt and the tokens fou
 
 
 def reference(model, prompt, count, window=None, sink=0):
-    """Return greedy tokens by transformers, without a KV cache. If `window` is None, the model's own mask applies."""
+    """Return `count` greedy tokens after the prompt, by transformers, with a mask of this window and these sinks.
+
+    If `window` is None, the model's own mask applies.
+    """
     tokens = KNOWN.setdefault((model, tuple(prompt), window, sink), list(prompt))
     with torch.inference_mode():
         while len(tokens) < len(prompt) + count:
@@ -67,9 +73,11 @@ def reference(model, prompt, count, window=None, sink=0):
 
 
 class Host:
-    """Maps blocks as sequences grow. Takes back blocks that leave the window, and fills them with NaN.
+    """Runs steps on a backend. Allocates blocks as sequences grow, and frees the blocks that leave the window.
 
-    stale   whether the table entries of returned blocks keep the block id; otherwise they are reset to -1
+    A freed block is filled with NaN.
+
+    stale   True: the block-table entry of a freed block keeps the block id; False: it is reset to -1
     """
 
     def __init__(self, backend, window, sink, stale):
@@ -79,7 +87,11 @@ class Host:
         self.most_held, self.num_operations = 0, backend._num_operations
 
     def run(self, contexts=(), generate=()):
-        """Run a step. `contexts` has (slot, chunk, start, is last) of each context, `generate` the generating slots."""
+        """Run a step and store its tokens.
+
+        contexts   (slot, tokens of the chunk, position of its first token, whether it is the last chunk)
+        generate   slots that generate a token
+        """
         changes, self.gone, clears = self.gone, [], []
         works = []
         for slot, chunk, start, is_last in contexts:

@@ -1,4 +1,4 @@
-"""The native backend applies logits post-processors and embeddings of sequences, on a CPU and on a GPU."""
+"""The native backend applies the logits post-processors and the prompt embedding tables of requests, on CPU and GPU."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,11 @@ def backend(checkpoint, request):
 
 
 def step(contexts=(), rows=()):
-    """A step of contexts (slot, tokens, start, last, setup, embeddings) and generation rows (slot, kv length)."""
+    """Return the ScheduledBatch of a step. A context with a setup gets new blocks.
+
+    contexts   (slot, tokens, position of the first one, whether the chunk is the last, setup or None, embeddings)
+    rows       (slot, KV length) of each generation row
+    """
     works = tuple(ContextWork(slot, np.array(tokens, np.int32), start, last, setup, embeddings)
                   for slot, tokens, start, last, setup, embeddings in contexts)
     new = [(work.slot, index, work.slot * PER_SEQUENCE + index) for work in works if work.setup is not None
@@ -50,7 +54,7 @@ def run(backend, contexts=(), rows=()):
 
 
 def logits_of(checkpoint, token_ids, table=None):
-    """Return transformers' logits after each token. Ids past the vocabulary are rows of the table."""
+    """Return transformers' logits [tokens, vocab] after each token. Ids from VOCAB on are rows of `table`."""
     model, ids = checkpoint[1], torch.tensor(token_ids)
     with torch.inference_mode():
         embeddings = model.get_input_embeddings()(ids.clamp(max=VOCAB - 1))

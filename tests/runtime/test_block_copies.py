@@ -39,7 +39,7 @@ def fill(backend):
 
 
 def carry_out(backend, *operations):
-    """Run these operations before a step of a sequence in the last block."""
+    """Run a step with these block operations. Its only sequence uses the last block."""
     step_of_another(backend, operations, backend._num_operations)
 
 
@@ -86,7 +86,10 @@ def test_what_goes_to_the_host_comes_back_although_its_block_was_overwritten(che
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_sequence_goes_on_where_its_blocks_were_copied_to(checkpoint, device):
-    """A sequence gets the same tokens after its blocks moved, partly through host memory, with a step in between."""
+    """A sequence whose blocks were copied to other blocks, two of them through host memory, gets the same tokens.
+
+    Another sequence runs a step between the copies.
+    """
     backend, prompt = build(checkpoint, device), np.arange(20, dtype=np.int32)
 
     def start(slot, length, blocks, tokens=None, operations=()):

@@ -76,7 +76,7 @@ class Model:
 
 
 class Engine:
-    """The computing part of a backend, with tensors that have no memory."""
+    """The parts of a native backend that run a step, with tensors on the meta device."""
 
     def __init__(self, monkeypatch):
         triton_paged = pytest.importorskip("batch_manager.attention.triton_paged", reason="triton is not installed")
@@ -98,7 +98,7 @@ class Engine:
                                 mixed_sizes=frozenset({(8, 64)}))
 
     def run(self, batch):
-        """Run a step. Return (number of uploads, other copies)."""
+        """Run the batch as an ordinary step. Return (number of uploads, names of operations that copy otherwise)."""
         self.uploads.sent.clear()
         with CopiesFromTheHost() as copies, torch.inference_mode():
             self.tables.update(batch)
@@ -109,7 +109,10 @@ class Engine:
         return len(self.uploads.sent), copies.found
 
     def run_plainly(self, batch):
-        """Run a plain step. Return (sizes of uploads, other copies), or None if the batch is not a plain step."""
+        """Run the batch as a plain step. Return (bytes of each upload, names of operations that copy otherwise).
+
+        Returns None if the batch cannot run as a plain step.
+        """
         self.uploads.sent.clear()
         self.tables.update(batch)
         self.steps.resident.note(batch.block_table_updates)

@@ -15,7 +15,10 @@ SHAPES.append(StepShape(4, True, True, 64, 32))
 
 
 class Graph:
-    """A graph whose replay calls the captured function again."""
+    """A stand-in for CapturedGraph. Replaying it calls the captured function again.
+
+    fails_at   shape whose capture raises; None: all captures succeed
+    """
 
     def __init__(self, device, memory_of=None):
         self.memory_of = memory_of
@@ -32,7 +35,10 @@ class Graph:
 
 @pytest.fixture
 def made(monkeypatch):
-    """Return made(fails_at) -> (whether graphs were captured, the graphs). `events` lists preparations and runs."""
+    """made(fails_at=None) captures graphs of all SHAPES. It returns (whether capture succeeded, the Graphs).
+
+    `events` then lists the shapes that were prepared and the shapes that were run, in order.
+    """
     def make(fails_at=None):
         events.clear()
         monkeypatch.setattr(Graph, "fails_at", fails_at, raising=False)

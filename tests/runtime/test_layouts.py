@@ -1,4 +1,4 @@
-"""Each layout splits a step into the right calls, and padding changes no result."""
+"""Each layout (fused, split, padded) turns a batch into the right model calls, and padding changes no result."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,7 @@
-"""Uploads and results of steps on a late stream arrive unchanged, in every interleaving of host and stream."""
+"""In every interleaving of host and stream, steps get the right uploads and the host reads the right results.
+
+The stream is the LazyStream of lazy_stream.py.
+"""
 
 import numpy as np
 import pytest
@@ -14,9 +17,11 @@ STEPS, SIZE = 5, 6
 
 
 def steps_ahead(monkeypatch, choose):
-    """Run steps in fixed memory, and read each step after the next one is launched.
+    """Run STEPS steps that use the same device memory. Read each step after the next one is launched.
 
-    Returns (results, number of waits for an upload).
+    Returns (results of the steps, number of uploads that had to wait).
+
+    choose   choose(n) returns how many of the n queued actions run before the host writes the next upload
     """
     results, waits_of_uploads = [], 0
     with lazily(monkeypatch) as stream:

@@ -55,7 +55,10 @@ def prompts_of(*lengths):
 
 
 def reference(checkpoint, prompt, count):
-    """Return (greedy tokens, their log-probs, logits of every position) by transformers, without a KV cache."""
+    """Generate `count` greedy tokens after the prompt with transformers, without a KV cache.
+
+    Returns (tokens, their log-probs, logits of the prompt and of all tokens but the last).
+    """
     tokens, log_probs = list(prompt), []
     with torch.inference_mode():
         for _ in range(count):
@@ -67,7 +70,7 @@ def reference(checkpoint, prompt, count):
 
 
 def blocks_of(slot):
-    """Return the blocks of a slot. The blocks of different slots are interleaved and out of order."""
+    """Return the block table of a slot. Tables of different slots are interleaved, and their blocks out of order."""
     return [(slot + 5 * ((3 * i + slot) % PER_SEQUENCE)) for i in range(PER_SEQUENCE)]
 
 
@@ -77,7 +80,11 @@ def updates(slots):
 
 
 def step(contexts=(), rows=()):
-    """A step of contexts (slot, tokens, start, last, setup) and generation rows (slot, kv length)."""
+    """Return the ScheduledBatch of a step. A context with a setup gets the blocks of its slot.
+
+    contexts   (slot, tokens, position of the first one, whether the chunk is the last, setup or None) of each context
+    rows       (slot, KV length) of each generation row
+    """
     works = tuple(ContextWork(slot, np.array(tokens, np.int32), start, last, setup)
                   for slot, tokens, start, last, setup in contexts)
     generation = GenerationWork(np.array([slot for slot, _ in rows], np.int32),
@@ -390,7 +397,10 @@ def test_what_kernels_sample_in_is_set_aside(checkpoint, monkeypatch):
 
 
 def test_the_warm_up_samples_from_logits_of_each_dtype_that_serving_has(checkpoint, monkeypatch):
-    """The warm-up samples from logits of each dtype, because a kernel has a variant for each dtype."""
+    """The warm-up of a bfloat16 engine samples from bfloat16 and from float32 logits, as steps do later.
+
+    The sampling kernel has a variant for each dtype, which the warm-up must compile.
+    """
     seen = set()
 
     class ReadsAnyDtype(GptDecoder):
@@ -598,9 +608,9 @@ def _check_on_a_gpu(checkpoint, layout, setups):
 
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_the_rows_of_draft_tokens_are_those_of_the_same_tokens_one_by_one(checkpoint, drafts):
-    """The logits rows of draft tokens are those of the same tokens, computed one by one.
+    """A step with draft tokens computes, for each draft, the logits that one-by-one generation of these tokens gives.
 
-    The test packs and computes the drafts itself, because the backend does not accept drafts yet.
+    The backend refuses draft tokens. The test therefore packs and runs the step with the backend's parts.
     """
     backend = build(checkpoint)
     prompts = prompts_of(7, 5)

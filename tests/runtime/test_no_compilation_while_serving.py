@@ -27,7 +27,7 @@ OTHERS = {"_ban_ngrams_kernel", "_ban_words_kernel", "_beam_block_kernel", "_bea
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory):
-    """Return the lines of the program: one for each model, then one for memory."""
+    """Run count_compilations.py on two models. Return its JSON objects: one for each model, then one for memory."""
     pytest.importorskip("triton", reason="triton is not installed")
     tmp_path = tmp_path_factory.mktemp("models")
     for name, config in CONFIGS.items():
@@ -41,10 +41,10 @@ def findings(tmp_path_factory):
 
 
 def test_the_warm_up_compiles_every_variant_of_a_kernel_that_serving_meets(findings):
-    """After the warm-up, no variant of a kernel is compiled.
+    """After the warm-up, no step compiles a variant of a kernel.
 
-    Attention runs 11,000 steps for each model, with every batch size and every length, but not every pair. The 35,000
-    steps of all pairs are run by hand.
+    Attention runs 11,000 steps for each model. They have every batch size and every length in blocks, but not every
+    pair of the two. The 35,000 steps of all pairs run only if a developer starts the program with --every-pair.
     """
     *of_models, _ = findings
     assert len(of_models) == len(CONFIGS)

@@ -11,7 +11,7 @@ from batch_manager.runtime.packing import pack
 
 
 def updates(entries):
-    """{slot: [block ids]} -> BlockTableUpdates."""
+    """Return the BlockTableUpdates that write these block tables, {slot: [block ids]}."""
     rows = [(slot, index, block) for slot, blocks in entries.items() for index, block in enumerate(blocks)]
     return BlockTableUpdates(*np.array(rows, np.int32).reshape(-1, 3).T)
 
@@ -49,9 +49,9 @@ def test_two_contexts_and_two_generation_rows_by_hand():
 
 
 def test_draft_tokens_by_hand():
-    """A step with drafts is packed correctly. Slot 5 ends its prompt with two drafts.
+    """A batch with draft tokens is packed as computed by hand.
 
-    Slot 7 has two drafts, slot 0 none.
+    Of the context in slot 5, the last two tokens are drafts. Of the generating slots, 7 has two drafts and 0 has none.
     """
     tables = BlockTables(8, 4)
     batch = ScheduledBatch(
@@ -79,9 +79,9 @@ def test_draft_tokens_by_hand():
 
 
 def test_beams_by_hand():
-    """A step with beams is packed correctly.
+    """A batch with beams is packed as computed by hand.
 
-    Each slot has three rows in the tables. Slot 2 has a context; slots 1 and 0 have two beams each.
+    Each slot has three rows in the block tables. Slot 2 has a context. Slots 1 and 0 generate with two beams each.
     """
     tables = BlockTables(1, 1)
     batch = ScheduledBatch(
@@ -182,7 +182,13 @@ def test_tables_grow_by_doubling_and_keep_what_they_held():
 
 
 def naive(batch, blocks, size):
-    """Pack a batch token by token, in Python. Returns the six arrays of a step as lists."""
+    """Pack a batch token by token, in plain Python, as an oracle of `pack`.
+
+    Returns lists: token ids, positions, pool slots, query starts, KV lengths and logits rows.
+
+    blocks   slot -> block ids
+    size     tokens per block
+    """
     tokens, positions, pool_slots, starts, lengths, rows = [], [], [], [0], [], []
     work = [(w.slot, w.token_ids.tolist(), w.start, w.is_last_chunk) for w in batch.context]
     work += [(s, [0], n, True) for s, n in zip(batch.generation.slots.tolist(), batch.generation.kv_lengths.tolist())]

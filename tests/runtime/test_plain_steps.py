@@ -1,4 +1,7 @@
-"""The host reads the right output from the memory of a plain step. test_recorded_steps.py tests the computation."""
+"""`PlainStep.finish` makes the right StepOutput of the numbers that a plain step wrote.
+
+test_recorded_steps.py tests how a plain step computes these numbers.
+"""
 
 from types import SimpleNamespace
 
@@ -15,9 +18,11 @@ SHAPE = StepShape(4, True, True, context_tokens=16, contexts=5)
 
 
 def finished(batch, shape, results, sums=(), asking=()):
-    """Return the output of a step whose memory holds these results [4, sampled] and sums of hidden states.
+    """Return the StepOutput of a plain step that wrote these results and sums.
 
-    asking   slots that request log-probs
+    results   [4, sampled rows] int32: tokens, finish, finite flags, bits of the log-probs
+    sums      sum of the hidden state of each context token; one that is not finite fails its sequence
+    asking    slots that request log-probs
     """
     memory = np.concatenate([np.asarray(results, np.int32).ravel(), np.asarray(sums, np.float32).view(np.int32)])
 
@@ -29,7 +34,10 @@ def finished(batch, shape, results, sums=(), asking=()):
 
 
 def results_of(num_sampled):
-    """Return results with tokens 100, 101, .., finish 1 in every third row, all finite, log-probs 0.5, 1.5, .."""
+    """Return the argument `results` of `finished` with tokens 100, 101, ..., and log-probs 0.5, 1.5, ...
+
+    Every third row has finish 1, the others 0. All rows are finite.
+    """
     rows = np.arange(num_sampled, dtype=np.int32)
     return np.stack([100 + rows, rows % 3 == 0, np.ones(num_sampled, np.int32),
                      (rows + np.float32(0.5)).astype(np.float32).view(np.int32)])

@@ -1,4 +1,7 @@
-"""The right operations share a launch, in recordings made by hand and in models of each family."""
+"""Matrix products are fused with the right norms, activations and sums, and the fused step gives the same logits.
+
+The tests use recordings of operations made by hand, and models of each family.
+"""
 
 import copy
 import dataclasses
@@ -63,7 +66,10 @@ def recorded(operate, width=12):
 
 
 def kinds(steps):
-    """Return the kind of each launch. P is a product; n, a and + are a norm, an activation and a sum fused with it."""
+    """Return the kind of each launch: "attend", "norm", "product", "activation", "sum" or a fused product.
+
+    A fused product is "P", with "n" before it for a norm, and "a" and "+" after it for an activation and a sum.
+    """
     def kind(step):
         if isinstance(step, FusedProduct):
             adds = "+" if step.product.adds else ""
@@ -73,7 +79,7 @@ def kinds(steps):
 
 
 def block(x):
-    """A feed-forward network after a norm, added to its input."""
+    """A norm and a gated feed-forward network, whose result is added to x."""
     gate_up = x.normed(ones(12), None, 1e-5).multiplied(matrix(20, 12), 20)
     return gate_up.activated("silu", gated=True).multiplied(matrix(12, 10, bias=True), 12, adds_to=x)
 
@@ -84,7 +90,10 @@ def norm_for_two_products(x):
 
 
 def norm_of_what_is_overwritten(x):
-    """A product overwrites the input of a norm before another product reads the norm."""
+    """Two products read one norm of x. The first product is added to x, before the second reads the norm.
+
+    The norm is not fused, because the second product would compute it from the overwritten x.
+    """
     normed = x.normed(ones(12), None, 1e-5)
     x = normed.multiplied(matrix(12, 12), 12, adds_to=x)
     return normed.multiplied(matrix(5, 12), 5).activated("relu", gated=False).multiplied(matrix(12, 5), 12, adds_to=x)
@@ -114,9 +123,9 @@ def some_columns(x):
 
 
 def added_to_some_columns(x):
-    """A product is added to some columns.
+    """The product of a norm is added to one half of the columns of a wider tensor.
 
-    Neither the sum nor the norm is fused, because a launch adds to all columns.
+    Neither the sum nor the norm is fused, because a fused product adds to all columns of a tensor.
     """
     wide = x.multiplied(matrix(24, 12), 24)
     left, right = wide.split_with_sizes([12, 12], 1)
@@ -173,7 +182,7 @@ def test_a_product_is_not_added_to_the_rows_that_it_multiplies():
 
 
 def load(family, monkeypatch, dtype=torch.float32):
-    """Return a small model with random weights, stored as on a GPU."""
+    """Return a small model of the family with random weights, which are stored as on a GPU (not packed for a CPU)."""
     monkeypatch.setattr(weight_form, "_packed", lambda weight: weight)
     if family in OWN:
         name, fields = OWN[family]
@@ -224,7 +233,7 @@ def test_models_in_fewer_launches_give_their_own_logits(family, monkeypatch):
 
 
 class WithSinkLogits:
-    """Runs attention like the layers of a model with sink logits."""
+    """Wraps attention, and passes sink logits to it, as the layers of a model with sink logits do."""
 
     def __init__(self, attention):
         self.attention = attention
@@ -300,9 +309,10 @@ def test_registers_are_given_back_behind_their_last_use(monkeypatch):
     (lambda rows: rows.tanh(), logging.INFO),
     (lambda rows: rows if not isinstance(rows, torch.Tensor) else 3 * rows, logging.WARNING)])
 def test_an_engine_whose_model_cannot_be_recorded_runs_its_layers(change, level, monkeypatch, caplog):
-    """An engine whose model cannot be recorded runs its layers, and the recording leaves nothing in the pool.
+    """If a model cannot be recorded, or its fused step gives other logits, the engine runs its layers without fusion.
 
-    The attention in torch replaces Triton's attention, because only Triton's has plain steps.
+    The log says so. The attempt leaves nothing in the KV cache. The attention in torch stands in for Triton's, the only
+    one that has plain steps.
     """
     loaded = load("llama", monkeypatch)
     backend = build_native_backend(

@@ -1,4 +1,4 @@
-"""A sequence gets the tokens that it gets alone, in any order of work, any slots and any blocks."""
+"""On each backend, a sequence gets the tokens of a run alone, in random batches, chunks, pauses, slots and blocks."""
 
 from dataclasses import dataclass, field, replace
 
@@ -111,7 +111,10 @@ class Schedule:
                               operations=tuple(clears) if self.window else (), first_operation=self.num_operations)
 
     def blocks_for(self, sequence, length):
-        """Return table entries for the blocks that the sequence lacks, or None if the pool has too few."""
+        """Allocate the blocks that the sequence lacks for `length` tokens. Return the block-table entries to write.
+
+        Returns None, and allocates nothing, if there are too few free blocks.
+        """
         missing = -(-length // SIZE) - len(sequence.blocks)
         if missing > len(self.free_blocks):
             return None
@@ -140,7 +143,10 @@ class Schedule:
         return parts
 
     def run_ahead(self, batch, slots):
-        """Run the generation step after a batch, for sequences that have blocks for it, and do not read its result."""
+        """Run the generation step that follows a batch, for those of `slots` that have blocks for it. Drop its output.
+
+        It imitates a step that was launched before the batch failed.
+        """
         lengths = {work.slot: work.start + len(work.token_ids) for work in batch.context}
         lengths |= dict(zip(batch.generation.slots.tolist(), (batch.generation.kv_lengths + 1).tolist()))
         rows = [(slot, lengths[slot]) for slot in slots.tolist()
@@ -186,7 +192,10 @@ def sequences_of(count, seed):
 
 
 def with_features(sequences):
-    """Give the sequences the remaining options, with which the logits depend on the history."""
+    """Give the sequences penalties, bans and other options with which logits depend on earlier tokens.
+
+    Changes and returns the sequences.
+    """
     features = [dict(repetition_penalty=1.5, no_repeat_ngram_size=2), dict(top_p=0.9, top_p_decay=0.8, top_p_min=0.3),
                 dict(presence_penalty=0.7, frequency_penalty=0.3, bad_words=((3,), (5, 7))), dict(min_p=0.1, top_p=1.0),
                 dict(end_id=4, min_length=9, embedding_bias=np.linspace(3, 0, VOCAB, dtype=np.float32)), {}]

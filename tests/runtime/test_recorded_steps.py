@@ -1,6 +1,6 @@
-"""Plain generation steps can be replayed: their shape determines their launches, and a replay gives their results.
+"""CUDA graphs can replace plain steps: the shape determines the launches, and a replay gives the right results.
 
-The steps run on interpreted kernels, in their own process; see recorded_steps.py.
+The steps run on interpreted kernels, without a GPU, in their own process; see recorded_steps.py.
 """
 
 import json
@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory):
-    """Return (the answers of the engine in torch, the findings of the program)."""
+    """Run recorded_steps.py. Return (answers of an engine in torch to the same requests, {kind: findings})."""
     pytest.importorskip("triton", reason="triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU; with one graphs are captured")

@@ -25,7 +25,7 @@ GREEDY = SlotSetup()
 
 
 def updates(entries):
-    """{slot: [block ids]} -> BlockTableUpdates."""
+    """Return the BlockTableUpdates that write these block tables, {slot: [block ids]}."""
     rows = [(slot, index, block) for slot, blocks in entries.items() for index, block in enumerate(blocks)]
     return BlockTableUpdates(*np.array(rows, np.int32).reshape(-1, 3).T)
 

@@ -31,7 +31,7 @@ def make(largest=LARGEST):
 
 
 def arrays_of(step):
-    """Return {name of an array: the part of the step's tensors that receives the array}."""
+    """Return {name of an array on the host: the device tensor that receives the array when it is uploaded}."""
     attention, contexts = step.generation, step.contexts
     there = {"slots": step.slots, "positions": step.positions, "table_entries": step.table_entries,
              "table_blocks": step.table_blocks, "kv_lengths": step.sampled_positions}

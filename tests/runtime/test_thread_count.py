@@ -21,7 +21,10 @@ def on_a_new_thread(action):
 
 @pytest.fixture(params=[1, 4], ids=lambda count: f"the host has {count}")
 def before(request):
-    """Yield the thread count of the host, and check that the test left it unchanged, also for new threads."""
+    """Set the host's thread count in torch and yield it. After the test, assert that it is unchanged.
+
+    New threads must have the same count too.
+    """
     kept = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -74,9 +77,9 @@ def test_c18_engines_on_two_threads_do_not_take_each_others_number_for_the_hosts
 
 
 def test_c18_no_thread_of_the_hosts_ever_sees_another_number(before):
-    """Other threads never see the thread count of a step.
+    """While steps run with another thread count, threads that the host starts always see the host's count (C18).
 
-    torch's setter would change the count of the whole process, which another thread may read at any time.
+    torch.set_num_threads would change the count of the whole process.
     """
     done, seen = threading.Event(), set()
 

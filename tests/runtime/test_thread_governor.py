@@ -1,4 +1,7 @@
-"""The thread count of a compiled step follows measured step times, on a machine that other programs use too."""
+"""The ThreadGovernor chooses the thread count of compiled steps by their measured times.
+
+It uses fewer threads while other programs use some of the cores.
+"""
 
 import logging
 
@@ -8,7 +11,10 @@ from batch_manager.runtime.thread_governor import PAIRS_OF_A_TRIAL, ThreadGovern
 
 
 class Machine:
-    """A machine some of whose cores are busy with other programs. A step is 20 ms of work for one thread."""
+    """Simulates a machine on which other programs use `busy` of the cores. A step takes 20 ms on one thread.
+
+    log   thread count of each step
+    """
 
     def __init__(self, cores, *, busy=0):
         self.cores, self.busy, self.now_s, self.log = cores, busy, 0.0, []
@@ -52,9 +58,9 @@ def test_a_neighbour_is_given_its_core_and_the_core_is_taken_again(caplog):
 
 
 def test_what_is_hopeless_is_tried_once_and_less_and_less_often():
-    """Trials of fewer threads become rarer while a step with fewer threads takes twice as long.
+    """If one thread takes twice as long as two, the governor's trials of one thread become rarer, up to 30 s apart.
 
-    The governor tries fewer threads because threads lose time waiting.
+    The governor tries one thread at all, because the two threads spend time waiting.
     """
     now_s, tried_at = [0.0], []
     governor = ThreadGovernor(2, lambda: now_s[0])

@@ -1,4 +1,4 @@
-"""Other resources of a request are claimed together with its blocks, all or none, and are released exactly once."""
+"""Resources other than blocks are claimed with a request's blocks, all or none, and are released exactly once."""
 
 import json
 
@@ -15,7 +15,10 @@ from batch_manager.testing.scripted_backend import ScriptedBackend
 
 
 class Licences:
-    """A resource with a fixed number of pieces, one for each request. It logs its calls."""
+    """A resource with a fixed number of pieces, of which each request needs one. It logs claims and releases.
+
+    holders   ids of the requests that hold a piece
+    """
 
     def __init__(self, name, log, pieces=100):
         self.name, self.log, self.pieces, self.holders = name, log, pieces, set()
@@ -115,9 +118,9 @@ def make_plain_record(make_world, new_request):
 
 
 def test_what_was_claimed_is_given_back_when_the_next_has_too_little(make_world, new_request):
-    """If a resource is overcommitted, the claims of the step are taken back and all requests get a response.
+    """If a plan needs more pieces of a resource than are free, all its claims are undone and all requests fail.
 
-    The error names the scheduler, which broke its contract.
+    The errors say that the scheduler broke its contract. Later requests are served.
     """
     world = licensed(make_world, pieces=(100, 2))
     world.client.pending = [new_request(1, [1], 9)]
@@ -137,7 +140,10 @@ def test_what_was_claimed_is_given_back_when_the_next_has_too_little(make_world,
 
 
 class Loads(ScriptedBackend):
-    """A device that tracks the adapter in each of its pages, and checks the pages in every step."""
+    """A backend that tracks which LoRA adapter each adapter page holds.
+
+    `check` asserts that the pages of each request in a batch hold the request's adapter.
+    """
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -160,9 +166,9 @@ class Loads(ScriptedBackend):
 
 @pytest.mark.parametrize("policy", list(SchedulerPolicy))
 def test_adapter_pages_are_such_a_resource(make_world, new_request, monkeypatch, policy):
-    """Adapter pages are accounted for as a resource.
+    """Pages for LoRA adapters are claimed and released as a resource.
 
-    Requests for an adapter are still refused, as none can be loaded.
+    The test lifts the refusal of requests with an adapter, which the engine does not support yet.
     """
     world = make_world()
     world.client.pending = [new_request(1, [1], 2, lora_task_id=7)]

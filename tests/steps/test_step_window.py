@@ -1,4 +1,4 @@
-"""The right requests may be in two steps in flight, and the steps after a failed step are handled correctly."""
+"""StepWindow: which requests may have rows in two steps in flight, and what happens to steps after a failed step."""
 
 from types import SimpleNamespace
 
@@ -14,10 +14,10 @@ LONG = 30
 
 
 class Device(Late):
-    """Notes every launched batch, and fails some steps once.
+    """An asynchronous scripted backend that records every launched batch, and fails some steps once.
 
-    fails             iterations whose step fails when it runs
-    fails_to_launch   iterations whose step cannot be launched
+    fails             iterations whose step fails when it is read
+    fails_to_launch   iterations whose launch fails
     """
 
     def __init__(self, *, fails=(), fails_to_launch=(), **options):
@@ -111,7 +111,10 @@ def test_who_is_blocked_where_steps_run_ahead(ahead, new_request):
 
 @pytest.mark.parametrize("prompt_len", [5, 12])
 def test_a_context_that_was_not_read_keeps_its_blocks(ahead, new_request, prompt_len):
-    """A request waits until its context was read, if its first token would release blocks that leave the window."""
+    """A request is not launched again before its context is read, if the next step would release blocks.
+
+    Blocks are released when they leave the attention window.
+    """
     world = ahead([new_request(1, [1] * prompt_len, LONG), new_request(2, [2], LONG)],
                   Device(window=5), kv_cache_config=KvCacheConfig(max_attention_window=5))
     world.step()
@@ -153,7 +156,10 @@ def test_rows_that_ran_on_a_step_that_failed_are_void_and_their_room_is_given_ba
 
 
 def test_a_block_that_a_void_row_took_goes_back(ahead, new_request):
-    """The blocks that void rows took are returned and cleared. The step after the failed step begins a new block."""
+    """Void rows that took a new block give it back, and the next launch clears it.
+
+    The rows are void because they ran after a failed step.
+    """
     device = Device(fails={4})
     world = ahead([new_request(i, [i] * 4, LONG) for i in (1, 2)], device)
     world.step(5)
@@ -177,9 +183,9 @@ def test_the_only_sequence_of_a_step_that_failed_is_lost_and_its_void_row_with_i
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_chunk_that_ran_on_one_that_failed_is_launched_again(ahead, new_request, failing):
-    """After a chunk of two prompts fails, the next chunk, which ran on it, is launched again.
+    """If the step with a chunk of two prompts fails, the next chunk, which ran ahead, is launched again.
 
-    A prompt has three chunks.
+    Each prompt has three chunks.
     """
     device = Device(fails={failing})
     prompts = {1: [1] * 10, 2: [2] * 10}
@@ -259,7 +265,10 @@ def test_a_step_of_requests_that_have_all_ended_is_not_run_again(ahead, new_requ
 
 
 def test_a_row_is_judged_by_what_was_asked_when_it_was_launched(ahead, new_request):
-    """A row is read as its owner at the launch requested, although the slot has an owner that requests more outputs."""
+    """The output of a row is checked by what the row's request asked for, even if its slot has a new request when read.
+
+    The new request asks for log-probs and logits, which the row does not have.
+    """
     device = Device()
     world = ahead([new_request(i, [i], LONG) for i in (1, 2)], device, max_num_sequences=2)
     world.step(4)

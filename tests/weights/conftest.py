@@ -1,4 +1,4 @@
-"""A small valid checkpoint, which tests damage."""
+"""Fixture `checkpoint`: a small valid checkpoint of a Llama, which tests write to a folder after damaging it."""
 
 import json
 
@@ -26,7 +26,10 @@ def tensors_of(config, dtype=torch.float32):
 
 
 class Checkpoint:
-    """A folder with a config and tensors, written whole or in two shards."""
+    """The configuration and the tensors of a checkpoint. Tests change them, and then write them to `folder`.
+
+    `write` writes one tensor file, `write_shards` writes two and an index.
+    """
 
     def __init__(self, folder):
         self.folder, self.config, self.tensors = folder, dict(CONFIG), tensors_of(CONFIG)

@@ -1,4 +1,7 @@
-"""Valid and invalid GGUF files, written byte by byte, independently of the product's reading of the format."""
+"""Writes valid and invalid GGUF files byte by byte, without the code of batch_manager.
+
+A `Draft` is the content of a file before it is written, so that tests can damage it.
+"""
 
 import struct
 from collections.abc import Iterable
@@ -17,7 +20,11 @@ def text(value: str | bytes) -> bytes:
 
 
 def value_bytes(kind: int, value) -> bytes:
-    """Return the bytes of a value, without its type. The value of an array is (kind of its entries, entries)."""
+    """Return the bytes of a metadata value in a file, without the number of its type.
+
+    kind    number of the GGUF type, such as UINT32
+    value   for an ARRAY: (kind of its entries, entries)
+    """
     if kind == TEXT:
         return text(value)
     if kind == ARRAY:
@@ -44,8 +51,9 @@ class Entry:
 class Tensor:
     """A tensor of a file.
 
-    dims     sizes in the order of the file, columns first
-    offset   position in the data; None: after the tensor before it
+    dims     sizes in the order of the file: columns before rows
+    kind     number of the GGUF type of the entries
+    offset   position in the data section in bytes; None: directly after the preceding tensor
     """
 
     name: str | bytes

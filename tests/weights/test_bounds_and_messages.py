@@ -1,4 +1,4 @@
-"""The cost of reading a checkpoint and the messages about it have bounds that no file can change."""
+"""The time and memory for reading a checkpoint, and the length of messages about it, are bounded for every file."""
 
 import json
 import os
@@ -153,7 +153,10 @@ def test_a_file_shorter_than_it_says_is_incomplete(content, checkpoint):
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_file_that_cannot_be_read_is_named(name, checkpoint, monkeypatch):
-    """The error names a file that cannot be opened. A patch refuses it, because root may open every file."""
+    """If config.json or the tensor file cannot be opened, the error names the file.
+
+    A patch of Path.open raises the PermissionError, because root may open every file.
+    """
     checkpoint.write()
     real = Path.open
 

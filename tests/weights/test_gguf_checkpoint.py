@@ -1,4 +1,7 @@
-"""GGUF checkpoints load whole and in shards at a bounded cost, and wrong metadata is refused by its key."""
+"""GGUF checkpoints load from one file and from shards, with bounded time and memory.
+
+Wrong metadata is refused, and the error names its key.
+"""
 
 import builtins
 import struct
@@ -30,7 +33,12 @@ def tensor(name, *shape, kind=F32):
 
 
 def model(architecture="llama", extra=(), **numbers) -> Draft:
-    """Return a file of a whole Llama, which may claim another architecture."""
+    """Return the draft of a GGUF file with all tensors of a small Llama.
+
+    architecture   the architecture that the metadata names
+    extra          additional entries of the metadata
+    numbers        entries of the metadata in place of those in NUMBERS; None leaves an entry out
+    """
     entries = [Entry("general.architecture", TEXT, architecture)]
     entries += [Entry(f"{architecture}.{key}", UINT32, value)
                 for key, value in {**NUMBERS, **numbers}.items() if value is not None]
@@ -308,7 +316,11 @@ def test_a_header_of_many_tensors_is_read_in_a_moment(tmp_path):
 
 
 def of(architecture, *keys, tensors=(), **numbers):
-    """Return a function that reads the spec of a file of this architecture. The embedding is its only usual tensor."""
+    """Return a function (tmp_path) that writes a GGUF file of this architecture and reads its ModelSpec.
+
+    keys      additional entries of the metadata: (name without the architecture, kind, value)
+    tensors   tensors of the file besides the embedding
+    """
     def read(tmp_path):
         draft = model(architecture, [Entry(f"{architecture}.{name}", kind, value) for name, kind, value in keys],
                       **numbers)

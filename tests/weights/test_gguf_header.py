@@ -1,4 +1,7 @@
-"""The header of a GGUF file: a valid one is read; an invalid one is refused by name before memory is allocated."""
+"""The header of a valid GGUF file is read. An invalid header is refused before memory is allocated for its contents.
+
+The error names the file and the fault.
+"""
 
 import struct
 import tracemalloc

@@ -1,6 +1,6 @@
-"""A snapshot in a Hugging Face cache is read through its links.
+"""A model loads from a snapshot folder in a Hugging Face cache, whose files are symbolic links to blobs.
 
-A link that leads out of the repository is not followed.
+A link that leads out of the cached repository is not followed.
 """
 
 import os
@@ -18,7 +18,10 @@ from batch_manager.weights.safetensors_source import SafetensorsWeights
 
 @pytest.fixture
 def cached(checkpoint, tmp_path):
-    """cached(shards=False) -> the snapshot of the checkpoint, laid out as huggingface_hub does"""
+    """cached(shards=False): writes `checkpoint` as a cached repository, as huggingface_hub does. Returns its snapshot.
+
+    The snapshot is a folder of links.
+    """
 
     def make(repository="models--org--name", revision="0123abcd", shards=False, folder="hub"):
         checkpoint.write_shards() if shards else checkpoint.write()

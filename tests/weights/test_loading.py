@@ -1,4 +1,4 @@
-"""Valid checkpoints load with the right tensors, and dummy weights need only a configuration."""
+"""Valid checkpoints load with the right tensors and dtype. With load_format="dummy", config.json alone suffices."""
 
 import pytest
 import torch
@@ -94,7 +94,10 @@ def test_loading_leaves_the_default_dtype_and_the_gradient_mode_alone(checkpoint
 
 
 def test_dummy_weights_are_what_every_family_asks_for(checkpoint):
-    """Dummy weights suit GPT-2, which looks up names of its tensors. A tied head gets the embedding's weights."""
+    """With dummy weights, a GPT-2 loads, although its class looks up which names its tensors have.
+
+    Its tied head has the weights of the embedding.
+    """
     checkpoint.config = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 11, "n_embd": 8, "n_layer": 1, "n_head": 2,
                          "n_positions": 16}
     checkpoint.write_config()
