@@ -56,8 +56,8 @@ class EngineHarness:
                  model_type: TrtGptModelType = TrtGptModelType.InflightFusedBatching, max_beam_width: int = 1,
                  exclude_input_in_output: bool = False, parts: Parts | None = None, **options: Any) -> None:
         params, parts = TrtGptModelOptionalParams(**options), Parts() if parts is None else parts
-        check_arguments(model_type, max_beam_width, policy, get, send, poll, stats, params, parts,
-                        exclude_input_in_output)
+        max_beam_width, _ = check_arguments(model_type, max_beam_width, policy, get, send, poll, stats, params, parts,
+                                            exclude_input_in_output)
         self.clock = ManualClock()
         self._is_running = False
         self._loop = build_loop(

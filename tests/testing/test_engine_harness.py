@@ -108,7 +108,7 @@ def test_options_are_checked_as_the_manager_checks_them():
 
 
 @pytest.mark.parametrize(("wrong", "text"), [
-    ({"max_beam_width": 0}, "max_beam_width is 0; expected an integer of at least 1"),
+    ({"max_beam_width": 0}, "max_beam_width is 0; expected an integer in 1..1,024"),
     ({"policy": 3}, "scheduler_policy is 3; expected a member of SchedulerPolicy"),
     ({"model_type": 2}, "model_type is 2; expected a member of TrtGptModelType"),
     ({"poll": 5}, "poll_stop_signal_cb is of type int; expected a callable or None"),
