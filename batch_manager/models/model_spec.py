@@ -105,7 +105,7 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": 
                 "gelu_pytorch_tanh": "gelu_new",
                 "gelu_fast": "gelu_new", "relu": "relu"}
 _NO_DEFAULT = ("a number, because the model class has no default for it",
-               "add it to the file, or pass the family's default to read_decoder_spec")
+               "set it in the file, or pass the family's default to read_decoder_spec")
 DTYPES = ("float32", "float16", "bfloat16")
 
 

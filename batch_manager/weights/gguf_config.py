@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import ModelLoadError, UnsupportedModelError
 from .gguf_header import CONVERT, GgufArray, GgufHeader, GgufTensor, read_gguf_array
 from .gguf_names import Heads
-from .json_file import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, Fields, shown
+from .json_file import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, Fields, shown, shown_entry
 
 MOST_LAYERS = 4096
 
@@ -45,12 +45,12 @@ class GgufFields(Fields):
     def fault(self, name: str, expected: str, fix: str = "") -> ModelLoadError:
         if name not in self._keys:
             return super().fault(name, expected, fix)
-        return ModelLoadError(f"{self.where}: {self._keys[name]} is {shown(self.values.get(name))}",
+        return ModelLoadError(f"{self.where}: {self._keys[name]} is {shown_entry(self.values, name)}",
                               f"expected {expected}", fix)
 
     def missing(self, name: str, expected: str,
                 fix: str = "convert the model again, with a newer tool") -> ModelLoadError:
-        return super().missing(self._keys.get(name, name), expected, fix)
+        return super().missing(name, expected, fix)
 
 
 class Metadata:
@@ -62,7 +62,8 @@ class Metadata:
         self.architecture = header.metadata.get("general.architecture")
         if not isinstance(self.architecture, str) or self.architecture not in FAMILIES:
             raise UnsupportedModelError(
-                f"{self.where}: general.architecture is {shown(self.architecture)}",
+                f"{self.where}: general.architecture is "
+                f"{shown_entry(header.metadata, 'general.architecture')}",
                 f"expected one of {', '.join(FAMILIES)}",
                 "use a model of one of these architectures, or the model's Hugging Face checkpoint")
         self._read: set[str] = set()
@@ -92,8 +93,8 @@ class Metadata:
     def fault(self, name: str, expected: str, fix: str = "") -> ModelLoadError:
         """Return the error to raise for an invalid value of a key. expected: the words after "expected" in the message.
         """
-        value = self.header.metadata.get(self.key(name))
-        return ModelLoadError(f"{self.where}: {self.key(name)} is {shown(value)}", f"expected {expected}", fix)
+        found = shown_entry(self.header.metadata, self.key(name))
+        return ModelLoadError(f"{self.where}: {self.key(name)} is {found}", f"expected {expected}", fix)
 
     def has_tensor(self, name: str) -> bool:
         return name in self.tensors

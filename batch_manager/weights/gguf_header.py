@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import ModelLoadError
 from .folder import CheckpointFile
-from .json_file import MAX_COUNT, READABLE, shown
+from .json_file import MAX_COUNT, READABLE, shown, shown_entry
 
 MAGIC = b"GGUF"
 CONVERT = "download the file again, or convert the model again"
@@ -122,7 +122,7 @@ def read_gguf_array(header: GgufHeader, key: str) -> list[str] | np.ndarray:
     """
     array, where = header.metadata.get(key), f"{header.file}: {shown(key)}"
     if not isinstance(array, GgufArray):
-        raise ModelLoadError(f"{where} is {'missing' if array is None else shown(array)}", "expected an array")
+        raise ModelLoadError(f"{where} is {shown_entry(header.metadata, key)}", "expected an array")
     try:
         with open_again(header) as file:
             file.seek(array.begin)
