@@ -39,7 +39,7 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 def named_device(name: str) -> torch.device:
-    """Return the device of this name, which need not exist. Raises ConfigError for an unknown name."""
+    """Return the device of this name. A GPU need not exist. Raises ConfigError for an unknown name."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
@@ -47,6 +47,9 @@ def named_device(name: str) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device is {name!r}", 'expected "cpu", "cuda", "cuda:1", ..., or None',
                           "leave device unset to use a GPU if there is one")
+    if device.type == "cpu" and device.index:
+        raise ConfigError(f"device is {name!r}", 'expected "cpu" or "cpu:0", because all CPU cores are one device',
+                          'use device="cpu", and num_threads to limit its threads')
     return device
 
 
