@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, counted
 from .names import ContextChunkingPolicy, SchedulerPolicy
 from .option_values import check_flag, plain_integer, plain_number, put_count, put_seconds, shown_option
 from .seams import BackendInfo, Clock, ModelBackend
@@ -323,18 +323,19 @@ def resolve_limits(params: TrtGptModelOptionalParams, info: BackendInfo, max_bea
     """
     max_seq_len = info.max_seq_len if params.max_seq_len is None else params.max_seq_len
     if max_seq_len > info.max_seq_len:
-        raise ConfigError(f"max_seq_len is {max_seq_len:,}", f"the model has positions for {info.max_seq_len:,} tokens",
+        raise ConfigError(f"max_seq_len is {max_seq_len:,}",
+                          f"the model has positions for {counted(info.max_seq_len, 'token')}",
                           f"set max_seq_len to at most {info.max_seq_len:,}, or leave it unset")
     if params.enable_chunked_context and params.max_num_tokens < info.tokens_per_block:
         raise ConfigError(f"max_num_tokens is {params.max_num_tokens} and a KV cache block holds "
-                          f"{info.tokens_per_block} tokens",
+                          f"{counted(info.tokens_per_block, 'token')}",
                           f"expected at least {info.tokens_per_block}, because every context chunk but the last is a "
                           "whole number of blocks",
                           "raise max_num_tokens or lower tokens_per_block")
     if (scheduler_policy is SchedulerPolicy.MAX_UTILIZATION and not params.enable_chunked_context
             and params.max_num_tokens < min(info.tokens_per_block, max_seq_len)):
         raise ConfigError(f"max_num_tokens is {params.max_num_tokens} and a KV cache block holds "
-                          f"{info.tokens_per_block} tokens",
+                          f"{counted(info.tokens_per_block, 'token')}",
                           f"expected at least {min(info.tokens_per_block, max_seq_len)}, because a paused request that "
                           "no longer fits one step is recomputed in whole blocks",
                           "raise max_num_tokens, lower tokens_per_block, or use GUARANTEED_NO_EVICT")

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidRequestError, type_name
+from ..errors import InvalidRequestError, counted, type_name
 from ..sampling_config import shown, top_p_after
 from .inference_request import TENSORS, InferenceRequest
 from .tensor_values import Bound, read_tensor, scalar, words
@@ -60,11 +60,12 @@ def _resume(tensors: dict[str, Any], tokens: list[int]) -> None:
     prompt, num_tokens = _integers("input_ids", tensors["input_ids"]), len(tokens)
     num_left = _scalar(tensors, "request_output_len") - num_tokens
     if num_left < 1:
-        raise _cannot(f"request_output_len is {num_left + num_tokens} and {num_tokens} tokens are generated already")
+        raise _cannot(f"request_output_len is {num_left + num_tokens} and the responses have "
+                      f"{counted(num_tokens, 'token')} already")
     if "stop_words_list" in tensors and _ends_with_one_of(
             words(read_tensor(TENSORS["stop_words_list"], tensors["stop_words_list"], _ANY_SIZE), 2**31),
             prompt + tokens):
-        raise _cannot(f"the {num_tokens} tokens end with a stop word")
+        raise _cannot(f"tokens has {counted(num_tokens, 'token')} and ends with a stop word")
     tensors.update(input_ids=prompt + tokens, request_output_len=num_left)
     tensors.pop("input_lengths", None)
     if "input_token_extra_ids" in tensors:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..errors import ConfigError, DeviceLostError
+from ..errors import ConfigError, DeviceLostError, counted
 
 MEMORY_SECONDS = 1.0               # time for which a value of GPU memory is reused in statistics
 UPLOAD_BUFFERS = 3                 # used in turn, because copies of earlier steps may still read their buffers
@@ -33,7 +33,8 @@ def resolve_device(name: str | None) -> torch.device:
     if index is None:
         index = torch.cuda.current_device()
     if index >= count:
-        raise ConfigError(f"device is {name!r}, but torch finds {count} GPUs", "expected a GPU that torch finds",
+        raise ConfigError(f"device is {name!r}, but torch finds {counted(count, 'GPU')}",
+                          "expected a GPU that torch finds",
                           'use device="cpu", or install a driver and a build of torch that find the GPU')
     return torch.device("cuda", index)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ModelLoadError, UnsupportedModelError
+from ..errors import ModelLoadError, UnsupportedModelError, counted
 from .gguf_header import CONVERT, GgufArray, GgufHeader, GgufTensor, read_gguf_array
 from .gguf_names import Heads
 from .json_file import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, Fields, shown, shown_entry
@@ -323,7 +323,7 @@ def _layer_types(metadata: Metadata, period: int) -> list[str]:
     pattern = metadata.get(name)
     if isinstance(pattern, GgufArray):
         if pattern.count != layers or pattern.kind == "text":
-            raise metadata.fault(name, f"one flag for each of the {layers} layers")
+            raise metadata.fault(name, f"{counted(layers, 'flag')}, one for each layer")
         flags = np.asarray(read_gguf_array(metadata.header, metadata.key(name))).astype(bool).tolist()
     else:
         period = metadata.count(name, period)

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ..errors import ModelLoadError
+from ..errors import ModelLoadError, counted
 from .folder import CheckpointFile
 from .json_file import MAX_COUNT, READABLE, shown, shown_entry
 
@@ -289,7 +289,8 @@ class _Reader:
         """Read the description of a tensor. Returns its type, shape, bytes per row, bytes, and offset in the data."""
         rank = self._unsigned(_SHORT_LENGTH, name)
         if not 1 <= rank <= MAX_RANK:
-            raise ModelLoadError(f"{self.where}: {shown(name)} has {rank:,} dimensions", f"expected 1 to {MAX_RANK}")
+            raise ModelLoadError(f"{self.where}: {shown(name)} has {counted(rank, 'dimension')}",
+                                 f"expected 1 to {MAX_RANK}")
         shape = tuple(self._unsigned(_LENGTH, name) for _ in range(rank))[::-1]
         if not all(1 <= size <= MAX_COUNT for size in shape) or math.prod(shape) > MAX_COUNT:
             raise ModelLoadError(f"{self.where}: {shown(name)} has shape {list(shape)}",
@@ -302,7 +303,8 @@ class _Reader:
                                  "convert or quantise the model again")
         kind_name, block, block_bytes = TENSOR_TYPES[kind]
         if shape[-1] % block:
-            raise ModelLoadError(f"{self.where}: {shown(name)} has rows of {shape[-1]:,} elements in {kind_name}",
+            raise ModelLoadError(f"{self.where}: {shown(name)} has rows of {counted(shape[-1], 'element')} "
+                                 f"in {kind_name}",
                                  f"expected a multiple of {block}, the block size of that type", CONVERT)
         row_bytes = shape[-1] // block * block_bytes
         return kind_name, shape, row_bytes, row_bytes * math.prod(shape[:-1]), self._unsigned(_LENGTH, name)
@@ -337,7 +339,7 @@ class _Reader:
     def _short_text(self, what: str, max_bytes: int) -> str:
         length = self._length(what)
         if not 1 <= length <= max_bytes:
-            raise ModelLoadError(f"{self.where}: {what} has {length:,} bytes", f"expected 1 to {max_bytes:,}")
+            raise ModelLoadError(f"{self.where}: {what} has {counted(length, 'byte')}", f"expected 1 to {max_bytes:,}")
         return self._text(self._take(length, what), what)
 
     def _text(self, data: bytearray, what: str) -> str:
@@ -352,8 +354,8 @@ class _Reader:
         takes at least one byte."""
         length = self._unsigned(_LENGTH, what)
         if length > self.file_bytes - self._offset:
-            raise incomplete(self.where, f"{what} has a length of {length:,}; {self.file_bytes - self._offset:,} bytes "
-                                         "are left")
+            raise incomplete(self.where, f"{what} has a length of {length:,}, and the rest of the file "
+                                         f"{counted(self.file_bytes - self._offset, 'byte')}")
         return length
 
     def _unsigned(self, layout: struct.Struct, what: str) -> int:

@@ -97,7 +97,8 @@ def test_what_is_open_is_answered_when_it_is_closed():
 
 def test_a_run_without_an_end_is_told():
     server = Server(ask(1, [1], 500))
-    with EngineHarness(server.get, server.send) as engine, pytest.raises(RuntimeError, match="1 requests are active"):
+    with (EngineHarness(server.get, server.send) as engine,
+          pytest.raises(RuntimeError, match="1 active request after 5 iterations")):
         engine.run(most_iterations=5)
 
 

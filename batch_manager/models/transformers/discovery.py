@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ...attention.interface import LayerAttention
-from ...errors import ConfigError, ModelLoadError, UnsupportedModelError
+from ...errors import ConfigError, ModelLoadError, UnsupportedModelError, counted
 from ...weights.json_file import shown
 from .attention_function import SINK_LOGITS, MaskDescription, in_step, score_arguments, unknown_keyword
 from .installed import first_words
@@ -47,10 +47,10 @@ class _Discovery:
         sizes = query.shape[1], key.shape[1], query.shape[3]
         if not (key.shape[1] == value.shape[1] and key.shape[3] == query.shape[3] >= value.shape[3]):
             raise _unsupported(f"queries, keys and values of {name} are {query.shape[3]}, {key.shape[3]} and "
-                               f"{value.shape[3]} wide, in {key.shape[1]} and {value.shape[1]} heads",
+                               f"{value.shape[3]} wide, in {key.shape[1]} and {counted(value.shape[1], 'head')}",
                                "queries and keys of equal width, values no wider, and as many key as value heads")
         if sizes[0] % sizes[1]:
-            raise _unsupported(f"{name} has {sizes[0]} query heads and {sizes[1]} key heads",
+            raise _unsupported(f"{name} has {counted(sizes[0], 'query head')} and {counted(sizes[1], 'key head')}",
                                "a multiple of the number of key heads")
         if name in (layer.module for layer in self.layers):
             raise _unsupported(f"{name} attends twice in one forward pass", "one attention call per layer")

@@ -8,7 +8,7 @@ import torch
 
 from ...attention.interface import PackedStep
 from ...attention.registry import make_attention
-from ...errors import UnsupportedModelError
+from ...errors import UnsupportedModelError, counted
 from ...layers.context import LayerContext
 from .installed import first_words
 
@@ -42,7 +42,7 @@ def refuse_different_logits(wrapped: Any, model: Any, spec: Any, context: LayerC
     except Exception as fault:
         if isinstance(fault, MemoryError) or "memory" in str(fault).lower():
             raise
-        raise UnsupportedModelError(f"{spec.where}: computing a prompt of {lengths[0]} tokens raised "
+        raise UnsupportedModelError(f"{spec.where}: computing a prompt of {counted(lengths[0], 'token')} raised "
                                     f"{first_words(fault)}", "expected a model that runs", "use a model of another type"
                                     ) from fault
     tolerance, share = TOLERANCES[context.dtype], ROWS_WITHIN.get(context.dtype, ROWS_WITHIN_IN_HALF)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...attention.interface import Attention
-from ...errors import UnsupportedModelError
+from ...errors import UnsupportedModelError, counted
 from ...layers.context import LayerContext
 from ...weights.json_file import Fields, shown
 from ...weights.source import Weights
@@ -173,8 +173,8 @@ def _check_tables_and_logits(model: Any, configuration: Any, positions: int, whe
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding) and module is not tokens and module.num_embeddings < positions and (
                 "pos" in name.lower() or "wpe" in name):
-            raise UnsupportedModelError(f"{where}: {name} has {module.num_embeddings:,} rows",
-                                        f"expected one for each of {positions:,} positions",
+            raise UnsupportedModelError(f"{where}: {name} has {counted(module.num_embeddings, 'row')}",
+                                        f"expected {positions:,}, one for each position",
                                         "use a model of another type")
     hidden = torch.empty(1, configuration.hidden_size, dtype=torch.float32, device="meta")
     try:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...errors import ConfigError, UnsupportedModelError
+from ...errors import ConfigError, UnsupportedModelError, counted
 from ...weights.source import Weights
 from .installed import checkpoint_names, first_words
 
@@ -29,7 +29,8 @@ def fill(model: Any, weights: Weights, device: torch.device, dtype: torch.dtype,
     left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
             if tensor.device.type == "meta"]
     if left:
-        raise UnsupportedModelError(f"{where}: {len(left)} tensors of the model get no value, the first is {left[0]}",
+        raise UnsupportedModelError(f"{where}: no value for {counted(len(left), 'tensor')} of the model, the first is "
+                                    f"{left[0]}",
                                     "expected a tensor of the checkpoint for each parameter",
                                     "use a model of another type")
 

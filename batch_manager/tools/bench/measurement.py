@@ -7,7 +7,7 @@ from typing import Any
 
 from ...config import Parts
 from .client import Count
-from .errors import BenchmarkError, InputError
+from .errors import BenchmarkError, InputError, counted
 from .load import Load
 from .progress import Progress, duration, shown
 from .run import bounds_of, load_of, point_fields, prepared, shared_fields
@@ -35,7 +35,7 @@ class Measurement:
         self.points: list[dict[str, Any]] = []
         self.served: list[Served] = []
         if options.find_saturation and self._workload["n"] < FEWEST_REQUESTS:
-            raise InputError(f"the workload has {self._workload['n']} requests; --find-saturation needs at "
+            raise InputError(f"the workload has {counted(self._workload['n'], 'request')}; --find-saturation needs at "
                              f"least {FEWEST_REQUESTS}; use a larger workload")
 
     def run(self) -> dict[str, Any]:
