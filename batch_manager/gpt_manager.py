@@ -180,6 +180,7 @@ class GptManager:
         failure                text of the error that failed the engine, or ""
         active_requests, queued_requests, iterations, final_responses   counts
         errors                 error code -> number of final responses with this code
+        unaddressable_items    number of items of the get callback without a usable id; no response can be sent for them
         callback_failures      callback or hook -> number of calls that raised
         """
         self._check_process()
