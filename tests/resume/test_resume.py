@@ -70,11 +70,22 @@ def test_top_p_begins_where_it_had_got_to():
     ({}, [0.5], "tokens holds float64"),
     ({}, "no", "tokens holds"),
     ({}, [[1], [2, 3]], "tokens"),
+    ({}, 3, "tokens is one number; expected a flat list"),
+    ({}, [[1], [2]], r"tokens has shape \[2, 1\]; expected a flat list"),
+    ({}, [[1, 2], [3, 4]], r"tokens has shape \[2, 2\]"),
+    ({"input_ids": [[1], [2]]}, [1], r"input_ids has shape \[2, 1\]"),
 ])
 def test_what_cannot_be_resumed_is_refused_by_name(more, tokens, message):
     request = InferenceRequest(1, {"input_ids": [1, 2], "request_output_len": 5, **more})
     with pytest.raises(InvalidRequestError, match=message):
         resume(request, tokens)
+
+
+@pytest.mark.parametrize("tokens", [(3, 4), np.array([3, 4]), [[3, 4]], np.array([[[3, 4]]])], ids=str)
+def test_a_row_of_tokens_may_have_leading_dimensions_of_1(tokens):
+    assert resume(InferenceRequest(1, {"input_ids": [[1, 2]], "request_output_len": 5}), tokens).input_ids == [
+        1, 2, 3, 4]
+    assert resume(InferenceRequest(1, {"input_ids": [1], "request_output_len": 5}), []).input_ids == [1]
 
 
 @pytest.mark.parametrize("tokens", [[9, 8], [8, 9, 1], [2]])
