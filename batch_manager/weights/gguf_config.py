@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelLoadError, UnsupportedModelError, counted
-from .gguf_header import CONVERT, GgufArray, GgufHeader, GgufTensor, read_gguf_array
+from .gguf_header import GgufArray, GgufHeader, GgufTensor, malformed, read_gguf_array
 from .gguf_names import Heads
 from .json_file import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, Fields, shown, shown_entry
 
@@ -189,8 +189,7 @@ def read_end_ids(header: GgufHeader) -> Fields | None:
     ids = [header.metadata[key] for key in keys if key in header.metadata]
     for key in keys:
         if type(header.metadata.get(key, 0)) is not int:
-            raise ModelLoadError(f"{header.file}: {key} is {shown(header.metadata[key])}", "expected an integer",
-                                 CONVERT)
+            raise malformed(header.file, f"{key} is {shown(header.metadata[key])}", "expected an integer")
     return Fields({"eos_token_id": ids}, str(header.file)) if ids else None
 
 

@@ -144,8 +144,8 @@ def read_gguf_array(header: GgufHeader, key: str) -> list[str] | np.ndarray:
         try:
             texts.append(data[start:end].decode())
         except UnicodeDecodeError:
-            raise ModelLoadError(f"{where}[{len(texts)}] is {shown(data[start:end])}",
-                                 "expected a UTF-8 string", CONVERT) from None
+            raise malformed(header.file, f"{shown(key)}[{len(texts)}] is {shown(data[start:end])}",
+                            "expected a UTF-8 string") from None
     return texts
 
 
@@ -153,6 +153,10 @@ def incomplete(file: CheckpointFile, reason: str) -> ModelLoadError:
     return ModelLoadError(f"{file} is not a complete GGUF file ({reason})",
                           "expected header and data as the format describes",
                           "copy or download the file again")
+
+
+def malformed(file: CheckpointFile, fact: str, expectation: str) -> ModelLoadError:
+    return ModelLoadError(f"{file}: {fact}", expectation, CONVERT)
 
 
 def open_again(header: GgufHeader) -> BinaryIO:
@@ -194,15 +198,15 @@ class _Reader:
         for _ in range(num_entries):
             key = self._short_text("a key", MAX_KEY_BYTES)
             if key in metadata:
-                raise ModelLoadError(f"{self.where}: the key {shown(key)} occurs twice",
-                                     "expected unique keys", CONVERT)
+                raise malformed(self.where, f"the key {shown(key)} occurs twice",
+                                "expected unique keys")
             metadata[key] = self._value(f"{shown(key)}", self._unsigned(_SHORT_LENGTH, "a value's type"))
         descriptions = {}
         for _ in range(num_tensors):
             name = self._short_text("a tensor's name", MAX_NAME_BYTES)
             if name in descriptions:
-                raise ModelLoadError(f"{self.where}: the tensor {shown(name)} occurs twice",
-                                     "expected unique tensor names", CONVERT)
+                raise malformed(self.where, f"the tensor {shown(name)} occurs twice",
+                                "expected unique tensor names")
             descriptions[name] = self._description(name)
         alignment = self._alignment(metadata)
         start = -(-self._offset // alignment) * alignment
@@ -244,12 +248,12 @@ class _Reader:
         if kind == _ARRAY:
             return self._array(key)
         if kind not in _VALUE_TYPES:
-            raise ModelLoadError(f"{self.where}: {key} has value type {kind}",
-                                 "expected a value type of GGUF version 3: 0 to 12", CONVERT)
+            raise malformed(self.where, f"{key} has value type {kind}",
+                            "expected a value type of GGUF version 3: 0 to 12")
         layout = np.dtype(_VALUE_TYPES[kind][1])
         data = self._take(layout.itemsize, key)
         if kind == _BOOL and data[0] > 1:
-            raise ModelLoadError(f"{self.where}: {key} is a flag with the value {data[0]}", "expected 0 or 1", CONVERT)
+            raise malformed(self.where, f"{key} is a flag with the value {data[0]}", "expected 0 or 1")
         value = np.frombuffer(data, layout)[0].item()
         return bool(value) if kind == _BOOL else value
 
@@ -262,16 +266,16 @@ class _Reader:
             self._skip_texts(count, key)
             return GgufArray("text", count, begin, self._offset)
         if kind == _ARRAY:
-            raise ModelLoadError(f"{self.where}: {key} is an array of arrays",
-                                 "expected an array of strings, numbers or flags", CONVERT)
+            raise malformed(self.where, f"{key} is an array of arrays",
+                            "expected an array of strings, numbers or flags")
         if kind not in _VALUE_TYPES:
-            raise ModelLoadError(f"{self.where}: {key} is an array of value type {kind}",
-                                 "expected a value type of GGUF version 3: 0 to 12", CONVERT)
+            raise malformed(self.where, f"{key} is an array of value type {kind}",
+                            "expected a value type of GGUF version 3: 0 to 12")
         name, layout = _VALUE_TYPES[kind]
         begin = self._offset
         self._skip(count * np.dtype(layout).itemsize, key)
         if kind == _BOOL and any(self._data[begin : self._offset].translate(None, b"\0\1")):
-            raise ModelLoadError(f"{self.where}: {key} has a flag that is neither 0 nor 1", "expected 0 or 1", CONVERT)
+            raise malformed(self.where, f"{key} has a flag that is neither 0 nor 1", "expected 0 or 1")
         return GgufArray(name, count, begin, self._offset)
 
     def _skip_texts(self, count: int, key: str) -> None:
@@ -303,24 +307,24 @@ class _Reader:
                                  "convert or quantise the model again")
         kind_name, block, block_bytes = TENSOR_TYPES[kind]
         if shape[-1] % block:
-            raise ModelLoadError(f"{self.where}: {shown(name)} has rows of {counted(shape[-1], 'element')} "
-                                 f"in {kind_name}",
-                                 f"expected a multiple of {block}, the block size of that type", CONVERT)
+            raise malformed(self.where, f"{shown(name)} has rows of {counted(shape[-1], 'element')} "
+                            f"in {kind_name}",
+                            f"expected a multiple of {block}, the block size of that type")
         row_bytes = shape[-1] // block * block_bytes
         return kind_name, shape, row_bytes, row_bytes * math.prod(shape[:-1]), self._unsigned(_LENGTH, name)
 
     def _alignment(self, metadata: dict[str, Any]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise ModelLoadError(f"{self.where}: general.alignment is {shown(alignment)}",
-                                 f"expected a power of two up to {MAX_ALIGNMENT:,}", CONVERT)
+            raise malformed(self.where, f"general.alignment is {shown(alignment)}",
+                            f"expected a power of two up to {MAX_ALIGNMENT:,}")
         return alignment
 
     def _tensor(self, name: str, start: int, alignment: int, kind: str, shape: tuple[int, ...], row_bytes: int,
                 num_bytes: int, offset: int) -> GgufTensor:
         if offset % alignment:
-            raise ModelLoadError(f"{self.where}: {shown(name)} has offset {offset:,}",
-                                 f"expected a multiple of the alignment, {alignment}", CONVERT)
+            raise malformed(self.where, f"{shown(name)} has offset {offset:,}",
+                            f"expected a multiple of the alignment, {alignment}")
         if start + offset + num_bytes > self.file_bytes:
             raise incomplete(self.where, f"{shown(name)} ends at byte {start + offset + num_bytes:,}; the file has "
                                          f"{self.file_bytes:,} bytes")
@@ -346,8 +350,7 @@ class _Reader:
         try:
             return data.decode()
         except UnicodeDecodeError:
-            raise ModelLoadError(f"{self.where}: {what} is {shown(bytes(data))}", "expected UTF-8",
-                                 CONVERT) from None
+            raise malformed(self.where, f"{what} is {shown(bytes(data))}", "expected UTF-8") from None
 
     def _length(self, what: str) -> int:
         """Read a length or count. Raises ModelLoadError if it exceeds the number of bytes left in the file: each entry
