@@ -121,7 +121,7 @@ def after_the_contexts(**odd):
 
 
 BROKEN = {
-    "sizes left over": (after_the_contexts(chunk_sizes=[4]), "1 chunk sizes for 0 context requests"),
+    "sizes left over": (after_the_contexts(chunk_sizes=[4]), "1 chunk size for 0 context requests"),
     "a size": (after_the_contexts(chunk_sizes=5), "reading its plan raised"),
     "a text of sizes": (after_the_contexts(chunk_sizes="ab"), "chunk sizes for 0 context requests"),
     "sizes without end": (lambda c, g: SchedulerOutput(c, g, [], repeat(1)), "chunk sizes for"),

@@ -6,8 +6,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ...config import Parts
+from ...errors import counted
 from .client import Count
-from .errors import BenchmarkError, InputError, counted
+from .errors import BenchmarkError, InputError
 from .load import Load
 from .progress import Progress, duration, shown
 from .run import bounds_of, load_of, point_fields, prepared, shared_fields

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from .errors import FIX_LINE, DatasetError, counted, quoted
+from ...errors import counted
+from .errors import FIX_LINE, DatasetError, quoted
 from .records import MOST_TOKENS, Record, seconds
 from .source import NOT_CUT, Source
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .errors import FIX_LINE, FIX_RECORD, DatasetError, counted, quoted
+from ...errors import counted
+from .errors import FIX_LINE, FIX_RECORD, DatasetError, quoted
 
 MOST_TOKENS = 2**31 - 1    # of a prompt or an output; a larger number is refused
 MOST_SECONDS = 1e10        # 300 years

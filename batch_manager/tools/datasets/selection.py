@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import counted
 from ..traffic import PREFIX_TOKENS
-from .errors import DatasetError, counted, quoted
+from .errors import DatasetError, quoted
 from .records import Record, RecordReader
 
 LONGER = ("clip", "drop")
