@@ -7,21 +7,29 @@ from typing import Any
 from .config import Parts, TrtGptModelOptionalParams
 from .errors import ConfigError
 from .names import SchedulerPolicy, TrtGptModelType
+from .option_values import integer_in_words, plain_integer, shown_option
+from .sampling_config import UINT64_MAX
+
+MAX_BEAM_WIDTH = 1024    # as in TensorRT-LLM
 
 
 def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any, get_cb: Any, send_cb: Any,
                     poll_cb: Any, stats_cb: Any, params: Any, parts: Any, exclude_input_in_output: Any = False,
-                    terminate_req_id: Any = None, max_draft_tokens: Any = None) -> None:
-    """Validate the arguments of GptManager's constructor. Raises ConfigError."""
+                    terminate_req_id: Any = None, max_draft_tokens: Any = None) -> tuple[int, int | None]:
+    """Check the arguments of GptManager's constructor. Return max_beam_width and terminate_req_id as plain ints.
+
+    Raises ConfigError.
+    """
     if not isinstance(model_type, TrtGptModelType):
         raise ConfigError(f"model_type is {model_type!r}", "expected a member of TrtGptModelType",
                           "for instance TrtGptModelType.InflightFusedBatching")
     if not isinstance(scheduler_policy, SchedulerPolicy):
         raise ConfigError(f"scheduler_policy is {scheduler_policy!r}", "expected a member of SchedulerPolicy",
                           "for instance SchedulerPolicy.GUARANTEED_NO_EVICT")
-    if isinstance(max_beam_width, bool) or not isinstance(max_beam_width, int) or max_beam_width < 1:
-        raise ConfigError(f"max_beam_width is {max_beam_width!r}", "expected an integer of at least 1",
-                          "use 1 without beam search")
+    beam_width = plain_integer(max_beam_width)
+    if beam_width is None or not 1 <= beam_width <= MAX_BEAM_WIDTH:
+        raise ConfigError(f"max_beam_width is {shown_option(max_beam_width)}",
+                          f"expected {integer_in_words(1, MAX_BEAM_WIDTH)}", "use 1 without beam search")
     for name, callback in (("get_inference_requests_cb", get_cb), ("send_response_cb", send_cb)):
         if not callable(callback):
             raise ConfigError(f"{name} is of type {type(callback).__name__}", "expected a callable", "pass a function")
@@ -36,7 +44,8 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
         raise ConfigError(f"parts is of type {type(parts).__name__}", "expected a Parts",
                           "leave it out, or construct one")
     hooks = [(f"Parts.{name}", getattr(parts, name), takes) for name, takes in (
-        ("trace", ("iteration_trace",)), ("after_responses", ()), ("at_end", ("health",)))]
+        ("trace", ("iteration_trace",)), ("after_responses", ()), ("at_end", ("health",)),
+        ("logits_post_processor_batched", ("request_ids", "logits", "token_ids")))]
     for name, callback, takes in (
             ("get_inference_requests_cb", get_cb, ("max_num_requests",)),
             ("send_response_cb", send_cb, ("request_id", "tensors", "final_response", "error")),
@@ -49,17 +58,19 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
             raise ConfigError(f"{name} cannot be called with {len(takes)} argument{'s' * (len(takes) != 1)}",
                               f"it is called as {name.rpartition('.')[2]}({', '.join(takes)})",
                               "accept these parameters, or *args")
-    if terminate_req_id is not None and (isinstance(terminate_req_id, bool) or not isinstance(terminate_req_id, int)
-                                         or not 0 <= terminate_req_id < 2**64):
-        raise ConfigError(f"terminate_req_id is {terminate_req_id!r}", "expected an id in 0..2^64-1, or None",
+    last_id = plain_integer(terminate_req_id)
+    if terminate_req_id is not None and (last_id is None or not 0 <= last_id <= UINT64_MAX):
+        raise ConfigError(f"terminate_req_id is {shown_option(terminate_req_id)}",
+                          "expected an id in 0..2^64-1, or None",
                           "leave it out if no request is to end the worker")
-    if max_draft_tokens is not None and (type(max_draft_tokens) is not int or max_draft_tokens):
-        raise ConfigError(f"max_draft_tokens is {max_draft_tokens!r}",
+    if max_draft_tokens is not None and plain_integer(max_draft_tokens) != 0:
+        raise ConfigError(f"max_draft_tokens is {shown_option(max_draft_tokens)}",
                           "expected None or 0, because draft tokens are not supported",
                           "leave it out")
     if not isinstance(exclude_input_in_output, bool):
         raise ConfigError(f"exclude_input_in_output is {exclude_input_in_output!r}", "expected True or False",
                           "leave it out for False")
+    return beam_width, last_id
 
 
 def can_be_called_with(function: Callable[..., Any], count: int) -> bool:

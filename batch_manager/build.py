@@ -13,7 +13,7 @@ from .clock import reliable
 from .config import KvCacheConfig, Limits, Parts, TrtGptModelOptionalParams, resolve_limits
 from .contained_log import log
 from .custom_parts import checked_attention, checked_stages, chosen_scheduler, custom_backend
-from .errors import ConfigError, type_name
+from .errors import ConfigError, counted, type_name
 from .guard import Guard, Heartbeat
 from .interpreter_exit import is_a_worker
 from .kv.kv_cache_manager import KvCacheManager
@@ -205,7 +205,7 @@ def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, backend: ModelBacke
     if asked is not None and asked < limits.max_seq_len and (window is None or window > asked
                                                              or info.sink_tokens != kv.sink_token_length):
         raise ConfigError(f"max_attention_window is {asked} and sink_token_length {kv.sink_token_length}",
-                          f"the backend attends to a window of {window} and {info.sink_tokens} sink tokens",
+                          f"the backend attends to a window of {window} and {counted(info.sink_tokens, 'sink token')}",
                           "construct the backend with the same window and state it in its BackendInfo")
     sinks = info.sink_tokens
     if window is None or window >= limits.max_seq_len:

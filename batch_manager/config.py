@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, counted
 from .names import ContextChunkingPolicy, SchedulerPolicy
+from .option_values import check_flag, plain_integer, plain_number, put_count, put_seconds, shown_option
 from .seams import BackendInfo, Clock, ModelBackend
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -18,7 +19,6 @@ MODEL_IMPLEMENTATIONS = ("auto", "native", "transformers")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_POSITION = 2**31 - 1      # steps compute positions as int32
 MAX_THREADS = 1024            # with several thousand threads, OpenMP ends the process when it cannot start a thread
-LONGEST_WAIT_S = 1_000_000    # eleven days; the longest wait of a thread depends on the platform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +49,22 @@ class KvCacheConfig:
     enable_partial_reuse: bool = True
 
     def __post_init__(self) -> None:
-        _require_count("KvCacheConfig.max_tokens", self.max_tokens, optional=True)
-        _require_count("KvCacheConfig.max_attention_window", self.max_attention_window, optional=True)
-        _require_count("KvCacheConfig.sink_token_length", self.sink_token_length, minimum=0, maximum=MAX_POSITION)
-        _require_count("KvCacheConfig.host_cache_size", self.host_cache_size, minimum=0)
-        _require_flag("KvCacheConfig.enable_block_reuse", self.enable_block_reuse)
-        _require_flag("KvCacheConfig.enable_partial_reuse", self.enable_partial_reuse)
-        fraction = self.free_gpu_memory_fraction
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
-            raise ConfigError(f"KvCacheConfig.free_gpu_memory_fraction is {fraction!r}", "it must be in (0, 1]",
-                              "0.9 is the default")
-        if type(self.tokens_per_block) is not int or self.tokens_per_block not in BLOCK_SIZES:
-            raise ConfigError(f"KvCacheConfig.tokens_per_block is {self.tokens_per_block!r}",
+        put_count(self, "max_tokens", optional=True, owner="KvCacheConfig.")
+        put_count(self, "max_attention_window", optional=True, owner="KvCacheConfig.")
+        put_count(self, "sink_token_length", minimum=0, maximum=MAX_POSITION, owner="KvCacheConfig.")
+        put_count(self, "host_cache_size", minimum=0, owner="KvCacheConfig.")
+        check_flag("KvCacheConfig.enable_block_reuse", self.enable_block_reuse)
+        check_flag("KvCacheConfig.enable_partial_reuse", self.enable_partial_reuse)
+        fraction, size = plain_number(self.free_gpu_memory_fraction), plain_integer(self.tokens_per_block)
+        if fraction is None or not 0 < fraction <= 1:
+            raise ConfigError(
+                f"KvCacheConfig.free_gpu_memory_fraction is {shown_option(self.free_gpu_memory_fraction)}",
+                "it must be in (0, 1]", "0.9 is the default")
+        if size not in BLOCK_SIZES:
+            raise ConfigError(f"KvCacheConfig.tokens_per_block is {shown_option(self.tokens_per_block)}",
                               f"it must be one of {', '.join(map(str, BLOCK_SIZES))}", "64 is the default")
+        object.__setattr__(self, "free_gpu_memory_fraction", fraction)
+        object.__setattr__(self, "tokens_per_block", size)
         if self.sink_token_length and self.max_attention_window is None:
             raise ConfigError(f"sink_token_length is {self.sink_token_length} but max_attention_window is not set",
                               "sink tokens have an effect with an attention window only", "set both or neither")
@@ -172,9 +175,9 @@ class TrtGptModelOptionalParams:
                               "expected a KvCacheConfig", "pass KvCacheConfig(max_tokens=...)")
         for name in ("enable_trt_overlap", "enable_chunked_context", "normalize_log_probs", "gather_context_logits",
                      "gather_generation_logits", "deterministic", "flush_stats_when_idle", "log_callback_errors"):
-            _require_flag(name, getattr(self, name))
+            check_flag(name, getattr(self, name))
         for name in ("cpu_compile", "cuda_graphs", "run_ahead"):
-            _require_flag(name, getattr(self, name), optional=True)
+            check_flag(name, getattr(self, name), optional=True)
         if self.run_ahead and self.enable_trt_overlap:
             raise ConfigError("run_ahead and enable_trt_overlap are both set",
                               "overlapped micro-batches have disjoint requests, so none can run ahead",
@@ -184,13 +187,15 @@ class TrtGptModelOptionalParams:
                               "expected a member of ContextChunkingPolicy", "FIRST_COME_FIRST_SERVED is the default")
         for name in ("max_batch_size", "max_num_tokens", "max_request_bytes", "max_bytes_in_flight",
                      "max_admissions_per_iteration"):
-            _require_count(name, getattr(self, name))
+            put_count(self, name)
         for name in ("max_queued_requests", "max_queued_tokens"):
-            _require_count(name, getattr(self, name), minimum=0)
-        _require_count("max_seq_len", self.max_seq_len, minimum=2, optional=True)
-        _require_count("num_threads", self.num_threads, optional=True, maximum=MAX_THREADS)
-        if type(self.max_num_sequences) is not int or self.max_num_sequences != -1:
-            _require_count("max_num_sequences", self.max_num_sequences, optional=True)
+            put_count(self, name, minimum=0)
+        put_count(self, "max_seq_len", minimum=2, optional=True)
+        put_count(self, "num_threads", optional=True, maximum=MAX_THREADS)
+        if plain_integer(self.max_num_sequences) == -1:
+            object.__setattr__(self, "max_num_sequences", -1)
+        else:
+            put_count(self, "max_num_sequences", optional=True)
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device is {self.device!r}", 'expected one of "cpu", "cuda", "cuda:1", ..., or None',
                               "leave it None for a GPU if there is one")
@@ -200,8 +205,8 @@ class TrtGptModelOptionalParams:
             if not isinstance(value, str) or value not in allowed:
                 raise ConfigError(f"{name} is {value!r}",
                                   f"expected one of {', '.join(allowed)}", '"auto" is the default')
-        _require_seconds("idle_poll_interval_s", self.idle_poll_interval_s, positive=True)
-        _require_seconds("hang_warning_s", self.hang_warning_s, positive=False)
+        put_seconds(self, "idle_poll_interval_s", positive=True)
+        put_seconds(self, "hang_warning_s", positive=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,18 +323,19 @@ def resolve_limits(params: TrtGptModelOptionalParams, info: BackendInfo, max_bea
     """
     max_seq_len = info.max_seq_len if params.max_seq_len is None else params.max_seq_len
     if max_seq_len > info.max_seq_len:
-        raise ConfigError(f"max_seq_len is {max_seq_len:,}", f"the model has positions for {info.max_seq_len:,} tokens",
+        raise ConfigError(f"max_seq_len is {max_seq_len:,}",
+                          f"the model has positions for {counted(info.max_seq_len, 'token')}",
                           f"set max_seq_len to at most {info.max_seq_len:,}, or leave it unset")
     if params.enable_chunked_context and params.max_num_tokens < info.tokens_per_block:
         raise ConfigError(f"max_num_tokens is {params.max_num_tokens} and a KV cache block holds "
-                          f"{info.tokens_per_block} tokens",
+                          f"{counted(info.tokens_per_block, 'token')}",
                           f"expected at least {info.tokens_per_block}, because every context chunk but the last is a "
                           "whole number of blocks",
                           "raise max_num_tokens or lower tokens_per_block")
     if (scheduler_policy is SchedulerPolicy.MAX_UTILIZATION and not params.enable_chunked_context
             and params.max_num_tokens < min(info.tokens_per_block, max_seq_len)):
         raise ConfigError(f"max_num_tokens is {params.max_num_tokens} and a KV cache block holds "
-                          f"{info.tokens_per_block} tokens",
+                          f"{counted(info.tokens_per_block, 'token')}",
                           f"expected at least {min(info.tokens_per_block, max_seq_len)}, because a paused request that "
                           "no longer fits one step is recomputed in whole blocks",
                           "raise max_num_tokens, lower tokens_per_block, or use GUARANTEED_NO_EVICT")
@@ -353,27 +359,3 @@ def resolve_limits(params: TrtGptModelOptionalParams, info: BackendInfo, max_bea
         context_chunking_policy=params.context_chunking_policy,
         scheduler_policy=scheduler_policy,
     )
-
-
-def _require_count(name: str, value: object, *, minimum: int = 1, optional: bool = False,
-                   maximum: int | None = None) -> None:
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum or (
-            maximum is not None and value > maximum):
-        allowed = f"an integer of at least {minimum}" if maximum is None else f"an integer in {minimum:,}..{maximum:,}"
-        allowed += ", or None" if optional else ""
-        raise ConfigError(f"{name} is {value!r}", f"expected {allowed}")
-
-
-def _require_flag(name: str, value: object, *, optional: bool = False) -> None:
-    if not isinstance(value, bool) and not (optional and value is None):
-        raise ConfigError(f"{name} is {value!r}", f"expected {'True, False or None' if optional else 'True or False'}")
-
-
-def _require_seconds(name: str, value: object, *, positive: bool) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and (
-        (value > 0 if positive else value >= 0) and value <= LONGEST_WAIT_S)
-    if not good:
-        raise ConfigError(f"{name} is {value!r}",
-                          f"expected seconds, {'more than 0' if positive else '0 or more'}, at most {LONGEST_WAIT_S:,}")

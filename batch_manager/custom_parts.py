@@ -35,6 +35,14 @@ def _made(name: str, factory: Callable[..., Any], *given: Any, **options: Any) -
                           "expected it to return the part", "correct the factory") from error
 
 
+def _a_class(name: str, part: type, expected: str, instead: str) -> ConfigError:
+    """Return the error for a class in a field of Parts that cannot be used as a factory.
+
+    instead   the words after "pass" in the message
+    """
+    return ConfigError(f"Parts.{name} has the class {part.__name__}", f"expected {expected}", f"pass {instead}")
+
+
 def custom_backend(part: Any, params: TrtGptModelOptionalParams) -> ModelBackend:
     """Return the backend in `Parts.backend`, or the backend that the factory there makes.
 
@@ -96,8 +104,7 @@ def checked_stages(part: Any) -> Callable[..., tuple[Any, ...]] | None:
 
     def make(num_slots: int, device: Any) -> tuple[Any, ...]:
         if isinstance(part, type) and not can_be_called_with(part, 2):
-            raise ConfigError(f"Parts.stages is the class {part.__name__}", "expected a list of LogitsStages",
-                              f"pass [{part.__name__}(...)]")
+            raise _a_class("stages", part, "a list of LogitsStages", f"[{part.__name__}(...)]")
         made = _made("stages", part, num_slots, device) if callable(part) else part
         if not isinstance(made, list | tuple):
             raise ConfigError(f"the factory in Parts.stages returned a value of type {type_name(made)}",
@@ -119,8 +126,7 @@ def _check_stage(stage: Any) -> None:
     if not isinstance(reads, list | tuple):
         missing.append("reads")
     if isinstance(stage, type):
-        raise ConfigError(f"Parts.stages has the class {stage.__name__}", "expected LogitsStages: objects, not classes",
-                          f"pass {stage.__name__}(...)")
+        raise _a_class("stages", stage, "LogitsStages: objects, not classes", f"{stage.__name__}(...)")
     if missing:
         raise ConfigError(f"Parts.stages holds a stage of type {type_name(stage)}, which has no {', '.join(missing)}",
                           "expected LogitsStages: objects with reads, is_active, needs_history, set_up and apply",
@@ -149,9 +155,8 @@ def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager
                           "inherit one of them, or leave it None")
     if isinstance(part, type) and not can_be_called_with(part, 2):
         if not can_be_called_with(part, 0):
-            raise ConfigError(f"the class {part.__name__} in Parts.scheduler takes other constructor arguments",
-                              "expected either (limits, kv_cache_manager) or no arguments",
-                              "pass an object, or a factory (limits, kv_cache_manager)")
+            raise _a_class("scheduler", part, "a class whose constructor takes (limits, kv_cache_manager) or no "
+                           "arguments", f"{part.__name__}(...), or a factory (limits, kv_cache_manager)")
         made = _made("scheduler", part)
     else:
         made = _made("scheduler", part, limits, kv_cache_manager)

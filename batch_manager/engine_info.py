@@ -13,8 +13,9 @@ class EngineInfo:
     architecture      architecture of the model, as in config.json; "" if the backend does not state it
     model_implementation   origin of the model class: "native" or "transformers"; "" if the backend does not state it
     vocab_size        token ids are 0 <= id < vocab_size. A tokenizer may have fewer ids
-    end_ids           the checkpoint's end ids: `eos_token_id` of generation_config.json, else of config.json. The
-                      engine does not apply them: a sequence ends only at the ids in the tensor `end_id` of its request
+    end_ids           the checkpoint's end ids: `eos_token_id` of generation_config.json, else of config.json.
+                      Ids outside the vocabulary are left out. The engine does not apply end ids: a sequence ends only
+                      at the ids in the tensor `end_id` of its request
     max_seq_len       prompt plus generated tokens of one request
     max_batch_size    requests in one step
     max_num_tokens    tokens in one step

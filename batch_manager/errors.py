@@ -194,6 +194,11 @@ def text_of(error: BaseException) -> str:
         return "its text cannot be read"
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """The count with its noun: "1 block", "1,024 blocks". `plural` is the noun with "s" by default."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
 def printable(text: str) -> str:
     """The text with unprintable characters as escape sequences."""
     if text.isprintable():

@@ -46,7 +46,7 @@ class GptManager:
     model_path                      folder of a Hugging Face checkpoint: config.json and *.safetensors; or a .gguf file,
                                     the first one of a model in shards
     model_type                      batching scheme
-    max_beam_width                  largest beam width of any request, >= 1
+    max_beam_width                  largest beam width of any request, 1 to 1,024
     scheduler_policy                which requests may start when KV cache blocks are short
     get_inference_requests_cb       (max_num_requests: int) -> iterable of InferenceRequest; called every iteration,
                                     also for 0 requests; -1 means unbounded. An iteration reads at most
@@ -105,9 +105,10 @@ class GptManager:
         missing = [name for name, value in required.items() if value is _REQUIRED]
         if missing:
             raise TypeError(f"GptManager() is missing {', '.join(missing)}")
-        check_arguments(model_type, max_beam_width, scheduler_policy, get_inference_requests_cb, send_response_cb,
-                        poll_stop_signal_cb, return_batch_manager_stats_cb, params, parts, exclude_input_in_output,
-                        terminate_req_id, max_draft_tokens)
+        max_beam_width, terminate_req_id = check_arguments(
+            model_type, max_beam_width, scheduler_policy, get_inference_requests_cb, send_response_cb,
+            poll_stop_signal_cb, return_batch_manager_stats_cb, params, parts, exclude_input_in_output,
+            terminate_req_id, max_draft_tokens)
 
         clock = reliable(parts.clock)
         control = WorkerControl(clock, params.hang_warning_s)
@@ -179,6 +180,7 @@ class GptManager:
         failure                text of the error that failed the engine, or ""
         active_requests, queued_requests, iterations, final_responses   counts
         errors                 error code -> number of final responses with this code
+        unaddressable_items    number of items of the get callback without a usable id; no response can be sent for them
         callback_failures      callback or hook -> number of calls that raised
         """
         self._check_process()

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from .errors import ConfigError
 from .handover import ScheduledBatch, StepOutput
+from .option_values import plain_integer, put_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +52,15 @@ class BackendInfo:
     model_implementation: str = ""
 
     def __post_init__(self) -> None:
-        for lowest, names in ((1, ("vocab_size", "max_seq_len", "num_blocks", "tokens_per_block", "num_slots")),
-                              (0, ("hidden_size", "sink_tokens", "host_blocks"))):
-            for name in names:
-                self._check(name, lowest)
-        if self.attention_window is not None:
-            self._check("attention_window", 1)
-        if not isinstance(self.end_ids, tuple) or not all(type(token) is int for token in self.end_ids):
+        for name in ("vocab_size", "max_seq_len", "num_blocks", "tokens_per_block", "num_slots"):
+            put_count(self, name, owner="BackendInfo.")
+        for name in ("hidden_size", "sink_tokens", "host_blocks"):
+            put_count(self, name, minimum=0, owner="BackendInfo.")
+        put_count(self, "attention_window", optional=True, owner="BackendInfo.")
+        end_ids = [plain_integer(token) for token in self.end_ids] if isinstance(self.end_ids, tuple) else [None]
+        if None in end_ids:
             raise ConfigError(f"BackendInfo.end_ids is {self.end_ids!r}", "expected a tuple of integers")
-
-    def _check(self, name: str, lowest: int) -> None:
-        value = getattr(self, name)
-        if type(value) is not int or value < lowest:
-            raise ConfigError(f"BackendInfo.{name} is {value!r}", f"expected an integer of at least {lowest}")
+        object.__setattr__(self, "end_ids", tuple(end_ids))
 
 
 @dataclass(frozen=True, slots=True)

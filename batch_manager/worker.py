@@ -124,6 +124,7 @@ def health_of(loop: GenerationLoop, control: WorkerControl, state: str | None = 
         "iterations": loop.iteration,
         "final_responses": loop.finals.num_sent,
         "errors": {code.value: count for code, count in loop.finals.errors.copy().items()},
+        "unaddressable_items": loop.intake.unaddressable,
         "callback_failures": dict(loop.callbacks.failures),
     }
 

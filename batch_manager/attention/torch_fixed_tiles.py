@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from ..triton_kernels.cpu.fixed_pieces import agreeing_sizes, elementwise, in_pieces, row_by_row
 from .alibi import alibi_bias
 from .interface import HeadLayout, PackedStep
@@ -302,8 +302,8 @@ class FixedTileAttention(TorchPagedAttention):
                          for (product, rows, others), whole in zip(kinds, expected))
         if not counts[height] or not rows_agree:
             raise ConfigError(
-                f"deterministic is set, but on this machine attention's products of {height} rows on "
-                f"{torch.get_num_threads()} threads depend on the row index",
+                f"deterministic is set, but on this machine attention's products of {counted(height, 'row')} on "
+                f"{counted(torch.get_num_threads(), 'thread')} depend on the row index",
                 "expected the same bits at every row index", "try another num_threads, or turn deterministic off")
         lower = [1 << power for power in range(height.bit_length()) if self.group <= 1 << power < height]
         for rows_height in [self.group, *lower]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, printable
+from ..errors import ConfigError, counted, printable
 from ..weights.folder import gguf_file, is_gguf_name
 from ..weights.gguf_header import GgufArray, GgufHeader, read_gguf_array, read_gguf_header
 
@@ -294,7 +294,7 @@ class _Metadata:
     def numbers(self, key: str, count: int) -> np.ndarray:
         array = self.values.get(key)
         if not isinstance(array, GgufArray) or array.kind in ("text", "bool") or array.count != count:
-            raise self.fault(key, f"{count:,} numbers, one per token")
+            raise self.fault(key, f"{counted(count, 'number')}, one per token")
         return read_gguf_array(self.header, key)
 
     def vocabulary(self) -> tuple[list[str], list[int]]:

@@ -10,7 +10,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -24,10 +24,11 @@ from ..engine_info import EngineInfo
 from ..errors import InvalidRequestError, ManagerClosedError, type_name
 from ..gpt_manager import GptManager
 from ..names import ErrorCode, FinishReason, SchedulerPolicy, TrtGptModelType
+from ..option_values import plain_integer
 from ..requests.inference_request import InferenceRequest
 from .chat_template import chat_prompt
 from .generated_text import GeneratedText
-from .sampling import Sampling
+from .sampling import Sampling, in_names_of_options
 from .text import TextStream
 from .tokenizer import encode, load_tokenizer
 
@@ -118,11 +119,12 @@ class LLM:
 
         If a prompt is invalid or a request fails, only its own completion has an `error`.
 
-        Raises TypeError for an unknown option, ConfigError for an invalid `stop`, and ManagerClosedError after `close`.
+        Raises TypeError for an unknown option and if `prompts` has another type, ConfigError for an invalid `stop`, and
+        ManagerClosedError after `close`.
         """
         sampling = Sampling.of(options)
         self._check_open()
-        waiting = iter([prompts] if isinstance(prompts, str) else prompts)
+        waiting = _iterator(prompts)
         completions: list[Completion] = []
         alive: dict[int, _Request] = {}
         inbox, most_alive, has_more = _Inbox(), 2 * self.info.max_batch_size, True
@@ -220,8 +222,10 @@ class LLM:
             return encode(self._tokenizer, chat_prompt(self._source, prompt), add_special_tokens=False)
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()
-        if isinstance(prompt, list | tuple) and all(type(token) is int for token in prompt):
-            return list(prompt)
+        if isinstance(prompt, list | tuple):
+            token_ids = [plain_integer(token) for token in prompt]
+            if None not in token_ids:
+                return token_ids
         raise InvalidRequestError(f"a prompt is of type {type_name(prompt)}",
                                   "expected a string, a list of token ids, or a list of messages",
                                   "pass one prompt to stream(), a list of prompts to generate() ([[5, 6]] is one "
@@ -291,6 +295,16 @@ class TextPieces:
 _NO_MORE = object()
 
 
+def _iterator(prompts: Any) -> Iterator[Any]:
+    """Return an iterator over the prompts that `generate` got. Raises TypeError if they have another type."""
+    if isinstance(prompts, str):
+        return iter([prompts])
+    if isinstance(prompts, Iterable) and not isinstance(prompts, Mapping | bytes | bytearray):
+        return iter(prompts)
+    raise TypeError(f"prompts is of type {type_name(prompts)}; expected a string, or a list of prompts; "
+                    "put the prompts into a list, or pass a conversation to chat()")
+
+
 class _Inbox:
     """A queue of mailboxes with new responses. A blocked reader waits in `get`.
 
@@ -346,7 +360,8 @@ class _Request:
         if delta is None:
             return ""
         if isinstance(delta, str):
-            self.failure = self.completion.error = RequestFailed(*ErrorCode.of(delta), self._text.tokens)
+            code, message = ErrorCode.of(delta)
+            self.failure = self.completion.error = RequestFailed(code, in_names_of_options(message), self._text.tokens)
             piece, reason = self._text.rest(), FinishReason.NOT_FINISHED
             self.is_over = True
         else:

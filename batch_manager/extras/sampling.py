@@ -1,5 +1,6 @@
 """Sampling options with the names and defaults of OpenAI-style servers, converted to request tensors."""
 
+import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -10,8 +11,24 @@ import numpy as np
 
 from ..engine_info import EngineInfo
 from ..errors import InvalidRequestError, type_name
+from ..option_values import plain_integer, plain_number
+from ..requests.tensor_values import MAX_FEW
 
 LARGEST_BIAS = 100.0    # OpenAI's
+
+# Tensor -> its name in an error for users who set options and prompts.
+_NAMES_FOR_USERS = {
+    "input_ids": "the prompt", "request_output_len": "max_tokens", "end_id": "stop_token_ids",
+    "runtime_top_k": "top_k", "runtime_top_p": "top_p", "runtime_min_p": "min_p", "random_seed": "seed",
+    "min_length": "min_tokens", "embedding_bias": "logit_bias", "return_log_probs": "log_probs",
+    "return_top_log_probs": "top_log_probs",
+}
+_TENSOR = re.compile(rf"\b(?:{'|'.join(_NAMES_FOR_USERS)})\b")
+
+
+def in_names_of_options(error_text: str) -> str:
+    """Replace the names of tensors in an error of the engine with the names of the options that set them."""
+    return _TENSOR.sub(lambda name: _NAMES_FOR_USERS[name[0]], error_text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +92,9 @@ class Sampling:
     def tensors(self, prompt_ids: Sequence[int], info: EngineInfo) -> dict[str, Any]:
         """Return the tensors of a request for one output.
 
-        Raises InvalidRequestError if logit_bias or stop_token_ids has a wrong type, or if logit_bias has a token
-        outside the vocabulary or a value out of range. The engine validates all other options.
+        Raises InvalidRequestError if logit_bias or stop_token_ids has a wrong type, if there are more than 8 end ids,
+        or if logit_bias has a token outside the vocabulary or a value out of range. The engine validates all other
+        options; `in_names_of_options` changes the names in its errors.
         """
         tensors: dict[str, Any] = {"input_ids": prompt_ids, "request_output_len": self._output_length(prompt_ids, info),
                                    "temperature": self.temperature, "random_seed": self.seed}
@@ -88,8 +106,12 @@ class Sampling:
             tensors["runtime_top_p"] = self.top_p
             tensors["runtime_top_k"] = 0 if self.top_k == -1 else self.top_k
         ends = [*(() if self.ignore_eos else info.end_ids), *self._stop_token_ids()]
+        ends = list(dict.fromkeys(ends))
+        if len(ends) > MAX_FEW:
+            raise InvalidRequestError(f"stop_token_ids and the checkpoint's end ids are {len(ends)} different ids",
+                                      f"expected at most {MAX_FEW}", "shorten stop_token_ids, or set ignore_eos")
         if ends:
-            tensors["end_id"] = list(dict.fromkeys(ends))
+            tensors["end_id"] = ends
         given = (("runtime_min_p", self.min_p, 0), ("min_length", self.min_tokens, 0),
                  ("repetition_penalty", self.repetition_penalty, 1), ("presence_penalty", self.presence_penalty, 0),
                  ("frequency_penalty", self.frequency_penalty, 0), ("return_log_probs", self.log_probs, False),
@@ -101,13 +123,19 @@ class Sampling:
             tensors["embedding_bias"] = self.bias(info.vocab_size)
         return tensors
 
-    def _stop_token_ids(self) -> Iterable[int]:
-        if self.stop_token_ids is None:
-            return ()
-        if not isinstance(self.stop_token_ids, Iterable):
-            raise InvalidRequestError(f"stop_token_ids is of type {type_name(self.stop_token_ids)}",
+    def _stop_token_ids(self) -> list[int]:
+        given = () if self.stop_token_ids is None else self.stop_token_ids
+        if not isinstance(given, Iterable):
+            raise InvalidRequestError(f"stop_token_ids is of type {type_name(given)}",
                                       "expected a list of token ids", "put the id into a list")
-        return self.stop_token_ids
+        ids = []
+        for token in given:
+            token_id = plain_integer(token)
+            if token_id is None:
+                raise InvalidRequestError(f"stop_token_ids has a value of type {type_name(token)}",
+                                          "expected a list of token ids", "pass strings as stop")
+            ids.append(token_id)
+        return ids
 
     def _output_length(self, prompt_ids: Sequence[int], info: EngineInfo) -> int:
         """Return `max_tokens`, or for None the rest of max_seq_len, but at least 1.
@@ -124,12 +152,12 @@ class Sampling:
             raise InvalidRequestError(f"logit_bias is of type {type_name(self.logit_bias)}",
                                       "expected a mapping of token ids to numbers", "pass a dict")
         bias = np.zeros(vocab_size, np.float32)
-        for token, value in self.logit_bias.items():
-            if type(token) is not int or not 0 <= token < vocab_size:
+        for token, value in ((plain_integer(key), plain_number(bias)) for key, bias in self.logit_bias.items()):
+            if token is None or not 0 <= token < vocab_size:
                 raise InvalidRequestError("logit_bias has a key that is not a token id of the model",
                                           f"expected integers in 0..{vocab_size - 1}",
                                           "use ids of the model's tokenizer")
-            if type(value) not in (int, float) or not -LARGEST_BIAS <= value <= LARGEST_BIAS:
+            if value is None or not -LARGEST_BIAS <= value <= LARGEST_BIAS:
                 raise InvalidRequestError(f"logit_bias of token {token} is out of range",
                                           f"expected numbers from {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}",
                                           "clip the value")

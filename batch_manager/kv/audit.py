@@ -6,7 +6,7 @@ The check is slow. Every iteration runs the cheap KvCacheManager.check_totals in
 from collections import Counter
 from collections.abc import Iterator
 
-from ..errors import InternalError
+from ..errors import InternalError, counted
 from .block_needs import ceil_div
 from .kv_cache_manager import KvCacheManager
 
@@ -29,16 +29,16 @@ def _disagreements(kv: KvCacheManager) -> Iterator[str]:
         held, length = kv.held_blocks(owner), kv.kv_length(owner)
         dropped = int(kv.sequences.dropped[slot])
         if held + dropped != ceil_div(length, kv.tokens_per_block):
-            yield f"{owner} holds {held} blocks for {length} tokens and dropped {dropped}"
+            yield f"{owner} holds {counted(held, 'block')} for {counted(length, 'token')} and dropped {dropped}"
         if dropped > kv.window.num_unseen(length):
-            yield f"{owner} dropped {dropped} blocks, some of them inside its attention window"
+            yield f"{owner} dropped {counted(dropped, 'block')}, some of them inside its attention window"
         if len(kv.block_ids(owner)) != held:
-            yield f"{owner} holds {held} blocks, but its table has {len(kv.block_ids(owner))}"
+            yield f"{owner} holds {counted(held, 'block')}, but its table has {len(kv.block_ids(owner))}"
         if length % kv.tokens_per_block and length > owner.prompt_len:
             written.update(kv.block_ids(owner, beam)[-1] for beam in range(owner.beam_width))
         promised = int(kv.sequences.last_blocks[slot])
         if promised != ceil_div(owner.prompt_len + owner.max_new_tokens, kv.tokens_per_block):
-            yield f"{owner} has {promised} blocks as its total"
+            yield f"{owner} has {counted(promised, 'block')} as its total"
     for block_id in range(kv.num_blocks):
         if named[block_id] != kv.pool.owners(block_id):
             yield f"block {block_id} is in {named[block_id]} tables and has {kv.pool.owners(block_id)} owners"

@@ -7,7 +7,7 @@ from typing import cast
 
 import numpy as np
 
-from ..errors import InternalError
+from ..errors import InternalError, counted
 from ..handover import BlockCopy, BlockTableUpdates
 from ..requests.llm_request import LlmRequest
 from .block_needs import blocks_of_prompt, ceil_div
@@ -268,7 +268,7 @@ def rewind(requests: Sequence[LlmRequest], num_tokens: int | Sequence[int], sequ
             refused[index] = any(pool.owners(block_id) > 1 for block_id in last)
     if refused.any():
         index = int(refused.argmax())
-        raise InternalError(f"{requests[index]} cannot be rewound by {counts[index]} tokens")
+        raise InternalError(f"{requests[index]} cannot be rewound by {counted(counts[index], 'token')}")
     if len(set(slots.tolist())) < len(slots):
         raise InternalError("a rewind has the same request twice", "each request occurs once")
 

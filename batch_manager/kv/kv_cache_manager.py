@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import InternalError
+from ..errors import InternalError, counted
 from ..handover import NO_UPDATES, BlockCopy, BlockTableUpdates
 from ..requests.llm_request import LlmRequest
 from . import block_needs, claims
@@ -297,7 +297,7 @@ class KvCacheManager:
         lengths = sequences.kv_lengths[slots] + tokens
         ends = -(-lengths // self.tokens_per_block)
         if self._slides or (ends > sequences.last_blocks[slots]).any():
-            raise InternalError(f"{tokens} tokens are claimed at once",
+            raise InternalError(f"a step claims {counted(tokens, 'token')} at once",
                                 "expected no attention window, and no more blocks than the final length of a request "
                                 "needs")
         counts = ends - sequences.ends[slots]
@@ -400,7 +400,7 @@ class KvCacheManager:
         """
         drafts = np.asarray(num_drafts, np.int64)
         if drafts.shape != slots.shape:
-            raise InternalError(f"num_drafts has shape {drafts.shape} for {len(slots)} requests",
+            raise InternalError(f"num_drafts has shape {drafts.shape} for {counted(len(slots), 'request')}",
                                 "expected one number for each")
         grown = lengths + 1 + drafts
         ends, last = -(-grown // self.tokens_per_block), self.sequences.last_blocks[slots]
@@ -408,8 +408,10 @@ class KvCacheManager:
         if wrong.any():
             index = int(wrong.argmax())
             raise InternalError(
-                f"{generation[index]} claims {drafts[index]} drafts after {lengths[index]} tokens",
-                f"expected 0 to {self.window.max_draft_len} drafts within the {last[index]} blocks of its final length")
+                f"{generation[index]} claims {counted(drafts[index], 'draft')} after "
+                f"{counted(lengths[index], 'token')}",
+                f"expected 0 to {counted(self.window.max_draft_len, 'draft')} within the "
+                f"{counted(last[index], 'block')} of its final length")
         counts = ends - self.sequences.ends[slots]
         growing = counts > 0
         return grown, counts[growing], slots[growing]

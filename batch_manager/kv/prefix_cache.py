@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from ..errors import counted
 from ..handover import BlockCopy
 from ..requests.llm_request import LlmRequest
 from .block_pool import BlockPool
@@ -213,7 +214,7 @@ class PrefixCache:
             if self.is_owned(node) and len(node.key.tokens) != self.tokens_per_block:
                 yield f"block {node.block_id} is shared and not full"
             if not 0 < len(node.key.tokens) <= self.tokens_per_block:
-                yield f"a node has {len(node.key.tokens)} tokens"
+                yield f"a node has {counted(len(node.key.tokens), 'token')}"
 
 
 def _domain(request: LlmRequest) -> Domain:

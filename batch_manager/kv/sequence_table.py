@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ..errors import InternalError
+from ..errors import InternalError, counted
 from ..requests.llm_request import LlmRequest
 
 UNUSED = -1
@@ -233,7 +233,8 @@ class SequenceTable:
             held, length = int(self.ends[slot] - self.dropped[slot]), int(self.kv_lengths[slot])
             last, beams = int(self.last_blocks[slot]), int(self.beam_widths[slot])
             if owner is None and (held or length or last or beams):
-                yield f"slot {slot} has no owner, {held} of {last} blocks, {length} tokens and {beams} beams"
+                yield (f"slot {slot} has no owner, {held} of {last} blocks, {counted(length, 'token')} "
+                       f"and {counted(beams, 'beam')}")
             if owner is not None and owner.seq_slot != slot:
                 yield f"slot {slot} belongs to {owner}, which is in slot {owner.seq_slot}"
 

@@ -9,6 +9,7 @@ from ..errors import (
     BatchManagerError,
     OutOfResourceError,
     SchedulerContractError,
+    counted,
     type_name,
     where_raised,
 )
@@ -221,7 +222,8 @@ class GenerationLoop:
                                                  is_static=self._static_batch is not None)
         if not (num_scheduled or self.window):
             raise SchedulerContractError(
-                self.scheduler, f"{len(active)} requests are active, but none is scheduled and no step is in flight")
+                self.scheduler,
+                f"none of {counted(len(active), 'active request')} is scheduled, and no step is in flight")
         return plan
 
     def _pauses_in_flight(self, plan: SchedulerOutput) -> bool:

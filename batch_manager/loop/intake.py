@@ -13,6 +13,7 @@ from ..errors import (
     InvalidRequestError,
     QueueFullError,
     RequestError,
+    counted,
     type_name,
     where_raised,
 )
@@ -188,17 +189,17 @@ class Intake:
             self._check_arrival(request_id, admitted.arrival_time)
         tokens, bounds = admitted.request.prompt_len, self._bounds
         if not has_room and len(self._queue) >= bounds.max_queued_requests:
-            raise QueueFullError(f"request {request_id}: {len(self._queue)} requests are queued already",
+            raise QueueFullError(f"request {request_id}: the queue has {counted(len(self._queue), 'request')} already",
                                  f"max_queued_requests is {bounds.max_queued_requests}",
                                  "return no more than max_num_requests from get, or raise max_queued_requests")
         if not has_room and self._queued_tokens + tokens > bounds.max_queued_tokens:
-            raise QueueFullError(f"request {request_id}: with its {tokens:,} prompt tokens "
+            raise QueueFullError(f"request {request_id}: with its {counted(tokens, 'prompt token')}, "
                                  f"{self._queued_tokens + tokens:,} would be queued",
                                  f"max_queued_tokens is {bounds.max_queued_tokens:,}",
                                  "try again later, or raise max_queued_tokens")
         if self._bytes_in_flight + admitted.num_bytes > bounds.max_bytes_in_flight:
-            raise QueueFullError(f"request {request_id}: it needs {admitted.num_bytes:,} bytes for its tensors and the "
-                                 f"logits it asks for, and {self._bytes_in_flight:,} are in use",
+            raise QueueFullError(f"request {request_id}: it needs {counted(admitted.num_bytes, 'byte')} for its "
+                                 f"tensors and the logits it asks for, and {self._bytes_in_flight:,} are in use",
                                  f"max_bytes_in_flight is {bounds.max_bytes_in_flight:,}",
                                  "ask for fewer logits, try again later, or raise max_bytes_in_flight")
         return admitted

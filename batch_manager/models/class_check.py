@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 
 from ..attention.interface import LayerAttention
-from ..errors import ConfigError, type_name
+from ..errors import ConfigError, counted, type_name
 from ..layers.rotary import RotaryParameters
 from ..weights.json_file import shown
 from .model_spec import DTYPES, ModelSpec
@@ -74,12 +74,14 @@ def refuse_wrong_spec(model_class: type, spec: object) -> None:
             raise ConfigError(f"{name} returned a spec whose {field} is {shown(getattr(spec, field))}",
                               f"expected {expected}", "")
     if len(spec.attention) != spec.num_layers:
-        raise ConfigError(f"{name} returned a spec with {spec.num_layers} layers and {len(spec.attention)} entries in "
+        raise ConfigError(f"{name} returned a spec with {counted(spec.num_layers, 'layer')} and "
+                          f"{counted(len(spec.attention), 'entry', 'entries')} in "
                           "attention", "expected one entry for each layer", "")
     for layer, how in enumerate(spec.attention):
         if how.alibi_slopes is not None and len(how.alibi_slopes) != spec.num_heads:
-            raise ConfigError(f"{name} returned a spec with {spec.num_heads} heads and {len(how.alibi_slopes)} "
-                              f"alibi_slopes in layer {layer}", "expected one slope for each query head", "")
+            raise ConfigError(f"{name} returned a spec with {counted(spec.num_heads, 'head')} and "
+                              f"{len(how.alibi_slopes)} alibi_slopes in layer {layer}",
+                              "expected one slope for each query head", "")
 
 
 def _fields(spec: ModelSpec) -> Iterable[tuple[str, str, bool]]:

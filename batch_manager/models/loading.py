@@ -6,13 +6,14 @@ from dataclasses import dataclass
 import torch
 
 from ..config import DTYPES, LOAD_FORMATS, MODEL_IMPLEMENTATIONS
+from ..contained_log import log
 from ..errors import ConfigError, InsufficientMemoryError, UnsupportedModelError
 from ..layers.context import LayerContext
 from ..weights.checkpoint import Checkpoint, open_checkpoint
 from ..weights.json_file import Fields, shown
 from ..weights.source import DummyWeights
 from .class_check import refuse_wrong_spec
-from .end_ids import read_end_ids
+from .end_ids import in_vocabulary, stated_end_ids
 from .implementation import NATIVE, TRANSFORMERS, choose_implementation, load_transformers_class
 from .model_spec import ModelSpec, check_spec, refuse_unread_aliases, refuse_unsupported_fields
 from .registry import Model, find_model, is_shipped, known_architectures, model_type_of
@@ -23,7 +24,7 @@ class LoadedModel:
     """A model with its weights on a device, ready to run.
 
     weight_bytes     total size of the weights and of the copies of weights that layers keep for speed
-    end_ids          tokens that end a sequence, from the checkpoint
+    end_ids          tokens of the vocabulary that end a sequence, from the checkpoint
     implementation   "native" or "transformers"
     """
 
@@ -71,7 +72,7 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
                           "leave it out to load the checkpoint's tensors")
     checkpoint = open_checkpoint(path)
     model_class, spec, implementation = class_and_spec(checkpoint, model_implementation)
-    end_ids = read_end_ids(checkpoint, spec.vocab_size)
+    end_ids = _usable_end_ids(checkpoint, spec.vocab_size)
     dtype = resolve_dtype(dtype, spec, device)
     if deterministic and implementation == TRANSFORMERS:
         raise ConfigError(f"deterministic is True, but layers of transformers compute {spec.architecture}",
@@ -105,6 +106,17 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
         raise InsufficientMemoryError(
             f"the weights of {checkpoint.path} in {dtype} do not fit into the memory of {device}",
             "expected enough memory for all weights", "use a smaller dtype or a larger device") from fault
+
+
+def _usable_end_ids(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ...]:
+    """Return the checkpoint's end ids that are in the vocabulary. Logs a warning if there are others."""
+    stated = stated_end_ids(checkpoint)
+    usable = in_vocabulary(stated, vocab_size)
+    dropped = [token for token in stated if token not in usable]
+    if dropped:
+        log.warning("%s: eos_token_id has %s, outside the vocabulary of %s; expected ids in 0..%s; the engine leaves "
+                    "them out", checkpoint.path, shown(dropped), f"{vocab_size:,}", f"{vocab_size - 1:,}")
+    return usable
 
 
 def check_tensors(checkpoint: Checkpoint, model_class: type[Model], spec: ModelSpec, dtype: torch.dtype) -> None:

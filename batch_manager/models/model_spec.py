@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..attention.interface import LayerAttention
-from ..errors import ConfigError, ModelLoadError
+from ..errors import ConfigError, ModelLoadError, counted
 from ..layers.mlp import ACTIVATIONS
 from ..layers.rotary import KINDS, RotaryParameters
 from ..weights.json_file import Fields
@@ -105,7 +105,7 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": 
                 "gelu_pytorch_tanh": "gelu_new",
                 "gelu_fast": "gelu_new", "relu": "relu"}
 _NO_DEFAULT = ("a number, because the model class has no default for it",
-               "add it to the file, or pass the family's default to read_decoder_spec")
+               "set it in the file, or pass the family's default to read_decoder_spec")
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -437,7 +437,7 @@ def read_layer_types(config: Fields, default: list[str]) -> list[str]:
     """Return the field `layer_types`, or `default` if the file has none. Both must have the same number of entries."""
     kinds = config.texts("layer_types", default)
     if len(kinds) != len(default):
-        raise config.fault("layer_types", f"one entry for each of the {len(default)} layers")
+        raise config.fault("layer_types", f"{counted(len(default), 'entry', 'entries')}, one for each layer")
     return kinds
 
 
@@ -562,7 +562,8 @@ def _rotary_size(config: Fields, head_size: int, default: float) -> int:
 
 def _check_short_factors(config: Fields, rotary: RotaryParameters, size: int) -> None:
     if len(rotary.short_factors) != size // 2:
-        raise ModelLoadError(f"{_rope_fields(config).where}: short_factor has {len(rotary.short_factors)} numbers",
+        found = counted(len(rotary.short_factors), "number")
+        raise ModelLoadError(f"{_rope_fields(config).where}: short_factor has {found}",
                              f"expected {size // 2}, one for each frequency", "check head_dim and short_factor")
 
 

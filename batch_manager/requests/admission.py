@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..config import Limits
-from ..errors import InvalidRequestError, RequestError, RequestTooLargeError, type_name
+from ..errors import InvalidRequestError, RequestError, RequestTooLargeError, counted, type_name
 from ..guard import ForeignCodeError, Guard
 from ..handover import LogitsPostProcessor, SlotSetup
 from ..sampling_config import (
@@ -249,7 +249,7 @@ class Admission:
             raw.tensors[name] = given
             raw.num_bytes += given.num_bytes
         if raw.num_bytes > self.max_request_bytes:              # `read_tensor` does not count later scalars
-            raise InvalidRequestError(f"the request's tensors have {raw.num_bytes:,} bytes",
+            raise InvalidRequestError(f"the request's tensors have {counted(raw.num_bytes, 'byte')}",
                                       f"max_request_bytes is {self.max_request_bytes:,}",
                                       "send less, or raise max_request_bytes")
 
@@ -480,12 +480,13 @@ class Admission:
         limits = self.limits
         max_new_tokens = min(asked, limits.max_seq_len - prompt_len)
         warnings = () if max_new_tokens == asked else (
-            f"request_output_len was cut from {asked:,} to {max_new_tokens:,}: the prompt has {prompt_len:,} tokens "
-            f"and max_seq_len is {limits.max_seq_len:,}",)
+            f"request_output_len was cut from {asked:,} to {max_new_tokens:,}: the prompt has "
+            f"{counted(prompt_len, 'token')} and max_seq_len is {limits.max_seq_len:,}",)
 
         if not limits.enable_chunked_context and prompt_len > limits.max_num_tokens:
             raise InvalidRequestError(
-                f"input_ids has {prompt_len:,} tokens and one step runs max_num_tokens = {limits.max_num_tokens:,}",
+                f"input_ids has {counted(prompt_len, 'token')} and one step runs max_num_tokens = "
+                f"{limits.max_num_tokens:,}",
                 "without chunked context a prompt must fit one step",
                 f"set enable_chunked_context, or raise max_num_tokens to {prompt_len:,}")
 
@@ -496,9 +497,10 @@ class Admission:
         beams = f" for {request.beam_width} beams" if request.beam_width > 1 else ""
         if blocks > limits.num_blocks:
             raise RequestTooLargeError(
-                f"input_ids has {request.prompt_len:,} tokens and request_output_len is {request.max_new_tokens:,}",
-                f"together they may need {blocks:,} blocks of {limits.tokens_per_block} tokens{beams}, and the pool "
-                f"has {limits.num_blocks:,}",
+                f"input_ids has {counted(request.prompt_len, 'token')} and request_output_len is "
+                f"{request.max_new_tokens:,}",
+                f"together they may need {counted(blocks, 'block')} of {counted(limits.tokens_per_block, 'token')}"
+                f"{beams}, and the pool has {limits.num_blocks:,}",
                 f"raise KvCacheConfig.max_tokens to {blocks * limits.tokens_per_block:,}, or shorten the request")
 
 

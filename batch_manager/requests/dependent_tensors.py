@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..config import Limits
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, counted
 from ..handover import num_beam_candidates
 
 # Limit on the continuations that a step of one beam search considers. A step sorts them, which delays all requests.
@@ -54,7 +54,7 @@ def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tup
     if (stop_words or len(end_ids) > 1) and 1 < width <= limits.max_beam_width and candidates > MAX_BEAM_CANDIDATES:
         raise InvalidRequestError(
             f"stop_words_list ends in {len({word[-1] for word in stop_words}):,} different tokens and beam_width is "
-            f"{width:,}, with {len(end_ids)} end ids",
+            f"{width:,}, with {counted(len(end_ids), 'end id')}",
             f"a step of the search would consider {candidates:,} continuations; the limit is {MAX_BEAM_CANDIDATES:,}",
             "send fewer stop words or end ids, or lower beam_width")
 
@@ -68,7 +68,7 @@ def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tup
         _require_equal("columns of draft_logits", shapes["draft_logits"][1], "ids of the vocabulary", vocab)
     if num_drafts + len(values["input_ids"]) > limits.max_seq_len - 1:
         raise InvalidRequestError(
-            f"input_ids has {len(values['input_ids']):,} tokens and draft_input_ids {num_drafts:,}",
+            f"input_ids has {counted(len(values['input_ids']), 'token')} and draft_input_ids {num_drafts:,}",
             f"the limit for both together is max_seq_len - 1 = {limits.max_seq_len - 1:,}", "shorten one of them")
 
 

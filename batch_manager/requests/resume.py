@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidRequestError, type_name
+from ..errors import InvalidRequestError, counted, type_name
 from ..sampling_config import shown, top_p_after
 from .inference_request import TENSORS, InferenceRequest
 from .tensor_values import Bound, read_tensor, scalar, words
@@ -24,7 +24,8 @@ def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> Inf
     `prompt_ignore_length` excludes `tokens`, and a decaying top-p starts at the value that it had reached.
 
     request   the original request; not changed
-    tokens    all tokens of its responses, without an end id. If `tokens` is empty, the result is a copy of the request
+    tokens    all tokens of its responses, without an end id: a flat list, or an array that may have leading dimensions
+              of 1. If `tokens` is empty, the result is a copy of the request
 
     The new request has the same id. Its streamed responses have the tokens after `tokens`. A response that is not
     streamed starts with the prompt and `tokens`, unless the engine has `exclude_input_in_output`. Log-probabilities,
@@ -32,7 +33,7 @@ def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> Inf
     new request. A logits post-processor gets `tokens` as a part of the prompt; the caller restores its state.
 
     Raises InvalidRequestError for a request that is complete or ended with a stop word. Raises it for beams, context
-    logits, draft tokens and a decaying top-p with a reset id, and for tokens that are not integers.
+    logits, draft tokens and a decaying top-p with a reset id, and for tokens that are not a row of integers.
     """
     if not isinstance(request, InferenceRequest):
         raise InvalidRequestError(f"request is of type {type_name(request)}", "expected an InferenceRequest")
@@ -60,11 +61,12 @@ def _resume(tensors: dict[str, Any], tokens: list[int]) -> None:
     prompt, num_tokens = _integers("input_ids", tensors["input_ids"]), len(tokens)
     num_left = _scalar(tensors, "request_output_len") - num_tokens
     if num_left < 1:
-        raise _cannot(f"request_output_len is {num_left + num_tokens} and {num_tokens} tokens are generated already")
+        raise _cannot(f"request_output_len is {num_left + num_tokens} and the responses have "
+                      f"{counted(num_tokens, 'token')} already")
     if "stop_words_list" in tensors and _ends_with_one_of(
             words(read_tensor(TENSORS["stop_words_list"], tensors["stop_words_list"], _ANY_SIZE), 2**31),
             prompt + tokens):
-        raise _cannot(f"the {num_tokens} tokens end with a stop word")
+        raise _cannot(f"tokens has {counted(num_tokens, 'token')} and ends with a stop word")
     tensors.update(input_ids=prompt + tokens, request_output_len=num_left)
     tensors.pop("input_lengths", None)
     if "input_token_extra_ids" in tensors:
@@ -100,6 +102,10 @@ def _integers(name: str, values: Any) -> list[int]:
     if array.size and array.dtype.kind not in "iu":
         raise InvalidRequestError(f"{name} holds {array.dtype}", "token ids must be integers",
                                   "pass the tokens of the responses")
+    if array.ndim == 0 or array.size not in (0, array.shape[-1]):
+        raise InvalidRequestError(f"{name} has shape {list(array.shape)}" if array.ndim else f"{name} is one number",
+                                  "expected a flat list, or an array whose leading dimensions are 1",
+                                  "pass the tokens of one sequence in a list")
     return array.reshape(-1).tolist()
 
 

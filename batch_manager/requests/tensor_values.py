@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidRequestError, type_name
+from ..errors import InvalidRequestError, counted, type_name
 from ..sampling_config import FLOAT32_MAX, Range, shown
 from .inference_request import Content, Shape, TensorSpec
 
@@ -68,7 +68,7 @@ class Bound:
             raise InvalidRequestError(f"the number of elements of {name} is {size:,}", self.reason, f"shorten {name}")
         if num_bytes > self.num_bytes:
             raise InvalidRequestError(
-                f"{name} has {num_bytes:,} bytes and the request's other tensors leave {self.num_bytes:,}",
+                f"{name} has {counted(num_bytes, 'byte')} and the request's other tensors leave {self.num_bytes:,}",
                 "all together are limited by max_request_bytes", "send less, or raise max_request_bytes")
 
 
@@ -353,7 +353,7 @@ def _unpacked(name: str, rows: list[list[int]]) -> list[tuple[int, ...]]:
     if any(start >= end for start, end in zip(starts, ends)):
         raise _bad_offsets(name, "the offsets do not increase")
     if count and ends[count - 1] > len(tokens):
-        raise _bad_offsets(name, f"the last offset is beyond the {len(tokens):,} tokens")
+        raise _bad_offsets(name, f"the last offset is beyond the {counted(len(tokens), 'token')}")
     return [tuple(tokens[start:end]) for start, end in zip(starts, ends)]
 
 
@@ -365,7 +365,7 @@ def _check_ids(what: str, tokens: Sequence[int], vocab_size: int, num_tuning_ids
 
 
 def _outside_vocabulary(what: str, position: int, vocab_size: int, num_tuning_ids: int) -> InvalidRequestError:
-    rows = f" or one of the {num_tuning_ids:,} prompt-tuning ids after it" if num_tuning_ids else ""
+    rows = f" or one of the {counted(num_tuning_ids, 'prompt-tuning id')} after it" if num_tuning_ids else ""
     table = ", and prompt_vocab_size to the table" if num_tuning_ids else ""
     highest = vocab_size + num_tuning_ids - 1
     return InvalidRequestError(f"{what} holds an id outside 0..{highest} at position {position}",

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from ..attention.interface import PackedStep
+from ..errors import counted
 from ..layers.recording import Recording
 from ..triton_kernels.cpu.large_pages import allocate
 from ..triton_kernels.cpu.native.library import TYPES, Cache, Step, address, load_library
@@ -65,7 +66,7 @@ class CompiledStep:
         threads = self._governor.threads_for(rows)
         start_s, start_ns = time.perf_counter(), self._library.processor_nanoseconds()
         if self._library.run_step(address(call), self._operations.ctypes.data, len(self._operations), threads):
-            raise MemoryError(f"no memory for the work list of a step of {rows:,} tokens")
+            raise MemoryError(f"no memory for the work list of a step of {counted(rows, 'token')}")
         self._governor.report(rows, time.perf_counter() - start_s,
                               (self._library.processor_nanoseconds() - start_ns) * 1e-9)
         return result[:, : hidden.shape[1]]

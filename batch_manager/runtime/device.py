@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..errors import ConfigError, DeviceLostError
+from ..errors import ConfigError, DeviceLostError, counted
 
 MEMORY_SECONDS = 1.0               # time for which a value of GPU memory is reused in statistics
 UPLOAD_BUFFERS = 3                 # used in turn, because copies of earlier steps may still read their buffers
@@ -36,13 +36,14 @@ def resolve_device(name: str | None) -> torch.device:
     if index is None:
         index = torch.cuda.current_device()
     if index >= count:
-        raise ConfigError(f"device is {name!r}, but torch finds {count} GPUs", "expected a GPU that torch finds",
+        raise ConfigError(f"device is {name!r}, but torch finds {counted(count, 'GPU')}",
+                          "expected a GPU that torch finds",
                           'use device="cpu", or install a driver and a build of torch that find the GPU')
     return torch.device("cuda", index)
 
 
 def named_device(name: str) -> torch.device:
-    """Return the torch device with this name, which need not exist. Raises ConfigError for an unknown name."""
+    """Return the torch device with this name. A GPU need not exist. Raises ConfigError for an unknown name."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
@@ -50,6 +51,9 @@ def named_device(name: str) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device is {name!r}", 'expected "cpu", "cuda", "cuda:1", ..., or None',
                           "leave device unset to use a GPU if there is one")
+    if device.type == "cpu" and device.index:
+        raise ConfigError(f"device is {name!r}", 'expected "cpu" or "cpu:0", because all CPU cores are one device',
+                          'use device="cpu", and num_threads to limit its threads')
     return device
 
 

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from ..errors import InsufficientMemoryError
+from ..errors import InsufficientMemoryError, counted
 from ..models.model_spec import ModelSpec
 from ..triton_kernels.cpu.large_pages import allocate
 from .device import is_out_of_memory, pinned
@@ -33,7 +33,8 @@ def make_kv_pool(spec: ModelSpec, num_blocks: int, tokens_per_block: int, dtype:
         if not is_out_of_memory(error):
             raise
         raise InsufficientMemoryError(
-            f"the KV cache of {num_blocks:,} blocks takes {num_bytes:,} bytes", f"{device} cannot allocate them",
+            f"the KV cache of {counted(num_blocks, 'block')} takes {counted(num_bytes, 'byte')}",
+            f"{device} cannot allocate them",
             "lower KvCacheConfig.max_tokens or KvCacheConfig.free_gpu_memory_fraction") from error
 
 
@@ -52,7 +53,8 @@ def make_host_pool(spec: ModelSpec, num_blocks: int, tokens_per_block: int, dtyp
         if not is_out_of_memory(error):
             raise
         raise InsufficientMemoryError(
-            f"{num_blocks:,} KV cache blocks in host memory take {num_blocks * one_block:,} bytes",
+            f"the host pool of {counted(num_blocks, 'KV cache block')} takes "
+            f"{counted(num_blocks * one_block, 'byte')}",
             "the system cannot pin them", "lower KvCacheConfig.host_cache_size") from error
 
 

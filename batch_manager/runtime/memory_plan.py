@@ -12,7 +12,7 @@
 from dataclasses import dataclass
 
 from ..config import KvCacheConfig
-from ..errors import ConfigError, InsufficientMemoryError
+from ..errors import ConfigError, InsufficientMemoryError, counted
 
 DEFAULT_CPU_POOL_BYTES = 2 << 30
 
@@ -37,11 +37,11 @@ def plan_host_blocks(host_cache_size: int, *, block_bytes: int, free_bytes: int)
     Raises InsufficientMemoryError; ConfigError if host_cache_size is less than one block.
     """
     if host_cache_size > free_bytes:
-        raise InsufficientMemoryError(f"host_cache_size is {host_cache_size:,} bytes",
+        raise InsufficientMemoryError(f"host_cache_size is {counted(host_cache_size, 'byte')}",
                                       f"{free_bytes:,} bytes of host memory are free",
                                       "lower KvCacheConfig.host_cache_size, or free memory")
     if 0 < host_cache_size < block_bytes:
-        raise ConfigError(f"host_cache_size is {host_cache_size:,} bytes",
+        raise ConfigError(f"host_cache_size is {counted(host_cache_size, 'byte')}",
                           f"one KV cache block takes {block_bytes:,}",
                           "raise KvCacheConfig.host_cache_size, or set it to 0")
     return host_cache_size // block_bytes
@@ -71,20 +71,21 @@ def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, ste
                                f"at most {_mib(DEFAULT_CPU_POOL_BYTES)} on a CPU unless max_tokens is set"))
         if max_num_sequences is not None:
             candidates.append((max_num_sequences * -(-max_seq_len // size),
-                               f"{max_num_sequences:,} sequences of {max_seq_len:,} tokens"))
+                               f"{counted(max_num_sequences, 'sequence')} of {counted(max_seq_len, 'token')}"))
         wanted, reason = min(candidates, key=lambda candidate: candidate[0])
         wanted = max(wanted, 1)
 
     if wanted * block_bytes > share_bytes:
         raise InsufficientMemoryError(
-            f"the KV cache needs {wanted:,} blocks of {size} tokens, {wanted * block_bytes:,} bytes",
+            f"the KV cache needs {counted(wanted, 'block')} of {counted(size, 'token')}, "
+            f"{counted(wanted * block_bytes, 'byte')}",
             f"it may use {share}, {share_bytes:,} bytes, in addition to the weights and the buffers of one step",
             "lower KvCacheConfig.max_tokens, raise KvCacheConfig.free_gpu_memory_fraction, or free memory"
             if config.max_tokens is not None else
             "free memory, raise KvCacheConfig.free_gpu_memory_fraction, or lower max_num_tokens or max_batch_size")
     return MemoryPlan(wanted, block_bytes, (
-        f"KV cache of {wanted:,} blocks of {size} tokens, {wanted * size:,} tokens, {_mib(wanted * block_bytes)}: "
-        f"{reason}"))
+        f"KV cache of {counted(wanted, 'block')} of {counted(size, 'token')}, {counted(wanted * size, 'token')}, "
+        f"{_mib(wanted * block_bytes)}: {reason}"))
 
 
 def _mib(num_bytes: int) -> str:

@@ -18,7 +18,7 @@ from ..contained_log import log
 from ..decoding.decoder import GptDecoder
 from ..decoding.logits_stage import LogitsStage
 from ..decoding.sampled_step import UNUSABLE, SampledStep
-from ..errors import ConfigError, InsufficientMemoryError, type_name
+from ..errors import ConfigError, InsufficientMemoryError, counted, type_name
 from ..handover import (
     NO_UPDATES,
     AdapterLoad,
@@ -117,7 +117,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     max_seq_len = spec.max_position_embeddings if params.max_seq_len is None else params.max_seq_len
     if max_seq_len > spec.max_position_embeddings:
         raise ConfigError(
-            f"max_seq_len is {max_seq_len:,}", f"the model has positions for {spec.max_position_embeddings:,} tokens",
+            f"max_seq_len is {max_seq_len:,}",
+            f"the model has positions for {counted(spec.max_position_embeddings, 'token')}",
             f"set max_seq_len to at most {spec.max_position_embeddings:,} or leave it unset")
     # max_num_tokens does not limit padded calls. A step that does not fit into memory all the same is bisected.
     step_tokens = params.max_batch_size * max_seq_len if layout is layouts.padded else params.max_num_tokens
@@ -176,7 +177,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         # A factory in Parts that ran out of memory comes as a ConfigError.
         if isinstance(error, ConfigError) and (type(error) is not ConfigError or not is_out_of_memory(error.__cause__)):
             raise
-        state = f"{num_slots:,} sequences of {max_seq_len:,} tokens and {max_beam_width:,} beams"
+        state = f"{counted(num_slots, 'sequence')} of {counted(max_seq_len, 'token')} and " \
+                f"{counted(max_beam_width, 'beam')}"
         if isinstance(error, ConfigError) or is_out_of_memory(error):
             raise InsufficientMemoryError(
                 f"no memory is left for a step and the state of {state}: {first_line(error)}",
@@ -192,7 +194,7 @@ def refuse_too_many_slots(num_slots: int, free_bytes: int) -> None:
     """Raise InsufficientMemoryError if the state of `num_slots` sequences alone does not fit into free host memory."""
     if num_slots * SLOT_BYTES > free_bytes:
         raise InsufficientMemoryError(
-            f"the state of {num_slots:,} sequences takes {num_slots * SLOT_BYTES:,} bytes",
+            f"the state of {counted(num_slots, 'sequence')} takes {counted(num_slots * SLOT_BYTES, 'byte')}",
             f"{free_bytes:,} bytes of host memory are free",
             "lower max_num_sequences, or max_batch_size if max_num_sequences is unset")
 

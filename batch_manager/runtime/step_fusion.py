@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from ..attention.interface import Attention, PackedStep
+from ..errors import counted
 from ..layers.recording import NotRecordableError, RecordedAttention, Rows, record
 from ..models.loading import LoadedModel
 from ..models.model_spec import ModelSpec
@@ -77,4 +78,5 @@ def _compare(fused: FusedStep, loaded: LoadedModel, attention: Attention, upload
         expected = model.logits(expected)
     difference = describe_difference(fused.run(hidden, positions, attention), expected, TOLERANCES[loaded.dtype])
     if difference:
-        raise WrongStepError(f"a first step of {step.num_tokens} tokens differs from the model's {difference}")
+        raise WrongStepError(f"a first step of {counted(step.num_tokens, 'token')} differs from the model's "
+                             f"{difference}")

@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import TypeVar
 
 from ..config import Limits
-from ..errors import SchedulerContractError, type_name
+from ..errors import SchedulerContractError, counted, type_name
 from ..kv.kv_cache_manager import KvCacheManager
 from ..requests.llm_request import LlmRequest
 from .interfaces import GENERATING, RequestList, SchedulerOutput
@@ -95,7 +95,8 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
             return f"{request} is in paused_requests, but has finished"
 
     if len(contexts) + len(generation) > limits.max_batch_size:
-        return f"the step has {len(contexts) + len(generation)} requests and max_batch_size is {limits.max_batch_size}"
+        return f"the step has {counted(len(contexts) + len(generation), 'request')} and max_batch_size is " \
+               f"{limits.max_batch_size}"
     tokens = sum(generation_tokens)
     if contexts or plan.chunk_sizes is not None:
         broken = _broken_chunk_rule(plan, limits)
@@ -103,7 +104,7 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
             return broken
         tokens += sum(_computed_tokens(plan, kv_cache_manager))
     if tokens > limits.max_num_tokens:
-        return f"the step has {tokens} tokens and max_num_tokens is {limits.max_num_tokens}"
+        return f"the step has {counted(tokens, 'token')} and max_num_tokens is {limits.max_num_tokens}"
 
     kv = kv_cache_manager
     if not contexts and tokens <= kv.free_blocks:
@@ -113,7 +114,7 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
     num_drafts = [request.draft_len for request in generation]
     needed = kv.blocks_to_claim(first_chunks, generation, paused, num_drafts if any(num_drafts) else None)
     if needed > free:
-        return f"the plan needs {needed} KV cache blocks and {free} are free after its pauses"
+        return f"the plan needs {counted(needed, 'KV cache block')} and its pauses leave {free} free"
     return None
 
 
@@ -150,12 +151,16 @@ def _computed_tokens(plan: SchedulerOutput, kv: KvCacheManager) -> list[int]:
 
 def _broken_chunk_rule(plan: SchedulerOutput, limits: Limits) -> str | None:
     if plan.chunk_sizes is not None and len(plan.chunk_sizes) != len(plan.context_requests):
-        return f"{len(plan.chunk_sizes)} chunk sizes for {len(plan.context_requests)} context requests"
+        return (f"{counted(len(plan.chunk_sizes), 'chunk size')} for "
+                f"{counted(len(plan.context_requests), 'context request')}")
     for request, chunk in zip(plan.context_requests, _chunk_sizes(plan), strict=True):
         if isinstance(chunk, bool) or not isinstance(chunk, Integral) or not 0 < chunk <= request.remaining_context:
-            size = int(chunk) if isinstance(chunk, Integral) else f"({type_name(chunk)})"
-            return f"a chunk of {size} tokens for {request}, which has {request.remaining_context} context tokens left"
+            size = (counted(int(chunk), "token") if isinstance(chunk, Integral)
+                    else f"({type_name(chunk)}) tokens")
+            return (f"a chunk of {size} for {request}, which has "
+                    f"{counted(request.remaining_context, 'context token')} left")
         if chunk < request.remaining_context and chunk % limits.tokens_per_block:
-            return (f"a chunk of {chunk} tokens for {request}: it is not the last, so it must be a multiple of "
+            return (f"a chunk of {counted(int(chunk), 'token')} for {request}: it is not the last, so it must be a "
+                    "multiple of "
                     f"tokens_per_block ({limits.tokens_per_block})")
     return None

@@ -7,7 +7,7 @@ from typing import Any
 from ..arguments import check_arguments
 from ..build import build_loop
 from ..config import Parts, TrtGptModelOptionalParams
-from ..errors import ManagerClosedError
+from ..errors import ManagerClosedError, counted
 from ..kv.audit import audit
 from ..names import SchedulerPolicy, TrtGptModelType
 from ..requests.llm_request import LlmRequest
@@ -56,8 +56,8 @@ class EngineHarness:
                  model_type: TrtGptModelType = TrtGptModelType.InflightFusedBatching, max_beam_width: int = 1,
                  exclude_input_in_output: bool = False, parts: Parts | None = None, **options: Any) -> None:
         params, parts = TrtGptModelOptionalParams(**options), Parts() if parts is None else parts
-        check_arguments(model_type, max_beam_width, policy, get, send, poll, stats, params, parts,
-                        exclude_input_in_output)
+        max_beam_width, _ = check_arguments(model_type, max_beam_width, policy, get, send, poll, stats, params, parts,
+                                            exclude_input_in_output)
         self.clock = ManualClock()
         self._is_running = False
         self._loop = build_loop(
@@ -92,8 +92,9 @@ class EngineHarness:
         for iteration in range(most_iterations):
             if not self._iterate():
                 return iteration
-        raise RuntimeError(f"{len(self._loop.active)} requests are active after {most_iterations:,} iterations; "
-                           "expected none; increase most_iterations, or check the scheduler")
+        raise RuntimeError(f"the engine has {counted(len(self._loop.active), 'active request')} after "
+                           f"{counted(most_iterations, 'iteration')}; expected none; "
+                           "increase most_iterations, or check the scheduler")
 
     def _iterate(self) -> bool:
         self._refuse_in_callback("run")

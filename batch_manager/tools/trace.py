@@ -29,7 +29,7 @@ from .request_spans import CLIENT, CONTEXT, GENERATION, PAUSED, QUEUED, WAITING,
 from .standard_output import discard_standard_output, print_flushed
 
 SENTENCES = {
-    waiting.BATCH_SIZE: "waited: the steps had max_batch_size sequences",
+    waiting.BATCH_SIZE: "waited: the steps had max_batch_size requests",
     waiting.BATCH_RUNS: "waited: the static batch before it had not ended",
     waiting.PREFIX: "waited: another request computed a prefix that it shares",
     waiting.BLOCKS: "waited: too few KV cache blocks were free",

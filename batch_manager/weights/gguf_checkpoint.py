@@ -13,7 +13,7 @@ from .gguf_config import read_config, read_end_ids
 from .gguf_header import CONVERT, GgufHeader, read_gguf_header
 from .gguf_names import locate
 from .gguf_source import GgufWeights, numbers_of
-from .json_file import Fields, shown
+from .json_file import Fields, shown, shown_entry
 
 SHARD_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
 MAX_SHARDS = 1000
@@ -86,6 +86,6 @@ def _read_shards(first: CheckpointFile) -> list[GgufHeader]:
 def _number(header: GgufHeader, key: str, default: int | None = None) -> int:
     value = header.metadata.get(key, default)
     if type(value) is not int or value < 0:
-        raise ModelLoadError(f"{header.file}: {key} is {'missing' if value is None else shown(value)}",
+        raise ModelLoadError(f"{header.file}: {key} is {shown_entry(header.metadata, key)}",
                              "expected an integer of at least 0", "copy or download the file again")
     return value

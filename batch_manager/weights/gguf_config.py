@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ModelLoadError, UnsupportedModelError
-from .gguf_header import CONVERT, GgufArray, GgufHeader, GgufTensor, read_gguf_array
+from ..errors import ModelLoadError, UnsupportedModelError, counted
+from .gguf_header import GgufArray, GgufHeader, GgufTensor, malformed, read_gguf_array
 from .gguf_names import Heads
-from .json_file import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, Fields, shown
+from .json_file import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, Fields, shown, shown_entry
 
 MOST_LAYERS = 4096
 
@@ -45,12 +45,12 @@ class GgufFields(Fields):
     def fault(self, name: str, expected: str, fix: str = "") -> ModelLoadError:
         if name not in self._keys:
             return super().fault(name, expected, fix)
-        return ModelLoadError(f"{self.where}: {self._keys[name]} is {shown(self.values.get(name))}",
+        return ModelLoadError(f"{self.where}: {self._keys[name]} is {shown_entry(self.values, name)}",
                               f"expected {expected}", fix)
 
     def missing(self, name: str, expected: str,
                 fix: str = "convert the model again, with a newer tool") -> ModelLoadError:
-        return super().missing(self._keys.get(name, name), expected, fix)
+        return super().missing(name, expected, fix)
 
 
 class Metadata:
@@ -62,7 +62,8 @@ class Metadata:
         self.architecture = header.metadata.get("general.architecture")
         if not isinstance(self.architecture, str) or self.architecture not in FAMILIES:
             raise UnsupportedModelError(
-                f"{self.where}: general.architecture is {shown(self.architecture)}",
+                f"{self.where}: general.architecture is "
+                f"{shown_entry(header.metadata, 'general.architecture')}",
                 f"expected one of {', '.join(FAMILIES)}",
                 "use a model of one of these architectures, or the model's Hugging Face checkpoint")
         self._read: set[str] = set()
@@ -94,8 +95,8 @@ class Metadata:
 
         expected   the words after "expected" in the message
         """
-        value = self.header.metadata.get(self.key(name))
-        return ModelLoadError(f"{self.where}: {self.key(name)} is {shown(value)}", f"expected {expected}", fix)
+        found = shown_entry(self.header.metadata, self.key(name))
+        return ModelLoadError(f"{self.where}: {self.key(name)} is {found}", f"expected {expected}", fix)
 
     def has_tensor(self, name: str) -> bool:
         return name in self.tensors
@@ -190,8 +191,7 @@ def read_end_ids(header: GgufHeader) -> Fields | None:
     ids = [header.metadata[key] for key in keys if key in header.metadata]
     for key in keys:
         if type(header.metadata.get(key, 0)) is not int:
-            raise ModelLoadError(f"{header.file}: {key} is {shown(header.metadata[key])}", "expected an integer",
-                                 CONVERT)
+            raise malformed(header.file, f"{key} is {shown(header.metadata[key])}", "expected an integer")
     return Fields({"eos_token_id": ids}, str(header.file)) if ids else None
 
 
@@ -330,7 +330,7 @@ def _layer_types(metadata: Metadata, period: int) -> list[str]:
     pattern = metadata.get(name)
     if isinstance(pattern, GgufArray):
         if pattern.count != layers or pattern.kind == "text":
-            raise metadata.fault(name, f"one flag for each of the {layers} layers")
+            raise metadata.fault(name, f"{counted(layers, 'flag')}, one for each layer")
         flags = np.asarray(read_gguf_array(metadata.header, metadata.key(name))).astype(bool).tolist()
     else:
         period = metadata.count(name, period)

@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ..errors import ModelLoadError
+from ..errors import ModelLoadError, counted
 from .folder import CheckpointFile
-from .json_file import MAX_COUNT, READABLE, shown
+from .json_file import MAX_COUNT, READABLE, shown, shown_entry
 
 MAGIC = b"GGUF"
 CONVERT = "download the file again, or convert the model again"
@@ -122,7 +122,7 @@ def read_gguf_array(header: GgufHeader, key: str) -> list[str] | np.ndarray:
     """
     array, where = header.metadata.get(key), f"{header.file}: {shown(key)}"
     if not isinstance(array, GgufArray):
-        raise ModelLoadError(f"{where} is {'missing' if array is None else shown(array)}", "expected an array")
+        raise ModelLoadError(f"{where} is {shown_entry(header.metadata, key)}", "expected an array")
     try:
         with open_again(header) as file:
             file.seek(array.begin)
@@ -144,8 +144,8 @@ def read_gguf_array(header: GgufHeader, key: str) -> list[str] | np.ndarray:
         try:
             texts.append(data[start:end].decode())
         except UnicodeDecodeError:
-            raise ModelLoadError(f"{where}[{len(texts)}] is {shown(data[start:end])}",
-                                 "expected a UTF-8 string", CONVERT) from None
+            raise malformed(header.file, f"{shown(key)}[{len(texts)}] is {shown(data[start:end])}",
+                            "expected a UTF-8 string") from None
     return texts
 
 
@@ -153,6 +153,10 @@ def incomplete(file: CheckpointFile, reason: str) -> ModelLoadError:
     return ModelLoadError(f"{file} is not a complete GGUF file ({reason})",
                           "expected header and data as the format describes",
                           "copy or download the file again")
+
+
+def malformed(file: CheckpointFile, fact: str, expectation: str) -> ModelLoadError:
+    return ModelLoadError(f"{file}: {fact}", expectation, CONVERT)
 
 
 def open_again(header: GgufHeader) -> BinaryIO:
@@ -194,15 +198,15 @@ class _Reader:
         for _ in range(num_entries):
             key = self._short_text("a key", MAX_KEY_BYTES)
             if key in metadata:
-                raise ModelLoadError(f"{self.where}: the key {shown(key)} occurs twice",
-                                     "expected unique keys", CONVERT)
+                raise malformed(self.where, f"the key {shown(key)} occurs twice",
+                                "expected unique keys")
             metadata[key] = self._value(f"{shown(key)}", self._unsigned(_SHORT_LENGTH, "a value's type"))
         descriptions = {}
         for _ in range(num_tensors):
             name = self._short_text("a tensor's name", MAX_NAME_BYTES)
             if name in descriptions:
-                raise ModelLoadError(f"{self.where}: the tensor {shown(name)} occurs twice",
-                                     "expected unique tensor names", CONVERT)
+                raise malformed(self.where, f"the tensor {shown(name)} occurs twice",
+                                "expected unique tensor names")
             descriptions[name] = self._description(name)
         alignment = self._alignment(metadata)
         start = -(-self._offset // alignment) * alignment
@@ -244,12 +248,12 @@ class _Reader:
         if kind == _ARRAY:
             return self._array(key)
         if kind not in _VALUE_TYPES:
-            raise ModelLoadError(f"{self.where}: {key} has value type {kind}",
-                                 "expected a value type of GGUF version 3: 0 to 12", CONVERT)
+            raise malformed(self.where, f"{key} has value type {kind}",
+                            "expected a value type of GGUF version 3: 0 to 12")
         layout = np.dtype(_VALUE_TYPES[kind][1])
         data = self._take(layout.itemsize, key)
         if kind == _BOOL and data[0] > 1:
-            raise ModelLoadError(f"{self.where}: {key} is a flag with the value {data[0]}", "expected 0 or 1", CONVERT)
+            raise malformed(self.where, f"{key} is a flag with the value {data[0]}", "expected 0 or 1")
         value = np.frombuffer(data, layout)[0].item()
         return bool(value) if kind == _BOOL else value
 
@@ -262,16 +266,16 @@ class _Reader:
             self._skip_texts(count, key)
             return GgufArray("text", count, begin, self._offset)
         if kind == _ARRAY:
-            raise ModelLoadError(f"{self.where}: {key} is an array of arrays",
-                                 "expected an array of strings, numbers or flags", CONVERT)
+            raise malformed(self.where, f"{key} is an array of arrays",
+                            "expected an array of strings, numbers or flags")
         if kind not in _VALUE_TYPES:
-            raise ModelLoadError(f"{self.where}: {key} is an array of value type {kind}",
-                                 "expected a value type of GGUF version 3: 0 to 12", CONVERT)
+            raise malformed(self.where, f"{key} is an array of value type {kind}",
+                            "expected a value type of GGUF version 3: 0 to 12")
         name, layout = _VALUE_TYPES[kind]
         begin = self._offset
         self._skip(count * np.dtype(layout).itemsize, key)
         if kind == _BOOL and any(self._data[begin : self._offset].translate(None, b"\0\1")):
-            raise ModelLoadError(f"{self.where}: {key} has a flag that is neither 0 nor 1", "expected 0 or 1", CONVERT)
+            raise malformed(self.where, f"{key} has a flag that is neither 0 nor 1", "expected 0 or 1")
         return GgufArray(name, count, begin, self._offset)
 
     def _skip_texts(self, count: int, key: str) -> None:
@@ -289,7 +293,8 @@ class _Reader:
         """Read the description of a tensor. Returns (type, shape, bytes per row, total bytes, offset in the data)."""
         rank = self._unsigned(_SHORT_LENGTH, name)
         if not 1 <= rank <= MAX_RANK:
-            raise ModelLoadError(f"{self.where}: {shown(name)} has {rank:,} dimensions", f"expected 1 to {MAX_RANK}")
+            raise ModelLoadError(f"{self.where}: {shown(name)} has {counted(rank, 'dimension')}",
+                                 f"expected 1 to {MAX_RANK}")
         shape = tuple(self._unsigned(_LENGTH, name) for _ in range(rank))[::-1]
         if not all(1 <= size <= MAX_COUNT for size in shape) or math.prod(shape) > MAX_COUNT:
             raise ModelLoadError(f"{self.where}: {shown(name)} has shape {list(shape)}",
@@ -302,23 +307,24 @@ class _Reader:
                                  "convert or quantise the model again")
         kind_name, block, block_bytes = TENSOR_TYPES[kind]
         if shape[-1] % block:
-            raise ModelLoadError(f"{self.where}: {shown(name)} has rows of {shape[-1]:,} elements in {kind_name}",
-                                 f"expected a multiple of {block}, the block size of that type", CONVERT)
+            raise malformed(self.where, f"{shown(name)} has rows of {counted(shape[-1], 'element')} "
+                            f"in {kind_name}",
+                            f"expected a multiple of {block}, the block size of that type")
         row_bytes = shape[-1] // block * block_bytes
         return kind_name, shape, row_bytes, row_bytes * math.prod(shape[:-1]), self._unsigned(_LENGTH, name)
 
     def _alignment(self, metadata: dict[str, Any]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise ModelLoadError(f"{self.where}: general.alignment is {shown(alignment)}",
-                                 f"expected a power of two up to {MAX_ALIGNMENT:,}", CONVERT)
+            raise malformed(self.where, f"general.alignment is {shown(alignment)}",
+                            f"expected a power of two up to {MAX_ALIGNMENT:,}")
         return alignment
 
     def _tensor(self, name: str, start: int, alignment: int, kind: str, shape: tuple[int, ...], row_bytes: int,
                 num_bytes: int, offset: int) -> GgufTensor:
         if offset % alignment:
-            raise ModelLoadError(f"{self.where}: {shown(name)} has offset {offset:,}",
-                                 f"expected a multiple of the alignment, {alignment}", CONVERT)
+            raise malformed(self.where, f"{shown(name)} has offset {offset:,}",
+                            f"expected a multiple of the alignment, {alignment}")
         if start + offset + num_bytes > self.file_bytes:
             raise incomplete(self.where, f"{shown(name)} ends at byte {start + offset + num_bytes:,}; the file has "
                                          f"{self.file_bytes:,} bytes")
@@ -337,23 +343,22 @@ class _Reader:
     def _short_text(self, what: str, max_bytes: int) -> str:
         length = self._length(what)
         if not 1 <= length <= max_bytes:
-            raise ModelLoadError(f"{self.where}: {what} has {length:,} bytes", f"expected 1 to {max_bytes:,}")
+            raise ModelLoadError(f"{self.where}: {what} has {counted(length, 'byte')}", f"expected 1 to {max_bytes:,}")
         return self._text(self._take(length, what), what)
 
     def _text(self, data: bytearray, what: str) -> str:
         try:
             return data.decode()
         except UnicodeDecodeError:
-            raise ModelLoadError(f"{self.where}: {what} is {shown(bytes(data))}", "expected UTF-8",
-                                 CONVERT) from None
+            raise malformed(self.where, f"{what} is {shown(bytes(data))}", "expected UTF-8") from None
 
     def _length(self, what: str) -> int:
         """Read a length or count. Raises ModelLoadError if it exceeds the number of bytes left in the file: each entry
         takes at least one byte."""
         length = self._unsigned(_LENGTH, what)
         if length > self.file_bytes - self._offset:
-            raise incomplete(self.where, f"{what} has a length of {length:,}; {self.file_bytes - self._offset:,} bytes "
-                                         "are left")
+            raise incomplete(self.where, f"{what} has a length of {length:,}, and the rest of the file "
+                                         f"{counted(self.file_bytes - self._offset, 'byte')}")
         return length
 
     def _unsigned(self, layout: struct.Struct, what: str) -> int:

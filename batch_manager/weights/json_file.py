@@ -2,6 +2,7 @@
 
 import json
 import reprlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ _short.maxlevel, _short.maxstring, _short.maxlong, _short.maxlist, _short.maxdic
 def shown(value: object) -> str:
     """Format a value for a message. The text is short, even if the value is large or deeply nested."""
     return _short.repr(value)
+
+
+def shown_entry(values: Mapping[str, Any], name: str) -> str:
+    """Format an entry of a file's metadata for a message: "missing", "null", or its value."""
+    if name not in values:
+        return "missing"
+    return "null" if values[name] is None else shown(values[name])
 
 
 def read_json_file(path: Path, where: str) -> dict[str, Any]:
@@ -91,16 +99,16 @@ class Fields:
 
         expected   the words after "expected" in the message
         """
-        return ModelLoadError(f"{self.where}: {_name(name)} is {shown(self.values.get(name))}",
+        return ModelLoadError(f"{self.where}: {_name(name)} is {shown_entry(self.values, name)}",
                               f"expected {expected}", fix)
 
     def missing(self, name: str, expected: str,
-                fix: str = f"{AGAIN}, or add the field") -> ModelLoadError:
+                fix: str = f"{AGAIN}, or set the field") -> ModelLoadError:
         """Return the error to raise for a field that is absent or null.
 
         expected   the words after "expected" in the message
         """
-        return ModelLoadError(f"{self.where}: {_name(name)} is missing", f"expected {expected}", fix)
+        return self.fault(name, expected, fix)
 
     def count(self, name: str, default: Any = _REQUIRED, minimum: int = 1, maximum: int = MAX_COUNT) -> Any:
         """Return the value of a field that must be an integer in `minimum`..`maximum`."""

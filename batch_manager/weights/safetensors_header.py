@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ModelLoadError
+from ..errors import ModelLoadError, counted
 from .folder import CheckpointFile
 from .json_file import MAX_JSON_BYTES, READABLE, Fields, parse_json, shown
 
@@ -43,10 +43,12 @@ def read_header(checkpoint_file: CheckpointFile) -> dict[str, StoredTensor]:
         with checkpoint_file.real_path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             if file_bytes < LENGTH_BYTES:
-                raise incomplete(where, f"it has {file_bytes} bytes; the length field alone takes {LENGTH_BYTES}")
+                raise incomplete(where, f"it has {counted(file_bytes, 'byte')}; "
+                                        f"the length field alone takes {LENGTH_BYTES}")
             (length,) = struct.unpack("<Q", file.read(LENGTH_BYTES))
             if length > file_bytes - LENGTH_BYTES:
-                raise incomplete(where, f"it has {file_bytes:,} bytes; its length field gives a header of {length:,}")
+                raise incomplete(where, f"it has {counted(file_bytes, 'byte')}; "
+                                        f"its length field gives a header of {length:,}")
             header = file.read(min(length, MAX_JSON_BYTES + 1))
     except OSError as fault:
         raise ModelLoadError(f"{where} cannot be read ({fault.strerror})", *READABLE) from None
@@ -66,7 +68,7 @@ def _stored(path: Path, name: str, fields: Fields) -> StoredTensor:
     dtype, shape = fields.text("dtype"), fields.counts("shape", range(MAX_RANK + 1))
     begin, end = fields.counts("data_offsets", range(2, 3))
     if dtype in ELEMENT_BYTES and (size := math.prod(shape) * ELEMENT_BYTES[dtype]) != end - begin:
-        raise incomplete(path, f"{shown(name)} has shape {shape}, which takes {size:,} bytes in {dtype}, but "
+        raise incomplete(path, f"{shown(name)} has shape {shape}, which takes {counted(size, 'byte')} in {dtype}, but "
                                f"data_offsets {begin:,} and {end:,}")
     return StoredTensor(dtype, tuple(shape), begin, end)
 
@@ -80,4 +82,4 @@ def _check_ranges(path: Path, tensors: dict[str, StoredTensor], data_bytes: int)
                                    f"before it ends at {end:,}")
         end = stored.end
     if end != data_bytes:
-        raise incomplete(path, f"the last data_offsets end at {end:,}, but the data has {data_bytes:,} bytes")
+        raise incomplete(path, f"the last data_offsets end at {end:,}, but the data has {counted(data_bytes, 'byte')}")

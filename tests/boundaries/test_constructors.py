@@ -5,18 +5,29 @@ import threading
 from dataclasses import fields
 from math import inf, nan, nextafter
 
+import numpy as np
 import pytest
 
-from batch_manager import GptManager, KvCacheConfig, Parts, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
-from batch_manager.config import LONGEST_WAIT_S, MAX_POSITION, MAX_THREADS, ContextChunkingPolicy
+from batch_manager import (
+    BackendInfo,
+    GptManager,
+    KvCacheConfig,
+    Parts,
+    SchedulerPolicy,
+    TrtGptModelOptionalParams,
+    TrtGptModelType,
+)
+from batch_manager.arguments import MAX_BEAM_WIDTH
+from batch_manager.config import MAX_POSITION, MAX_THREADS, ContextChunkingPolicy
 from batch_manager.errors import ConfigError
+from batch_manager.option_values import LONGEST_WAIT_S, MAX_COUNT
 from batch_manager.testing.scripted_backend import ScriptedBackend
 
-NO_COUNT = ("1", 1.0, True, [1], nan)
+NO_COUNT = ("1", 1.0, True, [1], nan, MAX_COUNT + 1, 2**70)
 NO_FLAG = (0, 1, "True", [], 1.0)
-COUNT = ((1, 2, 2**40), (0, -1, None, *NO_COUNT))
-COUNT_FROM_0 = ((0, 1, 2**40), (-1, None, *NO_COUNT))
-COUNT_OR_NONE = ((None, 1, 2**40), (0, -1, *NO_COUNT))
+COUNT = ((1, 2, 2**40, MAX_COUNT), (0, -1, None, *NO_COUNT))
+COUNT_FROM_0 = ((0, 1, 2**40, MAX_COUNT), (-1, None, *NO_COUNT))
+COUNT_OR_NONE = ((None, 1, 2**40, MAX_COUNT), (0, -1, *NO_COUNT))
 FLAG = ((True, False), (None, *NO_FLAG))
 OPEN_FLAG = ((None, True, False), NO_FLAG)
 
@@ -24,7 +35,7 @@ OPEN_FLAG = ((None, True, False), NO_FLAG)
 KV_OPTIONS = {
     "max_tokens": COUNT_OR_NONE,
     "max_attention_window": COUNT_OR_NONE,
-    "sink_token_length": ((0, 1, MAX_POSITION), (-1, None, MAX_POSITION + 1, 2**70, *NO_COUNT)),
+    "sink_token_length": ((0, 1, MAX_POSITION), (-1, None, MAX_POSITION + 1, *NO_COUNT)),
     "free_gpu_memory_fraction": ((5e-324, 0.9, nextafter(1, 0), 1, 1.0),
                                  (0, -0.1, nextafter(1, 2), 2, nan, inf, "0.9", True, None, [0.9])),
     "enable_block_reuse": FLAG,
@@ -43,14 +54,14 @@ OPTIONS = {
     "normalize_log_probs": FLAG,
     "max_batch_size": COUNT,
     "max_num_tokens": COUNT,
-    "max_seq_len": ((None, 2, 3), (1, 0, -1, *NO_COUNT)),
-    "max_num_sequences": ((None, -1, 1, 2), (0, -2, -1.0, *NO_COUNT)),
+    "max_seq_len": ((None, 2, 3, MAX_COUNT), (1, 0, -1, *NO_COUNT)),
+    "max_num_sequences": ((None, -1, 1, 2, MAX_COUNT), (0, -2, -1.0, *NO_COUNT)),
     "device": ((None, "cpu"), (0, b"cpu", ["cpu"], True)),
     "dtype": (("auto", "float32", "float16", "bfloat16"), ("float64", "", "Auto", None, 5, ["auto"])),
     "load_format": (("auto", "dummy"), ("", "pickle", None, 5)),
     "gather_context_logits": FLAG,
     "gather_generation_logits": FLAG,
-    "num_threads": ((None, 1, MAX_THREADS), (0, -1, MAX_THREADS + 1, 2**70, *NO_COUNT)),
+    "num_threads": ((None, 1, MAX_THREADS), (0, -1, MAX_THREADS + 1, *NO_COUNT)),
     "cuda_graphs": OPEN_FLAG,
     "deterministic": FLAG,
     "flush_stats_when_idle": FLAG,
@@ -147,14 +158,14 @@ ARGUMENTS = [(name, value) for name, values in {
     "model_path": (5, b"nowhere", "", "/nowhere", "nul\0", [], 1.0),
     "trt_engine_path": ("/nowhere", 5),
     "model_type": (0, 1, 2, 3, "V1", None, True, SchedulerPolicy(0)),
-    "max_beam_width": (0, -1, None, "1", 1.0, True, [1]),
+    "max_beam_width": (0, -1, MAX_BEAM_WIDTH + 1, 2**70, None, "1", 1.0, True, [1]),
     "scheduler_policy": (0, 1, None, "MAX_UTILIZATION", TrtGptModelType(0)),
     "get_inference_requests_cb": (None, 5, []),
     "send_response_cb": (None, 5, []),
     "poll_stop_signal_cb": (5, set()),
     "return_batch_manager_stats_cb": (5, "stats.json"),
     "optional_params": (5, {}, TrtGptModelOptionalParams),
-    "terminate_req_id": (-1, 2**64, True, 1.0, "1"),
+    "terminate_req_id": (-1, 2**64, np.int64(-1), np.True_, True, 1.0, "1"),
     "max_draft_tokens": (1, -1, 0.0, False, "0"),
     "exclude_input_in_output": (None, 0, 1, "no"),
     "parts": (5, {}, Parts, ScriptedBackend()),
@@ -220,7 +231,8 @@ def test_a_missing_argument(missing, started):
 
 
 @pytest.mark.parametrize("name, value", [
-    ("max_beam_width", 2), ("terminate_req_id", 0), ("terminate_req_id", 2**64 - 1), ("max_draft_tokens", None),
+    ("max_beam_width", 2), ("max_beam_width", MAX_BEAM_WIDTH), ("terminate_req_id", 0),
+    ("terminate_req_id", 2**64 - 1), ("max_draft_tokens", None),
     ("max_draft_tokens", 0), ("exclude_input_in_output", True),
     *(("optional_params", TrtGptModelOptionalParams(**{option: value})) for option, value in (
         ("idle_poll_interval_s", 5e-324), ("idle_poll_interval_s", LONGEST_WAIT_S), ("hang_warning_s", 0),
@@ -229,3 +241,40 @@ def test_an_engine_lives_at_the_limits_of_its_arguments(name, value):
     with GptManager(**{**GOOD, "parts": Parts(backend=ScriptedBackend()), name: value}) as manager:
         assert not manager.wait_until_terminate(timeout=0.05)
         assert manager.health()["state"] == "RUNNING" and not manager.health()["is_hanging"]
+
+
+@pytest.mark.parametrize("options, name, value", [
+    (KvCacheConfig, "max_tokens", np.int64(64)), (KvCacheConfig, "tokens_per_block", np.uint8(16)),
+    (KvCacheConfig, "free_gpu_memory_fraction", np.float32(0.5)), (KvCacheConfig, "host_cache_size", np.int16(0)),
+    (TrtGptModelOptionalParams, "max_batch_size", np.int64(4)), (TrtGptModelOptionalParams, "max_seq_len", np.int32(4)),
+    (TrtGptModelOptionalParams, "max_num_sequences", np.int64(-1)),
+    (TrtGptModelOptionalParams, "max_num_sequences", np.array(4)),
+    (TrtGptModelOptionalParams, "num_threads", np.uint64(1)),
+    (TrtGptModelOptionalParams, "idle_poll_interval_s", np.float16(0.5)),
+    (TrtGptModelOptionalParams, "hang_warning_s", np.float64(2)),
+    (TrtGptModelOptionalParams, "hang_warning_s", np.int8(2))], ids=repr)
+def test_a_number_of_numpy_becomes_a_plain_number(options, name, value):
+    plain = getattr(options(**{name: value}), name)
+    assert type(plain) in (int, float) and plain == value
+
+
+@pytest.mark.parametrize("options, name, value", [
+    (KvCacheConfig, "max_tokens", np.int64(0)), (KvCacheConfig, "tokens_per_block", np.int64(9)),
+    (KvCacheConfig, "free_gpu_memory_fraction", np.float32(2)), (KvCacheConfig, "max_tokens", 10**5000),
+    (TrtGptModelOptionalParams, "max_batch_size", np.float64(4)), (TrtGptModelOptionalParams, "max_seq_len", np.True_),
+    (TrtGptModelOptionalParams, "max_num_sequences", np.array([4, 4])),
+    (TrtGptModelOptionalParams, "hang_warning_s", np.float32(nan))], ids=lambda value: f"{type(value).__name__}")
+def test_a_number_of_numpy_is_checked(options, name, value):
+    with pytest.raises(ConfigError, match=f"{name} is .*; "):
+        options(**{name: value})
+
+
+def test_an_engine_takes_the_integers_of_numpy():
+    info = {"vocab_size": np.int64(10), "max_seq_len": 8, "num_blocks": 4, "tokens_per_block": np.int32(4),
+            "num_slots": 2, "dispatch": "none", "attention_window": np.int64(4), "end_ids": (np.int64(3),)}
+    info = BackendInfo(**info)
+    numbers = (info.vocab_size, info.tokens_per_block, info.attention_window, *info.end_ids)
+    assert [type(number) for number in numbers] == [int] * 4
+    with GptManager(**{**GOOD, "parts": Parts(backend=ScriptedBackend()), "max_beam_width": np.int64(2),
+                       "terminate_req_id": np.uint64(2**64 - 1), "max_draft_tokens": np.int64(0)}) as manager:
+        assert type(manager.info.max_beam_width) is int

@@ -7,7 +7,7 @@ import pytest
 
 from batch_manager import InferenceRequest, SchedulerPolicy, TrtGptModelType
 from batch_manager.config import TrtGptModelOptionalParams, resolve_limits
-from batch_manager.errors import ConfigError
+from batch_manager.errors import ConfigError, counted
 
 AT = pytest.mark.parametrize("beside", [-1, 0, 1])
 POLICIES = pytest.mark.parametrize("policy", list(SchedulerPolicy))
@@ -117,7 +117,8 @@ def test_max_queued_requests_wait_and_one_more_is_refused(make_world, new_reques
     assert refused == ([count] if beside > 0 else [])
     for i in refused:
         assert world.client.final(i).code == "QUEUE_FULL"
-        assert f"{bound} requests are queued already; max_queued_requests is {bound}" in world.client.final(i).error
+        queue = f"the queue has {counted(bound, 'request')} already; max_queued_requests is {bound}"
+        assert queue in world.client.final(i).error
     world.run()
     assert all(world.client.final(i).error == "" for i in range(1, 1 + count) if i not in refused)
 
@@ -131,7 +132,7 @@ def test_max_queued_tokens_wait_and_one_more_is_refused(make_world, new_request,
     finals = world.client.finals(3)
     assert [final.code for final in finals] == (["QUEUE_FULL"] if beside > 0 else [])
     for final in finals:
-        assert "with its 5 prompt tokens 11 would be queued; max_queued_tokens is 10" in final.error
+        assert "with its 5 prompt tokens, 11 would be queued; max_queued_tokens is 10" in final.error
 
 
 @AT

@@ -38,6 +38,16 @@ def test_c2_an_item_without_a_usable_id_is_counted_and_the_loop_goes_on(make_wor
     assert list(world.client.responses) == [3]
 
 
+def test_c2_health_counts_items_without_a_usable_id(make_manager, new_client, new_request):
+    client = new_client()
+    manager = make_manager(client)
+    assert manager.health()["unaddressable_items"] == 0
+    client.pending = [None, new_request(3, [5], 1), 17]
+    client.wait_for_finals(3)
+    assert manager.shutdown()
+    assert manager.health()["unaddressable_items"] == 2
+
+
 def test_c3_a_duplicate_of_a_living_id_is_refused_and_the_living_request_is_untouched(make_world, new_request):
     world = make_world()
     world.client.pending = [new_request(7, [1, 2, 3], 4)]

@@ -121,9 +121,9 @@ def after_the_contexts(**odd):
 
 
 BROKEN = {
-    "sizes left over": (after_the_contexts(chunk_sizes=[4]), "1 chunk sizes for 0 context requests"),
+    "sizes left over": (after_the_contexts(chunk_sizes=[4]), "1 chunk size for 0 context requests"),
     "a size": (after_the_contexts(chunk_sizes=5), "reading its plan raised"),
-    "a text of sizes": (after_the_contexts(chunk_sizes="ab"), "chunk sizes for 0 context requests"),
+    "a text of sizes": (after_the_contexts(chunk_sizes="ab"), "for 0 context requests"),
     "sizes without end": (lambda c, g: SchedulerOutput(c, g, [], repeat(1)), "chunk sizes for"),
     "a request for ever": (lambda c, g: SchedulerOutput(repeat(c[0]), g), "is in the plan twice"),
     "integers without end": (lambda c, g: SchedulerOutput(c, g, count()), "int is not active"),

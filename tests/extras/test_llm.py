@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from batch_manager import (
@@ -332,6 +333,38 @@ def test_options_become_tensors():
     for bias in ({4096: 1}, {"5": 1}, {5: 101}, {5: float("nan")}):
         with pytest.raises(InvalidRequestError, match="logit_bias"):
             Sampling(logit_bias=bias).tensors([1], info)
+
+
+def test_options_and_prompts_take_the_integers_of_numpy():
+    with scripted() as llm:
+        info = llm.info
+        plain, numpy = (llm.generate([prompt], max_tokens=length, temperature=0, stop_token_ids=ends)[0]
+                        for prompt, length, ends in (([5, 6], 3, [7]),
+                                                     ([np.int64(5), np.int32(6)], np.int64(3), np.array([7]))))
+    assert plain.error is None and plain.tokens == numpy.tokens
+    tensors = Sampling(stop_token_ids=[np.int64(7)], logit_bias={np.int64(5): np.float32(2.5)}).tensors([1], info)
+    assert type(tensors["end_id"][0]) is int and tensors["embedding_bias"][5] == 2.5
+
+
+@pytest.mark.parametrize("options, says", [
+    ({"max_tokens": 0}, "max_tokens is 0; it must be"), ({"max_tokens": "5"}, "max_tokens is of type str"),
+    ({"top_p": 2.0}, "top_p is 2.0"), ({"top_k": -5}, "top_k is -5"), ({"min_p": 2}, "min_p is 2"),
+    ({"seed": 2**70}, "seed is"), ({"min_tokens": -1}, "min_tokens is -1"),
+    ({"log_probs": 5}, "log_probs is 5"), ({"top_log_probs": 99}, "top_log_probs is 99"),
+    ({"stop_token_ids": [10**9]}, "stop_token_ids is 1000000000"),
+    ({"stop_token_ids": ["</s>"]}, "stop_token_ids has a value of type str"),
+    ({"stop_token_ids": range(9)}, "stop_token_ids and the checkpoint's end ids are 9")])
+def test_errors_name_the_options_and_not_the_tensors(options, says):
+    with scripted() as llm:
+        error = llm.generate([[5]], **options)[0].error.message
+        assert says in error and not any(name in error for name in ("runtime_", "end_id", "output_len", "random_"))
+        assert "the prompt holds an id outside 0..4095" in llm.generate([[10**6]])[0].error.message
+
+
+@pytest.mark.parametrize("prompts", [None, 5, {"role": "user", "content": "Hello"}, b"Hello"])
+def test_prompts_of_another_type_are_named(prompts):
+    with scripted() as llm, pytest.raises(TypeError, match=f"prompts is of type {type(prompts).__name__}; expected a"):
+        llm.generate(prompts)
 
 
 def test_a_completion_says_what_of_its_prompt_was_cached():

@@ -331,7 +331,7 @@ def test_several_end_ids_end_a_text_and_are_left_out():
         assert len(one["choices"][0]["logprobs"]["tokens"]) == 2
         chunks = await events(service, **body)
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == one["choices"][0]["text"]
-        with pytest.raises(OpenAIError, match="end_id"):
+        with pytest.raises(OpenAIError, match="stop_token_ids and the checkpoint's end ids are 20"):
             await whole(service, prompt=[5], stop_token_ids=list(range(20)))
 
     run(test, script=lambda history: tokens[(len(history) - 1) % len(tokens)])

@@ -117,7 +117,7 @@ def a_node_is_larger_than_a_block(kv):
 
 
 DAMAGES = {
-    dropped_too_early: "dropped 1 blocks, some of them inside its attention window",
+    dropped_too_early: "dropped 1 block, some of them inside its attention window",
     an_entry_is_gone: "but its table has",
     two_write_to_one_block: "is being written and has 2 owners",
     what_is_written_to_can_be_found: "is being written and is published",

@@ -69,7 +69,7 @@ def test_drafts_are_claimed_together_and_may_fill_several_blocks(make_request, s
 @pytest.mark.parametrize(("num_drafts", "complaint"), [
     ([4], "4 drafts after 3 tokens; expected 0 to 3 drafts"), ([-1], "-1 drafts after 3 tokens"),
     ([3], "3 drafts after 3 tokens; expected 0 to 3 drafts within the 3 blocks of its final length"),
-    ([1, 1], "for 1 requests")])
+    ([1, 1], "for 1 request")])
 def test_drafts_that_nobody_reckons_with_are_not_claimed(make_request, start, num_drafts, complaint):
     kv = KvCacheManager(20, 2, 100, max_draft_len=3)
     request = start(kv, make_request(0, 3, 3))
@@ -158,7 +158,7 @@ def test_more_tokens_than_there_is_room_for_are_not_claimed_at_once(make_request
     requests = [start(kv, make_request(number, 4, max_new_tokens=20)) for number in range(2)]
     with pytest.raises(OutOfBlocksError):
         kv.claim_tokens(requests, 8)
-    with pytest.raises(InternalError, match="25 tokens are claimed at once"):
+    with pytest.raises(InternalError, match="a step claims 25 tokens at once"):
         kv.claim_tokens(requests[:1], 25)
     assert [kv.kv_length(request) for request in requests] == [4, 4] and kv.free_blocks == 2
     audit(kv)

@@ -1,11 +1,16 @@
 import json
+import shutil
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from batch_manager.errors import ModelLoadError
 from batch_manager.models.end_ids import read_end_ids
+from batch_manager.models.loading import load_model
 from batch_manager.weights.checkpoint import open_checkpoint
 
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
 VOCAB = 100
 
 
@@ -31,6 +36,18 @@ def test_what_are_no_ids_is_refused_with_file_and_field(tmp_path, name, value):
     given = {"eos_token_id": value}
     with pytest.raises(ModelLoadError, match=rf"{name}: eos_token_id is .*an integer, or a list of at most 1,000"):
         read(tmp_path, *(({}, given) if name.startswith("gen") else (given, None)))
+
+
+@pytest.mark.parametrize("ids, warnings", [
+    ([5, 2], 0), ([5, 4096, -1], 1), (4096, 1), (4095, 0), (list(range(4000, 5000)), 1)])
+def test_ids_outside_the_vocabulary_are_left_out_with_one_warning(tmp_path, caplog, ids, warnings):
+    shutil.copy(MODEL / "config.json", tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    loaded = load_model(tmp_path, device="cpu", load_format="dummy")
+    assert loaded.end_ids == tuple(token for token in np.atleast_1d(ids) if 0 <= token < 4096)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warnings
+    assert all("eos_token_id has [4096" in record.message and "0..4,095" in record.message
+               and len(record.message) < 300 + len(str(tmp_path)) for record in caplog.records)
 
 
 def test_a_file_that_is_broken_is_named(tmp_path):

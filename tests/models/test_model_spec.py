@@ -379,7 +379,7 @@ def test_a_composite_model_is_refused_with_the_kind_of_its_text_part(spec_of):
 
 
 def test_layers_that_slide_without_a_window_are_refused(spec_of):
-    with pytest.raises(ModelLoadError, match="sliding_window is None.*layer_types"):
+    with pytest.raises(ModelLoadError, match="sliding_window is null.*layer_types"):
         spec_of("Qwen2ForCausalLM", use_sliding_window=True, sliding_window=None,
                 layer_types=["sliding_attention"] * 4)
 
@@ -487,8 +487,8 @@ def test_another_name_of_a_number_must_not_say_anything_else(registered_spec_of)
 @pytest.mark.parametrize("name, attribute, value", [
     ("rms_norm_eps", "default_norm_epsilon", 1e-5), ("rope_theta", "default_theta", 5e5)])
 def test_a_field_without_a_default_of_the_family_must_be_there(name, attribute, value, registered_spec_of):
-    for fields in ({}, {name: None}):
-        with pytest.raises(ModelLoadError, match=f"{name} is missing; .*no default.*; .*family's default"):
+    for fields, found in (({}, "missing"), ({name: None}, "null")):
+        with pytest.raises(ModelLoadError, match=f"{name} is {found}; .*no default.*; .*family's default"):
             registered_spec_of(without=(name,), **fields)
     spec = registered_spec_of(without=(name,), members={"options": {attribute: value}})
     assert (spec.norm_epsilon if name == "rms_norm_eps" else spec.rotary.theta) == value

@@ -204,7 +204,7 @@ def test_a_spec_that_is_none_or_does_not_fit_is_refused(registered, tmp_path):
 
     try:
         assert "StableLm.read_spec returned None" in refusal(lambda *given: None)
-        assert "2 layers and 1 entries in attention" in refusal(
+        assert "2 layers and 1 entry in attention" in refusal(
             lambda *given: dataclasses.replace(read(*given), attention=read(*given).attention[:1]))
     finally:
         register_model("StableLmForCausalLM", class_of("stablelm", "StableLm"))

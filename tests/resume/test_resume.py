@@ -62,18 +62,30 @@ def test_top_p_begins_where_it_had_got_to():
     ({"return_context_logits": True}, [1], "return_context_logits is True"),
     ({"draft_input_ids": [1]}, [1], "draft_input_ids is set"),
     ({"runtime_top_p": 0.9, "runtime_top_p_decay": 0.9, "runtime_top_p_reset_ids": 4}, [1], "top_p_reset_ids is 4"),
-    ({}, [1] * 5, "request_output_len is 5 and 5 tokens are generated already"),
-    ({"stop_words_list": [[7], [8, 9]]}, [3, 8, 9], "the 3 tokens end with a stop word"),
-    ({"stop_words_list": np.array([[2, 8, 9, 5], [2, 4, -1, -1]])}, [8], "the 1 tokens end with a stop word"),
+    ({}, [1] * 5, "request_output_len is 5 and the responses have 5 tokens already"),
+    ({"stop_words_list": [[7], [8, 9]]}, [3, 8, 9], "tokens has 3 tokens and ends with a stop word"),
+    ({"stop_words_list": np.array([[2, 8, 9, 5], [2, 4, -1, -1]])}, [8],
+     "tokens has 1 token and ends with a stop word"),
     ({"request_output_len": None}, [1], "request_output_len is missing"),
     ({}, [0.5], "tokens holds float64"),
     ({}, "no", "tokens holds"),
     ({}, [[1], [2, 3]], "tokens"),
+    ({}, 3, "tokens is one number; expected a flat list"),
+    ({}, [[1], [2]], r"tokens has shape \[2, 1\]; expected a flat list"),
+    ({}, [[1, 2], [3, 4]], r"tokens has shape \[2, 2\]"),
+    ({"input_ids": [[1], [2]]}, [1], r"input_ids has shape \[2, 1\]"),
 ])
 def test_what_cannot_be_resumed_is_refused_by_name(more, tokens, message):
     request = InferenceRequest(1, {"input_ids": [1, 2], "request_output_len": 5, **more})
     with pytest.raises(InvalidRequestError, match=message):
         resume(request, tokens)
+
+
+@pytest.mark.parametrize("tokens", [(3, 4), np.array([3, 4]), [[3, 4]], np.array([[[3, 4]]])], ids=str)
+def test_a_row_of_tokens_may_have_leading_dimensions_of_1(tokens):
+    assert resume(InferenceRequest(1, {"input_ids": [[1, 2]], "request_output_len": 5}), tokens).input_ids == [
+        1, 2, 3, 4]
+    assert resume(InferenceRequest(1, {"input_ids": [1], "request_output_len": 5}), []).input_ids == [1]
 
 
 @pytest.mark.parametrize("tokens", [[9, 8], [8, 9, 1], [2]])

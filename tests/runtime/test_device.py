@@ -34,7 +34,9 @@ def resident_bytes():
 
 
 def test_a_device_is_found_by_name():
-    assert resolve_device("cpu") == CPU
+    assert resolve_device("cpu") == CPU and resolve_device("cpu:0") == CPU
+    with pytest.raises(ConfigError, match="device is 'cpu:3'; expected \"cpu\" or \"cpu:0\""):
+        resolve_device("cpu:3")
     if not torch.cuda.is_available():
         assert resolve_device(None) == CPU
         with pytest.raises(ConfigError, match="torch finds 0 GPUs"):

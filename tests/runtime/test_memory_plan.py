@@ -47,7 +47,7 @@ def test_max_tokens_beyond_the_share_is_refused_with_wanted_free_and_the_knob():
 
 def test_memory_for_less_than_one_block_is_refused():
     for facts in ({"free_bytes": MIB}, {"free_bytes": 0}, {"block_bytes": 9 * GIB + GIB // 2}):
-        with pytest.raises(InsufficientMemoryError, match="needs 1 blocks"):
+        with pytest.raises(InsufficientMemoryError, match="needs 1 block of "):
             plan(**facts)
 
 

@@ -282,7 +282,7 @@ def test_a_recording_that_gives_something_else_is_refused(monkeypatch):
     assert isinstance(make_fused_step(*made), FusedStep)
     monkeypatch.setattr(type(loaded.model.layers[0].mlp), "add_to", lambda self, residual, x: residual)
     monkeypatch.setattr(type(loaded.model), "forward", with_more_for_tensors)
-    with pytest.raises(WrongStepError, match="a first step of 1 tokens differs from the model's by"):
+    with pytest.raises(WrongStepError, match="a first step of 1 token differs from the model's by"):
         make_fused_step(*made)
 
 

@@ -111,8 +111,9 @@ def test_more_blocks_than_are_free_after_the_pauses(make_line):
     line = make_line(num_blocks=4)
     first, second, new = line.generating(8), line.generating(8), line.waiting(8)
     line.new = new
-    assert "needs 2 KV cache blocks and 0 are free" in broken(line, SchedulerOutput([], [first, second]))
-    assert "needs 3 KV cache blocks and 2 are free" in broken(line, SchedulerOutput([new], [first], [second]))
+    assert "needs 2 KV cache blocks and its pauses leave 0 free" in broken(line, SchedulerOutput([], [first, second]))
+    assert "needs 3 KV cache blocks and its pauses leave 2 free" in broken(
+        line, SchedulerOutput([new], [first], [second]))
     check_plan(Bad(), SchedulerOutput([], [first], [second]), line.requests, frozenset(), line.kv, LIMITS)
 
 

@@ -16,7 +16,8 @@ import batch_manager
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE, KERNELS = REPOSITORY / "batch_manager", REPOSITORY / "triton_kernels"
 
-GROUND = ["contained_log", "forked_child", "guard", "errors", "names", "sampling_config", "config", "handover", "seams"]
+GROUND = ["contained_log", "forked_child", "guard", "errors", "names", "option_values", "sampling_config", "config",
+          "handover", "seams"]
 HOST = ["requests", "kv", "scheduling", "stats", "responses", "steps", "loop"]
 DEVICE = ["parallel", "weights", "layers", "attention", "models", "decoding", "runtime"]
 
@@ -32,9 +33,10 @@ FLOORS: dict[str, list[str]] = {
     "thread_stack": [],
     "sampling_config": ["errors", "names"],
     "handover": ["errors", "names", "sampling_config"],
-    "seams": ["errors", "names", "handover"],
+    "option_values": ["errors"],
+    "seams": ["errors", "names", "handover", "option_values"],
     "clock": ["contained_log", "errors", "guard", "seams"],
-    "config": ["errors", "names", "handover", "seams"],
+    "config": ["errors", "names", "handover", "seams", "option_values"],
 
     "requests": GROUND,
     "kv": [*GROUND, "requests"],
@@ -79,7 +81,8 @@ OUTSIDE: dict[str, set[str]] = {
     **dict.fromkeys(["_version", "names", "errors", "contained_log", "forked_child", "guard", "one_shot_event", "clock",
                      "thread_stack", "__init__", "interpreter_exit", "loading_thread", "worker", "gpt_manager",
                      "arguments", "engine_info", "aio"], set()),
-    **dict.fromkeys(["sampling_config", "config", "handover", "seams", "custom_parts", *HOST], {"numpy"}),
+    **dict.fromkeys(["option_values", "sampling_config", "config", "handover", "seams", "custom_parts", *HOST],
+                    {"numpy"}),
     "stats": {"numpy", "orjson"},
     "triton_kernels": {"torch", "triton", "numpy"},
     **dict.fromkeys(DEVICE, {"numpy", "torch"}),

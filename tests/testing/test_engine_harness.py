@@ -97,7 +97,8 @@ def test_what_is_open_is_answered_when_it_is_closed():
 
 def test_a_run_without_an_end_is_told():
     server = Server(ask(1, [1], 500))
-    with EngineHarness(server.get, server.send) as engine, pytest.raises(RuntimeError, match="1 requests are active"):
+    with (EngineHarness(server.get, server.send) as engine,
+          pytest.raises(RuntimeError, match="1 active request after 5 iterations")):
         engine.run(most_iterations=5)
 
 
@@ -108,7 +109,7 @@ def test_options_are_checked_as_the_manager_checks_them():
 
 
 @pytest.mark.parametrize(("wrong", "text"), [
-    ({"max_beam_width": 0}, "max_beam_width is 0; expected an integer of at least 1"),
+    ({"max_beam_width": 0}, "max_beam_width is 0; expected an integer in 1..1,024"),
     ({"policy": 3}, "scheduler_policy is 3; expected a member of SchedulerPolicy"),
     ({"model_type": 2}, "model_type is 2; expected a member of TrtGptModelType"),
     ({"poll": 5}, "poll_stop_signal_cb is of type int; expected a callable or None"),

@@ -144,7 +144,7 @@ def test_the_standard_output(capsys):
     (["log-normal", "--output-sigma", "inf"], "--output-sigma is inf; expected 0 to 10"),
     (["trace", "none"], "none: the file cannot be opened: No such file or directory; "),
     (["trace", "sample:azure", "--count", "0"], "--count is 0; expected an integer of at least 1"),
-    (["trace", "sample:azure", "--first", "1000"], "sample:azure: no request is left: the file has 1000 requests"),
+    (["trace", "sample:azure", "--first", "1000"], "sample:azure: no request is left: the file has 1,000 requests"),
     (["trace", "sample:azure", "--format", "mooncake"], "sample:azure:1:1: the line is not JSON"),
     (["dataset", "sample:azure"], "the format is azure; workload dataset reads other formats; use batch-manager"),
     (["sample-trace", "--burstiness", "0"], "--burstiness is 0.0; expected 0.05 to 20"),

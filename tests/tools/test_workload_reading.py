@@ -208,7 +208,7 @@ def test_files_that_are_compressed_with_gzip(name, write):
     ("arrival_s,input_tokens,output_tokens\n1,5.5,3\n", ":2: input_tokens is '5.5'; expected an integer"),
     ("arrival_s,input_tokens,output_tokens\n1,99999999999,3\n", ":2: input_tokens is '99999999999'; expected"),
     ("arrival_s,input_tokens,output_tokens\n", ": no request is left: the file has 0 requests; expected at least one"),
-    ("arrival_s,input_tokens,output_tokens\n1,5,0\n", ": no request is left: the file has 1 requests, 1 request left"),
+    ("arrival_s,input_tokens,output_tokens\n1,5,0\n", ": no request is left: the file has 1 request, 1 request left"),
     ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-13-16 18:15:46,5,5\n", ":2: TIMESTAMP is '2023-13-16 18:15:46'; "),
     ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,5,5\n", ":2: TIMESTAMP is 'yesterday'; expected a time as in"),
     (b"arrival_s,input_tokens,output_tokens\n\xff,5,3\n", ":2: the line is not UTF-8; "),

@@ -268,6 +268,15 @@ def test_fields_know_what_is_null_and_what_is_not_there():
     assert fields.fields("c").count("d") == 1
     with pytest.raises(ModelLoadError, match="x: c: e is missing"):
         fields.fields("c").text("e")
+    with pytest.raises(ModelLoadError, match="x: a is null; expected a string; "):
+        fields.text("a")
+    assert "x: a is null; " in str(fields.fault("a", "5")) and "x: e is missing; " in str(fields.fault("e", "5"))
+
+
+def test_architectures_of_null(checkpoint):
+    checkpoint.config["architectures"] = None
+    with pytest.raises(ModelLoadError, match=r"config\.json: architectures is null; expected a list of strings"):
+        load_model(checkpoint.write(), device="cpu")
 
 
 def test_a_file_that_grew_behind_its_data_is_refused(checkpoint):

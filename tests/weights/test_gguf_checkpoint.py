@@ -69,7 +69,7 @@ def test_a_whole_model(tmp_path):
 WRONG = {
     "an architecture nobody knows": (model("mamba"), UnsupportedModelError,
                                      r"general\.architecture is 'mamba'; expected one of llama, "),
-    "no architecture": (Draft([], []), UnsupportedModelError, r"general\.architecture is None"),
+    "no architecture": (Draft([], []), UnsupportedModelError, r"general\.architecture is missing; expected"),
     "another kind of file": (model(extra=[Entry("general.type", TEXT, "adapter")]), ModelLoadError,
                              r"general\.type is 'adapter'; expected 'model'"),
     "old quantisations": (model(extra=[Entry("general.quantization_version", UINT32, 1)]), ModelLoadError,

@@ -31,8 +31,8 @@ def deterministic_linear(x, weight, bias=None, out=None):
         sizes = _sizes[key] = _find_sizes(x, weight, bias)
     if not sizes:
         raise NoAgreeingSizeError(
-            f"the product of {SIZES[-1]} rows with a weight of {tuple(weight.shape)} in {weight.dtype} on "
-            f"{torch.get_num_threads()} threads depends on the row index")
+            f"the product of {SIZES[-1]} rows with a weight of {tuple(weight.shape)} in {weight.dtype} "
+            f"depends on the row index, and torch.get_num_threads() is {torch.get_num_threads()}")
     result = in_pieces(lambda piece: _product(piece, weight, bias), x, sizes=sizes)
     return result if out is None else out.copy_(result)
 

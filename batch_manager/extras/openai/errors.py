@@ -4,6 +4,7 @@ import orjson
 
 from ...aio.mailbox import RequestFailed
 from ...errors import BatchManagerError
+from ..sampling import in_names_of_options
 
 SECONDS_UNTIL_A_RETRY = {429: 1, 503: 5}
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
@@ -24,9 +25,12 @@ class OpenAIError(Exception):
 
     @classmethod
     def of(cls, error: BatchManagerError) -> "OpenAIError":
-        """Return the OpenAIError that answers a request on which the engine raised or reported `error`."""
+        """Return the OpenAIError that answers a request on which the engine raised or reported `error`.
+
+        The message has the names of options in place of those of tensors.
+        """
         message = error.message if isinstance(error, RequestFailed) else str(error)
-        return cls(error.code.http_status, message, code=error.code.value.lower())
+        return cls(error.code.http_status, in_names_of_options(message), code=error.code.value.lower())
 
     @property
     def headers(self) -> dict[str, str]:

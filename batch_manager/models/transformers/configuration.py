@@ -6,7 +6,7 @@ from typing import Any
 from ...errors import ModelLoadError, UnsupportedModelError
 from ...weights.json_file import Fields, shown
 from ..model_spec import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH
-from .installed import SAVED_BY_ANOTHER_VERSION, first_words, transformers
+from .installed import ANOTHER_TYPE, SAVED_BY_ANOTHER_VERSION, first_words, transformers
 from .proven_types import PROVEN
 
 MOST_LAYERS = 512                # bounds time and memory: each layer is many Python objects, created twice
@@ -62,7 +62,7 @@ def make_configuration(config: Fields, model_type: str) -> Any:
             continue
         if type(size) is not int or not 1 <= size <= most:
             raise ModelLoadError(f"{config.where}: {name} is {shown(size)}", f"expected an integer in 1..{most:,}",
-                                 "correct the file, or use a model of another type")
+                                 f"correct the file, or {ANOTHER_TYPE}")
     return made
 
 

@@ -7,10 +7,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ...attention.interface import LayerAttention
-from ...errors import ConfigError, ModelLoadError, UnsupportedModelError
+from ...errors import ConfigError, ModelLoadError, UnsupportedModelError, counted
 from ...weights.json_file import shown
 from .attention_function import SINK_LOGITS, MaskDescription, in_step, score_arguments, unknown_keyword
-from .installed import first_words
+from .installed import ANOTHER_TYPE, first_words
 
 NUM_TOKENS = 16
 
@@ -47,10 +47,10 @@ class _Discovery:
         sizes = query.shape[1], key.shape[1], query.shape[3]
         if not (key.shape[1] == value.shape[1] and key.shape[3] == query.shape[3] >= value.shape[3]):
             raise _unsupported(f"queries, keys and values of {name} are {query.shape[3]}, {key.shape[3]} and "
-                               f"{value.shape[3]} wide, in {key.shape[1]} and {value.shape[1]} heads",
+                               f"{value.shape[3]} wide, in {key.shape[1]} and {counted(value.shape[1], 'head')}",
                                "queries and keys of equal width, values no wider, and as many key as value heads")
         if sizes[0] % sizes[1]:
-            raise _unsupported(f"{name} has {sizes[0]} query heads and {sizes[1]} key heads",
+            raise _unsupported(f"{name} has {counted(sizes[0], 'query head')} and {counted(sizes[1], 'key head')}",
                                "a multiple of the number of key heads")
         if name in (layer.module for layer in self.layers):
             raise _unsupported(f"{name} attends twice in one forward pass", "one attention call per layer")
@@ -82,7 +82,7 @@ class _Discovery:
                                   has_sink_logits=sinks is not None)
         except ConfigError as error:
             raise UnsupportedModelError(f"{name}: {error.fact}", error.expectation,
-                                        "use a model of another type") from None
+                                        ANOTHER_TYPE) from None
 
 
 class _WithoutValues(TorchFunctionMode):
@@ -128,27 +128,27 @@ def discover(model: Any, base: Any, hidden_size: int, max_positions: int, where:
     except Exception as fault:
         raise UnsupportedModelError(f"{where}: {type(model).__name__} on the meta device raised {first_words(fault)}",
                                     "expected a decoder that attends through transformers' interface",
-                                    "use a model of another type") from None
+                                    ANOTHER_TYPE) from None
     if last.shape != hidden.shape:
         raise UnsupportedModelError(f"{where}: {type(model).__name__} turns embeddings {list(hidden.shape)} into "
                                     f"hidden states {list(last.shape)}",
-                                    "expected equal shapes", "use a model of another type")
+                                    "expected equal shapes", ANOTHER_TYPE)
     layers = discovery.layers
     if not layers:
         raise UnsupportedModelError(f"{where}: no layer of {type(model).__name__} calls transformers' attention "
                                     "interface", "expected a decoder in which every layer calls it",
-                                    "use a model of another type")
+                                    ANOTHER_TYPE)
     if len(layers) != model.config.num_hidden_layers:
         raise UnsupportedModelError(f"{where}: {len(layers)} of {model.config.num_hidden_layers} layers attend",
                                     "expected attention in every layer, because other layers, such as recurrent "
-                                    "ones, keep state outside the KV cache", "use a model of another type")
+                                    "ones, keep state outside the KV cache", ANOTHER_TYPE)
     if len({layer.sizes for layer in layers}) > 1:
         different = next(layer for layer in layers if layer.sizes != layers[0].sizes)
         raise UnsupportedModelError(f"{where}: (query heads, key heads, head size) are {layers[0].sizes} in "
                                     f"{layers[0].module} and {different.sizes} in {different.module}",
-                                    "expected the same in all layers", "use a model of another type")
+                                    "expected the same in all layers", ANOTHER_TYPE)
     return tuple(layers)
 
 
 def _unsupported(fact: str, expected: str) -> UnsupportedModelError:
-    return UnsupportedModelError(fact, f"expected {expected}", "use a model of another type")
+    return UnsupportedModelError(fact, f"expected {expected}", ANOTHER_TYPE)

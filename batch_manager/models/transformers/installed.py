@@ -7,6 +7,7 @@ from ...errors import ConfigError, printable
 from .proven_types import VERSIONS
 
 OLDEST = 5
+ANOTHER_TYPE = "use a model of another type"
 SAVED_BY_ANOTHER_VERSION = "save the model again, or install the version of transformers that saved it"
 
 

@@ -8,9 +8,9 @@ import torch
 
 from ...attention.interface import PackedStep
 from ...attention.registry import make_attention
-from ...errors import UnsupportedModelError
+from ...errors import UnsupportedModelError, counted
 from ...layers.context import LayerContext
-from .installed import first_words
+from .installed import ANOTHER_TYPE, first_words
 
 NUM_TOKENS, SECOND_TOKENS = 64, 23      # lengths of two prompts that are computed in one batch, in chunks
 MOST_TOKENS = 192                       # maximum length of the first prompt, which is extended to exceed a window
@@ -43,8 +43,8 @@ def refuse_different_logits(wrapped: Any, model: Any, spec: Any, context: LayerC
     except Exception as fault:
         if isinstance(fault, MemoryError) or "memory" in str(fault).lower():
             raise
-        raise UnsupportedModelError(f"{spec.where}: computing a prompt of {lengths[0]} tokens raised "
-                                    f"{first_words(fault)}", "expected a model that runs", "use a model of another type"
+        raise UnsupportedModelError(f"{spec.where}: computing a prompt of {counted(lengths[0], 'token')} raised "
+                                    f"{first_words(fault)}", "expected a model that runs", ANOTHER_TYPE
                                     ) from fault
     tolerance, share = TOLERANCES[context.dtype], ROWS_WITHIN.get(context.dtype, ROWS_WITHIN_IN_HALF)
     scale = max(float(logits.abs().max()) for logits in expected)

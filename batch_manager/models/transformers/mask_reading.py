@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ...errors import UnsupportedModelError
+from ...errors import UnsupportedModelError, counted
 
 MOST_READ = 2**20                 # keys of one row that are checked
 
@@ -30,7 +30,8 @@ def read_window(sees: Callable[..., Any], max_positions: int, layer: str) -> int
             first = max(query - window + 1, 0)
             row = _row(sees, query)
             if bool(row[:first].any()) or not bool(row[first : query + 1].all()) or bool(row[query + 1 :].any()):
-                raise _unsupported(layer, f"the query at {query:,} does not see the {window:,} tokens up to itself")
+                raise _unsupported(layer, f"the query at {query:,} does not see the {counted(window, 'token')} "
+                                          "up to itself")
     except UnsupportedModelError:
         raise
     except Exception as error:

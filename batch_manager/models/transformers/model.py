@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...attention.interface import Attention
-from ...errors import UnsupportedModelError
+from ...errors import UnsupportedModelError, counted
 from ...layers.context import LayerContext
 from ...weights.json_file import Fields, shown
 from ...weights.source import Weights
@@ -15,7 +15,7 @@ from ..model_spec import ModelSpec, read_dtype
 from .attention_function import DISCOVERING, RUNNING, RunningStep, in_step, register
 from .configuration import make_configuration, most_positions, refuse_untested_kinds
 from .discovery import DiscoveredLayer, discover
-from .installed import first_words, transformers
+from .installed import ANOTHER_TYPE, first_words, transformers
 from .load_check import refuse_different_logits
 from .parameters import fill
 from .skeleton import make_skeleton
@@ -155,7 +155,7 @@ def _base_of(model: Any, where: str) -> Any:
         base = getattr(model, "model", model)
     if base is model or not isinstance(base, torch.nn.Module):
         raise UnsupportedModelError(f"{where}: {type(model).__name__} has no base model that computes hidden states",
-                                    "expected a base model and a head", "use a model of another type")
+                                    "expected a base model and a head", ANOTHER_TYPE)
     return base
 
 
@@ -167,7 +167,7 @@ def _check_tokens(model: Any, configuration: Any, where: str) -> None:
         raise UnsupportedModelError(f"{where}: the embedding of {type(model).__name__} has shape {shown(list(sizes))}",
                                     f"expected [{configuration.vocab_size}, {configuration.hidden_size}], "
                                     "by vocab_size and hidden_size",
-                                    "leave model_implementation out, or use a model of another type")
+                                    f"leave model_implementation out, or {ANOTHER_TYPE}")
 
 
 def _check_tables_and_logits(model: Any, configuration: Any, positions: int, where: str) -> None:
@@ -176,9 +176,9 @@ def _check_tables_and_logits(model: Any, configuration: Any, positions: int, whe
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding) and module is not tokens and module.num_embeddings < positions and (
                 "pos" in name.lower() or "wpe" in name):
-            raise UnsupportedModelError(f"{where}: {name} has {module.num_embeddings:,} rows",
-                                        f"expected one for each of {positions:,} positions",
-                                        "use a model of another type")
+            raise UnsupportedModelError(f"{where}: {name} has {counted(module.num_embeddings, 'row')}",
+                                        f"expected {positions:,}, one for each position",
+                                        ANOTHER_TYPE)
     hidden = torch.empty(1, configuration.hidden_size, dtype=torch.float32, device="meta")
     try:
         with torch.inference_mode():
@@ -186,11 +186,11 @@ def _check_tables_and_logits(model: Any, configuration: Any, positions: int, whe
     except Exception as fault:
         raise UnsupportedModelError(f"{where}: {type(model).__name__} cannot compute logits from hidden states alone "
                                     f"({first_words(fault)})", "expected a base model and a head",
-                                    "use a model of another type") from None
+                                    ANOTHER_TYPE) from None
     if logits.shape != (1, configuration.vocab_size):
         raise UnsupportedModelError(f"{where}: {type(model).__name__} computes logits {list(logits.shape)} for one "
                                     "token", f"expected [1, {configuration.vocab_size}], by vocab_size",
-                                    "use a model of another type")
+                                    ANOTHER_TYPE)
 
 
 def _widest(model: Any) -> int:

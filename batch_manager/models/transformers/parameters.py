@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ...errors import ConfigError, UnsupportedModelError
+from ...errors import ConfigError, UnsupportedModelError, counted
 from ...weights.source import Weights
-from .installed import checkpoint_names, first_words
+from .installed import ANOTHER_TYPE, checkpoint_names, first_words
 
 
 def fill(model: Any, weights: Weights, device: torch.device, dtype: torch.dtype, where: str) -> None:
@@ -30,9 +30,10 @@ def fill(model: Any, weights: Weights, device: torch.device, dtype: torch.dtype,
     left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
             if tensor.device.type == "meta"]
     if left:
-        raise UnsupportedModelError(f"{where}: {len(left)} tensors of the model get no value, the first is {left[0]}",
+        raise UnsupportedModelError(f"{where}: no value for {counted(len(left), 'tensor')} of the model, the first is "
+                                    f"{left[0]}",
                                     "expected a tensor of the checkpoint for each parameter",
-                                    "use a model of another type")
+                                    ANOTHER_TYPE)
 
 
 def _from_files(model: Any, stored: dict[str, torch.Tensor], tied: dict[str, str], weights: Weights, where: str,
@@ -49,7 +50,7 @@ def _from_files(model: Any, stored: dict[str, torch.Tensor], tied: dict[str, str
     except Exception as fault:
         raise UnsupportedModelError(f"{where}: transformers cannot map the tensor names of {type(model).__name__} "
                                     f"({first_words(fault)})", "expected a model that transformers can save",
-                                    "use a model of another type") from None
+                                    ANOTHER_TYPE) from None
     renamings = [one for one in conversions if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -131,14 +132,14 @@ def _compute_buffers(model: Any, device: torch.device, where: str) -> None:
     except Exception as fault:
         raise UnsupportedModelError(f"{where}: transformers cannot compute the buffers of {type(model).__name__} "
                                     f"({first_words(fault)})", "expected a model that transformers can load",
-                                    "use a model of another type") from None
+                                    ANOTHER_TYPE) from None
     for name, _ in buffers:
         buffer = model.get_buffer(name)
         is_unset = buffer.isnan() if buffer.is_floating_point() else buffer == _placeholder(buffer.dtype)
         if buffer.dtype != torch.bool and bool(is_unset.any()):
             raise UnsupportedModelError(f"{where}: transformers does not compute {name} of {type(model).__name__}",
                                         "expected a value for every buffer that no file stores",
-                                        "use a model of another type")
+                                        ANOTHER_TYPE)
 
 
 def _placeholder(dtype: torch.dtype) -> float | int | bool:

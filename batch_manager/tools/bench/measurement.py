@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ...config import Parts
+from ...errors import counted
 from .client import Count
 from .errors import BenchmarkError, InputError
 from .load import Load
@@ -35,7 +36,7 @@ class Measurement:
         self.points: list[dict[str, Any]] = []
         self.served: list[Served] = []
         if options.find_saturation and self._workload["n"] < FEWEST_REQUESTS:
-            raise InputError(f"the workload has {self._workload['n']} requests; --find-saturation needs at "
+            raise InputError(f"the workload has {counted(self._workload['n'], 'request')}; --find-saturation needs at "
                              f"least {FEWEST_REQUESTS}; use a larger workload")
 
     def run(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from ...errors import counted
 from .errors import FIX_LINE, DatasetError, quoted
 from .records import MOST_TOKENS, Record, seconds
 from .source import NOT_CUT, Source
@@ -72,7 +73,7 @@ class CsvRecords:
         for index, (number, line) in enumerate(lines):
             row = line.split(",") if '"' not in line else self._split(line, number)
             if len(row) != width:
-                raise DatasetError(self.place(number), f"the line has {len(row)} columns",
+                raise DatasetError(self.place(number), f"the line has {counted(len(row), 'column')}",
                                    f"expected {width}, as in the header", f"{NOT_CUT}, or delete the line")
             yield Record(number, index, self._time(row[at], number, time_of),
                          self._tokens(row[inputs], number, self._columns.input_tokens),

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ...errors import counted
 from .errors import FIX_LINE, FIX_RECORD, DatasetError, quoted
 
 MOST_TOKENS = 2**31 - 1    # of a prompt or an output; a larger number is refused
@@ -84,6 +85,7 @@ def tokens_of(value: Any, place: str, name: str, vocab_size: int | None) -> list
         raise DatasetError(place, f"{name} contains the token {least if least < 0 else most}",
                            f"expected 0 to {MOST_TOKENS}", FIX_RECORD)
     if vocab_size is not None and most >= vocab_size:
-        raise DatasetError(place, f"{name} contains the token {most}", f"the vocabulary has {vocab_size} tokens",
+        raise DatasetError(place, f"{name} contains the token {most}",
+                           f"the vocabulary has {counted(vocab_size, 'token')}",
                            "use the model that the file was made for, or create the file again for this model")
     return value

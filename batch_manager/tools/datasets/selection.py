@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import counted
 from ..traffic import PREFIX_TOKENS
 from .errors import DatasetError, quoted
 from .records import Record, RecordReader
@@ -122,7 +123,8 @@ def select(reader: RecordReader, selection: Selection, report: ReadReport) -> It
             if report.kept == selection.count:
                 return
     if not report.kept:
-        facts = [f"the file has {at + 1} requests", *([f"--first is {selection.first}"] if selection.first else []),
+        facts = [f"the file has {counted(at + 1, 'request')}",
+                 *([f"--first is {selection.first}"] if selection.first else []),
                  *report.notes()]
         raise DatasetError(reader.place(0).rpartition(":")[0], f"no request is left: {', '.join(facts)}",
                            "expected at least one", "change the selection, or use another file")

@@ -75,7 +75,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("engine").add_argument
     flag = argparse.BooleanOptionalAction
     add("--policy", choices=POLICIES, default="guaranteed_no_evict", help="scheduler policy (guaranteed_no_evict)")
-    add("--max-batch", type=at_least(1), metavar="N", default=32, help="sequences in one step: max_batch_size (32)")
+    add("--max-batch", type=at_least(1), metavar="N", default=32, help="requests in one step: max_batch_size (32)")
     add("--max-tokens-per-step", type=at_least(1), metavar="N", default=512,
         help="tokens in one step: max_num_tokens (512)")
     add("--max-num-sequences", type=at_least(1), metavar="N", help="requests active at a time (as --max-batch)")

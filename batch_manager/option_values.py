@@ -1,0 +1,84 @@
+"""Checks of options, and their conversion to plain Python values: NumPy's integers and floats are accepted."""
+
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from .errors import ConfigError
+
+MAX_COUNT = 2**63 - 1         # a statistics record holds 64-bit integers
+LONGEST_SHOWN_BITS = 256
+LONGEST_WAIT_S = 1_000_000    # eleven days; the longest wait of a thread depends on the platform
+
+
+def plain_integer(value: Any) -> int | None:
+    """Return an integer as a plain int, and None for any other value.
+
+    Values with `__index__` are integers, for instance those of NumPy. A bool is not an integer.
+    """
+    if isinstance(value, bool | np.bool_):
+        return None
+    try:
+        return index(value)
+    except TypeError:
+        return None
+
+
+def plain_number(value: Any) -> int | float | None:
+    """Return an integer as a plain int and a float, of Python or NumPy, as a plain float. None for any other value."""
+    return float(value) if isinstance(value, float | np.floating) else plain_integer(value)
+
+
+def shown_option(value: Any) -> str:
+    """Format a refused option: a number without the name of its NumPy type, any other value with repr."""
+    plain = plain_number(value)
+    if isinstance(plain, int) and plain.bit_length() > LONGEST_SHOWN_BITS:    # repr may raise
+        return f"an integer of {plain.bit_length():,} bits"
+    return repr(value if plain is None else plain)
+
+
+def integer_in_words(minimum: int, maximum: int = MAX_COUNT, refused: int | None = None) -> str:
+    """State the allowed range of an integer. MAX_COUNT is stated only if the integer `refused` is larger."""
+    if maximum == MAX_COUNT:
+        too_large = refused is not None and refused > maximum
+        return f"an integer of at least {minimum}" + " and at most 2^63-1" * too_large
+    return f"an integer in {minimum:,}..{maximum:,}"
+
+
+def put_count(options: Any, name: str, *, minimum: int = 1, maximum: int = MAX_COUNT, optional: bool = False,
+              owner: str = "") -> None:
+    """Replace the integer in the field `name` of a frozen dataclass with a plain int.
+
+    optional   whether the field may be None
+    owner      the name of the class with a dot, if the error is to state it
+
+    Raises ConfigError unless the integer is in minimum..maximum.
+    """
+    value = getattr(options, name)
+    if optional and value is None:
+        return
+    count = plain_integer(value)
+    if count is None or not minimum <= count <= maximum:
+        raise ConfigError(f"{owner}{name} is {shown_option(value)}",
+                          f"expected {integer_in_words(minimum, maximum, count)}{', or None' if optional else ''}")
+    object.__setattr__(options, name, count)
+
+
+def put_seconds(options: Any, name: str, *, positive: bool) -> None:
+    """Replace the number of seconds in the field `name` of a frozen dataclass with a plain number.
+
+    Raises ConfigError unless the number is at most LONGEST_WAIT_S, and 0 or more, or more than 0 if `positive`.
+    """
+    value = getattr(options, name)
+    seconds = plain_number(value)
+    if seconds is None or not 0 <= seconds <= LONGEST_WAIT_S or (positive and seconds == 0):
+        raise ConfigError(f"{name} is {shown_option(value)}",
+                          f"expected seconds, {'more than 0' if positive else '0 or more'}, at most {LONGEST_WAIT_S:,}")
+    object.__setattr__(options, name, seconds)
+
+
+def check_flag(name: str, value: object, *, optional: bool = False) -> None:
+    """Raise ConfigError unless the value is True or False, or None if `optional`."""
+    if not isinstance(value, bool) and not (optional and value is None):
+        raise ConfigError(f"{name} is {value!r}", f"expected {'True, False or None' if optional else 'True or False'}")
