@@ -85,7 +85,8 @@ def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, ste
         if wanted * block_bytes <= int(after_weights * fraction):
             ways.append("lower max_num_tokens or max_batch_size")
         raise InsufficientMemoryError(
-            f"the KV cache needs {wanted:,} block{'s' * (wanted != 1)} of {size} tokens, {wanted * block_bytes:,} bytes",
+            f"the KV cache needs {wanted:,} block{'s' * (wanted != 1)} of {size} tokens, "
+            f"{wanted * block_bytes:,} bytes",
             f"it may use {fraction:g} of the {free_bytes:,} bytes of {kind} memory that are free besides the weights "
             f"and the buffers of one step, {share_bytes:,} bytes", ", ".join([*ways, "or free memory"])
             if ways else "free memory, or use a smaller model or dtype")
