@@ -9,7 +9,6 @@ this check only when they are loaded. The first inspection on a CPU may compile 
 engine does. All settings that are not options of this program have the defaults of GptManager.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from ..runtime.step_compilation import may_compile
 from ..triton_kernels.dispatch import use_triton
 from ..weights.checkpoint import open_checkpoint
 from .__main__ import run_as
+from .command_parser import CommandParser
 from .standard_output import discard_standard_output
 
 SHORTEST_CONTEXT = 512      # tokens in the last row of the table of sequences, unless the model's context is shorter
@@ -148,8 +148,8 @@ def size(num_bytes: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print how a checkpoint would run, or why it cannot run, and return 0 or 1."""
-    parser = argparse.ArgumentParser(
-        prog="batch-manager inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = CommandParser(
+        prog="batch-manager inspect", description=__doc__,
         epilog="exit status: 0 it can run; 1 it cannot, with these options; 2 the command line is wrong; 130 Ctrl-C")
     parser.add_argument("path", help="folder with config.json and *.safetensors, or a .gguf file")
     parser.add_argument("--device", help="such as cpu or cuda:0; default: a GPU if there is one")
