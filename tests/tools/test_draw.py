@@ -199,13 +199,13 @@ def test_the_svg_is_one_well_formed_document_with_a_box_for_every_run():
     svg = ElementTree.fromstring(render_svg(trace))
     titles = [title.text for title in svg.iter("{http://www.w3.org/2000/svg}title")]
     assert titles == [
-        "request 1, iteration 0: context (prompt) tokens, 8 in all",
-        "request 1, iteration 1-9: generation, one token, 9 in all",
+        "request 1, iteration 0: context, 8 tokens",
+        "request 1, iterations 1-9: generation, 9 tokens",
         "request 1 ended",
-        "request 2, iteration 0: context (prompt) tokens, 8 in all",
-        "request 2, iteration 1-8: generation, one token, 8 in all",
+        "request 2, iteration 0: context, 8 tokens",
+        "request 2, iterations 1-8: generation, 8 tokens",
         "request 2, iteration 9: paused",
-        "request 2, iteration 10: context (prompt) tokens, 17 in all",
+        "request 2, iteration 10: context, 17 tokens",
         "request 2 ended",
     ]
 
