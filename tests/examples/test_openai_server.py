@@ -1,6 +1,7 @@
 """The OpenAI server, started as its README says, answers OpenAI's own client and plain HTTP requests on loopback."""
 
 import asyncio
+import importlib.util
 import json
 import os
 import re
@@ -59,6 +60,15 @@ class Server:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+
+
+def test_the_table_of_routes_is_that_of_the_application():
+    spec = importlib.util.spec_from_file_location("openai_server", SERVER)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    routes = [(method, route.path) for route in module.make_app("unused").routes for method in route.methods - {"HEAD"}]
+    page = SERVER.with_suffix(".md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\| `(GET|POST) (/\S*)` \|", page, re.M)) == sorted(routes)
 
 
 @pytest.fixture(scope="module")

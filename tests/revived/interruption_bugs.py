@@ -1,6 +1,6 @@
-"""Plants old bugs in the files that move items. An asynchronous exception at the right place reveals them.
+"""Plants old bugs in the files that move items. An asynchronous exception at one point of the code reveals each.
 
-This module does not import torch, because the process forks at every place of the sweep.
+This module does not import torch, because the process forks at every point of the sweep.
 """
 
 from itertools import islice
@@ -12,7 +12,7 @@ from batch_manager.loop.fetched_items import FetchedItems
 from tests.sweep.interrupted import WHERE_ITEMS_MOVE, sweep
 
 
-def a_final_is_off_the_books_before_its_call_begins(patch) -> None:
+def a_final_counts_as_answered_before_its_call_begins(patch) -> None:
     send_last = GuardedCallbacks._send_last
 
     def early(self, listed, key, *response):
@@ -22,7 +22,7 @@ def a_final_is_off_the_books_before_its_call_begins(patch) -> None:
     patch.setattr(GuardedCallbacks, "_send_last", early)
 
 
-def an_item_is_taken_before_there_is_a_place_for_it(patch) -> None:
+def an_item_is_read_outside_the_list_of_undecided_items(patch) -> None:
     def read_next(self):
         while self._returned:
             oldest, items = self._returned[0], []
@@ -38,13 +38,14 @@ def an_item_is_taken_before_there_is_a_place_for_it(patch) -> None:
 
 
 INTERRUPTION_BUGS = {
-    "a final is off the books before its call begins": a_final_is_off_the_books_before_its_call_begins,
-    "an item is taken before there is a place for it": an_item_is_taken_before_there_is_a_place_for_it,
+    "a final counts as answered before its call begins": a_final_counts_as_answered_before_its_call_begins,
+    "an item is read outside the list of undecided items": an_item_is_read_outside_the_list_of_undecided_items,
 }
 
 
 def sweep_with(name: str) -> list[str]:
-    """Plant a bug and sweep the places where items move. Return the violations at the first place that has any."""
+    """Plant a bug, sweep the points of the code where items move, and return the violations at the first that has any.
+    """
     with pytest.MonkeyPatch.context() as patch:
         INTERRUPTION_BUGS[name](patch)
         _, _, wrong = sweep("mixed", files=WHERE_ITEMS_MOVE, stops_at_first=True)
