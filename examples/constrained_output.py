@@ -16,6 +16,7 @@ import json
 import queue
 import re
 import sys
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -34,7 +35,7 @@ SCHEMA = {
 SENTENCE = r' "[A-Z][a-z]+( [a-z]{2,9}){3,8}[.!?]" said (Emma|Mr\. Knightley|Miss Bates)\.'
 COPIES, LAST = 8, 1000      # requests per kind; a request with the id LAST makes the worker finish and end
 
-model = sys.argv[1] if len(sys.argv) > 1 else "examples/models/austen-4m"
+model = sys.argv[1] if len(sys.argv) > 1 else str(Path(__file__).parent / "models" / "austen-4m")
 tokenizer = Tokenizer.from_file(f"{model}/tokenizer.json")
 end_id = tokenizer.token_to_id("</s>")
 guided = GuidedDecoding(f"{model}/tokenizer.json", vocab_size=tokenizer.get_vocab_size(), end_id=end_id)

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from batch_manager import GptManager, InferenceRequest, SchedulerPolicy, TrtGptModelType
 
-model = sys.argv[1] if len(sys.argv) > 1 else "examples/models/austen-4m"
+model = sys.argv[1] if len(sys.argv) > 1 else f"{sys.path[0]}/models/austen-4m"  # in the folder of this file
 tokenizer = Tokenizer.from_file(f"{model}/tokenizer.json")
 requests, stopped, statistics = queue.Queue(), set(), []
 LAST = 1000  # a request with this id makes the worker finish the others and end

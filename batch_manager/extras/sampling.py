@@ -16,19 +16,19 @@ from ..requests.tensor_values import MAX_FEW
 
 LARGEST_BIAS = 100.0    # OpenAI's
 
-# Tensor -> its name in an error for users who set options and prompts.
-_NAMES_FOR_USERS = {
+# Request tensor -> the option that sets it, for errors to users who pass prompts and options.
+OPTION_OF_TENSOR = {
     "input_ids": "the prompt", "request_output_len": "max_tokens", "end_id": "stop_token_ids",
     "runtime_top_k": "top_k", "runtime_top_p": "top_p", "runtime_min_p": "min_p", "random_seed": "seed",
     "min_length": "min_tokens", "embedding_bias": "logit_bias", "return_log_probs": "log_probs",
     "return_top_log_probs": "top_log_probs",
 }
-_TENSOR = re.compile(rf"\b(?:{'|'.join(_NAMES_FOR_USERS)})\b")
+_TENSOR = re.compile(rf"\b(?:{'|'.join(OPTION_OF_TENSOR)})\b")
 
 
 def in_names_of_options(error_text: str) -> str:
     """Replace the names of tensors in an error of the engine with the names of the options that set them."""
-    return _TENSOR.sub(lambda name: _NAMES_FOR_USERS[name[0]], error_text)
+    return _TENSOR.sub(lambda name: OPTION_OF_TENSOR[name[0]], error_text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,10 +57,12 @@ def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, ste
     max_num_sequences   None: unbounded
     Raises InsufficientMemoryError.
     """
-    size = config.tokens_per_block
+    size, fraction = config.tokens_per_block, config.free_gpu_memory_fraction
+    after_weights = free_bytes
     free_bytes -= min(step_bytes, free_bytes // 2)
-    share_bytes = int(free_bytes * config.free_gpu_memory_fraction)
-    share = f"{config.free_gpu_memory_fraction:g} of {_mib(free_bytes)} free {'GPU' if on_gpu else 'host'} memory"
+    share_bytes = int(free_bytes * fraction)
+    kind = "GPU" if on_gpu else "host"
+    share = f"{fraction:g} of {_mib(free_bytes)} free {kind} memory"
 
     if config.max_tokens is not None:
         wanted, reason = -(-config.max_tokens // size), f"max_tokens {config.max_tokens:,}"
@@ -76,13 +78,18 @@ def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, ste
         wanted = max(wanted, 1)
 
     if wanted * block_bytes > share_bytes:
+        # Advice that cannot help is left out.
+        ways = ["lower KvCacheConfig.max_tokens"] if wanted > 1 else []
+        if wanted * block_bytes <= free_bytes:
+            ways.append("raise KvCacheConfig.free_gpu_memory_fraction")
+        if wanted * block_bytes <= int(after_weights * fraction):
+            ways.append("lower max_num_tokens or max_batch_size")
         raise InsufficientMemoryError(
             f"the KV cache needs {counted(wanted, 'block')} of {counted(size, 'token')}, "
             f"{counted(wanted * block_bytes, 'byte')}",
-            f"it may use {share}, {share_bytes:,} bytes, in addition to the weights and the buffers of one step",
-            "lower KvCacheConfig.max_tokens, raise KvCacheConfig.free_gpu_memory_fraction, or free memory"
-            if config.max_tokens is not None else
-            "free memory, raise KvCacheConfig.free_gpu_memory_fraction, or lower max_num_tokens or max_batch_size")
+            f"it may use {fraction:g} of the {kind} memory that is free besides the weights and the buffers of one "
+            f"step: {fraction:g} * {free_bytes:,} = {counted(share_bytes, 'byte')}",
+            ", ".join([*ways, "or free memory"]) if ways else "free memory, or use a smaller model or dtype")
     return MemoryPlan(wanted, block_bytes, (
         f"KV cache of {counted(wanted, 'block')} of {counted(size, 'token')}, {counted(wanted * size, 'token')}, "
         f"{_mib(wanted * block_bytes)}: {reason}"))

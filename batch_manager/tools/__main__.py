@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         told = f"unknown command {name!r}" if name else "no command was given"
-        print(f"batch-manager: {told}\n\n{usage()}", file=sys.stderr)
+        print(f"batch-manager: {told}; expected one of {', '.join(COMMANDS)}; batch-manager --help describes them",
+              file=sys.stderr)
         return 2
     try:
         return import_module(f".{COMMANDS[name][0]}", __package__).main(arguments)

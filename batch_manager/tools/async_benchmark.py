@@ -15,7 +15,6 @@ AsyncEngine, and prints one line of JSON:
     iterations         number of iterations with responses
 """
 
-import argparse
 import asyncio
 import json
 import time
@@ -30,6 +29,7 @@ from ..gpt_manager import GptManager
 from ..names import SchedulerPolicy, TrtGptModelType
 from ..requests.inference_request import InferenceRequest
 from ..testing.scripted_backend import ScriptedBackend
+from .command_parser import CommandParser
 from .workload import at_least, within
 
 PROMPT, TOKENS_PER_BLOCK, LOOK_S = 16, 64, 0.001
@@ -126,7 +126,7 @@ def measure(streams: int, tokens: int, step_ms: float, process: bool = False) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(prog="python -m batch_manager.tools.async_benchmark", description=__doc__)
     parser.add_argument("--streams", type=at_least(1), default=256)
     parser.add_argument("--tokens", type=at_least(1), default=100, help="tokens per stream")
     parser.add_argument("--step-ms", type=within(0, 60_000), default=5.0,

@@ -11,7 +11,6 @@ expressions, lambdas, properties, and every resumption of a generator, if they a
 triton_kernels of the checkout.
 """
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from ..build import build_loop
 from ..config import Parts, TrtGptModelOptionalParams
 from ..names import SchedulerPolicy, TrtGptModelType
 from ..requests.inference_request import InferenceRequest
+from .command_parser import CommandParser
 from .workload import at_least
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -108,8 +108,7 @@ def trace_one_step(model: str, batch: int, policy: SchedulerPolicy, *, cpu_compi
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m batch_manager.tools.call_trace", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(prog="python -m batch_manager.tools.call_trace", description=__doc__)
     add = parser.add_argument
     add("--model", required=True, help="folder of a checkpoint")
     add("--batch", type=at_least(1), default=4, help="requests (4)")

@@ -32,6 +32,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from .command_parser import CommandParser
 from .compare_figures import FIGURES as SIDE_FIGURES
 from .compare_results import FOREIGN_CORES, ComparisonError, check_figures, compare_results, compared, disturbed
 from .output_file import output_file, why_not_distinct
@@ -176,8 +177,8 @@ def _check_out(out: Path | None, inputs: Sequence[str | Path]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="batch-manager compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = CommandParser(
+        prog="batch-manager compare", description=__doc__,
         usage="batch-manager compare A.json B.json [options]\n"
               "       batch-manager compare A.json ... [options] -- B.json ...",
         epilog="exit status: 0 compared; 2 an option or a file is wrong, or the results cannot be compared; 130 Ctrl-C")

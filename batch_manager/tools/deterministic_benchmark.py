@@ -25,6 +25,7 @@ from ..handover import BlockTableUpdates, ContextWork, GenerationWork, Scheduled
 from ..runtime import layouts
 from ..runtime.native_backend import NativeBackend, build_native_backend
 from ..sampling_config import SamplingConfig
+from .command_parser import CommandParser
 from .workload import at_least
 
 WARM_UP_STEPS = 2
@@ -125,8 +126,7 @@ def table(results: Sequence[dict]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m batch_manager.tools.deterministic_benchmark", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(prog="python -m batch_manager.tools.deterministic_benchmark", description=__doc__)
     add = parser.add_argument
     add("--model", required=True, help="folder of a checkpoint")
     add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights for a config.json (auto)")

@@ -8,7 +8,6 @@ lines. The same measurements always give the same files. Exit status 1: a file c
 measurements.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .command_parser import CommandParser
 from .line_plot import Line, LinePlot, Point
 from .marked_part import written_between
 
@@ -148,8 +148,7 @@ def read(path: Path) -> Result:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m batch_manager.tools.draw_scaling", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(prog="python -m batch_manager.tools.draw_scaling", description=__doc__)
     parser.add_argument("result", type=Path, help="JSON file of batch_manager.tools.scaling")
     parser.add_argument("--out", type=Path, required=True, help="folder for the plots")
     parser.add_argument("--page", type=Path, help="Markdown file to update with plots and tables")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .datasets.errors import DatasetError
 from .datasets.prompts import FIRST_ORDINARY_TOKEN
 from .datasets.reading import SAMPLING, length_summary
 from .lengths import LengthDistribution, Lengths
@@ -26,11 +27,17 @@ def make_workload(*, count: int = 64, seed: int = 0, vocab_size: int = DEFAULT_V
 
     rate            requests/s, with the first request at 0; 0: all at once
     delays          times between requests: "exponential" (a Poisson process) or "constant"
-    shared_prefix   length in tokens of a prefix that all prompts share
+    shared_prefix   length in tokens of a prefix that all prompts share. Prompts that are shorter consist of the
+                    beginning of the prefix
+
+    Raises DatasetError if all prompts are shorter than the prefix.
     """
     random = np.random.default_rng(seed)
     prompt_lengths = prompts.draw(random, count)
     output_lengths = outputs.draw(random, count)
+    if shared_prefix > (longest := int(prompt_lengths.max())):
+        raise DatasetError("", f"--shared-prefix is {shared_prefix:,}", f"the longest prompt has {longest:,} tokens",
+                           "lower it, or make the prompts longer")
     arrivals = np.zeros(count)
     if rate and delays == "constant":
         arrivals = np.arange(count) / rate
@@ -81,8 +88,14 @@ def within(least: float, most: float) -> Callable[[str], float]:
     return read
 
 
-def print_summary(workload: dict[str, Any], out: str) -> None:
-    """Print the description of the workload as one line of JSON, on stderr if the workload went to stdout."""
+def print_summary(workload: dict[str, Any], out: str, *, shared_prefix: int = 0) -> None:
+    """Print the description of the workload as one line of JSON, on stderr if the workload went to stdout.
+
+    A line on stderr counts the prompts that are shorter than the shared prefix.
+    """
+    if shorter := sum(len(request["prompt"]) < shared_prefix for request in workload["requests"]):
+        print(f"batch-manager workload: {shorter:,} of {workload['n']:,} prompts are shorter than the shared prefix of "
+              f"{shared_prefix:,} tokens; they consist of its beginning", file=sys.stderr)
     print(json.dumps({name: value for name, value in workload.items() if name != "requests"}),
           file=sys.stderr if out == "-" else sys.stdout)
 

@@ -8,12 +8,12 @@ The program replaces the text between two marker lines of the page. Exit status 
 file cannot be read or written, or is not a report.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .command_parser import CommandParser
 from .gpu_report.goals import ALL
 from .gpu_report.records import number, value, verdict
 from .marked_part import written_between
@@ -53,8 +53,7 @@ def written_into(page: str, text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m batch_manager.tools.gpu_table", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(prog="python -m batch_manager.tools.gpu_table", description=__doc__)
     parser.add_argument("--add", type=Path, help="report to add to the results first")
     parser.add_argument("--page", type=Path, default=PAGE, help="(that of the checkout)")
     parser.add_argument("--check", action="store_true", help="write nothing; compare only")

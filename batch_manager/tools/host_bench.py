@@ -49,6 +49,7 @@ from ..seams import ModelBackend, PendingStep
 from ..testing.scripted_backend import ScriptedBackend
 from .__main__ import run_as
 from .bench.engine import POLICIES
+from .command_parser import CommandParser
 from .workload import at_least, within
 
 WARM_UP_ITERATIONS = 20
@@ -341,9 +342,8 @@ def _spin(stop: threading.Event) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="batch-manager host-bench", description=__doc__,
-                                     epilog="exit status: 0 measured; 2 an argument is wrong; 130 Ctrl-C",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(prog="batch-manager host-bench", description=__doc__,
+                           epilog="exit status: 0 measured; 2 an argument is wrong; 130 Ctrl-C")
     add = parser.add_argument
     add("--batch", type=at_least(1), nargs="+", default=[1, 64, 256], help="requests in the batch (1 64 256)")
     add("--iterations", type=at_least(1), default=300, help="measured iterations per setting (300)")

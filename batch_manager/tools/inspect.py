@@ -9,7 +9,6 @@ this check only when they are loaded. The first inspection on a CPU may compile 
 engine does. All settings that are not options of this program have the defaults of GptManager.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from ..runtime.step_compilation import may_compile
 from ..triton_kernels.dispatch import use_triton
 from ..weights.checkpoint import open_checkpoint
 from .__main__ import run_as
+from .command_parser import CommandParser
 from .standard_output import discard_standard_output
 
 SHORTEST_CONTEXT = 512      # tokens in the last row of the table of sequences, unless the model's context is shorter
@@ -73,12 +73,12 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     stored, stored_types = weights.num_weights, dict(weights.stored_types.most_common())
     with suppress(ModelLoadError):      # closes the files; it raises because no tensor was requested
         weights.finish()
-    refuse_too_many_weights(stored, checkpoint, target, resolved_dtype, free_bytes)
     is_checked = implementation == NATIVE and is_shipped(spec.architecture, model_class)
     if is_checked:
         check_tensors(checkpoint, model_class, spec, resolved_dtype)
     # Compiled steps keep a copy of an embedding that is also the head.
     copied = spec.vocab_size * spec.hidden_size if steps == "compiled" and spec.tie_word_embeddings else 0
+    refuse_too_many_weights(stored + copied, checkpoint, target, resolved_dtype, free_bytes)
     weight_bytes = (stored + copied) * resolved_dtype.itemsize
     one_block = block_bytes(spec, kv.tokens_per_block, resolved_dtype)
     set_aside = step_bytes(spec, resolved_dtype, params.max_num_tokens, params.max_batch_size, with_triton)
@@ -102,7 +102,8 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         "vocab_size": spec.vocab_size, "end_ids": list(read_end_ids(checkpoint, spec.vocab_size)),
         "max_position_embeddings": spec.max_position_embeddings, "max_seq_len": longest,
         "num_weights": stored, "stored_types": stored_types,
-        "weight_bytes": weight_bytes, "free_bytes": free_bytes, "step_bytes": set_aside,
+        "weight_bytes": weight_bytes, "embedding_copy_bytes": copied * resolved_dtype.itemsize,
+        "free_bytes": free_bytes, "step_bytes": set_aside,
         "tokens_per_block": kv.tokens_per_block, "block_bytes": one_block, "num_blocks": plan.num_blocks,
         "pool_bytes": plan.pool_bytes, "pool_reason": plan.reason,
         "sequences_by_context": {str(length): plan.num_blocks // -(-length // kv.tokens_per_block)
@@ -118,6 +119,8 @@ def described(facts: dict[str, Any]) -> str:
     ends = ", ".join(map(str, facts["end_ids"])) or "none, outputs end only at their length limit"
     what = "steps run" if facts["model_implementation"] == NATIVE else "layers run in transformers, attention"
     stored_as = ", ".join(f"{count:,} {printable(kind)}" for kind, count in facts["stored_types"].items())
+    copy = facts["embedding_copy_bytes"]
+    copied = f" and {size(copy)} for a copy of the embedding" if copy else ""
     lines = [
         facts["path"], "",
         f"  architecture   {facts['architecture']}, {facts['model_implementation']}: {facts['model_class']}",
@@ -127,7 +130,7 @@ def described(facts: dict[str, Any]) -> str:
         f"key/value heads, head size {facts['head_size']}; {windows}",
         f"  vocabulary     {facts['vocab_size']:,} tokens; end ids: {ends}",
         f"  context        {facts['max_seq_len']:,} of the model's {facts['max_position_embeddings']:,} positions", "",
-        f"  weights        {size(facts['weight_bytes'])}, {facts['num_weights']:,} elements in the checkpoint; "
+        f"  weights        {size(facts['weight_bytes'])}, {facts['num_weights']:,} elements in the checkpoint{copied}; "
         + ("the tensors match the model" if facts["tensors_are_checked"] else
            "the tensors are checked only when the model is loaded"),
         f"  one step       at most {size(facts['step_bytes'])}",
@@ -145,8 +148,8 @@ def size(num_bytes: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print how a checkpoint would run, or why it cannot run, and return 0 or 1."""
-    parser = argparse.ArgumentParser(
-        prog="batch-manager inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = CommandParser(
+        prog="batch-manager inspect", description=__doc__,
         epilog="exit status: 0 it can run; 1 it cannot, with these options; 2 the command line is wrong; 130 Ctrl-C")
     parser.add_argument("path", help="folder with config.json and *.safetensors, or a .gguf file")
     parser.add_argument("--device", help="such as cpu or cuda:0; default: a GPU if there is one")

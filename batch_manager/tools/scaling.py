@@ -43,6 +43,7 @@ from ..models import read_spec
 from ..names import SchedulerPolicy, TrtGptModelType
 from ..requests.inference_request import InferenceRequest
 from .bench.process_meter import ProcessMeter
+from .command_parser import CommandParser
 from .host_bench import Setting
 from .host_bench import measure as measure_host
 from .provenance import commit_of_the_checkout, machine, versions
@@ -212,8 +213,7 @@ def command_of(options: argparse.Namespace) -> str:
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m batch_manager.tools.scaling", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(prog="python -m batch_manager.tools.scaling", description=__doc__)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="folder of a checkpoint")
     add("--out", type=Path, required=True, help="output file (JSON)")

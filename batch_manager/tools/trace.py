@@ -24,6 +24,7 @@ from typing import IO
 from ..scheduling import waiting
 from ..stats.trace import IterationTrace, read_trace
 from .__main__ import run_as
+from .command_parser import CommandParser
 from .output_file import OutputError, output_file, why_not_writable
 from .request_spans import CLIENT, CONTEXT, GENERATION, PAUSED, QUEUED, WAITING, Life, Span, lives
 from .standard_output import discard_standard_output, print_flushed
@@ -170,8 +171,7 @@ def write_csv(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     first, _, rest = __doc__.partition("\n\n")
     statuses = rest.strip().rpartition("\n\n")[2]
-    parser = argparse.ArgumentParser(prog="batch-manager trace", description=first, epilog=rest,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(prog="batch-manager trace", description=first, epilog=rest)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     asked = commands.add_parser("why", help="where the time of one request went", epilog=statuses)
     asked.add_argument("request_id", type=int)

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from .__main__ import run_as
+from .command_parser import CommandParser
 from .watch_figures import COUNTS, LATENCIES, QUANTILES, Figures, History
 from .watch_sources import FileSource, MetricsSource, Source, SourceError
 
@@ -78,8 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="batch-manager watch", description=__doc__, epilog=EXIT_STATUSES,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(prog="batch-manager watch", description=__doc__, epilog=EXIT_STATUSES)
     add = parser.add_argument
     add("file", nargs="?", metavar="FILE", help="a file of statistics, as JSON lines")
     add("--url", type=_metrics_url, help="an address for Prometheus; the default path is /metrics")

@@ -18,12 +18,12 @@ The file is one JSON object: a description, and `requests`. Each request has `id
 `max_tokens` (the exact number of generated tokens: greedy, no end id) and `prompt`. The description is also printed.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from .command_parser import CommandParser
 from .datasets.errors import DatasetError
 from .datasets.prompts import FIRST_ORDINARY_TOKEN
 from .datasets.writing import check_writable, write_file
@@ -70,9 +70,8 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def _main_without_kind(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="batch-manager workload", description=__doc__, epilog=EXIT_STATUSES,
-                                     usage="batch-manager workload [KIND] --out FILE [options]",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(prog="batch-manager workload", description=__doc__, epilog=EXIT_STATUSES,
+                           usage="batch-manager workload [KIND] --out FILE [options]")
     parser.add_argument("--out", required=True, metavar="FILE", help="the file to write; -: the standard output")
     parser.add_argument("--n", type=at_least(1), default=64, help="requests (64)")
     parser.add_argument("--seed", type=at_least(0), default=0, help="seed of all random numbers (0)")
@@ -89,17 +88,17 @@ def _main_without_kind(arguments: Sequence[str]) -> int:
     if not 0 <= options.rate < float("inf"):
         parser.error(f"--rate is {options.rate}; expected requests/s, 0 or more; leave it out for all at once")
 
-    workload = make_workload(
-        count=options.n, seed=options.seed, vocab_size=options.vocab, rate=options.rate,
-        prompts=replace(PROMPTS, fixed=options.prompt), outputs=replace(OUTPUTS, fixed=options.output),
-        shared_prefix=options.shared_prefix)
     try:
+        workload = make_workload(
+            count=options.n, seed=options.seed, vocab_size=options.vocab, rate=options.rate,
+            prompts=replace(PROMPTS, fixed=options.prompt), outputs=replace(OUTPUTS, fixed=options.output),
+            shared_prefix=options.shared_prefix)
         check_writable(options.out)
         write_file(options.out, [json.dumps(workload)])
     except DatasetError as error:
         print(f"batch-manager workload: {error}", file=sys.stderr)
         return WRONG
-    print_summary(workload, options.out)
+    print_summary(workload, options.out, shared_prefix=options.shared_prefix)
     return 0
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..errors import BatchManagerError
+from .command_parser import CommandParser
 from .datasets import (
     FORMATS,
     DatasetError,
@@ -51,11 +52,10 @@ depends on the options only.
 
 def main(arguments: Sequence[str]) -> int:
     """Run the kind that the first argument names, and return the exit status."""
-    parser = argparse.ArgumentParser(prog="batch-manager workload")
+    parser = CommandParser(prog="batch-manager workload")
     kinds = parser.add_subparsers(dest="kind", required=True)
     for name, (add_arguments, description, _) in KINDS.items():
-        kind = kinds.add_parser(name, description=description, epilog=EXIT_STATUSES,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+        kind = kinds.add_parser(name, description=description, epilog=EXIT_STATUSES)
         kind.add_argument("--out", required=True, metavar="FILE", help="the file to write; -: the standard output")
         add_arguments(kind)
     options = parser.parse_args(arguments)
@@ -178,7 +178,7 @@ def _vocabulary(options: argparse.Namespace) -> int:
 def _write(workload: dict[str, Any], options: argparse.Namespace) -> None:
     text = json.dumps(workload) if options.form == "workload" else dataset_text(workload, options.kind)
     write_file(options.out, [text])
-    print_summary(workload, options.out)
+    print_summary(workload, options.out, shared_prefix=getattr(options, "shared_prefix", 0))
 
 
 def _add_file(parser: argparse.ArgumentParser) -> None:

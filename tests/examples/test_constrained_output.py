@@ -14,9 +14,9 @@ pytest.importorskip("llguidance")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def test_it_prints_json_and_sentences_of_the_given_shape():
-    result = subprocess.run([sys.executable, "examples/constrained_output.py"], cwd=REPOSITORY, capture_output=True,
-                            text=True, encoding="utf-8", timeout=120)
+def test_it_prints_json_and_sentences_of_the_given_shape(tmp_path):
+    result = subprocess.run([sys.executable, REPOSITORY / "examples" / "constrained_output.py"], cwd=tmp_path,
+                            capture_output=True, text=True, encoding="utf-8", timeout=120)
     assert result.returncode == 0 and result.stderr == "", result.stderr
     *lines, summary = result.stdout.splitlines()
     people = [ast.literal_eval(line) for line in lines if line.startswith("{")]

@@ -8,17 +8,19 @@ import json
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from batch_manager import Parts, TrtGptModelOptionalParams
-from batch_manager.aio import AsyncEngine
+from batch_manager import ErrorCode, Parts, TrtGptModelOptionalParams
+from batch_manager.aio import AsyncEngine, RequestFailed
 from batch_manager.testing.scripted_backend import ScriptedBackend
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
 from batch_manager.extras.openai import OpenAIError, OpenAIService  # noqa: E402
+from batch_manager.extras.openai.errors import FIELDS  # noqa: E402
 from batch_manager.extras.openai.fields import read_body  # noqa: E402
 from batch_manager.extras.sampling import Sampling  # noqa: E402
 
@@ -276,6 +278,50 @@ def test_options_of_other_engines_and_harmless_fields():
     values = [order(priority) for priority in (-1000, -1, 0, 1, 2, 1000)]
     assert values == sorted(values, reverse=True) and len(set(values)) == 6 and order(0) == 0.5
     assert all(0 < value < 1 for value in values)
+
+
+@pytest.mark.parametrize("field, value, message", [
+    ("temperature", -1, "temperature is -1; it must be a finite float32 of at least 0"),
+    ("top_p", 2, "top_p is 2; it must be a number in [0, 1]"),
+    ("top_k", 10**9, "top_k is 1000000000; it must be an integer in 0..1024"),
+    ("min_p", 5, "min_p is 5; it must be a number in [0, 1]"),
+    ("repetition_penalty", -1, "repetition_penalty is -1; it must be a finite float32 above 0"),
+    ("presence_penalty", 1e39, "presence_penalty is 1e+39; it must be a finite float32"),
+    ("frequency_penalty", -1e39, "frequency_penalty is -1e+39; it must be a finite float32"),
+    ("logit_bias", {"1": 1000}, "logit_bias of token 1 is out of range; expected numbers from -100 to 100; clip the"),
+    ("logit_bias", {"99999": 1}, "logit_bias has a key that is not a token id of the model"),
+    ("stop_token_ids", [99999], "stop_token_ids is 99999; it must be an integer in"),
+    ("stop_token_ids", [*range(12)], "stop_token_ids and the checkpoint's end ids are 12 different ids"),
+    ("prompt", [-5], "prompt holds an id outside 0..4095"), ("prompt", [2**40], "prompt holds an id outside 0..4095"),
+    ("prompt", [[]], "prompt is empty; a prompt has at least one token"),
+])
+def test_a_refusal_of_the_engine_names_the_field_of_the_body(field, value, message):
+    """`param` and the message have the field's name, not the tensor's, and no id that the engine gave the request."""
+    async def test(service):
+        for read in (whole, events):
+            with pytest.raises(OpenAIError) as told:
+                await read(service, **{"prompt": [1], field: value})
+            assert (told.value.status, told.value.param) == (400, field)
+            assert told.value.message.startswith(message)
+    run(test)
+
+
+def test_fields_of_a_chat_are_named_in_a_refusal():
+    for text, param, message in (
+            ("request 3: input_ids is empty; send a token", "messages", "messages is empty; send a token"),
+            ("request 3: return_top_log_probs is 30; expected 0", "top_logprobs", "top_logprobs is 30; expected 0"),
+            ("request 3: it is odd; temperature is not", None, "it is odd; temperature is not")):
+        error = OpenAIError.of(RequestFailed(ErrorCode.INVALID_REQUEST, text), is_chat=True)
+        assert (error.param, error.message, error.code) == (param, message, "invalid_request")
+
+
+def test_every_tensor_that_a_body_sets_has_a_field():
+    flags = {"return_log_probs", "raw_log_probs", "prompt_ignore_length"}      # their values cannot be wrong
+    options = Sampling(top_p=0.5, top_k=2, min_p=0.5, seed=1, stop_token_ids=[5], min_tokens=1, repetition_penalty=2.0,
+                       presence_penalty=1.0, frequency_penalty=1.0, logit_bias={1: 1.0}, log_probs=True,
+                       top_log_probs=2, raw_log_probs=True)
+    info = SimpleNamespace(vocab_size=100, max_seq_len=100, end_ids=(1,))
+    assert set(options.tensors([1], info)) - flags <= set(FIELDS)
 
 
 def test_errors_of_the_engine_come_before_the_first_event_with_their_status():

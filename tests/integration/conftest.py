@@ -9,6 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tests.integration.greedy_model import GreedyModel  # noqa: E402
+
 VOCAB = 211
 COMMON = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
               num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.15, bos_token_id=None,
@@ -102,10 +104,11 @@ FAMILIES = ["llama", "llama-yarn-bias", "mistral-window", "qwen2", "qwen3", "gpt
             "falcon-slopes"]
 
 
-class Reference:
+class Reference(GreedyModel):
     """A transformers model in float32 on the CPU, and the folder of its checkpoint."""
 
     def __init__(self, family: str, folder) -> None:
+        super().__init__()
         torch.manual_seed(sum(map(ord, family)))
         config = _config(family)
         # Falcon's eager attention adds ALiBi twice: in the mask and in the scores.
@@ -114,24 +117,12 @@ class Reference:
         self.model.save_pretrained(folder)
         self.folder, self.vocab_size = folder, VOCAB
         assert json.loads((folder / "config.json").read_text())["architectures"]
-        self._known: dict[tuple, list[int]] = {}
         self._logits: dict[tuple, np.ndarray] = {}
 
-    def greedy(self, prompt: list[int], count: int, guess: list[int] | None = None) -> list[int]:
-        """Return the `count` tokens of greedy generation of one request alone.
+    def likeliest(self, tokens: list[int]) -> list[int]:
+        return self.logits(tokens).argmax(1).tolist()
 
-        guess   expected tokens, which one forward pass over the whole sequence can confirm: they are right if every
-                token is the argmax after the tokens before it. Without a guess, or with a wrong guess, the model
-                generates one token at a time with its own cache, which takes many times as long
-        """
-        key = (tuple(prompt), count)
-        if key not in self._known:
-            is_right = (guess is not None and len(guess) == count
-                        and guess == self.logits(prompt + guess)[len(prompt) - 1:-1].argmax(1).tolist())
-            self._known[key] = guess if is_right else self._generate(prompt, count)
-        return self._known[key]
-
-    def _generate(self, prompt: list[int], count: int) -> list[int]:
+    def generate(self, prompt: list[int], count: int) -> list[int]:
         ids, cache, tokens = torch.tensor([prompt]), None, []
         with torch.inference_mode():
             for _ in range(count):

@@ -12,6 +12,7 @@ import torch
 from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelType
 from batch_manager.models import load_model
 from tests.harness.client import StaggeredClient
+from tests.integration.greedy_model import GreedyModel
 
 MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
 FUSED, SPLIT, V1 = TrtGptModelType.InflightFusedBatching, TrtGptModelType.InflightBatching, TrtGptModelType.V1
@@ -123,15 +124,15 @@ def test_samples_are_the_same_with_and_without_reuse(make_manager, new_request, 
 
 # Windows and sinks.
 
-class Streaming:
+class Streaming(GreedyModel):
     """StreamingLLM in plain torch: the loaded model runs on the whole sequence with a masked attention."""
 
     dispatch = "mask"
 
     def __init__(self, folder, window, sink):
+        super().__init__()
         self.loaded = load_model(folder, device=torch.device("cpu"), dtype="float32")
         self.spec, self.window, self.sink = self.loaded.spec, window, sink
-        self._known: dict[tuple, list[int]] = {}
 
     def run(self, layer, query, key, value, rotary):
         count, position = len(query), torch.arange(len(query))
@@ -159,25 +160,11 @@ class Streaming:
         first, second, rest = heads[..., :half], heads[..., half:2 * half], heads[..., 2 * half:]
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
-    def greedy(self, prompt, count, guess):
-        """Return the `count` tokens of greedy generation.
-
-        guess   expected tokens, which one forward pass confirms: they are right if each token is the argmax after the
-                tokens before it
-        """
-        tokens = self._known.setdefault(tuple(prompt), list(prompt))
-        if len(guess) == count > len(tokens) - len(prompt) and self._next_tokens(prompt + guess[:-1], count) == guess:
-            tokens[len(prompt):] = guess
-        while len(tokens) < len(prompt) + count:
-            tokens += self._next_tokens(tokens, 1)
-        return tokens[len(prompt):len(prompt) + count]
-
-    def _next_tokens(self, tokens, count):
-        """Return the most likely token after each of the last `count` tokens."""
+    def likeliest(self, tokens):
         model = self.loaded.model
         with torch.inference_mode():
             hidden = model.forward(model.embed(torch.tensor(tokens)), torch.arange(len(tokens)), self)
-            return model.logits(hidden[-count:]).argmax(1).tolist()
+            return model.logits(hidden).argmax(1).tolist()
 
 
 streaming = functools.cache(Streaming)      # two engines of WINDOWED have the same window and sinks

@@ -13,7 +13,7 @@ from batch_manager.loop.fetched_items import FetchedItems
 from tests.sweep.interrupted import WHERE_ITEMS_MOVE, sweep
 
 
-def a_final_is_off_the_books_before_its_call_begins(patch) -> None:
+def a_final_counts_as_answered_before_its_call_begins(patch) -> None:
     send_last = GuardedCallbacks._send_last
 
     def early(self, listed, key, *response):
@@ -23,7 +23,7 @@ def a_final_is_off_the_books_before_its_call_begins(patch) -> None:
     patch.setattr(GuardedCallbacks, "_send_last", early)
 
 
-def an_item_is_taken_before_there_is_a_place_for_it(patch) -> None:
+def an_item_is_read_outside_the_list_of_undecided_items(patch) -> None:
     def read_next(self):
         while self._returned:
             oldest, items = self._returned[0], []
@@ -39,8 +39,8 @@ def an_item_is_taken_before_there_is_a_place_for_it(patch) -> None:
 
 
 INTERRUPTION_BUGS = {
-    "a final is off the books before its call begins": a_final_is_off_the_books_before_its_call_begins,
-    "an item is taken before there is a place for it": an_item_is_taken_before_there_is_a_place_for_it,
+    "a final counts as answered before its call begins": a_final_counts_as_answered_before_its_call_begins,
+    "an item is read outside the list of undecided items": an_item_is_read_outside_the_list_of_undecided_items,
 }
 
 

@@ -47,8 +47,25 @@ def test_max_tokens_beyond_the_share_is_refused_with_wanted_free_and_the_knob():
 
 def test_memory_for_less_than_one_block_is_refused():
     for facts in ({"free_bytes": MIB}, {"free_bytes": 0}, {"block_bytes": 9 * GIB + GIB // 2}):
-        with pytest.raises(InsufficientMemoryError, match="needs 1 block of "):
+        with pytest.raises(InsufficientMemoryError, match="needs 1 block of 64 tokens"):
             plan(**facts)
+
+
+@pytest.mark.parametrize("config, facts, advice", [
+    ({}, {"free_bytes": 0}, "free memory, or use a smaller model or dtype"),
+    ({}, {"free_bytes": MIB - 1}, "free memory, or use a smaller model or dtype"),
+    ({}, {"free_bytes": MIB}, "raise KvCacheConfig.free_gpu_memory_fraction, or free memory"),
+    ({}, {"free_bytes": 2 * MIB - 2, "step_bytes": GIB}, "lower max_num_tokens or max_batch_size, or free memory"),
+    ({}, {"free_bytes": 2 * MIB, "step_bytes": GIB},
+     "raise KvCacheConfig.free_gpu_memory_fraction, lower max_num_tokens or max_batch_size, or free memory"),
+    ({"max_tokens": 640}, {"free_bytes": 4 * MIB}, "lower KvCacheConfig.max_tokens, or free memory"),
+    ({"max_tokens": 640}, {"free_bytes": 10 * MIB},
+     "lower KvCacheConfig.max_tokens, raise KvCacheConfig.free_gpu_memory_fraction, or free memory"),
+])
+def test_a_refusal_advises_only_what_can_help(config, facts, advice):
+    with pytest.raises(InsufficientMemoryError) as raised:
+        plan(KvCacheConfig(**config), **facts)
+    assert raised.value.fix == advice
 
 
 @pytest.mark.parametrize("size, num_blocks", [(0, 0), (MIB, 1), (2 * MIB - 1, 1), (GIB, 1024)])

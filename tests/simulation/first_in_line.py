@@ -46,7 +46,7 @@ class FirstInLine:
         elif first.is_context and self._tokens_left(plan) < self._world.swarm.tokens_per_block:
             self._world.mark("the first in line waits for tokens")
         elif not inflight:
-            yield f"C10: {first} is the first in line, nothing is in flight, and he is not in the plan"
+            yield f"C10: {first} is the first in line, nothing is in flight, and it is not in the plan"
         elif left_out is first:
             yield f"C10: {first} is the first in line and is left out of a second plan"
         else:

@@ -32,6 +32,32 @@ def test_fixed_lengths():
     assert all(len(request["prompt"]) == 12 and request["max_tokens"] == 3 for request in made["requests"])
 
 
+@pytest.mark.parametrize("arguments, longest", [
+    (["--prompt", "600", "--shared-prefix", "601"], "600"), (["--shared-prefix", "513", "--n", "4000"], "512"),
+    (["token-unif-dist", "--input-min", "3", "--input-max", "5", "--output-min", "1", "--output-max", "1",
+      "--shared-prefix", "6"], "5")])
+def test_a_shared_prefix_that_is_longer_than_every_prompt_is_refused(arguments, longest, tmp_path, capsys):
+    out = tmp_path / "w.json"
+    prefix = arguments[arguments.index("--shared-prefix") + 1]
+    assert workload.main([*arguments, "--out", str(out)]) == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", f"batch-manager workload: --shared-prefix is {prefix}; the longest prompt has "
+                                    f"{longest} tokens; lower it, or make the prompts longer\n")
+    assert not out.exists()
+
+
+def test_prompts_that_are_shorter_than_the_shared_prefix_are_counted(tmp_path, capsys):
+    out = tmp_path / "w.json"
+    assert workload.main(["--shared-prefix", "100", "--out", str(out)]) == 0
+    prompts = [request["prompt"] for request in json.loads(out.read_text())["requests"]]
+    shorter = sum(len(prompt) < 100 for prompt in prompts)
+    assert 0 < shorter < 64 and capsys.readouterr().err == (
+        f"batch-manager workload: {shorter} of 64 prompts are shorter than the shared prefix of 100 tokens; they "
+        "consist of its beginning\n")
+    assert workload.main(["--prompt", "100", "--shared-prefix", "100", "--out", str(out)]) == 0
+    assert not capsys.readouterr().err
+
+
 def test_a_shared_prefix_changes_nothing_behind_it():
     plain, alike = (make_workload(count=30, shared_prefix=n)["requests"] for n in (0, 100))
     longest = max(alike, key=lambda request: len(request["prompt"]))["prompt"]

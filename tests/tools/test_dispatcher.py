@@ -65,7 +65,19 @@ def test_a_command_gets_its_arguments_and_gives_its_status(tmp_path):
 def test_what_is_no_command_is_status_two(arguments, told, capsys):
     assert dispatcher.main(arguments) == 2
     error = capsys.readouterr().err
-    assert told in error and "host-bench" in error
+    assert told in error and "host-bench" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [
+    *dispatcher.COMMANDS, *(f"workload {kind}" for kind in ("token-norm-dist", "dataset", "sample-trace"))])
+def test_an_unknown_option_is_refused_in_one_line(command, capsys):
+    """The line names program, option and the way to the help, without the usage."""
+    with pytest.raises(SystemExit) as ended:
+        dispatcher.main([*command.split(), "--banana"])
+    out, error = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert error.startswith(f"batch-manager {command}: ") and error.count("\n") == 1
+    assert error.endswith(f"; batch-manager {command} --help describes the options\n") and "usage" not in error
 
 
 def test_the_program_is_installed_under_its_name(capsys):

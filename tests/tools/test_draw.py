@@ -199,13 +199,13 @@ def test_the_svg_is_one_well_formed_document_with_a_box_for_every_run():
     svg = ElementTree.fromstring(render_svg(trace))
     titles = [title.text for title in svg.iter("{http://www.w3.org/2000/svg}title")]
     assert titles == [
-        "request 1, iteration 0: context (prompt) tokens, 8 in all",
-        "request 1, iteration 1-9: generation, one token, 9 in all",
+        "request 1, iteration 0: context, 8 tokens",
+        "request 1, iterations 1-9: generation, 9 tokens",
         "request 1 ended",
-        "request 2, iteration 0: context (prompt) tokens, 8 in all",
-        "request 2, iteration 1-8: generation, one token, 8 in all",
+        "request 2, iteration 0: context, 8 tokens",
+        "request 2, iterations 1-8: generation, 8 tokens",
         "request 2, iteration 9: paused",
-        "request 2, iteration 10: context (prompt) tokens, 17 in all",
+        "request 2, iteration 10: context, 17 tokens",
         "request 2 ended",
     ]
 
@@ -229,12 +229,12 @@ def test_the_demonstration_runs_without_torch(tmp_path):
     assert " P " in result.stdout, "the default demonstration shows a pause"
 
 
-@pytest.mark.parametrize("arguments", [
-    ["--requests", "5+3,5+3@10"], ["--requests", "1+1,1+1@2"], ["--num-blocks", "1"]])
-def test_a_request_that_arrives_after_the_others_ended_runs(arguments, tmp_path):
+@pytest.mark.parametrize("arguments, status", [
+    (["--requests", "5+3,5+3@10"], 0), (["--requests", "1+1,1+1@2"], 0), (["--num-blocks", "1"], 1)])
+def test_a_request_that_arrives_after_the_others_ended_runs(arguments, status, tmp_path):
     done = subprocess.run([sys.executable, "-m", "batch_manager.tools", "draw", "--demo", *arguments],
                           capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
 
 
 def test_a_saved_demonstration_draws_the_same_from_its_file(tmp_path, capsys):
@@ -280,10 +280,12 @@ def test_a_file_that_cannot_be_written_is_refused_with_its_reason(name, message,
 
 
 def test_a_request_that_cannot_run_is_reported_and_not_drawn(capsys):
-    assert main(["--demo", "--requests", "5+5,500+5"]) == 0
-    out = capsys.readouterr().out
+    assert main(["--demo", "--requests", "5+5,500+5,5+5,501+5"]) == 1
+    out, error = capsys.readouterr()
     assert "refused: [INVALID_REQUEST] request 2" in out
-    assert "iteration        1    tokens" in out
+    assert "iteration        1   3    tokens" in out
+    assert error.startswith("batch-manager draw: 2 of 4 requests cannot run; the first: [INVALID_REQUEST] request 2: ")
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments, message", [

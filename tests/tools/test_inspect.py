@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from batch_manager import ConfigError, TrtGptModelOptionalParams  # noqa: E402
+from batch_manager import ConfigError, InsufficientMemoryError, TrtGptModelOptionalParams  # noqa: E402
 from batch_manager.models.loading import load_model  # noqa: E402
 from batch_manager.runtime import layouts  # noqa: E402
 from batch_manager.runtime.native_backend import build_native_backend  # noqa: E402
@@ -74,6 +74,19 @@ def test_bytes_of_weights_are_those_that_torch_takes(monkeypatch):
     facts = inspect_model(MODEL, device="cpu")
     loaded = load_model(MODEL, device="cpu", compiled_step=facts["steps"] == "compiled")
     assert facts["weight_bytes"] == loaded.weight_bytes
+
+
+def test_a_copy_of_the_embedding_is_part_of_the_weights_wherever_their_size_is_told():
+    """A host with less memory than the weights and the copy gets a refusal with the size of both together."""
+    facts = inspect_model(MODEL, device="cpu")
+    copied = "; " if facts["steps"] != "compiled" else " and 4.0 MiB for a copy of the embedding; "
+    assert f"{facts['weight_bytes'] / 2**20:.1f} MiB, 3,950,848 elements in the checkpoint{copied}" in described(facts)
+    assert facts["weight_bytes"] == 4 * facts["num_weights"] + facts["embedding_copy_bytes"]
+    with pytest.raises(InsufficientMemoryError, match=f"they take {facts['weight_bytes']:,} bytes"):
+        inspect_model(MODEL, device="cpu", free_bytes=facts["weight_bytes"] - 1)
+    with pytest.raises(InsufficientMemoryError, match="the KV cache needs 1 block of 64 tokens, 262,144 bytes") as told:
+        inspect_model(MODEL, device="cpu", free_bytes=facts["weight_bytes"] + 1000)
+    assert told.value.fix == "free memory, or use a smaller model or dtype"
 
 
 def test_a_machine_that_is_elsewhere_is_planned_for():

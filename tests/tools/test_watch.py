@@ -356,7 +356,7 @@ def test_a_source_that_is_away_is_told_and_given_up(server, served, tmp_path):
 def test_a_wrong_command_line_is_status_two(arguments, capsys):
     with pytest.raises(SystemExit) as told:
         watch.parse_options(arguments)
-    assert told.value.code == 2 and "batch-manager watch: error: " in capsys.readouterr().err
+    assert told.value.code == 2 and "batch-manager watch: " in capsys.readouterr().err
 
 
 def test_an_address_may_be_short():

@@ -1,13 +1,25 @@
 """Errors in the format of OpenAI's API."""
 
+import re
+
 import orjson
 
 from ...aio.mailbox import RequestFailed
 from ...errors import BatchManagerError
-from ..sampling import in_names_of_options
+from ...names import ErrorCode
+from ..sampling import OPTION_OF_TENSOR
 
 SECONDS_UNTIL_A_RETRY = {429: 1, 503: 5}
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
+_REQUEST = re.compile(r"request \d+: ")     # the engine's id of a request, which clients do not know
+# Request tensor -> field of a body. Tensors that have the name of their field are listed too.
+FIELDS = {
+    **OPTION_OF_TENSOR, "input_ids": "prompt", "return_log_probs": "logprobs", "return_top_log_probs": "logprobs",
+    **{name: name for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty",
+                               "logit_bias", "stop_token_ids", "priority")},
+}
+_FIELDS_OF_A_CHAT = {**FIELDS, "input_ids": "messages", "return_top_log_probs": "top_logprobs"}
+_TENSOR = re.compile(rf"\b(?:{'|'.join(FIELDS)})\b")
 
 
 class OpenAIError(Exception):
@@ -24,13 +36,20 @@ class OpenAIError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     @classmethod
-    def of(cls, error: BatchManagerError) -> "OpenAIError":
+    def of(cls, error: BatchManagerError, *, is_chat: bool = False) -> "OpenAIError":
         """Return the OpenAIError that answers a request on which the engine raised or reported `error`.
 
-        The message has the names of options in place of those of tensors.
+        The message of an invalid request names the fields of the body in place of the request tensors. `param` is the
+        first field that its fact names.
         """
-        message = error.message if isinstance(error, RequestFailed) else str(error)
-        return cls(error.code.http_status, in_names_of_options(message), code=error.code.value.lower())
+        message = _REQUEST.sub("", error.message if isinstance(error, RequestFailed) else str(error), count=1)
+        param = None
+        if error.code is ErrorCode.INVALID_REQUEST:
+            names = _FIELDS_OF_A_CHAT if is_chat else FIELDS
+            if (found := _TENSOR.search(message.partition(";")[0])) is not None:
+                param = names[found[0]]
+            message = _TENSOR.sub(lambda tensor: names[tensor[0]], message)
+        return cls(error.code.http_status, message, param, error.code.value.lower())
 
     @property
     def headers(self) -> dict[str, str]:

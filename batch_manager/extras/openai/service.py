@@ -12,7 +12,7 @@ import orjson
 
 from ...aio import AsyncEngine, RequestFailed, Stream
 from ...aio.mailbox import Delta
-from ...errors import BatchManagerError, ConfigError
+from ...errors import BatchManagerError, ConfigError, InvalidRequestError
 from ...names import FinishReason
 from ...responses.perf_metrics import PerfMetrics
 from ...responses.tensors import RESPONSE_TENSORS
@@ -78,7 +78,7 @@ class OpenAIService:
         except ConfigError as error:         # no chat template, no llguidance
             raise OpenAIError(400, str(error)) from None
         except BatchManagerError as error:
-            raise OpenAIError.of(error) from None
+            raise OpenAIError.of(error, is_chat=is_chat) from None
 
     def models(self) -> bytes:
         """Return the body for /v1/models."""
@@ -116,7 +116,14 @@ class OpenAIService:
         if parsed.is_chat:
             text = chat_prompt(self.folder, prompt, **parsed.template_options)
             return encode(self.tokenizer, text, add_special_tokens=False)
-        return encode(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            return encode(self.tokenizer, prompt)
+        vocab_size = self.engine.info.vocab_size
+        if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise OpenAIError(400, f"prompt holds an id outside 0..{vocab_size - 1}; every id must be in the model's "
+                              f"vocabulary of {vocab_size:,}; check that the tokenizer belongs to this model", "prompt",
+                              "invalid_request")
+        return prompt
 
     def _grammar(self, schema: dict[str, Any] | bool) -> Any:
         """Compile a JSON schema. Slow: call it in a thread."""
@@ -127,7 +134,10 @@ class OpenAIService:
             from ..guided_decoding import GuidedDecoding
             source = self.tokenizer if is_gguf_file(self.folder) else os.path.join(self.folder, "tokenizer.json")
             self._guided = GuidedDecoding(source, vocab_size=info.vocab_size, end_id=info.end_ids[0])
-        return self._guided, self._guided.json_schema(orjson.dumps(schema).decode())
+        try:
+            return self._guided, self._guided.json_schema(orjson.dumps(schema).decode())
+        except InvalidRequestError as error:
+            raise refused("response_format", str(error)) from None
 
 
 class _Choice:
@@ -207,7 +217,7 @@ class Answer:
                     if choice.is_over:
                         break
         except RequestFailed as error:
-            raise OpenAIError.of(error) from None
+            raise OpenAIError.of(error, is_chat=self._parsed.is_chat) from None
         finally:
             self.cancel()
         return self._shapes.whole(
@@ -226,8 +236,8 @@ class Answer:
                 has_begun = True
         except RequestFailed as error:
             if not has_begun:
-                raise OpenAIError.of(error) from None
-            yield b"data: " + OpenAIError.of(error).body() + b"\n\n"
+                raise OpenAIError.of(error, is_chat=self._parsed.is_chat) from None
+            yield b"data: " + OpenAIError.of(error, is_chat=self._parsed.is_chat).body() + b"\n\n"
         finally:
             self.cancel()
         yield DONE

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...config import BLOCK_SIZES, LOAD_FORMATS, MODEL_IMPLEMENTATIONS, KvCacheConfig
 from ...names import TrtGptModelType
+from ..command_parser import CommandParser
 from ..datasets import FORMATS
 from ..output_file import why_no_folder, why_not_distinct, why_not_writable
 from ..workload import at_least
@@ -38,10 +39,10 @@ def parse_options(argv: Sequence[str] | None = None, *, program: str = "batch-ma
     program   name of the program in messages
     report    default of --report
     """
-    parser = argparse.ArgumentParser(prog=program, description=ABOUT, epilog=f"{help_text()}\n\n{HOW_IT_ENDS}",
-                                     formatter_class=HelpFormatter, allow_abbrev=False,
-                                     usage=f"{program} --model FOLDER --workload FILE [option ...]\n"
-                                           f"       {program} --compare A.json B.json")
+    parser = CommandParser(prog=program, description=ABOUT, epilog=f"{help_text()}\n\n{HOW_IT_ENDS}",
+                           formatter_class=HelpFormatter, allow_abbrev=False,
+                           usage=f"{program} --model FOLDER --workload FILE [option ...]\n"
+                                 f"       {program} --compare A.json B.json")
     _add_engine(parser)
     _add_load(parser)
     _add_requests(parser)

@@ -8,7 +8,8 @@ To write a trace, use `batch-manager bench --trace FILE`, or `Parts(trace=TraceF
 demonstration runs the real scheduler with a scripted model. The program prints text if no file is named, or with
 --text. FILE may be -, the standard output.
 
-Exit status: 0 drawn; 2 an argument or a file is wrong, or the run is too large for text or SVG; 130 Ctrl-C.
+Exit status: 0 drawn; 1 drawn, but requests of the demonstration cannot run; 2 an argument or a file is wrong, or the
+run is too large for text or SVG; 130 Ctrl-C.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from ...config import KvCacheConfig, TrtGptModelOptionalParams
 from ...errors import BatchManagerError, ConfigError
 from ...names import ContextChunkingPolicy, SchedulerPolicy
 from ...stats.trace import IterationTrace, read_trace, write_trace
+from ..command_parser import CommandParser
 from ..output_file import STANDARD_OUTPUT, OutputError, OutputFiles, why_not_writable
 from ..standard_output import discard_standard_output, print_flushed
 from .demo import parse_requests, run_demo
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if why := why_not_writable(path):
             parser.error(f"--{name}: {why}")
     try:
-        text = _draw(options)
+        text, refusals = _draw(options)
         # A picture on the standard output (--svg -) must be its only content.
         if any(path == STANDARD_OUTPUT or path.exists() and not path.is_file() for path in _outputs(options).values()):
             print(text, file=sys.stderr)
@@ -61,6 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BatchManagerError, OSError, ValueError) as error:
         print(f"batch-manager draw: {_words(error, options.trace)}", file=sys.stderr)
         return 2
+    if refusals:
+        asked = len(parse_requests(options.requests))
+        print(f"batch-manager draw: {len(refusals)} of {asked} requests cannot run; the first: {refusals[0]}",
+              file=sys.stderr)
+        return 1
     return 0
 
 
@@ -74,8 +81,7 @@ def _words(error: Exception, trace: Path | None) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     first, _, rest = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(prog="batch-manager draw", description=first, epilog=rest,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(prog="batch-manager draw", description=first, epilog=rest)
     parser.add_argument("positional", nargs="?", type=Path, metavar="TRACE", help="a trace that a TraceFile wrote")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="the same")
     parser.add_argument("--demo", action="store_true", help="run the scheduler with a scripted model and draw that run")
@@ -100,8 +106,8 @@ def _outputs(options: argparse.Namespace) -> dict[str, Path]:
     return {name: path for name in ("html", "svg", "save") if (path := getattr(options, name))}
 
 
-def _draw(options: argparse.Namespace) -> str:
-    """Write the requested files, and return the text to print.
+def _draw(options: argparse.Namespace) -> tuple[str, list[str]]:
+    """Write the requested files, and return (the text to print, errors of the requests that cannot run).
 
     Depending on the options, the text has a description of the demonstration, the picture as text, and the names of the
     written files.
@@ -114,7 +120,8 @@ def _draw(options: argparse.Namespace) -> str:
         opened = {name: files.open(path, "wb") for name, path in outputs.items()}
         small = SmallRun(FOR_SVG if options.svg else FOR_TEXT) if options.svg or shows_text else None
         timeline = Timeline() if options.html else None
-        heading, iterations = _demo(options) if options.demo else ([], _read(options.trace))
+        refusals: list[str] = []
+        heading, iterations = _demo(options, refusals) if options.demo else ([], _read(options.trace))
         noted = _noted(iterations, small, timeline)
         if options.save:
             write_trace(noted, opened["save"])
@@ -127,7 +134,7 @@ def _draw(options: argparse.Namespace) -> str:
     names = {name: "the standard output" if path == STANDARD_OUTPUT else path for name, path in outputs.items()}
     written = [f"wrote {path}{f': {summary(timeline)}' if name == 'html' else ''}" for name, path in names.items()]
     shown = [render_text(small.iterations, width=options.width)] if shows_text else []
-    return "\n\n".join([*heading, *shown, *(["\n".join(written)] if written else [])])
+    return "\n\n".join([*heading, *shown, *(["\n".join(written)] if written else [])]), refusals
 
 
 def _noted(iterations: Iterable[IterationTrace], *lists: SmallRun | Timeline | None) -> Iterator[IterationTrace]:
@@ -154,8 +161,8 @@ def _title(options: argparse.Namespace) -> str:
     return f"Demonstration, {options.policy}" if options.demo else options.trace.name
 
 
-def _demo(options: argparse.Namespace) -> tuple[list[str], list[IterationTrace]]:
-    """Run the demonstration, and return (lines that describe it, its trace)."""
+def _demo(options: argparse.Namespace, refusals: list[str]) -> tuple[list[str], list[IterationTrace]]:
+    """Run the demonstration, and return (lines that describe it, its trace). Errors are appended to `refusals`."""
     for name, most in MOST_OF_DEMO.items():
         if not 1 <= (value := getattr(options, name)) <= most:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}", f"expected 1 to {most:,}")
@@ -171,8 +178,8 @@ def _demo(options: argparse.Namespace) -> tuple[list[str], list[IterationTrace]]
                f"{options.max_batch_size} requests and {options.max_num_tokens} tokens a step, chunked context: "
                f"{options.chunking}"]
     iterations = run_demo(parse_requests(options.requests), params, policy, options.num_blocks,
-                          say=lambda text: heading.append(f"refused: {text}"))
-    return heading, iterations
+                          say=refusals.append)
+    return [*heading, *(f"refused: {text}" for text in refusals)], iterations
 
 
 def _read(path: Path) -> Iterator[IterationTrace]:

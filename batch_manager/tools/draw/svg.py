@@ -12,6 +12,7 @@ FILL = {WAITING: colours.WAITING.light, CONTEXT: colours.CONTEXT.light, GENERATI
         PAUSED: colours.PAUSED.light}
 WORDS = {CONTEXT: "context (prompt) tokens", GENERATION: "generation, one token", PAUSED: "paused",
          WAITING: "waiting"}
+NAMES = {CONTEXT: "context", GENERATION: "generation", PAUSED: "paused", WAITING: "waiting"}      # of boxes
 ENDED = colours.ENDED.light
 ROW_HEIGHT, BAR_HEIGHT, MARGIN = 24, 64, 16
 
@@ -67,8 +68,9 @@ def _svg_row(picture: Picture, request_id: int, column: list[Cell], left: float,
         if kind != ABSENT:
             x, gap = left + cell * i, min(1.0, cell / 6)
             tokens = sum(c.tokens for c in column[i: i + run])
-            title = f"request {request_id}, iteration {span_of_iterations(picture.iterations, i, run)}: {WORDS[kind]}"
-            title += f", {tokens} in all" if tokens > 1 else ""
+            when = f"iteration{'s' * (run > 1)} {span_of_iterations(picture.iterations, i, run)}"
+            title = f"request {request_id}, {when}: {NAMES[kind]}"
+            title += f", {tokens} token{'s' * (tokens != 1)}" if tokens else ""
             out.append(f'<rect x="{x:.2f}" y="{y + 2}" width="{cell * run - gap:.2f}" height="{ROW_HEIGHT - 4}" rx="2" '
                        f'fill="{FILL[kind]}"><title>{escape(title)}</title></rect>')
             if kind == CONTEXT and 7 * len(str(tokens)) + 2 <= cell:
@@ -96,7 +98,7 @@ def _svg_bars(picture: Picture, left: float, top: float, cell: float) -> list[st
                 out.append(f'<rect x="{left + cell * i:.2f}" y="{y:.2f}" width="{cell - min(1.0, cell / 6):.2f}" '
                            f'height="{height:.2f}" fill="{FILL[kind]}"/>')
     out.append(f'<rect x="{left}" y="{base}" width="{cell * len(picture.rows):.2f}" height="1" fill="{FAINT}"/>')
-    out.append(f'<text x="{left}" y="{base + 22}" fill="{FAINT}">time runs right, one column an iteration</text>')
+    out.append(f'<text x="{left}" y="{base + 22}" fill="{FAINT}">time runs right, one column per iteration</text>')
     return out
 
 

@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..command_parser import CommandParser
 from ..provenance import commit_of_the_checkout, versions
 from .goals import GOALS, family
 
@@ -93,8 +94,7 @@ def without_judgement(record: Any, wrong: list[str]) -> Any:
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m batch_manager.tools.gpu_report", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(prog="python -m batch_manager.tools.gpu_report", description=__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for the report; created if missing")
     add("--goal", nargs="+", choices=sorted({family(name) for name in GOALS}), default=[],

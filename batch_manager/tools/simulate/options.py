@@ -10,6 +10,7 @@ from typing import Any
 from ...config import BLOCK_SIZES, KvCacheConfig
 from ..bench.engine import POLICIES
 from ..bench.options import HelpFormatter, positive
+from ..command_parser import CommandParser
 from ..datasets import FORMATS, add_selection_arguments
 from ..output_file import why_no_folder, why_not_distinct, why_not_writable
 from ..workload import at_least
@@ -45,7 +46,7 @@ Swept = tuple[str, list[Any]]
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line. An invalid command line ends the program with a message and status 2."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="batch-manager simulate", description=ABOUT, epilog=HOW_IT_ENDS.format(swept=", ".join(SWEPT)),
         formatter_class=HelpFormatter, allow_abbrev=False,
         usage="batch-manager simulate --cost FILE --workload FILE [option ...]\n"
