@@ -71,7 +71,7 @@ def _check_backend_methods(backend: Any) -> None:
         return
     if "close" not in missing:
         backend.close()
-    raise ConfigError(f"the backend of type {type_name(backend)} in Parts.backend has no {', '.join(missing)}",
+    raise ConfigError(f"the backend of type {type_name(backend)} in Parts.backend lacks {', '.join(missing)}",
                       "expected a ModelBackend with all of its methods", "see batch_manager.ModelBackend")
 
 
@@ -87,7 +87,7 @@ def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] 
             missing.append("dispatch")
         if missing:
             raise ConfigError(f"the factory in Parts.attention returned a value of type {type_name(attention)}, "
-                              f"which has no {', '.join(missing)}", "expected an attention implementation",
+                              f"which lacks {', '.join(missing)}", "expected an attention implementation",
                               "see attention.interface.Attention")
         return attention
 
@@ -128,7 +128,7 @@ def _check_stage(stage: Any) -> None:
     if isinstance(stage, type):
         raise _a_class("stages", stage, "LogitsStages: objects, not classes", f"{stage.__name__}(...)")
     if missing:
-        raise ConfigError(f"Parts.stages holds a stage of type {type_name(stage)}, which has no {', '.join(missing)}",
+        raise ConfigError(f"Parts.stages holds a stage of type {type_name(stage)}, which lacks {', '.join(missing)}",
                           "expected LogitsStages: objects with reads, is_active, needs_history, set_up and apply",
                           "inherit LogitsStage")
     unknown = [name for name in reads if name not in PARAMETERS and name not in ("end_id", "prompt_length")]

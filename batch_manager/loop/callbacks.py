@@ -111,7 +111,7 @@ class GuardedCallbacks:
         """Send the final response of a live request. Raises InternalError if the response was sent before."""
         alive = self.unanswered.alive
         if request_id not in alive:
-            raise InternalError(f"a second final response for request {request_id}")
+            raise InternalError(f"request {request_id} would get a second final response")
         self._send_last(alive, request_id, request_id, tensors, error_message, code)
 
     def send_refusal(self, error_message: str, code: ErrorCode) -> None:

@@ -85,5 +85,5 @@ def _require_both(first: str, second: str, given: set[str], way_out: str = "set 
 
 def _require_equal(what: str, count: int, whose: str, expected: int) -> None:
     if count != expected:
-        raise InvalidRequestError(f"the number of {what} is {count:,}", f"it must be {expected:,}: {whose}",
+        raise InvalidRequestError(f"the number of {what} is {count:,}", f"it must be {expected:,} ({whose})",
                                   "send tensors of matching sizes")

@@ -256,7 +256,7 @@ def _torch_as_array(spec: TensorSpec, tensor: Any) -> np.ndarray:
     except (TypeError, RuntimeError):
         way_out = ".float()" if spec.content is Content.NUMBER else ".int()"
         raise InvalidRequestError(f"{spec.name} is a torch tensor of dtype {tensor.dtype}",
-                                  "a dtype that numpy has", f"call {way_out} first") from None
+                                  "expected a dtype that NumPy has", f"call {way_out} first") from None
     if type(array) is not np.ndarray:
         raise _wrong_content(spec, "a tensor that numpy cannot read")
     return array

@@ -37,7 +37,7 @@ class DeviceWork:
         self.has_pending = self.has_pending or bool(self._operations)
         if len(self._operations) > MOST_PENDING_OPERATIONS:
             raise InternalError(f"{len(self._operations):,} operations on KV cache blocks are pending",
-                                f"a launch that succeeds before there are {MOST_PENDING_OPERATIONS:,}",
+                                f"expected a launch before more than {MOST_PENDING_OPERATIONS:,} are pending",
                                 "shut the manager down, make a new one, and report the log")
 
     def update_tables(self, updates: BlockTableUpdates, started_rows: Sequence[int]) -> None:

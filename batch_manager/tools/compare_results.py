@@ -29,7 +29,7 @@ class ComparisonError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One serving of a workload.
+    """One run of a workload.
 
     place   the file, with the number of the result if the file has several
     """

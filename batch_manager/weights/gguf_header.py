@@ -293,21 +293,21 @@ class _Reader:
         """Read the description of a tensor. Returns (type, shape, bytes per row, total bytes, offset in the data)."""
         rank = self._unsigned(_SHORT_LENGTH, name)
         if not 1 <= rank <= MAX_RANK:
-            raise ModelLoadError(f"{self.where}: {shown(name)} has {counted(rank, 'dimension')}",
+            raise ModelLoadError(f"{self.where}: tensor {shown(name)} has {counted(rank, 'dimension')}",
                                  f"expected 1 to {MAX_RANK}")
         shape = tuple(self._unsigned(_LENGTH, name) for _ in range(rank))[::-1]
         if not all(1 <= size <= MAX_COUNT for size in shape) or math.prod(shape) > MAX_COUNT:
-            raise ModelLoadError(f"{self.where}: {shown(name)} has shape {list(shape)}",
+            raise ModelLoadError(f"{self.where}: tensor {shown(name)} has shape {list(shape)}",
                                  f"expected sizes >= 1 with a product of at most {MAX_COUNT:,}")
         kind = self._unsigned(_SHORT_LENGTH, name)
         if kind not in TENSOR_TYPES:
             removed = f" ({_REMOVED_TYPES[kind]}, which was removed from the format)" if kind in _REMOVED_TYPES else ""
-            raise ModelLoadError(f"{self.where}: {shown(name)} has tensor type {kind}{removed}",
+            raise ModelLoadError(f"{self.where}: tensor {shown(name)} has type {kind}{removed}",
                                  f"expected one of {', '.join(known for known, _, _ in TENSOR_TYPES.values())}",
                                  "convert or quantise the model again")
         kind_name, block, block_bytes = TENSOR_TYPES[kind]
         if shape[-1] % block:
-            raise malformed(self.where, f"{shown(name)} has rows of {counted(shape[-1], 'element')} "
+            raise malformed(self.where, f"tensor {shown(name)} has rows of {counted(shape[-1], 'element')} "
                             f"in {kind_name}",
                             f"expected a multiple of {block}, the block size of that type")
         row_bytes = shape[-1] // block * block_bytes
@@ -323,11 +323,11 @@ class _Reader:
     def _tensor(self, name: str, start: int, alignment: int, kind: str, shape: tuple[int, ...], row_bytes: int,
                 num_bytes: int, offset: int) -> GgufTensor:
         if offset % alignment:
-            raise malformed(self.where, f"{shown(name)} has offset {offset:,}",
+            raise malformed(self.where, f"tensor {shown(name)} has offset {offset:,}",
                             f"expected a multiple of the alignment, {alignment}")
         if start + offset + num_bytes > self.file_bytes:
-            raise incomplete(self.where, f"{shown(name)} ends at byte {start + offset + num_bytes:,}; the file has "
-                                         f"{self.file_bytes:,} bytes")
+            raise incomplete(self.where, f"tensor {shown(name)} ends at byte {start + offset + num_bytes:,}; the file "
+                                         f"has {self.file_bytes:,} bytes")
         return GgufTensor(kind, shape, row_bytes, start + offset, start + offset + num_bytes)
 
     def _refuse_overlap(self, tensors: dict[str, GgufTensor]) -> None:

@@ -29,8 +29,8 @@ def numbers_of(headers: Sequence[GgufHeader], name: str) -> list[float]:
     header = next(header for header in headers if name in header.tensors)
     tensor = header.tensors[name]
     if tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_FACTORS:
-        raise ModelLoadError(f"{header.file}: {shown(name)} has shape {list(tensor.shape)} and type {tensor.kind}",
-                             f"expected one dimension of at most {MAX_FACTORS:,} elements in F32")
+        raise ModelLoadError(f"{header.file}: tensor {shown(name)} has shape {list(tensor.shape)} and type "
+                             f"{tensor.kind}", f"expected one dimension of at most {MAX_FACTORS:,} elements in F32")
     with _Files(headers).reading(name) as read:
         return np.frombuffer(read(0, tensor.end - tensor.begin), "<f4").tolist()
 
@@ -120,7 +120,7 @@ class GgufWeights:
         if location.is_one_row:
             found = found[1:]
         if found != tuple(shape):
-            raise ModelLoadError(f"{self._file_of(name)}: {location.tensor!r} has shape {list(stored.shape)}",
+            raise ModelLoadError(f"{self._file_of(name)}: tensor {location.tensor!r} has shape {list(stored.shape)}",
                                  f"expected {list(shape)} for {name!r}, by the metadata",
                                  "check that the file is complete")
 

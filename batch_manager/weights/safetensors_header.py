@@ -68,8 +68,8 @@ def _stored(path: Path, name: str, fields: Fields) -> StoredTensor:
     dtype, shape = fields.text("dtype"), fields.counts("shape", range(MAX_RANK + 1))
     begin, end = fields.counts("data_offsets", range(2, 3))
     if dtype in ELEMENT_BYTES and (size := math.prod(shape) * ELEMENT_BYTES[dtype]) != end - begin:
-        raise incomplete(path, f"{shown(name)} has shape {shape}, which takes {counted(size, 'byte')} in {dtype}, but "
-                               f"data_offsets {begin:,} and {end:,}")
+        raise incomplete(path, f"tensor {shown(name)} has shape {shape}, which takes {counted(size, 'byte')} in "
+                               f"{dtype}, but data_offsets {begin:,} and {end:,}")
     return StoredTensor(dtype, tuple(shape), begin, end)
 
 
@@ -78,8 +78,8 @@ def _check_ranges(path: Path, tensors: dict[str, StoredTensor], data_bytes: int)
     end = 0
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if stored.begin != end or stored.end < end:
-            raise incomplete(path, f"{shown(name)} has data_offsets {stored.begin:,} and {stored.end:,}, but the data "
-                                   f"before it ends at {end:,}")
+            raise incomplete(path, f"tensor {shown(name)} has data_offsets {stored.begin:,} and {stored.end:,}, but "
+                                   f"the data before it ends at {end:,}")
         end = stored.end
     if end != data_bytes:
         raise incomplete(path, f"the last data_offsets end at {end:,}, but the data has {counted(data_bytes, 'byte')}")

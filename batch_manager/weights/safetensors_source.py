@@ -170,7 +170,7 @@ class SafetensorsWeights:
                                  "it")
         path, stored = self._tensors[name].path, self._tensors[name].stored
         if stored.shape != tuple(shape):
-            raise ModelLoadError(f"{path}: {name!r} has shape {shown(list(stored.shape))}",
+            raise ModelLoadError(f"{path}: tensor {name!r} has shape {shown(list(stored.shape))}",
                                  f"expected {list(shape)}, by the spec that the model class read from config.json",
                                  "check that config.json and the model class fit these weights")
         if stored.dtype not in ELEMENT_BYTES:
@@ -191,12 +191,12 @@ class SafetensorsWeights:
         stored = tensor.stored
         if tuple(found.shape) != stored.shape or found.dtype is not TORCH_DTYPES.get(stored.dtype, found.dtype):
             raise ModelLoadError(
-                f"{tensor.path}: {name!r} has shape {shown(list(found.shape))} and type {found.dtype}",
+                f"{tensor.path}: tensor {name!r} has shape {shown(list(found.shape))} and type {found.dtype}",
                 f"expected {shown(list(stored.shape))} and {shown(stored.dtype)}, as in its header when it was opened",
                 "load the model again, and replace no file meanwhile")
         return found
 
 
 def _unsupported_type(path: Path, name: str, dtype: str) -> ModelLoadError:
-    return ModelLoadError(f"{path}: {shown(name)} has type {shown(dtype)}", "expected F32, F16 or BF16",
-                          "use unquantised weights, or a GGUF file")
+    return ModelLoadError(f"{path}: the header gives tensor {shown(name)} the dtype {shown(dtype)}",
+                          "expected 'F32', 'F16' or 'BF16'", "use weights in one of these dtypes, or a GGUF file")

@@ -97,7 +97,7 @@ def test_a_backend_is_refused_by_the_name_of_the_method_it_lacks(make_manager, n
     closed = []
     methods = dict.fromkeys(METHODS, print) | {"close": lambda: closed.append(1), "info": ScriptedBackend().info}
     backend = SimpleNamespace(**methods | {missing: None})
-    with pytest.raises(ConfigError, match=f"SimpleNamespace in Parts.backend has no {missing}; "):
+    with pytest.raises(ConfigError, match=f"SimpleNamespace in Parts.backend lacks {missing}; "):
         make_manager(new_client(), model_path="", parts={"backend": backend if given == "object" else lambda: backend})
     assert closed == [1] * (missing != "close")
 
@@ -115,9 +115,9 @@ def test_a_backend_with_these_methods_is_all_there_need_be_and_copies_are_needed
 
 
 @pytest.mark.parametrize(("made", "lacks"), [
-    (None, "a value of type NoneType, which has no plan, run, dispatch"),
-    (SimpleNamespace(plan=print, run=print), "a value of type SimpleNamespace, which has no dispatch"),
-    (SimpleNamespace(plan=print, run=5, dispatch="torch"), "a value of type SimpleNamespace, which has no run")])
+    (None, "a value of type NoneType, which lacks plan, run, dispatch"),
+    (SimpleNamespace(plan=print, run=print), "a value of type SimpleNamespace, which lacks dispatch"),
+    (SimpleNamespace(plan=print, run=5, dispatch="torch"), "a value of type SimpleNamespace, which lacks run")])
 def test_an_attention_that_is_none_is_refused_by_what_it_lacks(make_manager, new_client, made, lacks):
     with pytest.raises(ConfigError, match=f"Parts.attention returned {lacks}; expected an attention implementation"):
         make_manager(new_client(), model_path="examples/models/austen-4m", max_seq_len=64,

@@ -168,7 +168,7 @@ def test_extra_ids_keep_prompts_apart_and_change_no_output(make_small_world, fou
 
 
 @pytest.mark.parametrize(("extra_ids", "complaint"), [
-    ([1] * 8, "the number of elements of input_token_extra_ids is 8; it must be 9: one for each token of input_ids"),
+    ([1] * 8, "the number of elements of input_token_extra_ids is 8; it must be 9 (one for each token of input_ids)"),
     ([-1] * 9, "input_token_extra_ids is -1; it must be an integer in 0..9223372036854775807"),
     ([2**63] * 9,
      "that does not fit int64; every value must be an integer in 0..9223372036854775807"),

@@ -432,8 +432,8 @@ def with_first(value, table):
 
 @pytest.mark.parametrize("table, rows, says", [
     (np.ones((2, 7)), 2,
-     "the number of columns of prompt_embedding_table is 7; it must be 8: hidden_size of the model"),
-    (np.ones((3, 8)), 2, "the number of rows of prompt_embedding_table is 3; it must be 2: prompt_vocab_size"),
+     "the number of columns of prompt_embedding_table is 7; it must be 8 (hidden_size of the model)"),
+    (np.ones((3, 8)), 2, "the number of rows of prompt_embedding_table is 3; it must be 2 (prompt_vocab_size)"),
     (np.ones((2, 8)), 0, "prompt_vocab_size is 0"), (np.ones((2, 8)), 2.0, "prompt_vocab_size holds a float"),
     (np.ones(8), 1, "shape [8]"), (np.ones((2, 2, 8)), 2, "shape [2, 2, 8]"),
     (np.ones((1, 1, 2, 8)), 2, "shape [1, 1, 2, 8]"),

@@ -153,8 +153,8 @@ def measured(workload, *more):
 def test_no_serving_of_a_sweep_finds_what_another_one_cached(setting):
     same = make_workload(count=4, vocab_size=1000, prompts=Lengths(40, 0.1, 30, 50, fixed=40),
                          outputs=Lengths(3, 0.1, 2, 4, fixed=3), shared_prefix=24)
-    servings = measured(same, "--block-reuse", "--sweep", "concurrency=1,2", "--max-batch", "4")
-    first, both = (records[-1]["Cache Hit Tokens"] for _, records in servings)
+    runs = measured(same, "--block-reuse", "--sweep", "concurrency=1,2", "--max-batch", "4")
+    first, both = (records[-1]["Cache Hit Tokens"] for _, records in runs)
     assert first == 3 * 24 and first < both <= 2 * first        # requests that start together share nothing
 
 
@@ -191,7 +191,7 @@ def test_the_saturation_is_found(setting, capsys):
     result = read_result(Path("s.json"))
     assert result["kind"] == "saturation" and len(result["points"]) == 4
     assert all(isinstance(point["sustained"], bool) for point in result["points"][1:])
-    assert result["saturation"]["probes"] == 4 and "; 4 servings)" in capsys.readouterr().out
+    assert result["saturation"]["probes"] == 4 and "; 4 runs)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("limit, first", [(10.0, 25.0), (10.0, 4.0), (0.9, 8.0), (7.3, 7.3)])

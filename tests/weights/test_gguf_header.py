@@ -126,8 +126,8 @@ WRONG = {
     "five dimensions": (with_tensor("x", [1] * 5, 0, bytes(4)), r"'x' has 5 dimensions"),
     "a dimension of nothing": (with_tensor("x", [4, 0], 0, b""), r"'x' has shape \[0, 4\]"),
     "an overflow": (with_tensor("x", [2**40, 2**40], 0, b""), r"'x' has shape"),
-    "an unknown type": (with_tensor("x", [32], 99, bytes(32)), r"'x' has tensor type 99; expected one of F32, F16"),
-    "a removed type": (with_tensor("x", [32], 31, bytes(32)), r"'x' has tensor type 31 \(Q4_0_4_4, which"),
+    "an unknown type": (with_tensor("x", [32], 99, bytes(32)), r"'x' has type 99; expected one of F32, F16"),
+    "a removed type": (with_tensor("x", [32], 31, bytes(32)), r"'x' has type 31 \(Q4_0_4_4, which"),
     "half a block": (with_tensor("x", [48], 2, bytes(32)), r"'x' has rows of 48 elements in Q4_0; "
                                                                 "expected a multiple of 32"),
     "an offset between": (with_tensor("x", [4], 0, bytes(16), 8), r"'x' has offset 8; expected a multiple of the"),

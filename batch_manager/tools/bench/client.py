@@ -19,7 +19,7 @@ DEFAULTS = RequestOptions()
 
 @dataclass(slots=True)
 class Receipt:
-    """The responses to one request. Times are seconds since the start of the serving.
+    """The responses to one request. Times are seconds since the start of the run.
 
     tokens      generated tokens; with beams, those of the best beam
     times       time of arrival of each token
@@ -39,13 +39,13 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Progress of a serving.
+    """Progress of a run.
 
     done          requests with a final response
     total         all requests
     arrived       requests that have arrived, including the requests that are done
     tokens        tokens generated so far
-    seconds       seconds since the start of the serving
+    seconds       seconds since the start of the run
     """
 
     done: int
@@ -58,10 +58,10 @@ class Count:
 class Client:
     """The callbacks of one manager, and the arrived requests that the manager has not answered yet.
 
-    An arrived request waits in the client until the manager has room for it and the serving's `Gate` allows it.
+    An arrived request waits in the client until the manager has room for it and the run's `Gate` allows it.
 
     prompts_included   non-streamed responses begin with the prompt (exclude_input_in_output is off)
-    last_response      time of the last response, in seconds since the start of the serving
+    last_response      time of the last response, in seconds since the start of the run
     stats              statistics records of the iterations so far; filled by `keep_stats`, a statistics callback
     """
 
@@ -128,7 +128,7 @@ class Client:
               limit_s: float = math.inf) -> dict[int, Receipt]:
         """Serve requests at their arrival times, wait for all final responses, and return request id -> Receipt.
 
-        started   value of perf_counter() at the start of the serving; arrival times and timestamps count from it
+        started   value of perf_counter() at the start of the run; arrival times and timestamps count from it
         limit_s   time limit, in seconds since `started`
 
         Raises BenchmarkError if a request fails, the time limit passes or the engine stops answering.

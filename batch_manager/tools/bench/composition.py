@@ -1,4 +1,4 @@
-"""Batch sizes, tokens and KV cache use of the iterations of a serving, from the statistics of the engine."""
+"""Batch sizes, tokens and KV cache use of the iterations of a run, from the statistics of the engine."""
 
 import json
 from collections.abc import Sequence

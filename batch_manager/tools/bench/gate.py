@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Gate:
     """Holds requests back until the delay has passed and, with batches, a whole batch has arrived.
 
-    delay_s     seconds from the start of the serving to the first request
+    delay_s     seconds from the start of the run to the first request
     batch_size  requests per batch; a batch starts when the previous batch is done. 0: no batches
     timeout_s   an incomplete batch starts when its oldest request has waited this many seconds
     """
@@ -19,7 +19,7 @@ class Gate:
     def allows(self, now: float, num_waiting: int, oldest_arrival: float, num_inside: int) -> int:
         """Return the largest number of waiting requests that may start now. It may exceed `num_waiting`.
 
-        now, oldest_arrival   seconds since the start of the serving
+        now, oldest_arrival   seconds since the start of the run
         num_inside            requests in the manager without a final response
         """
         if now < self.delay_s:

@@ -10,8 +10,8 @@ ABOUT = """Serve a workload through the callbacks of a GptManager and measure ho
 
 Requests are submitted when they arrive and decoded greedily to exactly the requested length. Every token gets a
 timestamp when the send callback receives it. All latencies are computed from these timestamps and count from the
-arrival of the request. Only the serving is timed; a warm-up with other prompts runs before it, on the same engine. A
-sweep loads the engine once. With --block-reuse each serving of a sweep has its own cache salt, so that it does not
+arrival of the request. Only the run is timed; a warm-up with other prompts runs before it, on the same engine. A
+sweep loads the engine once. With --block-reuse each run of a sweep has its own cache salt, so that it does not
 reuse blocks of the others.
 """
 
@@ -31,7 +31,7 @@ HOW_IT_ENDS = """The result (--out, --report json) is one JSON object. A sweep h
     steps                         iterations with an active request
     peak_rss_mb                   sum of the largest resident sets of this process and its children
     load_s                        from the start of loading to the end of the warm-up
-    cpu                           cores used during the serving by this process (own), by others (foreign; foreign_nice:
+    cpu                           cores used during the run by this process (own), by others (foreign; foreign_nice:
                                   the part at a positive nice level) and by the hypervisor (steal)
     failed, failures              number of requests that ended with an error, and the first 20 of them
     wrong_length                  requests without exactly the requested number of tokens, including failed ones

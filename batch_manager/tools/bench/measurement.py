@@ -1,4 +1,4 @@
-"""Run all servings of one command on one engine."""
+"""Do all runs of one command on one engine."""
 
 import argparse
 import sys
@@ -18,12 +18,12 @@ from .summary import sweep_table
 
 
 class Measurement:
-    """Measures one serving, a sweep, or the saturation, as the options specify.
+    """Measures one run, a sweep, or the saturation, as the options specify.
 
     options, workload, parts   see `run.benchmark`
 
-    points    results of the completed servings
-    served    the completed servings, in the same order
+    points    results of the completed runs
+    served    the completed runs, in the same order
 
     The constructor raises InputError if the workload is invalid or has too few requests.
     """

@@ -53,7 +53,7 @@ class Bounds:
 
 def figures(requests: Sequence[Mapping[str, Any]], receipts: Mapping[int, Receipt], wall_s: float, *,
             streaming: bool, bounds: Bounds = Bounds(), counts_early_ends: bool = True) -> dict[str, Any]:
-    """Return the figures of one serving.
+    """Return the figures of one run.
 
     wall_s              seconds from the start to the last response
     streaming           whether every token has its own timestamp

@@ -133,7 +133,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help="search for the highest sustained request rate: the share --slo-share of the requests is within the "
              "bounds or, without bounds, the completion rate is at least 0.95 of the arrival rate")
     add("--max-probes", type=at_least(2), metavar="N", default=8,
-        help="most servings of --find-saturation, including the first with all requests at once (8)")
+        help="most runs of --find-saturation, including the first with all requests at once (8)")
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
@@ -164,20 +164,20 @@ def _add_measuring(parser: argparse.ArgumentParser, report: str) -> None:
     add("--queue-times", action="store_true",
         help="measure the time from arrival to the first step, which costs some host time in every iteration")
     add("--busy-neighbours", type=at_least(0), metavar="N", default=0,
-        help="run N processes that compute without a pause during the serving (0)")
+        help="run N processes that compute without a pause during the run (0)")
     add("--variant", metavar="TEXT", default="", help="a label for the result")
     add("--out", type=Path, metavar="FILE", help="write the result as JSON")
     add("--report", choices=("table", "json", "lines", "none"), default=report,
         help="print a table, the result as one line of JSON, or gptManagerBenchmark's lines \"[BENCHMARK] name "
              f"value\" ({report})")
     add("--output-csv", type=Path, metavar="FILE",
-        help="write a table with gptManagerBenchmark's names, one row per serving")
+        help="write a table with gptManagerBenchmark's names, one row per run")
     add("--responses-json-file", type=Path, metavar="FILE", help="write the tokens of every request as JSON")
     add("--stats-csv", type=Path, metavar="FILE", help="write the manager's statistics, one row per iteration")
     add("--log-iteration-data", action="store_true", help="print the statistics of each iteration on stderr")
     add("--log-level", choices=LOG_LEVELS, default="warning", help="level of the package's log on stderr (warning)")
     add("--trace", type=Path, metavar="FILE",
-        help="write a trace of the servings, for `batch-manager trace` and `draw`")
+        help="write a trace of the runs, for `batch-manager trace` and `draw`")
     add("--plot", type=Path, metavar="FOLDER",
         help="write plots as SVG: tokens of the steps, KV cache, times by batch size and, for a sweep, latency by "
              "throughput")

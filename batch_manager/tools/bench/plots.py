@@ -28,12 +28,12 @@ Plot = LinePlot | StackedPlot | Panels
 def plots(result: Result, points: Sequence[Result], served: Sequence[Served]) -> dict[str, Plot]:
     """Return file name -> plot.
 
-    Each serving with kept statistics has plots of batch, KV cache and time between tokens. A sweep also has plots of
+    Each run with kept statistics has plots of batch, KV cache and time between tokens. A sweep also has plots of
     latency by throughput.
     """
     found: dict[str, Plot] = {}
     if result["kind"] != "run":
-        # In the first serving of a search all requests arrive at once. This serving is not a point of the curve.
+        # In the first run of a search all requests arrive at once. This run is not a point of the curve.
         found |= latency_plots(result["swept"], points[1:] if result["kind"] == "saturation" else points)
     for point, one in zip(points, served, strict=True):
         suffix = "" if result["kind"] == "run" else f"-{file_words(load_words(point))}"
@@ -89,7 +89,7 @@ def latency_plots(swept: str, points: Sequence[Result]) -> dict[str, Plot]:
     return found
 
 
-# ---------------------------------------------------------------------- of one serving
+# ---------------------------------------------------------------------- of one run
 
 
 def batch_plot(iterations: Sequence[Iteration], words: str, beam_width: int) -> Panels:

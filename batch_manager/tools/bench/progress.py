@@ -48,10 +48,10 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Context manager that shows the progress of one serving. The bar disappears at the end.
+    """Context manager that shows the progress of one run. The bar disappears at the end.
 
     requests   the served requests, in the form of a workload
-    label      name of the serving, printed before its progress; "": no label
+    label      name of the run, printed before its progress; "": no label
     """
 
     def __init__(self, client: Client, manager: GptManager, requests: list[dict[str, Any]], label: str = "",

@@ -1,8 +1,8 @@
 """The result file of a benchmark: its schema, and its reader.
 
-Every file is one JSON object with `format` and `format_version`. If `kind` is "run", the file has one serving of the
+Every file is one JSON object with `format` and `format_version`. If `kind` is "run", the file has one run of the
 workload, whose figures are fields of the object. If `kind` is "sweep" or "saturation", `points` has one object per
-serving with the fields that differ, and the shared fields are at the top level.
+run with the fields that differ, and the shared fields are at the top level.
 
     version     versions of the program and of torch, as text; `packages` has the version of each package by name
     commit      commit of the checkout, from git describe

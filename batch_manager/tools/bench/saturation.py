@@ -18,7 +18,7 @@ class Saturation:
 
     sustained   the highest sustained rate; None: no rate was sustained
     broken      the lowest rate that was not sustained; None: all tried rates were sustained
-    probes      number of servings, including the first serving, in which all requests arrive at once
+    probes      number of runs, including the first run, in which all requests arrive at once
     criterion   condition for a sustained rate, in words
     """
 
@@ -34,7 +34,7 @@ class Saturation:
             finding = f"{self.sustained:.4g} requests/s are sustained, the highest rate tried"
         else:
             finding = f"{self.sustained:.4g} requests/s are sustained, {self.broken:.4g} are not"
-        return f"saturation: {finding} ({self.criterion}; {self.probes} servings)"
+        return f"saturation: {finding} ({self.criterion}; {self.probes} runs)"
 
 
 def find_saturation(holds: Callable[[float], bool], first_rate: float, max_probes: int, criterion: str) -> Saturation:
@@ -60,7 +60,7 @@ def _rounded(rate: float) -> float:
 
 
 def is_sustained(result: dict[str, Any], bounds: Bounds, share: float) -> bool:
-    """Return whether the engine sustained the request rate of a serving. A rate with a failed request is not sustained.
+    """Return whether the engine sustained the request rate of a run. A rate with a failed request is not sustained.
 
     bounds   upper bounds on latencies. Without bounds, the completion rate must be at least SUSTAINED_SHARE of the
              arrival rate

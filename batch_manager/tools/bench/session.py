@@ -23,14 +23,14 @@ MS = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One serving of a workload.
+    """One run of a workload.
 
     load        arrival process
     requests    the served requests, with their arrival times
     receipts    request id -> tokens and times of the request
     wall_s      seconds from the start to the last response
     steps       number of iterations with an active request
-    meter       CPU use during the serving, and peak memory
+    meter       CPU use during the run, and peak memory
     records     statistics records of the iterations, if they were kept
     """
 
@@ -115,13 +115,13 @@ class Session:
     def serve(self, load: Load) -> Served:
         """Serve the workload under this load.
 
-        Each serving has its own cache salt, so that it does not reuse KV cache blocks of other servings.
+        Each run has its own cache salt, so that it does not reuse KV cache blocks of other runs.
 
         Raises BenchmarkError if the engine stops answering.
         """
         options, client = self._options, self.client
         requests = load.arriving(self._workload["requests"])
-        salt = f"serving {self._served}" if options.block_reuse else None
+        salt = f"run {self._served}" if options.block_reuse else None
         self._served += 1
         asks = RequestOptions(
             end_id=options.eos_id, pad_id=options.pad_id, beam_width=options.beam_width,

@@ -13,7 +13,7 @@ from .client import Receipt
 class Stamps:
     """Token timestamps of all requests, one row per request.
 
-    Times are seconds since the start of the serving; NaN: no time.
+    Times are seconds since the start of the run; NaN: no time.
 
     arrival_s         arrival
     first_s, last_s   first and last token

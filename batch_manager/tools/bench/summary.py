@@ -15,7 +15,7 @@ ORDER = ("avg", "max", "min", "p99", "p90", "p50")
 
 
 def original_figures(result: Result) -> dict[str, float | int | None]:
-    """Return the figures of a serving under gptManagerBenchmark's names, which include the units. None: unknown.
+    """Return the figures of a run under gptManagerBenchmark's names, which include the units. None: unknown.
 
     The figure `token_throughput` counts requested tokens.
     """
@@ -33,7 +33,7 @@ def original_figures(result: Result) -> dict[str, float | int | None]:
 
 
 def lines(results: Sequence[Result]) -> str:
-    """Format servings as lines "[BENCHMARK] name value", with one block per serving, without unknown figures."""
+    """Format runs as lines "[BENCHMARK] name value", with one block per run, without unknown figures."""
     blocks = []
     for result in results:
         named = [("swept", value) for value in [load_words(result)] if len(results) > 1]
@@ -43,7 +43,7 @@ def lines(results: Sequence[Result]) -> str:
 
 
 def csv_rows(results: Sequence[Result]) -> list[list[Any]]:
-    """Return a header row and one row per serving. Cells of unknown figures are empty."""
+    """Return a header row and one row per run. Cells of unknown figures are empty."""
     figures = [original_figures(result) for result in results]
     swept = [["request_rate", "concurrency"]] if len(results) > 1 else [[]]
     rows = [[*swept[0], *figures[0]]]
@@ -62,7 +62,7 @@ def load_words(result: Result) -> str:
 
 
 def table(result: Result) -> str:
-    """Format one serving as a table."""
+    """Format one run as a table."""
     failed = f", {result['failed']} failed" if result["failed"] else ""
     out = [f"{result['n']} requests{failed}, {load_words(result)}: {result['wall_s']:.2f} s, {result['steps'] or 0:,} "
            f"iterations",
@@ -92,7 +92,7 @@ def goodput_rows(result: Result) -> list[list[str]]:
 
 
 def sweep_table(results: Sequence[Result]) -> str:
-    """Format several servings as a table, one row each."""
+    """Format several runs as a table, one row each."""
     has_goodput = any(result["goodput"] for result in results)
     rows = [["load", "requests/s", "tokens/s", "ttft p50", "p99", "itl p50", "p99", "e2e p50", "p99", "failed",
              *(["good/s", "share"] if has_goodput else [])]]
