@@ -91,7 +91,7 @@ def with_header(c, header, data=b"\0" * 64):
 
 def a_type_that_the_format_does_not_have(c):
     return (*with_header(c, b'{"a.b":{"dtype":"F99","shape":[16],"data_offsets":[0,64]}}'), "'a.b'", "'F99'",
-            "expected F32, F16 or BF16")
+            "expected 'F32', 'F16' or 'BF16'")
 
 
 def an_offset_too_few(c):
