@@ -221,7 +221,7 @@ def _as_array(spec: TensorSpec, value: Any) -> np.ndarray:
             isinstance(value, Sequence) or hasattr(type(value), "__array__"))
         raise InvalidRequestError(
             f"{spec.name} is of type {type_name(value)}",
-            "it must be a torch CPU tensor, a numpy array, a number or a list, not of a subclass",
+            "it must be a torch CPU tensor, a numpy array, a number or a list; objects of subclasses are refused",
             "convert it with numpy.array(...)" if is_like_an_array else f"pass {spec.content.value}")
     if array.dtype.kind not in _KINDS[spec.content]:
         raise _wrong_content(spec, _KIND_IN_WORDS.get(array.dtype.kind, f"values of dtype {array.dtype}"[:64]))
