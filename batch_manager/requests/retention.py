@@ -95,8 +95,8 @@ def copied_retention(given: object) -> KvCacheRetentionConfig | None:
         return None
     if type(given) is not KvCacheRetentionConfig:
         raise InvalidRequestError(f"kv_cache_retention_config is of type {type_name(given)}",
-                                  "it must be a batch_manager.KvCacheRetentionConfig or None; objects of subclasses are "
-                                  "refused")
+                                  "it must be a batch_manager.KvCacheRetentionConfig or None; objects of subclasses "
+                                  "are refused")
     ranges = given.token_range_retention_configs
     if type(ranges) is tuple:
         ranges = tuple(TokenRangeRetentionConfig(part.token_start, part.token_end, part.priority, part.duration_ms)
