@@ -23,6 +23,11 @@ SETUP_COLUMNS = ("end_id", "prompt_length", "return_log_probs", "top_log_probs")
 Send = Callable[[Sequence[np.ndarray]], list[torch.Tensor]]
 
 
+def share(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """Return the arrays as CPU tensors that share their memory: the `Send` of a CPU."""
+    return list(map(torch.from_numpy, arrays))
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
     """Rows of logits to sample from, with the slot and position of each row on the host and on the device.
@@ -79,12 +84,11 @@ class SlotState:
     The columns are parameters of SamplingConfig, SETUP_COLUMNS, and columns that stages and word lists add. `upload`
     sends all changes to the device in one copy. Capacity doubles when a larger slot is set up.
 
-    send   function that uploads arrays in one copy; None: one copy for each array
+    send   function that uploads arrays in one copy, for which the host does not wait
     """
 
-    def __init__(self, num_slots: int, device: torch.device, send: Send | None = None) -> None:
-        self.device = device
-        self.send = send or (lambda arrays: [torch.from_numpy(array).to(device) for array in arrays])
+    def __init__(self, num_slots: int, device: torch.device, send: Send = share) -> None:
+        self.device, self.send = device, send
         self.features = np.zeros(max(num_slots, 1), np.int64)
         self.last_tokens = PositionRing(torch.zeros((self.capacity, COLUMNS_OF_RING), dtype=torch.int64, device=device))
         self._planes = {4: Plane(np.int32, self.capacity, device), 8: Plane(np.int64, self.capacity, device)}

@@ -206,12 +206,12 @@ def test_what_is_set_up_reaches_a_device_of_its_own_in_one_copy_however_many_col
     for slot, config in enumerate(configs):
         state.set_up(slot, SlotSetup(config, end_id=slot))
     state.put(1, own=8)
-    rows = LogitsRows(rows_of([2, 0, 1], [1] * 3), state, TokenHistory(torch.device("cpu")))
+    rows = LogitsRows(rows_of([2, 0, 1], [1] * 3), state, TokenHistory(state))
     assert rows.column("end_id").tolist() == [0, 0, 0]
     state.upload()
     state.upload()
     assert sent == [[(3,), (len(planes[0].host), 3), (1, 3)]] and len(planes[0].host) == 10
-    rows = LogitsRows(rows_of([2, 0, 1], [1] * 3), state, TokenHistory(torch.device("cpu")))
+    rows = LogitsRows(rows_of([2, 0, 1], [1] * 3), state, TokenHistory(state))
     assert rows.column("end_id").tolist() == [2, 0, 1] and rows.column("own").tolist() == [7, 7, 8]
     assert rows.column("min_p").tolist() == [0.5, 0.0, 0.25] and rows.column("random_seed").tolist() == [-3, -1, -2]
     assert rows.column("repetition_penalty").tolist() == [1.0] * 3
