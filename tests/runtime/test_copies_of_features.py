@@ -97,8 +97,9 @@ def test_the_host_waits_for_no_copy_in_a_step_with(engine, feature):
 
 @pytest.mark.parametrize("feature", BEAMS)
 def test_the_host_waits_for_no_copy_in_a_step_with_beams(engine, feature):
-    given = setup_of({"sampling": SamplingConfig(beam_width=WIDTH), **BEAMS[feature]})
-    assert engine.run(prompts([given, setup_of({}), given], WIDTH))[1] == []
+    beams = {"sampling": SamplingConfig(beam_width=WIDTH)}
+    setups = [setup_of({**beams, **BEAMS[feature]}), setup_of({}), setup_of(beams)]
+    assert engine.run(prompts(setups, WIDTH))[1] == []
     for iteration in (1, 2, 3):
         advance(engine.sampled.beams)
         assert engine.run(next_tokens(iteration, [0, 2], WIDTH))[1] == []
