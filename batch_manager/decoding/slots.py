@@ -62,13 +62,19 @@ class Plane:
     """
 
     def __init__(self, dtype: type[np.signedinteger], capacity: int, device: torch.device) -> None:
-        self._device, self.host = device, np.zeros((0, capacity), dtype)
-        self.tensor = torch.from_numpy(self.host)
+        self.host = np.zeros((0, capacity), dtype)
+        self.tensor = torch.zeros(self.host.shape, dtype=torch.from_numpy(self.host).dtype, device=device)
 
     def resize(self, num_columns: int, capacity: int) -> None:
-        before, self.host = self.host, np.zeros((num_columns, capacity), self.host.dtype)
-        self.host[: len(before), : before.shape[1]] = before
-        self.tensor = torch.from_numpy(self.host).to(self._device)
+        """Add columns and slots, with zeros on the host and on the device."""
+        host, tensor = self.host, self.tensor
+        self.host = np.zeros((num_columns, capacity), host.dtype)
+        self.host[: len(host), : host.shape[1]] = host
+        if tensor.device.type == "cpu":
+            self.tensor = torch.from_numpy(self.host)
+        else:
+            self.tensor = tensor.new_zeros(self.host.shape)
+            self.tensor[: len(host), : host.shape[1]] = tensor
 
 
 class SlotState:

@@ -49,7 +49,8 @@ def trace(rows_of, generated, resume_every=0, twice=False):
             of = LogitsRows(rows, state, TokenHistory(state))
             decay.apply(None, of, np.array([True, True, True, False]))
             top_p = of.column("top_p")
-            decay.keep(LogitsRows(rows, state, TokenHistory(state)), torch.tensor([tokens[step] for tokens in generated]))
+            decay.keep(LogitsRows(rows, state, TokenHistory(state)),
+                       torch.tensor([tokens[step] for tokens in generated]))
         for row, value in enumerate(top_p.tolist()):
             found[row].append(value)
     return found

@@ -46,10 +46,10 @@ class CopiesFromTheHost(TorchDispatchMode):
         given = [value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         made = [value for value in torch.utils._pytree.tree_leaves(result) if isinstance(value, torch.Tensor)]
         from_host = [value for value in given if value.device.type == "cpu"]
-        if from_host and any(value.device == META for value in given + made):
-            if not ((kwargs or {}).get("non_blocking") and all(value.data_ptr() in self._pinned
-                                                               for value in from_host)):
-                self.found.append(str(function))
+        is_asynchronous = (kwargs or {}).get("non_blocking") and all(value.data_ptr() in self._pinned
+                                                                     for value in from_host)
+        if from_host and any(value.device == META for value in given + made) and not is_asynchronous:
+            self.found.append(str(function))
         return result
 
     def store(self, tensor, index, value):
@@ -122,7 +122,8 @@ def stub_kernel(name, device):
                 return made(rows, torch.int32), made(rows, torch.float32), made(rows, torch.bool)
             case "beam_topk":
                 groups = len(args[4]) - 1, args[5]
-                return made(groups, torch.float32), *(made(groups, torch.int32) for _ in range(2)), made(rows, torch.bool)
+                return (made(groups, torch.float32), *(made(groups, torch.int32) for _ in range(2)),
+                        made(rows, torch.bool))
             case "match_stop_words":
                 return made(rows, torch.bool)
 

@@ -20,7 +20,7 @@ from batch_manager.handover import (
 )
 from batch_manager.sampling_config import SamplingConfig
 
-from .meta_engine import HIDDEN, META, VOCAB, WIDTH, Engine, copies_from_the_host
+from .meta_engine import HIDDEN, META, SLOTS, VOCAB, WIDTH, Engine, copies_from_the_host
 
 PROMPT = np.arange(5, dtype=np.int32)
 MOST_SENDS = 4                     # uploads of a generation step
@@ -117,6 +117,16 @@ def test_word_lists_that_move_to_a_larger_heap_are_sent_too(engine):
     long = setup_of({"stop_words": tuple((token, 1) for token in range(300))})
     assert engine.run(prompts([long]))[1] == []
     assert engine.run(prompts([long] * 4))[1] == []
+
+
+def test_slots_are_added_without_a_copy(engine):
+    every_feature = setup_of({"sampling": SamplingConfig(top_p=0.5, top_p_decay=0.5, min_length=9), "end_id": 3,
+                              "more_end_ids": (4, 5), "stop_words": ((1, 2),)})
+    assert engine.run(prompts([every_feature]))[1] == []
+    capacity, slot = engine.decoder.state.capacity, SLOTS + 3
+    with copies_from_the_host() as copies:
+        engine.decoder.set_up([(slot, every_feature.continuing(PROMPT))])
+    assert copies.found == [] and engine.decoder.state.capacity > max(slot, capacity)
 
 
 def test_a_prompt_with_its_own_embeddings_is_sent(engine):
