@@ -2,13 +2,16 @@
 
 The tests run a context step and generation steps in which one sequence has the feature and another has none, with
 meta_engine.py. They find each copy from the host that is no upload. Each feature of SlotSetup has a row in FEATURES.
+On a GPU, torch itself looks for waits while the decoder samples.
 """
 
 import numpy as np
 import pytest
 import torch
 
+from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.decoding.logits_return import context_logits
+from batch_manager.decoding.slots import SamplingRows
 from batch_manager.extras.guided_decoding import forbid
 from batch_manager.handover import (
     BlockTableUpdates,
@@ -18,6 +21,7 @@ from batch_manager.handover import (
     ScheduledBatch,
     SlotSetup,
 )
+from batch_manager.runtime.device import Uploads
 from batch_manager.sampling_config import SamplingConfig
 
 from .meta_engine import HIDDEN, META, SLOTS, VOCAB, WIDTH, Engine, copies_from_the_host
@@ -47,6 +51,8 @@ FEATURES = {
     "post-processor": {"logits_post_processor": PROCESSORS[0]},
     "batched post-processor": {"logits_post_processor": PROCESSORS[1]},
 }
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device")])]
 BEAMS = {
     "beams": {},
     "beams with stages": {"sampling": SamplingConfig(beam_width=WIDTH, min_length=9), "end_id": 3},
@@ -147,3 +153,33 @@ def test_context_logits_are_the_one_result_that_the_host_waits_for():
     with copies_from_the_host(), pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         context_logits(lambda hidden: torch.empty(len(hidden), VOCAB, device=META),
                        torch.empty(3, HIDDEN, device=META), VOCAB)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_torch_finds_no_wait_while_a_decoder_samples_with(feature, device):
+    device, setups = torch.device(device), [setup_of(FEATURES[feature]), setup_of({})]
+    uploads = Uploads(device)
+    decoder = GptDecoder(len(setups), device, send=uploads.send)
+
+    def step(position):
+        slots, positions = np.arange(2, dtype=np.int32), np.full(2, position, np.int32)
+        rows = SamplingRows(slots, positions, *uploads.send([slots.astype(np.int64), positions.astype(np.int64)]))
+        sampled = decoder.sample(torch.zeros(2, VOCAB, device=device), rows)
+        decoder.keep(sampled)
+        return sampled.tensors()
+
+    def sequences():
+        decoder.set_up((slot, setup.continuing(PROMPT)) for slot, setup in enumerate(setups))
+        return [step(len(PROMPT)), step(len(PROMPT) + 1)]
+
+    with torch.inference_mode():
+        sequences()                                                 # compiles the kernels
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = sequences()
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    assert all(tensors["finite"].all() for tensors in found)
