@@ -44,8 +44,8 @@ class MinLength(LogitsStage):
                 if more:
                     banned_rows, tokens = zip(*more)
                     too_short, end_ids = np.append(too_short, banned_rows), np.append(end_ids, tokens)
-            end_ids = torch.from_numpy(end_ids)
-            logits[torch.from_numpy(too_short).to(logits.device), end_ids.to(logits.device)] = -torch.inf
+            # A number that is assigned to entries by index would be copied to the device, and the host would wait.
+            logits.index_put_(tuple(rows.send([too_short, end_ids])), logits.new_full((), -torch.inf))
 
 
 class NgramBan(LogitsStage):

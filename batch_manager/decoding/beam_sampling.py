@@ -12,9 +12,7 @@ import torch
 from .beam_search import BeamSearch, BeamSearches
 from .log_prob_report import log_distribution
 from .output_rows import BeamStep
-from .slots import SamplingRows
-
-Upload = Callable[[Sequence[np.ndarray]], list[torch.Tensor]]
+from .slots import SamplingRows, Send
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +58,20 @@ class BeamRows:
     outputs: list[tuple[BeamGroup, torch.Tensor]]
 
     @staticmethod
-    def of(rows: SamplingRows, searches: BeamSearches, upload: Upload) -> "BeamRows":
+    def of(rows: SamplingRows, searches: BeamSearches, send: Send) -> "BeamRows":
         is_beam = np.fromiter((slot in searches for slot in rows.slots.tolist()), bool, len(rows))
         singles, beams = np.flatnonzero(~is_beam), np.flatnonzero(is_beam)
         groups = _groups_of(rows.slots[beams], rows.positions[beams], searches)
         counts = [group.count for group in groups]
         beam = np.concatenate([np.arange(count) for count in counts])
         is_changed = np.repeat([group.search.is_changed for group in groups], counts)
-        device_singles, device_beams, device_beam, device_is_changed, sums, rates, starts = upload([
+        device_singles, device_beams, device_beam, device_is_changed, sums, rates, starts = send([
             singles, beams, beam, is_changed, np.concatenate([group.search.cum_log_probs for group in groups]),
             np.array([group.search.sampling.beam_search_diversity_rate for group in groups], np.float32),
             np.array([*(group.first for group in groups), len(beams)], np.int32)])
 
         read = [group for group in groups if group.search.needs_history and group.search.outputs.shape[1]]
-        outputs = upload([group.search.outputs for group in read]) if read else ()
+        outputs = send([group.search.outputs for group in read]) if read else ()
 
         def part(of: np.ndarray, device_of: torch.Tensor, *which_beams) -> SamplingRows:
             return SamplingRows(rows.slots[of], rows.positions[of], rows.device_slots[device_of],
@@ -127,12 +125,13 @@ class SampledBeams:
         return {group.slot: step for group, _, step in advanced}
 
 
-def to_log_probs(logits: torch.Tensor, temperature: torch.Tensor, rows: BeamRows, *,
+def to_log_probs(logits: torch.Tensor, temperature: torch.Tensor, rows: BeamRows, send: Send, *,
                  one_by_one: bool = False) -> torch.Tensor:
     """Turn the rows of logits on which stages act into log-probabilities, in place.
 
     Returns [b] bool: False for a row on which stages act and whose logits are not finite, else True.
 
+    send         function that uploads arrays in one copy, for which the host does not wait
     one_by_one   compute each group separately
     Shapes       logits [b, vocab] float32; temperature [b]
     """
@@ -142,7 +141,7 @@ def to_log_probs(logits: torch.Tensor, temperature: torch.Tensor, rows: BeamRows
     finite = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     for part in parts:
         # A view if the part has all rows, because a copy is large.
-        of = slice(None) if len(part) == len(logits) else torch.from_numpy(part).to(logits.device)
+        of = slice(None) if len(part) == len(logits) else send([part])[0]
         log_probs = log_distribution(logits[of], temperature[of])
         logits[of], finite[of] = log_probs, log_probs.amax(1).isfinite()
     return finite
@@ -154,7 +153,7 @@ def find_candidates(kernel: Callable, logits: torch.Tensor, temperature: torch.T
 
     logits       [b, vocab] float32; log-probabilities in the rows on which stages act
     temperature  [b]
-    one_by_one   compute each group separately
+    one_by_one   compute each group separately, which is for a CPU
     """
     count = max(group.search.num_candidates for group in rows.groups)
     if not one_by_one:
@@ -163,7 +162,7 @@ def find_candidates(kernel: Callable, logits: torch.Tensor, temperature: torch.T
     found = []
     for index, group in enumerate(rows.groups):
         of = slice(group.first, group.first + group.count)
-        starts = torch.tensor([0, group.count], dtype=torch.int32, device=logits.device)
+        starts = torch.tensor([0, group.count], dtype=torch.int32, device="cpu")
         found.append(kernel(logits[of].clone(), temperature[of], rows.sums[of], rows.rates[index : index + 1], starts,
                             count, group.count, are_log_probs=rows.device_is_changed[of]))
     return [torch.cat(column) for column in zip(*found)]

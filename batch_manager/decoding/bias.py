@@ -6,13 +6,14 @@ import torch
 from ..handover import SlotSetup
 from .logits_rows import LogitsRows
 from .logits_stage import LogitsStage
+from .slots import SlotState
 
 
 class EmbeddingBias(LogitsStage):
     """Adds the `embedding_bias` of each request."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, state: SlotState) -> None:
+        self._state = state
         self._biases: dict[int, torch.Tensor] = {}      # slot -> [vocab] float32
 
     def is_active(self, setup: SlotSetup) -> bool:
@@ -21,7 +22,7 @@ class EmbeddingBias(LogitsStage):
     def set_up(self, slot: int, setup: SlotSetup) -> None:
         self._biases.pop(slot, None)
         if setup.embedding_bias is not None:
-            self._biases[slot] = torch.from_numpy(setup.embedding_bias).to(self._device)
+            self._biases[slot] = self._state.send([setup.embedding_bias])[0]
 
     def apply(self, logits: torch.Tensor, rows: LogitsRows, active: np.ndarray) -> None:
         biased = np.nonzero(active)[0]
@@ -30,4 +31,4 @@ class EmbeddingBias(LogitsStage):
             for row, bias in zip(biased.tolist(), biases):
                 logits[row] += bias
         else:                                           # two kernels for any number of rows
-            logits.index_add_(0, torch.from_numpy(biased).to(logits.device), torch.stack(biases))
+            logits.index_add_(0, *rows.send([biased]), torch.stack(biases))

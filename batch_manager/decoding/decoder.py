@@ -35,6 +35,7 @@ from .slots import (
     SamplingRows,
     Send,
     SlotState,
+    share,
 )
 from .stages import Stages, default_stages
 from .stop import StopWords
@@ -59,16 +60,16 @@ class GptDecoder:
     deterministic   the bits of a row do not depend on the other rows. On a CPU, torch splits work by the number of
                     rows, and the decoder therefore processes each row and the beams of each sequence separately.
                     Triton's kernels and a plain argmax process rows independently in any case
-    send            function that uploads arrays in one copy; None: one copy for each array
+    send            function that uploads arrays in one copy, for which the host does not wait
     """
 
     def __init__(self, num_slots: int, device: torch.device, own_stages: Sequence[LogitsStage] = (),
-                 deterministic: bool = False, send: Send | None = None) -> None:
+                 deterministic: bool = False, send: Send = share) -> None:
         self.state = SlotState(num_slots, device, send)
         self.state.add_columns(SAMPLED_BY)
-        self._post_processors = LogitsPostProcessors()
+        self._post_processors = LogitsPostProcessors(self.state.send)
         self.searches = BeamSearches()
-        self.history = TokenHistory(device)
+        self.history = TokenHistory(self.state)
         self.stages = Stages(default_stages(self.state, own_stages), self.state)
         self._more_end_ids = MoreEndIds(self.state)
         self._stop_words = StopWords(self.state)
@@ -183,7 +184,7 @@ class GptDecoder:
         if rows.is_changed.any():
             for group, outputs in rows.outputs:
                 self.history.put_outputs(group.slot, group.position - outputs.shape[1], outputs)
-            finite = to_log_probs(logits, temperature, rows, one_by_one=self._one_by_one)
+            finite = to_log_probs(logits, temperature, rows, self.state.send, one_by_one=self._one_by_one)
             for part in [slice(group.first, group.first + group.count) for group in rows.groups
                          ] if self._one_by_one else [slice(None)]:
                 self.stages.apply(logits[part], logits_rows.part(part))
@@ -220,7 +221,7 @@ class GptDecoder:
                 log_probs = None
         top = None
         if rows.features & REPORTED:
-            top = report(logits, rows, tokens, log_probs, raw, self._beam_kernel, self.state.send)
+            top = report(logits, rows, tokens, log_probs, raw, self._beam_kernel)
         if log_probs is not None and not wants_log_prob.all():
             log_probs = torch.where(rows.column("return_log_probs") != 0, log_probs, 0)
         return SampledTokens(tokens, finite, log_probs, None if given is None else given & ~finite, top)

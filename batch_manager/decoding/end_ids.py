@@ -3,6 +3,7 @@
 The first end id is a column of SlotState. Few sequences have more end ids.
 """
 
+import numpy as np
 import torch
 
 from ..handover import SlotSetup
@@ -35,8 +36,8 @@ class MoreEndIds:
         if not more and not len(self._ids):
             return False
         self._reserve()
-        row = [*more, *[NONE] * (COLUMNS - len(more))]
-        self._ids[slot] = torch.tensor(row, dtype=torch.int64, device="cpu").to(self._state.device)
+        row = np.array([*more, *[NONE] * (COLUMNS - len(more))], np.int64)
+        self._ids[slot] = self._state.send([row])[0]
         return bool(more)
 
     def end(self, tokens: torch.Tensor, rows: LogitsRows) -> torch.Tensor:

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from ..handover import SlotSetup
-from .slots import SamplingRows
+from .slots import SamplingRows, SlotState
 
 COLUMNS_AT_ONCE = 64               # widths are multiples of it, to avoid compiling kernels for other alignments
 
@@ -21,8 +21,9 @@ class TokenHistory:
     starts. Capacity doubles as needed, for the longest sequence and the largest beam width.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.tokens = torch.zeros((0, COLUMNS_AT_ONCE), dtype=torch.int32, device=device)
+    def __init__(self, state: SlotState) -> None:
+        self._state = state
+        self.tokens = torch.zeros((0, COLUMNS_AT_ONCE), dtype=torch.int32, device=state.device)
         self._rows_per_slot = 1
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
@@ -33,7 +34,7 @@ class TokenHistory:
             self._make_room_for_beams(width)
         first = slot * self._rows_per_slot
         self._reserve(first + self._rows_per_slot, length + 1)
-        self.tokens[first : first + width, :length] = torch.from_numpy(setup.history)
+        self.tokens[first : first + width, :length] = self._state.send([setup.history])[0]
 
     def put_outputs(self, slot: int, start: int, outputs: torch.Tensor) -> None:
         """Store the outputs of the beams in a slot with a history.
@@ -64,7 +65,7 @@ class TokenHistory:
         self._reserve(0, int(rows.positions[is_kept].max()) + 1)
         at, positions = self.device_rows_of(rows), rows.device_positions
         if not is_kept.all():
-            chosen = torch.from_numpy(np.nonzero(is_kept)[0]).to(sampled.device)
+            (chosen,) = self._state.send([np.flatnonzero(is_kept)])
             at, positions, sampled = at[chosen], positions[chosen], sampled[chosen]
         self.tokens[at, positions] = sampled.int()
 

@@ -13,7 +13,7 @@ import torch
 
 from ..handover import TopLogProbs
 from .logits_rows import LogitsRows
-from .slots import RAW_LOG_PROBS, TOP_LOG_PROBS, Send
+from .slots import RAW_LOG_PROBS, TOP_LOG_PROBS
 
 REPORTED = TOP_LOG_PROBS | RAW_LOG_PROBS
 
@@ -70,13 +70,13 @@ def raw_log_probs(logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
 
     logits   [r, vocab] before post-processors and stages; not changed
     """
-    asked = torch.from_numpy(np.flatnonzero(rows.active(RAW_LOG_PROBS))).to(logits.device)
+    (asked,) = rows.send([np.flatnonzero(rows.active(RAW_LOG_PROBS))])
     own = logits[asked].float()
     return log_distribution(own, torch.ones(len(own), dtype=torch.float32, device=own.device))
 
 
 def report(logits: torch.Tensor, rows: LogitsRows, tokens: torch.Tensor, log_probs: torch.Tensor | None,
-           raw: torch.Tensor | None, beam_topk: Callable, send: Send) -> TopRows | None:
+           raw: torch.Tensor | None, beam_topk: Callable) -> TopRows | None:
     """Return the likeliest tokens of the rows that asked for them; None if no row asked.
 
     logits      [r, vocab], after the stages
@@ -88,7 +88,7 @@ def report(logits: torch.Tensor, rows: LogitsRows, tokens: torch.Tensor, log_pro
     asked = np.flatnonzero(rows.active(REPORTED))
     is_top, is_raw = rows.active(TOP_LOG_PROBS)[asked], rows.active(RAW_LOG_PROBS)[asked]
     top = np.flatnonzero(is_top)
-    device_asked, device_top, device_raw, starts = send([
+    device_asked, device_top, device_raw, starts = rows.send([
         asked, top, np.flatnonzero(is_raw), np.arange(len(top) + 1, dtype=np.int32)])
     if is_raw.all():
         distribution = raw

@@ -37,6 +37,7 @@ from ..errors import RequestError, is_a, type_name, where_raised
 from ..guard import ForeignCodeError, Guard
 from ..handover import LogitsPostProcessor, RowFailure, SlotSetup
 from ..names import ErrorCode
+from .slots import Send, share
 
 NO_TOKEN = ("the logits post-processor of this request left a NaN, a +inf, or no token to sample; each row needs at "
             "least one finite logit, and the others finite or -inf; correct the function")
@@ -71,9 +72,13 @@ class _Rows:
 
 
 class LogitsPostProcessors:
-    """The post-processors of the sequences in the slots."""
+    """The post-processors of the sequences in the slots.
 
-    def __init__(self) -> None:
+    send   function that uploads arrays in one copy, for which the host does not wait
+    """
+
+    def __init__(self, send: Send = share) -> None:
+        self._send = send
         # Weak references: the host drops the function with its request, and a free slot must not keep it alive.
         self._of_slot: WeakValueDictionary[int, LogitsPostProcessor] = WeakValueDictionary()
         self._in_post_processor = Guard().raising("logits post-processor")
@@ -98,7 +103,7 @@ class LogitsPostProcessors:
         if not parts:
             return None
         rows = np.concatenate([np.arange(part.first, part.end) for part in parts])
-        model_finite = _picked(logits, rows).amax(1).isfinite()
+        model_finite = self._picked(logits, rows)[0].amax(1).isfinite()
         failures: dict[int, RowFailure] = {}
         batches: dict[tuple[Any, int], list[_Rows]] = {}
         for part in parts:
@@ -142,7 +147,7 @@ class LogitsPostProcessors:
         """Run a batched function in one call for all requests of `batch`. Returns slot -> failure."""
         width = batch[0].end - batch[0].first
         rows = np.concatenate([np.arange(rows.first, rows.end) for rows in batch])
-        picked = _picked(logits, rows)
+        picked, device_rows = self._picked(logits, rows)
         given = picked.view(len(batch), 1, width, logits.shape[1])
         try:
             with self._in_post_processor:
@@ -156,14 +161,19 @@ class LogitsPostProcessors:
             failure = _failure(f"returned {_type_name(result)}",
                                "the batched form changes the logits in place and returns None")
             return {rows.slot: failure for rows in batch}
-        if picked is not logits:
-            logits[torch.from_numpy(rows).to(logits.device)] = picked
+        if device_rows is not None:
+            logits[device_rows] = picked
         return {}
 
+    def _picked(self, logits: torch.Tensor, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a copy of the rows `rows` of `logits`, and `rows` on the device.
 
-def _picked(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    """Return the rows `rows` of `logits`: `logits` itself if these are all its rows, else a copy."""
-    return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
+        If these are all rows of `logits`, return (logits, None).
+        """
+        if len(rows) == len(logits):
+            return logits, None
+        (device_rows,) = self._send([rows])
+        return logits[device_rows], device_rows
 
 
 def _raised(error: BaseException) -> RowFailure:

@@ -22,8 +22,9 @@ def context_logits(project: Callable[[torch.Tensor], torch.Tensor], hidden: torc
 
 def generation_logits(logits: torch.Tensor, rows: LogitsRows) -> tuple[list[int], torch.Tensor]:
     """Return (slots of the q rows that asked for logits, a copy of these rows [q, vocab])."""
-    asked = np.nonzero(rows.active(GENERATION_LOGITS))[0]
-    return rows.slots[asked].tolist(), logits[torch.from_numpy(asked).to(logits.device)]
+    asked = np.flatnonzero(rows.active(GENERATION_LOGITS))
+    (device_asked,) = rows.send([asked])
+    return rows.slots[asked].tolist(), logits[device_asked]
 
 
 def logits_by_slot(slots: list[int], logits: np.ndarray) -> dict[int, np.ndarray]:

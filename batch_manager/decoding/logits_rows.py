@@ -64,6 +64,13 @@ class LogitsRows:
         """Make `column` return `values` [r] for `name`. Affects this object only."""
         self._replaced[name] = values
 
+    def send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """Return the arrays as tensors on the device, sent in one copy for which the host does not wait.
+
+        On a CPU, the tensors share the arrays' memory.
+        """
+        return self._state.send(arrays)
+
     def history(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (tokens [h, c] int32, row [r] int64, length [r] int64), on the device.
 

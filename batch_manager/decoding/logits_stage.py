@@ -41,6 +41,8 @@ class LogitsStage:
         rows     the sequences of the rows; a sequence with beams has one row for each beam
         active   [r] bool on the host: the rows for which the stage is active, at least one. Leave other rows unchanged
 
+        Send arrays to the device with `rows.send`. Another copy makes the host wait for the device.
+
         The decoder calls the method on the engine's thread, in torch.inference_mode. In a step, one call has all rows
         of beams and another call has all other rows. With `deterministic` on a CPU, each call has the rows of one
         sequence. A step may run twice and must give the same result, so do not change the state of the stage here. If a

@@ -23,6 +23,11 @@ SETUP_COLUMNS = ("end_id", "prompt_length", "return_log_probs", "top_log_probs")
 Send = Callable[[Sequence[np.ndarray]], list[torch.Tensor]]
 
 
+def share(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """Return the arrays as CPU tensors that share their memory: the `Send` of a CPU."""
+    return list(map(torch.from_numpy, arrays))
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
     """Rows of logits to sample from, with the slot and position of each row on the host and on the device.
@@ -57,13 +62,19 @@ class Plane:
     """
 
     def __init__(self, dtype: type[np.signedinteger], capacity: int, device: torch.device) -> None:
-        self._device, self.host = device, np.zeros((0, capacity), dtype)
-        self.tensor = torch.from_numpy(self.host)
+        self.host = np.zeros((0, capacity), dtype)
+        self.tensor = torch.zeros(self.host.shape, dtype=torch.from_numpy(self.host).dtype, device=device)
 
     def resize(self, num_columns: int, capacity: int) -> None:
-        before, self.host = self.host, np.zeros((num_columns, capacity), self.host.dtype)
-        self.host[: len(before), : before.shape[1]] = before
-        self.tensor = torch.from_numpy(self.host).to(self._device)
+        """Add columns and slots, with zeros on the host and on the device."""
+        host, tensor = self.host, self.tensor
+        self.host = np.zeros((num_columns, capacity), host.dtype)
+        self.host[: len(host), : host.shape[1]] = host
+        if tensor.device.type == "cpu":
+            self.tensor = torch.from_numpy(self.host)
+        else:
+            self.tensor = tensor.new_zeros(self.host.shape)
+            self.tensor[: len(host), : host.shape[1]] = tensor
 
 
 class SlotState:
@@ -79,12 +90,11 @@ class SlotState:
     The columns are parameters of SamplingConfig, SETUP_COLUMNS, and columns that stages and word lists add. `upload`
     sends all changes to the device in one copy. Capacity doubles when a larger slot is set up.
 
-    send   function that uploads arrays in one copy; None: one copy for each array
+    send   function that uploads arrays in one copy, for which the host does not wait
     """
 
-    def __init__(self, num_slots: int, device: torch.device, send: Send | None = None) -> None:
-        self.device = device
-        self.send = send or (lambda arrays: [torch.from_numpy(array).to(device) for array in arrays])
+    def __init__(self, num_slots: int, device: torch.device, send: Send = share) -> None:
+        self.device, self.send = device, send
         self.features = np.zeros(max(num_slots, 1), np.int64)
         self.last_tokens = PositionRing(torch.zeros((self.capacity, COLUMNS_OF_RING), dtype=torch.int64, device=device))
         self._planes = {4: Plane(np.int32, self.capacity, device), 8: Plane(np.int64, self.capacity, device)}

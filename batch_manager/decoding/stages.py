@@ -44,7 +44,7 @@ def default_stages(state: SlotState, own: Sequence[LogitsStage] = ()) -> tuple[L
     """Return the stages of steps 1 to 4, in order, then the stage that computes the decayed top-p of step 6."""
     device = state.device
     return (
-        EmbeddingBias(device),
+        EmbeddingBias(state),
         TokenPenalties(device),
         MinLength(state),
         NgramBan(device),

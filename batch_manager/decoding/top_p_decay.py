@@ -42,7 +42,8 @@ class TopPDecay(LogitsStage):
         if self.is_active(setup):
             self._reserve()
             generated = setup.history[setup.prompt_length :]
-            self._current.put(slot, len(setup.history), float(
+            # `put` would copy the number to the device, and the host would wait for the copy.
+            self._current.at(slot, len(setup.history)).fill_(float(
                 top_p_after(generated, *(self._state.host[name][slot] for name in self.reads))))
 
     def apply(self, logits: torch.Tensor, rows: LogitsRows, active: np.ndarray) -> None:

@@ -51,7 +51,7 @@ class WordLists:
         if self._heap_used + len(array) > len(self._heap):
             self._move(slot)
         start, self._heap_used = self._heap_used, self._heap_used + len(array)
-        self._heap[start : self._heap_used] = torch.from_numpy(array)
+        self._heap[start : self._heap_used] = self._state.send([array])[0]
         return start
 
     def _move(self, newcomer: int) -> None:
@@ -62,8 +62,9 @@ class WordLists:
         for slot, array in self._lists.items():
             if slot != newcomer:
                 self._state.put(slot, **{self._start: self._heap_used})
-                self._heap[self._heap_used : self._heap_used + len(array)] = torch.from_numpy(array)
                 self._heap_used += len(array)
+        if moved := [array for slot, array in self._lists.items() if slot != newcomer]:
+            self._heap[: self._heap_used] = self._state.send([np.concatenate(moved)])[0]
 
 
 def has_longer_words(words: Words) -> bool:

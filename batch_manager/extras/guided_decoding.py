@@ -170,7 +170,9 @@ def forbid(logits: torch.Tensor, masks: np.ndarray) -> None:
         forbidden = np.unpackbits(~masks.view(np.uint8), axis=1, bitorder="little", count=logits.shape[1])
         logits.masked_fill_(torch.from_numpy(forbidden.view(np.bool_)), -torch.inf)
     else:
-        dispatch.kernel("token_bitmask", logits.device)(logits, torch.from_numpy(masks).to(logits.device))
+        # From pinned memory, because the host would wait for another copy.
+        masks_there = torch.from_numpy(masks).pin_memory().to(logits.device, non_blocking=True)
+        dispatch.kernel("token_bitmask", logits.device)(logits, masks_there)
 
 
 def _catch_up(session: _Session, tokens: list[int]) -> None:

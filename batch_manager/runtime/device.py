@@ -13,7 +13,7 @@ import torch
 from ..errors import ConfigError, DeviceLostError, counted
 
 MEMORY_SECONDS = 1.0               # time for which a value of GPU memory is reused in statistics
-UPLOAD_BUFFERS = 3                 # used in turn, because copies of earlier steps may still read their buffers
+UPLOAD_BUFFERS = 8                 # kept and used in turn, because copies of earlier steps may still read their buffers
 LARGE_READBACK_BYTES = 1 << 20     # larger tensors are read back one by one; smaller tensors are joined into one copy
 ALIGNMENT = 16                     # bytes; of each array within an upload
 CONTROL_GROUP = Path("/sys/fs/cgroup")    # control group of this process, in a container
@@ -163,9 +163,13 @@ def first_line(error: BaseException) -> str:
 
 
 class Uploads:
-    """Sends host arrays to the device in one copy, without waiting for the copy.
+    """Sends host arrays to the device in one copy. The host never waits for a copy.
 
-    pinned_bytes   pinned host memory in use; 0 on a CPU, where tensors share the arrays' memory
+    The copies read pinned memory, from UPLOAD_BUFFERS buffers that are used in turn. If the next buffer is too small,
+    or an earlier copy still reads it, a new buffer replaces it. torch gives the old buffer's memory to another tensor
+    only after that copy.
+
+    pinned_bytes   bytes of the buffers; 0 on a CPU, where tensors share the arrays' memory
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -205,10 +209,8 @@ class Uploads:
     def _free_buffer(self, num_bytes: int):
         index, self._next = self._next, (self._next + 1) % UPLOAD_BUFFERS
         held = self._buffers[index]
-        if held is not None:
-            held[1].synchronize()
-            if held[0].nbytes >= num_bytes:
-                return held
+        if held is not None and held[0].nbytes >= num_bytes and held[1].query():
+            return held
         size = max(1 << 16, 2 * num_bytes)
         self._buffers[index] = (pinned((size,), torch.uint8), torch.cuda.Event())
         self.pinned_bytes += size - (0 if held is None else held[0].nbytes)

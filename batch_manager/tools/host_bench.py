@@ -9,8 +9,16 @@ another request replaces it. The callbacks do almost nothing, so the cost of rea
 With --waiting N, N more active requests wait while the full batch runs, because max_num_sequences is larger than
 max_batch_size. The scheduler scans them in every iteration. With --queued N, N requests wait in the manager's queue.
 
-With --native, the backend is the native backend around a model that computes nothing. Its packing, sampling and reading
-back run on the CPU and count as host time. Copies and kernel launches of a GPU are not included.
+With --native, the backend is the native backend around a model that computes nothing, and its work on the CPU counts as
+host time. There are two measurements of each setting. In the first, packing, sampling and reading back run on the CPU.
+In the second, each generation step replays a CUDA graph, which is a stub, and four parts of the step are timed:
+
+    write      write the inputs of the step, plan attention
+    send       copy the inputs to the buffer from which a GPU reads them
+    replay     replay the graph
+    read       read the results, make the output of the step
+
+Copies and kernel launches of a GPU are not included.
 
 Times are wall-clock microseconds per iteration. Iterations in which the thread was preempted are left out, unless at
 most a tenth of the iterations would remain. *host* is the time of the whole iteration without the model:
@@ -62,6 +70,7 @@ SWITCH_INTERVALS = 1e-6, 60    # seconds
 PHASES = {"_fetch": "fetch", "_schedule": "schedule", "_claim": "claim", "_start": "claim", "_finish": "advance",
           "_advance": "advance", "_respond": "respond", "_poll_stops": "poll", "_report": "report"}
 COLUMNS = ("fetch", "schedule", "claim", "model", "advance", "respond", "poll", "report")
+REPLAY_COLUMNS = ("write", "send", "replay", "read")        # parts of "model" in a step that replays a graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +81,7 @@ class Setting:
     step_ms      milliseconds of a step on an asynchronous device; 0: a synchronous device that takes no time
     run_ahead    whether to launch the next step before the last one is read; None: if the device is asynchronous
     native       True: the native backend around a model that computes nothing; False: a scripted backend
+    replays      whether the native backend replays stubs of graphs
     waiting      number of active requests beyond the full batch
     queued       number of requests in the manager's queue
     """
@@ -85,6 +95,7 @@ class Setting:
     step_ms: float = 0.0
     run_ahead: bool | None = None
     native: bool = False
+    replays: bool = False
     waiting: int = 0
     queued: int = 0
 
@@ -97,7 +108,7 @@ class Stopwatch:
     """Adds up the nanoseconds spent in each phase of an iteration."""
 
     def __init__(self) -> None:
-        self.spent = dict.fromkeys(COLUMNS, 0)
+        self.spent = dict.fromkeys(COLUMNS + REPLAY_COLUMNS, 0)
 
     def watch(self, phase: str, call: Callable) -> Callable:
         """Return `call` wrapped so that its time, without the time of the model, is added to the phase."""
@@ -115,7 +126,7 @@ class Stopwatch:
     def take(self) -> dict[str, int]:
         """Return phase -> nanoseconds since the last call of `take`, and reset them to 0."""
         taken = dict(self.spent)
-        self.spent.update(dict.fromkeys(COLUMNS, 0))
+        self.spent.update(dict.fromkeys(self.spent, 0))
         return taken
 
 
@@ -124,7 +135,7 @@ class TimedBackend:
 
     def __init__(self, backend: ModelBackend, stopwatch: Stopwatch) -> None:
         self._start = stopwatch.watch("model", backend.start)
-        self._finish = stopwatch.watch("model", lambda step: step.finish())
+        self._finish = stopwatch.watch("model", stopwatch.watch("read", lambda step: step.finish()))
         self.info, self.memory_usage, self.close = backend.info, backend.memory_usage, backend.close
         self.device = backend
 
@@ -179,7 +190,12 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
     if setting.native:
         from .stub_model import native_backend_without_a_model
 
-        model = native_backend_without_a_model(**sizes)
+        model = native_backend_without_a_model(**sizes, replays=setting.replays)
+        if setting.replays:
+            steps = model._plain_steps
+            for of, method, phase in ((steps, "write", "write"), (steps.inputs, "send", "send"),
+                                      (steps.graphs, "run", "replay")):
+                setattr(of, method, stopwatch.watch(phase, getattr(of, method)))
     else:
         model = ScriptedBackend(**sizes, verify=False, is_asynchronous=setting.step_ms > 0,
                                 step_seconds=setting.step_ms / 1e3)
@@ -276,11 +292,14 @@ def measure(setting: Setting) -> dict[str, Any]:
         "runs_ahead": loop.limits.runs_ahead,
         "device_idle_percent": round(100 * idle_share, 2) if setting.step_ms else None,
         "native": setting.native,
+        "replays": setting.replays,
         "ratio": round(min(host) / min(calibration), 3) if calibration else None,
         "responses_per_iteration": round((clients.num_responses - responses) / setting.iterations, 2),
         "host_us": {"median": _us(np.median(host)), "min": _us(min(host)),
                     **{f"p{percent}": _us(np.percentile(host, percent)) for percent in (10, 90, 99)}},
         "phases_us": {phase: _us(np.median([row[phase] for row in rows])) for phase in COLUMNS},
+        "replay_us": {phase: _us(np.median([row[phase] for row in rows])) for phase in REPLAY_COLUMNS}
+                     if setting.replays else None,
     }
 
 
@@ -333,6 +352,10 @@ def table(results: list[dict[str, Any]]) -> str:
             how = "running ahead" if result["runs_ahead"] else "in lockstep"
             lines.append(f"{result['batch']:>6} {'yes' if result['streaming'] else 'no':>9} | the device waits "
                          f"{result['device_idle_percent']} % of the time, {how}")
+        if result["replays"]:
+            parts = ", ".join(f"{phase} {time:.1f}" for phase, time in result["replay_us"].items())
+            lines.append(f"{result['batch']:>6} {'yes' if result['streaming'] else 'no':>9} | with replayed graphs, "
+                         f"the model is {parts}")
     return "\n".join(lines)
 
 
@@ -359,7 +382,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--waiting", type=at_least(0), default=0, help="active requests beyond the full batch (0)")
     add("--queued", type=at_least(0), default=0, help="requests in the manager's queue (0)")
     add("--native", action="store_true",
-        help="count the native backend, around a model that computes nothing, as host time")
+        help="count the native backend, around a model that computes nothing, as host time; also with replayed graphs")
     add("--spinning-client", action="store_true",
         help="run another thread that computes without a pause, as a client might")
     add("--switch-interval", type=within(*SWITCH_INTERVALS), metavar="SECONDS",
@@ -380,7 +403,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                           tokens_per_block=options.tokens_per_block, step_ms=options.step_ms,
                           run_ahead=options.run_ahead, native=options.native, waiting=options.waiting,
                           queued=options.queued)
-        results = [measure(setting(batch=batch, streaming=streaming))
+        results = [measure(setting(batch=batch, streaming=streaming, replays=replays))
+                   for replays in ((False, True) if options.native else (False,))
                    for streaming in ((False, True) if options.streaming is None else (options.streaming,))
                    for batch in options.batch]
     finally:

@@ -2,13 +2,21 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
+from ..attention.interface import ContextInputs, GenerationInputs
 from ..models.loading import LoadedModel
 from ..runtime import layouts
+from ..runtime.graph_shapes import StepShape, graph_rows
 from ..runtime.native_backend import NativeBackend
+from ..runtime.plain_steps import PlainSteps
+from ..triton_kernels.context_work_list import WORK_COLUMNS, context_work_list, most_context_tiles
+from ..triton_kernels.decode_work_list import ROUNDS, decode_work_list
 
 NUM_LOGITS = 8    # per row; few, because sampling from a whole vocabulary is the work of a device
+# Sizes of the work lists of BindableStubAttention: a model with 8 kv heads on a GPU that runs 264 programs at once.
+KV_HEADS, RESIDENT_PROGRAMS, TILE_ROWS = 8, 264, 128
 
 
 class StubModel:
@@ -39,15 +47,63 @@ class StubAttention:
         return None
 
 
+class BindableStubAttention(StubAttention):
+    """A BindableAttention for a StubModel. It plans the work lists of TritonPagedAttention and runs no attention."""
+
+    windows, can_bind = (None,), True
+
+    def __init__(self, tokens_per_block: int) -> None:
+        self._tokens_per_block = tokens_per_block
+
+    def plan_generation(self, kv_lengths: np.ndarray) -> dict[int | None, tuple[np.ndarray, np.ndarray]]:
+        return {None: decode_work_list(kv_lengths, self._tokens_per_block, KV_HEADS, RESIDENT_PROGRAMS)}
+
+    def most_parts(self, num_rows: int, max_blocks: int) -> int:
+        return num_rows + ROUNDS * RESIDENT_PROGRAMS // KV_HEADS
+
+    def plan_contexts(self, query_lengths: np.ndarray, kv_lengths: np.ndarray) -> np.ndarray:
+        return context_work_list(query_lengths, kv_lengths, TILE_ROWS)
+
+    def most_context_work(self, num_tokens: int, num_contexts: int) -> tuple[int, int]:
+        return most_context_tiles(num_tokens, num_contexts, TILE_ROWS), WORK_COLUMNS
+
+    def bind(self, generation: GenerationInputs, contexts: ContextInputs | None) -> None:
+        pass
+
+
+class StubGraphs:
+    """Stands in for runtime.graphs.Graphs. Replaying a step computes nothing: each row samples token 0.
+
+    num_replays   number of replayed steps
+    """
+
+    def __init__(self, steps: PlainSteps) -> None:
+        self._inputs, self._newest, self.num_replays = steps.inputs, None, 0
+
+    def run(self, shape: StepShape) -> None:
+        self.num_replays += 1
+        if shape != self._newest:           # all shapes share the memory of the results
+            self._newest, results = shape, self._inputs.tensors(shape)
+            results.read_back.zero_()
+            results.results[2] = 1          # the logits of each row are finite
+
+
 def native_backend_without_a_model(*, vocab_size: int, max_seq_len: int, num_blocks: int, tokens_per_block: int,
-                                   num_slots: int) -> NativeBackend:
+                                   num_slots: int, replays: bool = False) -> NativeBackend:
     """Return a CPU backend that packs, uploads, samples, stores and reads back, without computing a model.
 
     vocab_size   prompts may have token ids below this number; the model has only NUM_LOGITS logits
+    replays      whether generation steps replay StubGraphs; such a step does not sample and store
     """
     device = torch.device("cpu")
     spec = SimpleNamespace(vocab_size=vocab_size, hidden_size=1, architecture="StubModel")
     pool = torch.zeros(num_blocks, 1, 2, 1, tokens_per_block, 1, dtype=torch.float32, device=device)
     loaded = LoadedModel(spec, StubModel(), 0, device, torch.float32)
-    return NativeBackend(loaded, StubAttention(), pool, layout=layouts.fused, num_slots=num_slots,
-                         max_seq_len=max_seq_len)
+    attention = BindableStubAttention(tokens_per_block) if replays else StubAttention()
+    backend = NativeBackend(loaded, attention, pool, layout=layouts.fused, num_slots=num_slots,
+                            max_seq_len=max_seq_len)
+    if replays:
+        steps = backend._plain_steps
+        steps.graphs = StubGraphs(steps)
+        steps.pad_to(graph_rows(num_slots))
+    return backend

@@ -201,17 +201,17 @@ def test_what_is_set_up_reaches_a_device_of_its_own_in_one_copy_however_many_col
     planes = [state.locate(name)[0] for name in ("min_p", "random_seed")]
     for plane in planes:
         plane.tensor = plane.tensor.clone()
-    state.device = SimpleNamespace(type="cuda")
+    history, state.device = TokenHistory(state), SimpleNamespace(type="cuda")
     configs = [SamplingConfig(min_p=0.25 * slot, random_seed=2**64 - 1 - slot) for slot in range(3)]
     for slot, config in enumerate(configs):
         state.set_up(slot, SlotSetup(config, end_id=slot))
     state.put(1, own=8)
-    rows = LogitsRows(rows_of([2, 0, 1], [1] * 3), state, TokenHistory(torch.device("cpu")))
+    rows = LogitsRows(rows_of([2, 0, 1], [1] * 3), state, history)
     assert rows.column("end_id").tolist() == [0, 0, 0]
     state.upload()
     state.upload()
     assert sent == [[(3,), (len(planes[0].host), 3), (1, 3)]] and len(planes[0].host) == 10
-    rows = LogitsRows(rows_of([2, 0, 1], [1] * 3), state, TokenHistory(torch.device("cpu")))
+    rows = LogitsRows(rows_of([2, 0, 1], [1] * 3), state, history)
     assert rows.column("end_id").tolist() == [2, 0, 1] and rows.column("own").tolist() == [7, 7, 8]
     assert rows.column("min_p").tolist() == [0.5, 0.0, 0.25] and rows.column("random_seed").tolist() == [-3, -1, -2]
     assert rows.column("repetition_penalty").tolist() == [1.0] * 3

@@ -292,7 +292,7 @@ def test_word_lists_on_the_heap_survive_its_moves(rows_of):
         lists.put(slot, kept[slot])
         if turn % 10 == 0:
             slots = sorted(kept)
-            rows = LogitsRows(rows_of(slots, [0] * len(slots)), state, TokenHistory(CPU))
+            rows = LogitsRows(rows_of(slots, [0] * len(slots)), state, TokenHistory(state))
             heap, starts, counts = lists.lists_of(rows)
             assert lists.longest_list(rows) == max(len(kept[slot]) for slot in slots)
             for slot, start, count in zip(slots, starts.tolist(), counts.tolist()):

@@ -46,10 +46,11 @@ def trace(rows_of, generated, resume_every=0, twice=False):
                 decay.set_up(slot, setup)
         rows = rows_of(range(4), [setup.prompt_length + step for setup in SETUPS])
         for _ in range(1 + twice):
-            of = LogitsRows(rows, state, TokenHistory(CPU))
+            of = LogitsRows(rows, state, TokenHistory(state))
             decay.apply(None, of, np.array([True, True, True, False]))
             top_p = of.column("top_p")
-            decay.keep(LogitsRows(rows, state, TokenHistory(CPU)), torch.tensor([tokens[step] for tokens in generated]))
+            decay.keep(LogitsRows(rows, state, TokenHistory(state)),
+                       torch.tensor([tokens[step] for tokens in generated]))
         for row, value in enumerate(top_p.tolist()):
             found[row].append(value)
     return found

@@ -1,129 +1,17 @@
-"""A step copies only its upload buffers to the device. The tests observe the copies without a device.
-
-Tensors on torch's "meta" device, which have a shape and no memory, replace tensors on a GPU. Any other copy from the
-host to a GPU would make the host wait for the previous step. The tests would see such a copy as an operation with a CPU
-tensor and a meta tensor.
-"""
+"""A step copies only its upload buffers to the device, and a plain step copies one. The engine is meta_engine.py."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from batch_manager.attention.interface import LayerAttention
-from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.runtime import layouts
-from batch_manager.runtime.block_tables import BlockTables
-from batch_manager.runtime.model_runner import ModelRunner
-from batch_manager.runtime.plain_steps import PlainSteps
 from batch_manager.runtime.step_inputs import SPARE_CHANGES
 from batch_manager.sampling_config import SamplingConfig
-from batch_manager.triton_kernels.device_limits import DeviceLimits
 
-META, VOCAB, HIDDEN, SIZE, SLOTS = torch.device("meta"), 50, 24, 16, 8
-
-
-class CopiesFromTheHost(TorchDispatchMode):
-    """Records operations that take a CPU tensor and take or return a tensor on the device."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        given = [value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        made = [value for value in torch.utils._pytree.tree_leaves(result) if isinstance(value, torch.Tensor)]
-        from_host = any(value.device.type == "cpu" for value in given)
-        if from_host and any(value.device == META for value in given + made):
-            self.found.append(str(function))
-        return result
-
-
-class CountedUploads:
-    def __init__(self):
-        self.sent = []
-
-    def send(self, arrays):
-        self.sent.append([array.nbytes for array in arrays])
-        return [torch.empty(array.shape, dtype=torch.from_numpy(array[:0]).dtype, device=META) for array in arrays]
-
-    def into(self, there, array):
-        assert (there.device, there.nbytes) == (META, array.nbytes)
-        self.sent.append(array.nbytes)
-
-
-class Model:
-    """A model of one layer with 2 query heads and a KV head."""
-
-    def __init__(self, attention):
-        self.attention = attention
-
-    def embed(self, token_ids):
-        return torch.empty(len(token_ids), HIDDEN, device=META)
-
-    def forward(self, hidden, positions, attention):
-        query, key, value = torch.empty(len(hidden), 4, 8, device=META).split([2, 1, 1], 1)
-        attention.run(0, query, key, value, None)
-        return hidden
-
-    def logits(self, hidden):
-        return torch.empty(len(hidden), VOCAB, device=META)
-
-
-class Engine:
-    """The parts of a native backend that run a step, with tensors on the meta device."""
-
-    def __init__(self, monkeypatch):
-        triton_paged = pytest.importorskip("batch_manager.attention.triton_paged", reason="triton is not installed")
-        monkeypatch.setattr(triton_paged, "device_limits", lambda: DeviceLimits(227 * 1024, 132, True))
-        for name in ("rope_kv_append", "paged_attention_context", "paged_attention_decode"):
-            monkeypatch.setattr(triton_paged, name, lambda query, *_, **__: query)
-        spec = SimpleNamespace(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8,
-                               attention=(LayerAttention(scale=1.0),))
-        pool = torch.empty(100, 1, 2, 1, SIZE, 8, device=META)
-        self.uploads, self.tables = CountedUploads(), BlockTables(8, 20)
-        self.attention = triton_paged.TritonPagedAttention(spec, pool)
-        self.runner = ModelRunner(Model(self.attention), self.attention, self.uploads, VOCAB)
-        self.decoder = GptDecoder(SLOTS + 1, META, send=self.uploads.send)
-        self.decoder._sample_token = lambda logits, **_: (
-            torch.empty(len(logits), dtype=torch.int32, device=META), torch.empty(len(logits), device=META),
-            torch.empty(len(logits), dtype=torch.bool, device=META))
-        self.steps = PlainSteps(self.runner, self.attention, self.decoder, self.tables, self.uploads, META,
-                                num_slots=SLOTS, max_beam_width=1, max_seq_len=20 * SIZE, tokens_per_block=SIZE,
-                                mixed_sizes=frozenset({(8, 64)}))
-
-    def run(self, batch):
-        """Run the batch as an ordinary step. Return (number of uploads, names of operations that copy otherwise)."""
-        self.uploads.sent.clear()
-        with CopiesFromTheHost() as copies, torch.inference_mode():
-            self.tables.update(batch)
-            self.decoder.set_up((work.slot, work.setup) for work in batch.context)
-            (call,) = layouts.fused(batch, self.tables, SIZE)
-            result = self.runner.run(call, self.decoder.state)
-            self.decoder.keep(self.decoder.sample(self.runner.logits(result.hidden), result.rows))
-        return len(self.uploads.sent), copies.found
-
-    def run_plainly(self, batch):
-        """Run the batch as a plain step. Return (bytes of each upload, names of operations that copy otherwise).
-
-        Returns None if the batch cannot run as a plain step.
-        """
-        self.uploads.sent.clear()
-        self.tables.update(batch)
-        self.steps.resident.note(batch.block_table_updates)
-        if not self.steps.serves(batch):
-            return None
-        with CopiesFromTheHost() as copies, torch.inference_mode():
-            shape = self.steps.write(batch)
-            self.steps.inputs.send(shape)
-            self.steps.run_step(shape)
-        self.steps.resident.are_sent()
-        return self.uploads.sent, copies.found
+from .meta_engine import HIDDEN, META, SIZE, SLOTS, Engine, copies_from_the_host
 
 
 def context(slot, length):
@@ -235,8 +123,17 @@ def test_planning_touches_no_tensor(monkeypatch):
 
 
 def test_a_copy_from_the_host_would_be_seen():
-    with CopiesFromTheHost() as copies:
-        torch.empty(3, device=META).copy_(torch.zeros(3))
+    there = torch.empty(3, 4, device=META)
+    with copies_from_the_host() as copies:
+        there[0].copy_(torch.zeros(4))
         torch.zeros(3).to(META)
+        torch.zeros(3).to(META, non_blocking=True)
+        there[1, 2] = 1.0
+        there[torch.zeros(2, dtype=torch.int64, device=META)] = 1.0
+        assert len(copies.found) == 5
         torch.zeros(3).add_(1)
-    assert len(copies.found) == 2
+        torch.zeros(3).pin_memory().to(META, non_blocking=True)
+        there[1] = 1.0
+        there[1, 2].fill_(1.0)
+        there[1] = there[2]
+    assert len(copies.found) == 5

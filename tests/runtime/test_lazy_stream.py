@@ -45,21 +45,23 @@ EXPECTED = [[2.0 * number] * SIZE for number in range(1, STEPS + 1)]
 
 
 def test_every_step_reads_what_was_sent_to_it_and_no_upload_waits(monkeypatch):
-    def run(choose):
-        assert steps_ahead(monkeypatch, choose) == (EXPECTED, 0)
-
-    assert every_order(run) == 4 ** (STEPS - 1)              # of the previous step's three actions, 0 to 3 are done
+    orders = every_order(lambda choose: _check(*steps_ahead(monkeypatch, choose)))
+    assert orders == 4 ** (STEPS - 1)                         # of the previous step's three actions, 0 to 3 are done
 
 
-def test_with_a_ring_of_one_uploads_wait_for_the_step_before(monkeypatch):
+@pytest.mark.parametrize("num_buffers", [1, 2])
+def test_with_few_buffers_uploads_do_not_wait_either(monkeypatch, num_buffers):
+    monkeypatch.setattr(device_module, "UPLOAD_BUFFERS", num_buffers)
+    every_order(lambda choose: _check(*steps_ahead(monkeypatch, choose)))
+
+
+def _check(results, waits_of_uploads):
+    assert (results, waits_of_uploads) == (EXPECTED, 0)
+
+
+def test_without_events_a_single_buffer_sends_what_comes_later(monkeypatch):
     monkeypatch.setattr(device_module, "UPLOAD_BUFFERS", 1)
-    results, waits = steps_ahead(monkeypatch, lambda _: 0)
-    assert results == EXPECTED and waits > 0
-
-
-def test_without_events_a_ring_of_one_sends_what_comes_later(monkeypatch):
-    monkeypatch.setattr(device_module, "UPLOAD_BUFFERS", 1)
-    monkeypatch.setattr("tests.runtime.lazy_stream.Event.synchronize", lambda event: None)
+    monkeypatch.setattr("tests.runtime.lazy_stream.Event.query", lambda event: True)
     with lazily(monkeypatch) as stream:
         uploads, there = Uploads(ELSEWHERE), [torch.zeros(SIZE, dtype=torch.uint8) for _ in range(2)]
         for number, tensor in enumerate(there):

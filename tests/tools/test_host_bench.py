@@ -31,6 +31,34 @@ def test_the_native_backend_counts_as_host_time():
     assert result["host_us"]["median"] > result["phases_us"]["model"] > 0 and result["ratio"] > 0
 
 
+@pytest.mark.parametrize("tokens_per_block", [8, 64])
+def test_each_generation_step_replays_a_graph_whose_parts_are_timed(tokens_per_block):
+    setting = Setting(streaming=True, native=True, replays=True, tokens_per_block=tokens_per_block, **SETTING)
+    loop, clients = host_bench.make_loop(setting, Stopwatch())
+    for _ in range(4):
+        loop.step(accept_new=True)
+    assert loop.backend.device._plain_steps.graphs.num_replays == 3        # the first step computes the prompts
+    assert clients.num_responses == 4 * 5
+    result = measure(setting)
+    assert result["responses_per_iteration"] == 5 and result["replay_us"].keys() == set(host_bench.REPLAY_COLUMNS)
+    assert all(time > 0 for time in result["replay_us"].values())
+    assert sum(result["replay_us"].values()) < 2 * result["phases_us"]["model"]
+
+
+def test_requests_that_end_are_replaced_in_steps_that_replay_graphs():
+    setting = Setting(batch=6, iterations=30, streaming=False, policy="max_utilization", output_len=4, native=True,
+                      replays=True)
+    assert 1.0 < measure(setting)["responses_per_iteration"] < 2.0
+
+
+def test_the_program_measures_a_native_backend_with_and_without_graphs(capsys):
+    assert host_bench.main(["--native", "--batch", "2", "--iterations", "5", "--no-streaming"]) == 0
+    *rows, last = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows[1:]] == ["2"] * 3 and "with replayed graphs, the model is write " in rows[3]
+    results = json.loads(last)["results"]
+    assert [result["replays"] for result in results] == [False, True] and results[0]["replay_us"] is None
+
+
 @pytest.mark.parametrize("options", [["--step-ms", "2"], ["--run-ahead"]])
 def test_a_native_backend_with_an_asynchronous_device_is_refused(options, capsys):
     with pytest.raises(SystemExit):
