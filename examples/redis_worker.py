@@ -115,7 +115,7 @@ class Worker:
         return is_healthy(manager)
 
     def exchange(self, *steps: Callable[[], None]) -> None:
-        """Wait for news, then call the functions `steps` in order.
+        """Wait up to 0.1 s for responses if entries run, then call the functions `steps` in order.
 
         A Redis error ends the call early and is not raised: the next call does the missing work.
         """

@@ -140,7 +140,7 @@ class WindowSampler:
 
 
 def rotate(vectors, cosines, sines):
-    """Apply rotary position embeddings. Entries i of the first and the second half of a head are a pair."""
+    """Apply rotary position embeddings. Entry i of a head's first half is rotated with entry i of its second half."""
     first, second = vectors.chunk(2, dim=-1)
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
 

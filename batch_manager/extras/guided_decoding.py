@@ -115,7 +115,7 @@ class GuidedDecoding:
         self._sessions[request_id] = _Session(grammar.matcher.deep_copy())
 
     def processor(self, grammar: Grammar) -> Callable[[int, torch.Tensor, list[list[int]]], torch.Tensor]:
-        """Return a logits post-processor that constrains the one request that it is passed to, whatever the id.
+        """Return a logits post-processor that constrains a single request with any id.
 
         It is slower than the batched post-processor.
 

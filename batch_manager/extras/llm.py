@@ -308,8 +308,8 @@ def _iterator(prompts: Any) -> Iterator[Any]:
 class _Inbox:
     """A queue of mailboxes with new responses. A blocked reader waits in `get`.
 
-    It takes the place of the asyncio event loop of `Mailbox.loop`: the worker passes the mailboxes to
-    `call_soon_threadsafe`.
+    A mailbox holds the unread responses of one request. The queue takes the place of the asyncio event loop of
+    `Mailbox.loop`: the worker passes the mailboxes to `call_soon_threadsafe`.
     """
 
     def __init__(self) -> None:

@@ -95,7 +95,7 @@ class OpenTelemetryStatistics(LatestStatistics):
 
 
 class _Instruments:
-    """The instruments of a meter. Its statistics objects share them, because a meter accepts each name once."""
+    """The instruments of one meter, shared by its statistics objects, because a meter accepts each name once."""
 
     def __init__(self) -> None:
         self.histograms: dict[str, Histogram] = {}

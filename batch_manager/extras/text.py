@@ -55,8 +55,8 @@ class TextStream:
 
     The concatenation of everything that `push` and `finish` return does not depend on how tokens are grouped into
     pushes. It equals what `tokenizer.decode(prompt_ids + tokens)` adds to `tokenizer.decode(prompt_ids)`. If the prompt
-    ends within a character, the decoded prompt may differ from a prefix of the decoded whole. The concatenation is then
-    the part of the decoded whole after their longest common prefix.
+    ends within a character, `decode(prompt_ids)` is not always a prefix of `decode(prompt_ids + tokens)`. In this case
+    the concatenation is the rest of the second text after the longest common prefix of both texts.
 
     Returned text is final. `push` holds back bytes of an incomplete character, a space that the tokenizer may still
     remove, a run of byte tokens (`<0xE4>`; valid only if the whole run is UTF-8), and text that may be the start of a

@@ -269,8 +269,8 @@ class Pieces(dict):
     def piece(self, token_id: int, is_first: bool = False, is_first_after: bool = False) -> Any:
         """Return the piece of a token.
 
-        is_first         whether the token is the first before runs are joined
-        is_first_after   whether the token is the first after runs are joined
+        is_first         argument of the steps `rule.before`: whether the token is the first of the text
+        is_first_after   argument of the steps `rule.after`: the same, in the text with joined runs
         """
         token = self._token_of(token_id)
         if token is None or self._skips(token_id, token):
@@ -447,7 +447,7 @@ _JOINS: dict[str, Callable[[Pieces], Text]] = {"text": _JoinedText, "bytes": _By
 
 
 def text_of(pieces: Pieces) -> Text:
-    """Return an empty `Text` that decodes its tokens with the cache `pieces` and its rule."""
+    """Return an empty `Text` that decodes its tokens with the cache `pieces` and the rule of `pieces`."""
     text = _JOINS[pieces.rule.joins](pieces)
     return _TextInSteps(text, [make() for make in pieces.rule.steps]) if pieces.rule.steps else text
 

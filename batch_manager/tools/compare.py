@@ -4,12 +4,12 @@
     batch-manager compare a1.json a2.json a3.json -- b1.json b2.json b3.json      several runs each
     batch-manager compare --first a1.json a2.json --second b1.json b2.json        pairs of runs of two programs
 
-Side A is the first file, or all files before --. Side B is the other files. For each figure, the table has whether
-higher or lower is better, the median of each side, the ratio B / A of the medians, and the smallest and the largest
-ratio of a run of B to a run of A. The table calls a side better only if the difference exceeds the spread: the factor
-between the medians must be larger than the factor between any two runs of the same side. If a side has a single run,
-there is no spread and no conclusion. A file may have a list of results. Points of a sweep are compared with points of
-the same load.
+Side A is the first file, or all files before --. Side B is the other files. For each figure, the table says whether
+higher or lower is better, and has the median of each side, the ratio B / A of the medians, and the smallest and the
+largest ratio of a run of B to a run of A. The table calls a side better only if the difference exceeds the spread: the
+factor between the medians must be larger than the factor between any two runs of the same side. If a side has a single
+run, there is no spread and no conclusion. A file may have a list of results. Points of a sweep are compared with points
+of the same load.
 
 The program warns of different settings, machines, versions and commits. It also warns of runs during which other
 processes and the hypervisor together used more cores than --foreign allows. It refuses different workloads, models,
@@ -50,10 +50,10 @@ WRONG, INTERRUPTED = 2, 130
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One figure of two programs.
+    """The values of one figure in paired runs of two programs.
 
     first, second   median of the runs of each program
-    ratios          ratio of each pair, in order; above 1: the first program is better
+    ratios          ratio of the values of each pair of runs, in order; above 1: the first program is better
     """
 
     figure: str

@@ -1,4 +1,4 @@
-"""The figures that are compared, and the difference of one figure between two sides of runs."""
+"""The figures that are compared, and the difference of one figure between two sides, which are groups of runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ FIGURES = {figure.name: figure for figure in (
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One figure of two sides, A and B.
+    """The values of one figure in the runs of two sides, A and B.
 
     a, b   positive values, one for each run of the side
     """

@@ -43,8 +43,8 @@ class Run:
 class Report:
     """The comparison of two sides.
 
-    warnings      sentences about differences in settings and origin, disturbed runs, figures and loads that were left
-                  out, and reasons for a refusal that `anyway` overrides
+    warnings      sentences about differences in settings and origin, about disturbed runs, and about figures and loads
+                  that were left out. With `anyway`, also the reasons to refuse the comparison
     differences   load -> differences of the figures at this load
     """
 
@@ -72,8 +72,8 @@ def compare_results(a: Paths, b: Paths, *, anyway: bool = False, figures: Sequen
                     foreign_cores: float = FOREIGN_CORES) -> list[str]:
     """Compare two sides, and return warnings and a table of the figures as lines of text.
 
-    The table has whether higher or lower is better, the medians of both sides, their ratio, and whether the difference
-    exceeds the spread of the runs.
+    The table has the medians of both sides and their ratio. It says whether higher or lower is better, and whether the
+    difference exceeds the spread of the runs.
 
     a, b     one or more files of `batch-manager bench --out`, or files with a list of such results. Points of a sweep
              are compared with points of the same load
@@ -192,8 +192,8 @@ def _common_loads(report: Report, refusals: list[str]) -> list[tuple[str, list[R
     """Return (load, runs of A, runs of B) for each load that both sides have.
 
     Adds a warning to the report for loads that only one side has. If no load is common, adds a refusal to `refusals`
-    and returns all runs under the load "". Raises ComparisonError if no load is common and a side has several loads or
-    a search for the saturation.
+    and returns all runs under the load "", or raises ComparisonError if one of the sides has several loads or a search
+    for the saturation.
     """
     sides = [_by_load(runs) for runs in (report.runs_a, report.runs_b)]
     common = [load for load in sides[0] if load in sides[1]]

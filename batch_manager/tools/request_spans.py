@@ -46,7 +46,8 @@ class Span:
 class Life:
     """The history of one request.
 
-    first_iteration  number of the iteration that accepted the request or, if it is not in the trace, first names it
+    first_iteration  number of the iteration that accepted or refused the request. If the trace does not have this
+                     iteration: number of the first iteration that names the request
     last_iteration   number of the iteration that ended the request, or of the last iteration of the trace
     spans            consecutive spans without gaps; empty for a refused request
     has_ended        False: the trace ends before the request

@@ -12,8 +12,8 @@ or with --plain, it prints a line every --interval. The fields of a line and the
     tokens_per_s, prompt_tokens_per_s               generated tokens; tokens of accepted prompts
     iteration_percent, callback_percent             share of the time in iterations and in callbacks
     first_token_*, per_token_*, queue_*             p50_ms, p90_ms, p99_ms and mean_ms of requests that ended
-    latency_over            period of these latencies: at most 60s; or start, since the engine's start, if no request
-                            ended in the last 60 s
+    latency_over            period of these latencies: usually 60s; "start" means since the engine's start, because no
+                            request ended in the last 60 s
 
 Percentiles are interpolated in the buckets of /metrics. The only latency of a file is the mean time in the queue. The
 program first reads the last MiB of a file. The file may be replaced or truncated. The address must belong to one

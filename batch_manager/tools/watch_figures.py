@@ -32,12 +32,12 @@ class Figures:
     gauges             as in Reading
     counts             name of COUNTS -> requests in the last period
     recent             name of COUNTS -> requests in the last window_s
-    window_s           seconds of the window, at most WINDOW_S; 0: only one reading so far
+    window_s           seconds of the window: WINDOW_S, less at first, more if readings are rare; 0: only one reading
     tokens_per_s, prompt_tokens_per_s   generated tokens, and tokens of accepted prompts, in the last period
     iteration_share    share of the last period in iterations
-    callback_share     share of the last period in callbacks; get and statistics run outside iterations
+    callback_share     share of the last period in callbacks. iteration_share excludes the get and statistics callbacks
     latencies          name of LATENCIES -> latencies of requests that ended in the window; None: no request ended
-    latency_over       period of the latencies: "60s" or less; "start": since the engine's start, because no request
+    latency_over       period of the latencies, such as "60s"; "start": since the engine's start, because no request
                        ended in the window; "": no latencies
     """
 

@@ -40,7 +40,7 @@ class OpenAIError(Exception):
         """Return the OpenAIError that answers a request on which the engine raised or reported `error`.
 
         The message of an invalid request names the fields of the body in place of the request tensors. `param` is the
-        first field that its fact names.
+        first field named in the part of the message before the first semicolon.
         """
         message = _REQUEST.sub("", error.message if isinstance(error, RequestFailed) else str(error), count=1)
         param = None

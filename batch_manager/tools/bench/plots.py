@@ -66,7 +66,7 @@ def file_words(words: str) -> str:
 def latency_plots(swept: str, points: Sequence[Result]) -> dict[str, Plot]:
     """Return file name -> plot of the median and 99th percentile of a latency by generated tokens/s.
 
-    Each latency that at least one point has gets a plot.
+    There is a plot for each latency that at least one point has.
 
     swept   result field that the sweep varies: request_rate or concurrency
     """

@@ -22,7 +22,7 @@ def parsed_line(line: str, place: str) -> dict[str, Any]:
 
 
 class JsonLines:
-    """The objects of a file with one JSON object per line. Has the methods that readers use of JsonDocument."""
+    """The objects of a file with one JSON object per line. Has the methods of JsonDocument that readers use."""
 
     def __init__(self, source: Source) -> None:
         self.members: dict[str, Any] = {}

@@ -205,7 +205,7 @@ def _invalid(name: str, value: Any, expected: str) -> DatasetError:
 
 
 def add_selection_arguments(parser: argparse.ArgumentParser, *, with_seed: bool = True) -> None:
-    """Add the options that `selection_of` reads to the parser of a command that replays files of requests."""
+    """Add to a command's parser the options from which `selection_of` builds a Selection."""
     add = parser.add_argument_group("which requests, and when").add_argument
     add("--time-scale", type=float, default=1.0, metavar="X",
         help="multiply the recorded times: 0.5 is twice as fast (1)")

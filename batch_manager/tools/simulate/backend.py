@@ -25,7 +25,7 @@ class SimulatedBackend:
 
     steps     number of launched steps
     busy_s    total time of the steps in seconds
-    beyond    amount -> number of steps in which the amount exceeded the range of the fit
+    beyond    name of an amount in StepShape -> number of steps in which the amount exceeded the range of the fit
     steps_beyond    number of steps in which any amount exceeded the range of the fit
     reused_tokens   prompt tokens found in the KV cache
     """

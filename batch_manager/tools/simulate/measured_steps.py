@@ -60,8 +60,8 @@ def _in_lockstep(rows: list[tuple[IterationTrace, StepShape]]) -> Iterator[Measu
 def _asynchronous(rows: list[tuple[IterationTrace, StepShape]]) -> Iterator[MeasuredStep]:
     """Yield the measured steps of iterations that each launch a step and read the step of the previous iteration.
 
-    If the host waits for a step, the time of the step is the interval between the ends of the previous read and of the
-    read of this step. Otherwise the time is unknown, because the device may have been idle.
+    If the host waits for a step, the time of the step runs from the end of the previous read to the end of the read of
+    this step. Otherwise the time is unknown, because the device may have been idle.
     """
     for number, (iteration, shape) in enumerate(rows):
         if not _has_step(shape):

@@ -42,7 +42,7 @@ class Replica:
 
     @property
     def next_s(self) -> float:
-        """Start of the next iteration that is not part of a leap, in virtual seconds."""
+        """Start of the next iteration after the pending leap (iterations computed at once), in virtual seconds."""
         return self.clock.now if self._leap is None else self._leap.end_s
 
     @property
@@ -51,7 +51,7 @@ class Replica:
 
     @property
     def loop_iterations(self) -> int:
-        """Number of iterations that the loop itself ran. The other iterations were computed in leaps."""
+        """Number of iterations that the loop itself ran. The other iterations were computed in leaps, many at once."""
         return self._loop.iteration
 
     @property
@@ -80,7 +80,7 @@ class Replica:
         self.unfinished += 1
 
     def step(self) -> None:
-        """Carry out the pending leap, if there is one, and run one more iteration.
+        """Carry out the precomputed iterations (a leap), if there are any, and run one more iteration.
 
         The replica must have an unfinished request.
         """
