@@ -30,8 +30,8 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
             without a window. Positions are absolute: a key is rotated once, by its position, when it is written to the
             pool. It is not rotated again when tokens between it and the query leave the window.
             uniform_rows: rows of a tile, at least 16, which is also the tile height of work_list; None = chosen from
-            the shapes. When set, the bits of a row depend on its query and keys alone. A token then has the same bits
-            as a generation row (a context of one token) and in the middle of a prompt.
+            the shapes. When set, the bits of a row depend on its query and keys alone. The bits of a token are then
+            the same in a generation row (a context of one token) and in the middle of a prompt.
 Mutates     out, rows below cu_seqlens[C]. Later rows (generation, padding) are neither read nor written.
 Needs       pages with a visible key hold finite numbers for all B tokens: zero the pool once.
 Oracle      triton_kernels/reference/paged_attention_context.py

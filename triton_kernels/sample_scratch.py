@@ -14,9 +14,9 @@ def num_digits(element_size_bytes: int) -> int:
 
 
 def num_histograms(digits: int) -> int:
-    """Return the number of histograms of a row whose logits have `digits` digits, besides the counts by first digit.
+    """Return the number of histograms of a row whose logits have `digits` digits, without the counts by first digit.
 
-    A row has counts and weights for top-k by each digit after the first, and weights for top-p by each digit.
+    They are counts and weights for top-k by each digit after the first, and weights for top-p by each digit.
     """
     return 3 * digits - 2
 

@@ -1,8 +1,8 @@
 """Sample one token per row of logits.
 
     x    = logits / temperature,  p = softmax(x)
-    keep = the top_k largest logits, with all ties of the last; then, of their renormalized probabilities, the smallest
-           set of the largest whose sum reaches top_p, with all ties of the last; of these, the logits >=
+    keep = the top_k largest logits, with all ties of the last; then, by descending renormalized probability, the first
+           of these up to the one at which the sum reaches top_p, with all ties of the last; of these, the logits >=
            max(logits) + temperature * log(min_p)
     u    = uniform(seed, position), from `philox`
     token    = the smallest id whose cumulative kept probability, in id order, exceeds u * (sum of kept probabilities)

@@ -10,8 +10,8 @@ Attention is computed in four stages:
 A tile that a row does not see adds zeros, which leaves the bits unchanged. Rows of different lengths can therefore
 share products. Generation rows and rows of a prompt go through the same stages. Everything is computed in float32.
 
-The products are batched torch products. The height of a product is its number of query rows. Only those heights and
-numbers of products per call are used that give the same bits in a measurement on this machine: see `_find_counts`.
+The products are batched torch products. The height of a product is its number of query rows. `_find_counts` measures on
+this machine which heights, and which numbers of products per call, give the same bits. No others are used.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class _RowTile:
 class _Context:
     """The query rows of one context, in tiles, and the pages that they read.
 
-    pages   numbers of the pages to read, in the order (key or value, tile, head, page of the tile)
+    pages   page numbers in the order (key or value, tile, head, page of the tile)
     """
 
     pages: torch.Tensor
@@ -68,7 +68,7 @@ class _Group:
     """Generation rows of n sequences of similar length, which are computed together.
 
     rows    [n] int64: the packed row of each sequence; a slice if these rows are consecutive
-    pages   numbers of the pages to read, in the order (key or value, tile, sequence, head, page of the tile)
+    pages   page numbers in the order (key or value, tile, sequence, head, page of the tile)
     mask    [tiles, n, 1, 1, tile] float32, 0 where visible, -inf elsewhere
     positions   two int64 tensors: positions of the keys [tiles, n, 1, 1, 1, tile], and of the rows [n, 1, 1, 1, 1];
                 None if no layer needs them
@@ -81,7 +81,7 @@ class _Group:
 
 
 class FixedTileAttention(TorchPagedAttention):
-    """The deterministic form of TorchPagedAttention, which is slower."""
+    """A deterministic and slower form of TorchPagedAttention."""
 
     deterministic = True
 
@@ -182,7 +182,7 @@ class FixedTileAttention(TorchPagedAttention):
     def _per_row(self, per_head, count):
         """Expand `per_head` [kv heads, group], one number per head, to one number per row, [kv heads, count, 1].
 
-        The numbers of padding rows are arbitrary.
+        The numbers in padding rows are arbitrary.
         """
         head = torch.arange(count, dtype=torch.int64, device=self.device) % self.group
         return per_head[:, head, None]
@@ -271,7 +271,8 @@ class FixedTileAttention(TorchPagedAttention):
         The reference is one call of PRODUCT_COUNTS[-1] products that have the height of a context product.
 
         Returns   (the lowest height with the bits of the reference, which generation rows use; height -> numbers of
-                  products per call with these bits). The keys are the lowest height and the height of context products
+                  products per call with these bits). This mapping has two heights: the lowest, and that of context
+                  products
         Raises    ConfigError if the bits depend on the row index
         """
         height, count = self.tile_positions * self.group, PRODUCT_COUNTS[-1]

@@ -31,11 +31,11 @@ class _Tile:
 
     rows     packed rows of the queries
     sinks    number of sink keys that all rows see and that are not in `keys`
-    keys     range of the keys that the context reads. It ends with the key of the last row. It starts with the first
-             key in the window of the first row if at least one key lies between the sinks and this window, else with
-             the key at position 0
-    window_mask   [rows, n] for the first n of `keys`: -inf where the key is before the window of the row and no sink,
-             else 0. None: no key is outside the window of a row
+    keys     the tile's range in the gathered keys of the context. It ends with the key of the last row. It starts with
+             the first key in the window of the first row if at least one key lies between the sinks and this window,
+             else with the key at position 0
+    window_mask   [rows, n] for the first n of `keys`: -inf where the key is before the window of the row and is not a
+             sink, else 0. None: no key is outside the window of a row
     first    (position of the first row, position of the first of `keys`)
     """
 
@@ -234,7 +234,7 @@ class TorchPagedAttention:
         """Return the _Tile of packed rows row .. end - 1 of a context.
 
         row_to_position   difference between the position of a row and its packed row
-        missing           number of keys between the sinks and the windows that the context does not read
+        missing           number of keys that the context does not read, between the sinks and the windows
         """
         first, stop = row + row_to_position, end + row_to_position                    # positions
         if window and first - window + 1 > self.sink:
@@ -286,7 +286,7 @@ class TorchPagedAttention:
                       self._pages(blocks).view(-1), mask.to(self.dtype))
 
     def _pages(self, blocks):
-        """Return the page numbers of block ids [n, m] in layer 0, [2, n, kv_heads, m] flattened to [1, ...]."""
+        """Return the page numbers, in layer 0, of block ids [n, m]: [2, n, kv_heads, m], flattened to one row."""
         pages = blocks[:, None] * self.pages_per_block + self._pages_of_layer_0
         return self._upload(pages.reshape(1, -1))
 

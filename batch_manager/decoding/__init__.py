@@ -5,5 +5,5 @@ Owns     per-slot sampling state on the device; the order of all changes to logi
 Not      computing the logits (models); blocks, lengths and limits (the host counts those); requests
 Yours    a change to the logits is a LogitsStage in a file of its own, listed in stages.py; its parameters are fields of
          SamplingConfig. Users of the package pass a stage in Parts.stages, or a logits post-processor. Another
-         sampling method goes into triton_kernels/sample_token.py and its two other forms
+         sampling method goes into sample_token.py of triton_kernels, triton_kernels/cpu and triton_kernels/reference
 """

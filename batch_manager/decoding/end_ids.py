@@ -15,7 +15,7 @@ NONE = -1                          # matches no token
 
 
 class MoreEndIds:
-    """Stores the end ids after the first of the sequence in each slot, and compares tokens with them.
+    """Stores the second and later end ids of the sequence in each slot, and compares tokens with them.
 
     Slots with several end ids have the bit MORE_END_IDS in `SlotState.features`. Sequences with beams are left out,
     because beam search checks their end ids.

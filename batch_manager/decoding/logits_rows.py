@@ -40,11 +40,11 @@ class LogitsRows:
         return (self._features & feature) != 0
 
     def column(self, name: str) -> torch.Tensor:
-        """Return [r] on the device: a sampling parameter, `end_id` or `prompt_length`, of each row's sequence."""
+        """Return each row's value of a sampling parameter, of `end_id` or of `prompt_length`: [r] on the device."""
         return self._replaced[name] if name in self._replaced else self.column_as_set_up(name)
 
     def on_host(self, name: str) -> np.ndarray:
-        """Return a sampling parameter, `end_id` or `prompt_length`, [r] on the host, as it was set up."""
+        """Return each row's value of a column, [r] on the host, as it was set up."""
         return self._state.host[name][self.slots]
 
     def column_as_set_up(self, name: str) -> torch.Tensor:

@@ -13,7 +13,7 @@ from .slots import SlotState
 def sample_plain(state: SlotState, sample_token: Callable[..., object], sampled_by: Mapping[str, str],
                  logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, counts: torch.Tensor | None,
                  results: torch.Tensor) -> None:
-    """Sample a token for each row and store it as the newest token of its sequence. The host reads nothing back.
+    """Sample a token for each row and store it as the newest token of its sequence. Copies nothing to the host.
 
     sampled_by       fields of SamplingConfig -> the matching arguments of `sample_token`
     counts           zeros, see `sample_token`; None: all rows are greedy

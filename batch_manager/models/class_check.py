@@ -46,7 +46,7 @@ def refuse_wrong_class(model_class: object) -> None:
 
 
 def _refuse_read_spec(model_class: type) -> None:
-    """Raise ConfigError unless `read_spec` can be called on the class: the engine calls it without an object."""
+    """Raise ConfigError unless `read_spec` can be called on the class: the engine calls it without an instance."""
     try:
         signature = inspect.signature(model_class.read_spec)
     except (TypeError, ValueError):                    # a callable that is not written in Python

@@ -83,7 +83,7 @@ def _touched_by(step: Operation | FusedProduct) -> list[int]:
 
 
 def _launch(step: Operation | FusedProduct, widths: list[int], device: torch.device) -> Launch:
-    """Return a function that launches the operation `step`. All that the inputs do not determine is resolved here."""
+    """Return a function that launches the operation `step`. Work that does not depend on inputs is done here."""
     result = step.result.register
     match step:
         case FusedProduct():

@@ -55,7 +55,7 @@ class StepShape(NamedTuple):
 def graph_rows(most_rows: int) -> tuple[int, ...]:
     """Return the row counts for which graphs of generation steps are captured, in ascending order.
 
-    The last count is the first that is at least `most_rows`, or MOST_ROWS if `most_rows` is larger than MOST_ROWS.
+    The counts end at the first that is `most_rows` or more, at the latest at MOST_ROWS.
     """
     rows = [*SMALL_ROWS, *range(STEP, LARGE_ROWS, STEP), *range(LARGE_ROWS, MOST_ROWS + 1, LARGE_STEP)]
     return _up_to(rows, most_rows)

@@ -5,7 +5,7 @@
         the share               free_gpu_memory_fraction of the memory that is free after the weights and one step's
                                 buffers. At most half of the free memory is subtracted for these buffers, because few
                                 steps are of the largest size
-        2 GiB on a CPU          so that embedding the engine does not take most of a machine's memory by default
+        2 GiB on a CPU          so that the engine does not take most of a machine's memory by default
         the largest use         max_num_sequences sequences of max_seq_len tokens; no limit if these are unbounded
 """
 

@@ -90,8 +90,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                         or the configured ones. With sink tokens, the factory also gets `sink=`; a factory without
                         this parameter fails here
     own_stages          (num_slots, device) -> custom stages, see decoding/stages.py
-    is_engine_thread    (threading.Thread) -> whether the thread runs only the engine, so that its thread count may
-                        stay at num_threads between steps
+    is_engine_thread    (threading.Thread) -> whether the thread runs only the engine. The OpenMP and MKL thread counts
+                        of such a thread stay at num_threads between steps
     Raises              ConfigError and its subclasses, after freeing all memory
     """
     device = resolve_device(params.device)
@@ -237,7 +237,7 @@ class NativeBackend:
     host_pool          blocks in host memory
     num_threads        threads of a step on a CPU; None: torch's setting
     own_stages         custom stages
-    is_engine_thread   (thread) -> whether its thread count stays at num_threads between steps, see thread_count.py
+    is_engine_thread   (thread) -> whether the thread runs only the engine, see thread_count.py
     graph_sizes        sizes of the steps with contexts that `capture_graphs` captures, see graph_shapes.py
     """
 

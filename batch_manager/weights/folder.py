@@ -34,7 +34,7 @@ class CheckpointFile:
 
 
 def existing_path(path: str | os.PathLike) -> Path:
-    """Return `path` with links resolved. If `path` is a link to a file, the link itself is not resolved.
+    """Return `path` with links resolved, but keep its last component if that is a link to a file.
 
     Raises ModelLoadError if the path does not exist.
     """
@@ -62,7 +62,7 @@ def is_gguf_name(name: str) -> bool:
 
 
 def gguf_file(path: str | os.PathLike) -> CheckpointFile:
-    """Return the regular file at `path`. The path may be a link to any folder, because the user passed it.
+    """Return the regular file at `path`. It may be a link to a file in any folder, because the user passed it.
 
     Raises ModelLoadError if there is no regular file.
     """
@@ -90,9 +90,10 @@ class CheckpointFolder:
         return os.path.lexists(self.path / name)
 
     def file(self, name: str, named_by: str = "") -> CheckpointFile:
-        """Return the file `name` of the folder. Errors name `named_by` as the source of the name.
+        """Return the file `name` of the folder. Error messages say that the name comes from `named_by`.
 
-        Raises ModelLoadError if `name` is not a bare file name, or if it names a refused link or no regular file.
+        Raises ModelLoadError if `name` is not a bare file name, or if the file is missing, is not a regular file, or is
+        a link that the class does not allow.
         """
         where = f" (named by {named_by})" if named_by else ""
         if not name or name in (".", "..") or not name.isprintable() or any(sign in name for sign in "/\\:"):

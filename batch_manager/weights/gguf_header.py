@@ -160,7 +160,7 @@ def malformed(file: CheckpointFile, fact: str, expectation: str) -> ModelLoadErr
 
 
 def open_again(header: GgufHeader) -> BinaryIO:
-    """Open the header's file to read data. Raises OSError, or ModelLoadError if the file changed after its header."""
+    """Open the header's file to read data. Raises OSError, or ModelLoadError if the file has changed."""
     file = header.file.real_path.open("rb", buffering=0)
     if _identity(file) != header.identity:
         file.close()

@@ -46,7 +46,7 @@ class Weights(Protocol):
         ...
 
     def count_copy(self, num_bytes: int) -> None:
-        """Add to `num_bytes` the size of a copy that a layer keeps in addition to the original tensor."""
+        """Count a copy of `num_bytes` bytes that a layer keeps in addition to the original tensor."""
         ...
 
 

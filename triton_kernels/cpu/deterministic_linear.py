@@ -2,8 +2,8 @@
 
 Same contract as triton_kernels/deterministic_linear.py; the weight can also be packed for oneDNN.
 
-Torch multiplies the rows in pieces. Only those sizes of pieces are used that gave the same bits as the largest size in
-a measurement, for the shape of the weight, on this machine, with this number of threads. The first call measures the
+Torch multiplies the rows in pieces. A size of pieces is used only if a measurement gave the same bits as with the
+largest size, for the shape of the weight, on this machine, with this number of threads. The first call measures the
 sizes and caches them for the process.
 """
 
