@@ -136,7 +136,7 @@ def runs_ahead(params: TrtGptModelOptionalParams, info: BackendInfo, parts: Part
 
 
 def plans_by_lengths(scheduler: object) -> bool:
-    """The attribute `plans_by_lengths` of a custom scheduler; False if the scheduler has no such attribute.
+    """Whether a custom scheduler looks at lengths only: its attribute `plans_by_lengths`, False if it is missing.
 
     Raises ConfigError if the attribute is not a bool.
     """

@@ -1,4 +1,4 @@
-"""The user's configuration, and `resolve_limits`, which computes the limits of the host tower from it.
+"""The user's configuration, and `resolve_limits`, which computes the engine's limits from it.
 
 The dataclasses are frozen. Their field names are TensorRT-LLM's names in snake_case. `None` means that the engine
 chooses the value.
@@ -83,7 +83,7 @@ class TrtGptModelOptionalParams:
                                 is done and no other option or part rules it out. Requests get the same tokens with and
                                 without run_ahead. With it, requests with beams or a logits post-processor run in every
                                 second step. Refused with enable_trt_overlap, with TrtGptModelType.V1, and with a
-                                Parts.scheduler without `plans_by_lengths = True`
+                                Parts.scheduler, unless it looks at lengths only and has `plans_by_lengths = True`
     enable_chunked_context      allow a prompt to be computed in chunks over several iterations
     context_chunking_policy     how to divide the token budget when it is too small for all waiting prompts
     normalize_log_probs         has no effect. Log-probabilities are over the whole vocabulary and taken after penalties
@@ -217,8 +217,8 @@ class Parts:
                 arguments; or a factory (limits: Limits, kv_cache_manager) of a scheduler. Any object with the methods
                 of one of these classes works. A CapacityScheduler is completed with the policy's micro-batch
                 scheduler, and a MicroBatchScheduler with the policy's capacity scheduler
-    attention   a factory (spec, kv_pool) -> attention implementation of the device tower. `spec.attention` describes
-                the attention of each layer, with the effective windows. With sink tokens, the factory also gets `sink=`
+    attention   a factory (spec, kv_pool) -> attention implementation. `spec.attention` describes the attention of each
+                layer, with the effective windows. With sink tokens, the factory also gets `sink=`
     backend     a ModelBackend, or a factory () -> ModelBackend; model_path is then not read
     clock       a Clock; while it raises or returns an invalid time, the system's clock continues from its last reading
     trace       called with an IterationTrace on the worker thread, after each iteration that had an active request or
@@ -274,7 +274,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The resolved limits with which the host tower works. No field is None.
+    """The resolved limits, for admission and schedulers. No field is None.
 
     max_batch_size        requests in one step
     max_num_tokens        tokens in one step

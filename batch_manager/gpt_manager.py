@@ -43,8 +43,8 @@ class GptManager:
     before the constructor has returned. Every accepted request gets exactly one final response, whatever fails inside
     this process.
 
-    model_path                      folder of a Hugging Face checkpoint: config.json and *.safetensors; or a .gguf file,
-                                    the first one of a model in shards
+    model_path                      folder of a Hugging Face checkpoint: config.json and *.safetensors; or a .gguf file
+                                    (of a model in shards, the first file)
     model_type                      batching scheme
     max_beam_width                  largest beam width of any request, 1 to 1,024
     scheduler_policy                which requests may start when KV cache blocks are short

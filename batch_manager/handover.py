@@ -1,4 +1,4 @@
-"""The two values that host and device tower exchange: the host sends `ScheduledBatch`, the device `StepOutput`.
+"""The two values that host and device side exchange: the host sends `ScheduledBatch`, the device `StepOutput`.
 
 Both contain numbers and numpy arrays, but no request objects and no torch tensors. A `SlotSetup` also refers to the
 logits post-processor of its request. A *slot* is a row of the device's per-sequence state. The host chooses the slot

@@ -26,7 +26,7 @@ def plain_integer(value: Any) -> int | None:
 
 
 def plain_number(value: Any) -> int | float | None:
-    """Return an integer as a plain int and a float, of Python or NumPy, as a plain float. None for any other value."""
+    """Return a plain int for an integer, a plain float for a float of Python or NumPy, and None for any other value."""
     return float(value) if isinstance(value, float | np.floating) else plain_integer(value)
 
 
@@ -39,7 +39,7 @@ def shown_option(value: Any) -> str:
 
 
 def integer_in_words(minimum: int, maximum: int = MAX_COUNT, refused: int | None = None) -> str:
-    """State the allowed range of an integer. MAX_COUNT is stated only if the integer `refused` is larger."""
+    """State the allowed range of an integer. MAX_COUNT is stated only if `refused` exceeds it."""
     if maximum == MAX_COUNT:
         too_large = refused is not None and refused > maximum
         return f"an integer of at least {minimum}" + " and at most 2^63-1" * too_large
@@ -68,7 +68,7 @@ def put_count(options: Any, name: str, *, minimum: int = 1, maximum: int = MAX_C
 def put_seconds(options: Any, name: str, *, positive: bool) -> None:
     """Replace the number of seconds in the field `name` of a frozen dataclass with a plain number.
 
-    Raises ConfigError unless the number is at most LONGEST_WAIT_S, and 0 or more, or more than 0 if `positive`.
+    Raises ConfigError for a value that is no number, is below 0 or above LONGEST_WAIT_S, or is 0 despite `positive`.
     """
     value = getattr(options, name)
     seconds = plain_number(value)

@@ -10,7 +10,7 @@ from .option_values import plain_integer, put_count
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """Facts about a model and its device for the host tower. They are fixed for the life of the backend.
+    """Facts about a model and its device, for the host side of the engine. They are fixed for the life of the backend.
 
     vocab_size            token ids of the model (not of a tokenizer) are 0 <= id < vocab_size
     max_seq_len           maximum number of positions of a sequence: prompt plus generated tokens

@@ -22,8 +22,8 @@ is never exceeded.
     KvLedger.blocks_to_completion_of_started   ledger                bound     GUARANTEED_NO_EVICT, STATIC_BATCH
     Reservations.most_blocks                   reservations          bound     admission, to refuse too large requests
     Reservations.of_owners, of_all_owners      reservations          bound     the ledger
-    Estimates.*                                estimates             estimate  TensorRT-LLM's numbers: records and
-                                                                               custom schedulers, never the loop
+    Estimates.*                                estimates             estimate  TensorRT-LLM's, for conformance tests
+                                                                               and custom schedulers, never the loop
 
-Only conformance records and custom schedulers use Estimates and temporary_attention_window.
+Only conformance tests and custom schedulers use Estimates and temporary_attention_window.
 """

@@ -79,8 +79,8 @@ class BlockPool:
     def note_contents_lost(self, block_ids: Iterable[int]) -> None:
         """Note that the prefix cache can no longer find the content of these blocks.
 
-        Those of `block_ids` that are free and do not have the default priority get this priority, and move before all
-        other free blocks with this priority, lowest id first.
+        Free blocks among `block_ids` with another priority than the default get the default priority. They move before
+        all other free blocks of the default priority, lowest id first.
         """
         free = [block_id for block_id in block_ids if not self._owners[block_id]]
         self.num_cached -= len(free)

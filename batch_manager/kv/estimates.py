@@ -1,6 +1,6 @@
 """TensorRT-LLM's estimates of how many blocks a request needs, from its lengths and the cache.
 
-The estimates serve conformance records and schedulers written for TensorRT-LLM. The loop and the built-in policies do
+The estimates serve conformance tests and schedulers written for TensorRT-LLM. The loop and the built-in policies do
 not use them. A claim may take more or fewer blocks than estimated if a prompt is longer than its window, if two first
 chunks share a prefix, or if a request to pause holds a part of the prefix. ledger.py has the exact numbers, and
 reservations.py has the bounds.
@@ -113,7 +113,8 @@ def blocks_to_last_token(prompt_len: int, max_new_tokens: int, generated: int, h
 
     generated   number of output tokens so far
     held        number of blocks that each beam holds; 0 before the first chunk
-    shared      number of full blocks of the prompt that running sequences hold; not counted if `held` is 0
+    shared      number of full blocks of the prompt that running sequences hold. If `held` is 0, these blocks are not
+                counted; otherwise the number has no effect
     """
     unit = window.tokens_per_block
     context = (min(prompt_len, window.longest_stored) + window.bubble) // unit

@@ -66,7 +66,7 @@ class KvCacheManager:
                                  tokens after it leaves the window
     now                          clock in seconds, for priorities with a duration
 
-    estimates                    TensorRT-LLM's numbers, for conformance records and custom schedulers
+    estimates                    TensorRT-LLM's estimates of block numbers, for conformance tests and custom schedulers
     inflight_request_ids         ids of the requests whose blocks a step in flight may be reading, set by the loop.
                                  Plans must not count on these blocks
     """
@@ -165,10 +165,9 @@ class KvCacheManager:
         return [requests[index] for index in np.flatnonzero(leaving).tolist()]
 
     def blocks_of_span(self, request: LlmRequest, start: int, end: int) -> list[tuple[int, int]]:
-        """Return (block id, first index) for each block that holds a position with start <= position < end of any beam.
+        """Return (block id, index) for each block of any beam that holds a position with start <= position < end.
 
-        The first index is the index, in the block, of the block's first position in the span. Released blocks are left
-        out.
+        The index is that of the first such position, counted within the block. Released blocks are left out.
         """
         if not self.owns(request) or start >= end:
             return []
@@ -356,7 +355,7 @@ class KvCacheManager:
             self.sequences.remove(request)
 
     def fork(self, request: LlmRequest) -> list[BlockCopy]:
-        """Return the copies that give the last prompt block of each beam the content of that of the first beam."""
+        """Return the copies of the first beam's last prompt block to the last prompt block of each other beam."""
         table = self.sequences.table(request)[:, :block_needs.ceil_div(request.prompt_len, self.tokens_per_block)]
         return claims.copies_of_first_beam(table, (request.prompt_len - 1) % self.tokens_per_block + 1)
 

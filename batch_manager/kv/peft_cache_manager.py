@@ -16,7 +16,7 @@ class PeftCacheManager:
 
     An adapter stays on the device while a request uses it, and afterwards until other adapters need its pages.
 
-    pages_of   function of a task id that returns the number of pages of the adapter
+    pages_of   function (task id) -> number of pages of the adapter
     """
 
     def __init__(self, max_device_pages: int, pages_of: Callable[[int], int]) -> None:

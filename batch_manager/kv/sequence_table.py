@@ -240,7 +240,7 @@ class SequenceTable:
 
 
 def _growth(size: int, wanted: int) -> int:
-    """Number of rows or columns to add to `size` of them, so that there are at least `wanted`.
+    """Number of rows or columns to add to `size` existing ones, so that there are at least `wanted`.
 
     Growth at least doubles the size, which makes it cheap on average.
     """

@@ -68,11 +68,10 @@ class AttentionWindow:
         return -(-tokens // self.tokens_per_block) + self.sink_blocks + 1
 
     def num_dropped(self, length: Lengths) -> Lengths:
-        """Number of blocks after the sink blocks that a claim has released once the first token of its step makes a
-        sequence `length` tokens long.
+        """Number of blocks after the sink blocks that a sequence of `length` tokens has released.
 
-        A longer sequence does not need these blocks, and neither does a sequence that is up to `unread_steps` tokens
-        shorter. `length` is an integer or an array.
+        `length`, an integer or an array, includes the first token of the newest claimed step. A longer sequence does
+        not need these blocks, and neither does a sequence that is up to `unread_steps` tokens shorter.
         """
         return self.num_unseen(length - self.unread_steps)
 

@@ -53,7 +53,7 @@ class GenerationLoop:
     ends the active requests. If `step` raises, the worker calls `fail`, which ends all requests.
 
     failure     error of the failed engine, with which every request is answered; None while the engine runs
-    iteration   number of the next record
+    iteration   number of the next statistics record
     """
 
     def __init__(self, *, limits: Limits, callbacks: GuardedCallbacks, intake: Intake, scheduler: RequestScheduler,
@@ -305,7 +305,7 @@ class GenerationLoop:
         self._expire()
 
     def _expire(self) -> None:
-        """End requests whose deadline has passed, then send the held finals that are due.
+        """End requests whose deadline has passed, then send the held finals of a static batch without running members.
 
         A request with generated tokens ends as timed out. A request without tokens gets an error.
         """

@@ -60,7 +60,7 @@ class Totals:
     discarded_tokens    tokens of requests that had ended when their step was read, and of void rows
     steps_in_flight     steps that were launched and not yet read
     queued_requests, queued_tokens   accepted requests that wait to become active, and their prompt tokens
-    accepted, refused   items that were accepted and refused
+    accepted, refused   numbers of accepted and of refused items
     prompt_tokens       prompt tokens of accepted requests
     """
 

@@ -12,7 +12,7 @@ PHASES = {"_fetch": "fetch", "_schedule": "schedule", "_claim": "claim", "_start
 
 
 class PhaseTimes:
-    """Times the phases of a loop's iterations. The loop creates it only if there is a trace hook."""
+    """Measures the phases of a loop's iterations. The loop creates it only if there is a trace hook."""
 
     def __init__(self, loop: object, clock: Clock) -> None:
         """Wrap the phase methods of `loop`, which is mutated."""

@@ -15,7 +15,7 @@ from .finals import Finals
 
 
 class StaticBatch:
-    """Statistics of the newest static batch, which give the number of padded rows of its steps.
+    """Keeps the statistics of the newest static batch, whose steps have one padded row for each of its members.
 
     stats   statistics of the batch at the time when it was formed
     """

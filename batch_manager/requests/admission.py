@@ -149,8 +149,8 @@ class Admission:
     gather_context_logits, gather_generation_logits   whether requests may ask for these logits
     exclude_input_in_output   responses that are not streamed leave the prompt out
     logits_post_processor_batched   the post-processor that requests name "batched", or None
-    static_batching           requests run in static batches. Each request gets a batch_key. With streaming, the single
-                              response has the new tokens without the prompt
+    static_batching           requests run in static batches. Each request gets a batch_key. A streaming request
+                              gets a single response, which leaves the prompt out
     blocks_of                 function of a request: the largest number of KV cache blocks that it holds at a time;
                               None: count the blocks of all its tokens
     guard                     the engine's guard, in which code of the user's classes runs

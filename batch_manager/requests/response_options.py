@@ -28,6 +28,6 @@ class ResponseOptions:
 
     @property
     def asks_for_more(self) -> bool:
-        """Whether responses have tensors other than tokens and metrics."""
+        """Whether the request asks for log-probabilities, likeliest tokens or logits."""
         return (self.return_log_probs or self.return_context_logits or self.return_generation_logits
                 or self.top_log_probs > 0)

@@ -21,7 +21,7 @@ def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> Inf
     The output of a request depends only on the request, the weights and the seed. The output therefore continues
     identically on any engine with the same checkpoint: bitwise with `deterministic=True`, otherwise within the rounding
     of the dtype. In the new request, `request_output_len` and `min_length` count the tokens that are left,
-    `prompt_ignore_length` excludes `tokens`, and a decaying top-p starts at the value that it had reached.
+    `prompt_ignore_length` does not cover `tokens`, and a decaying top-p starts at the value that it had reached.
 
     request   the original request; not changed
     tokens    all tokens of its responses, without an end id: a flat list, or an array that may have leading dimensions

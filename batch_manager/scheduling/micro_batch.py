@@ -13,8 +13,8 @@ class TokenBudgetScheduler(MicroBatchScheduler):
 
     A generating request costs one token per beam plus its drafts. A context costs its whole prompt. The first request
     that does not fit ends the step, so that later requests do not overtake it. Generating requests of another beam
-    width than the first one are skipped. With chunking, each context first counts only as a request of the batch. Then
-    all contexts divide the tokens that the generating requests leave. Cached tokens of a first chunk cost nothing.
+    width than the first one are skipped. With chunking, contexts are first chosen by max_batch_size alone. Then
+    they divide the tokens that the generating requests leave. Cached tokens of a first chunk cost nothing.
 
     Contexts and generating requests are ordered by adapter, requests without an adapter first. If contexts are cut,
     contexts that run their last chunk come after the others.
@@ -24,8 +24,7 @@ class TokenBudgetScheduler(MicroBatchScheduler):
     chunking           how to cut contexts; None: contexts are not cut. The only exception is a paused context that has
                        become longer than any step, which is computed in whole blocks
     tokens_per_block   tokens of a KV cache block; used for this exception only
-    credit_of          function of a request that returns how many tokens of its first chunk are certain to be cached;
-                       None: 0
+    credit_of          function (request) -> number of tokens of its first chunk that are certain to be cached; None: 0
     """
 
     def __init__(self, max_batch_size: int, max_num_tokens: int | None = None,

@@ -165,7 +165,7 @@ class Resources:
     def follow(self, request: LlmRequest, parents: Sequence[int]) -> None:
         """Let beam b of the request continue from the blocks of beam parents[b].
 
-        Right after the context, when all beams continue from the first beam, copies its last block to the others.
+        Right after the context, when all beams continue from the first beam, copies its last block to the other beams.
         """
         if request.num_generated_tokens:
             self.device_work.add(self._kv.reorder(request, parents))
@@ -230,8 +230,8 @@ class Resources:
 
         keep_computed   keep the computed blocks for reuse by prompts that begin with the same tokens
         clear_blocks    a step may have left any values in the blocks: clear them before the next read and keep nothing
-        is_in_flight    a step in flight still writes to the blocks, before any step of their next owner does: clear
-                        the entries that the step in flight writes
+        is_in_flight    a step in flight still writes to the blocks, but runs before every step of their next owner:
+                        clear the entries that the step in flight writes
         """
         if clear_blocks:
             # Shared and published blocks were written by earlier steps.

@@ -51,9 +51,9 @@ class StepWindow:
 
     When a step is planned, each of its requests is therefore in at most one step in flight.
 
-    A row is dropped if its request has ended since the launch. A failed step runs again without ended requests. Steps
-    that were launched after the failed step ran on its missing results. Their rows for the same requests are void, and
-    the claims for these rows are undone.
+    A row is dropped if its request has ended since the launch. A failed step runs again without ended requests. The
+    later steps in flight have used its missing results: their rows for the same requests are void, and the claims for
+    these rows are undone.
 
     num_discarded_tokens   computed tokens that were dropped, since construction
     """

@@ -396,7 +396,7 @@ class ScriptedBackend:
                           generation_logits=generation_logits, top_log_probs=top_log_probs, failures=failures)
 
     def _top_log_probs(self, slot: int, tokens: np.ndarray, words: np.ndarray) -> TopLogProbs:
-        """Return the likeliest tokens at each of `tokens`: the token and the ids after it, each 1 less in log-prob."""
+        """Return the likeliest tokens for each of `tokens`: itself and the ids after it, each 1 less in log-prob."""
         after = np.arange(self._state["top_log_probs"][slot], dtype=np.int32)
         ids = (tokens[:, None] + after) % np.int32(self.info.vocab_size)
         log_probs = _log_probs(words)[:, None] - after.astype(np.float32)
@@ -629,7 +629,8 @@ def expected_samples(prompt: Sequence[int], count: int, *, vocab_size: int = 100
     end_ids = {end_id} if isinstance(end_id, int) else set(end_id)
 
     def seen_with(token: int) -> int:
-        """Return the change of the sum: the term of the new token, minus the term of the token that leaves the window.
+        """Append a token. Returns the change of the sum of the visible terms: the new term, minus the term that leaves
+        the window.
         """
         position = len(terms)
         terms.append(_mix(key + (position + 1) * POSITION_FACTOR + (token + 1) * TOKEN_FACTOR))
