@@ -376,7 +376,7 @@ def _outside_vocabulary(what: str, position: int, vocab_size: int, num_tuning_id
 def _wrong_shape(spec: TensorSpec, shape: tuple[Any, ...]) -> InvalidRequestError:
     found = "[" + ", ".join(map(str, shape[:6])) + (", ..." if len(shape) > 6 else "") + "]" if shape else "0-d"
     return InvalidRequestError(f"{spec.name} has shape {found}", f"it must be {spec.shape.value}",
-                               f"reshape {spec.name}")
+                               "" if 0 in shape else f"reshape {spec.name}")
 
 
 def _wrong_content(spec: TensorSpec, found: str) -> InvalidRequestError:

@@ -181,7 +181,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                 f"{counted(max_beam_width, 'beam')}"
         if isinstance(error, ConfigError) or is_out_of_memory(error):
             raise InsufficientMemoryError(
-                f"no memory is left for a step and the state of {state}: {first_line(error)}",
+                f"no memory is left for a step and the state of {state}: "
+                + (error.fact if isinstance(error, ConfigError) else first_line(error)),
                 "a step of the largest batch must fit in addition to the weights and the KV cache",
                 "lower max_num_sequences, max_batch_size or max_beam_width, KvCacheConfig.free_gpu_memory_fraction "
                 "or KvCacheConfig.max_tokens") from error
