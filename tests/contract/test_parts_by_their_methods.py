@@ -157,7 +157,7 @@ def test_a_factory_that_runs_out_of_memory_gets_the_advice_for_memory(make_manag
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(InsufficientMemoryError, match=(
-            "no memory is left for a step .*: the factory in Parts.attention raised OutOfMemoryError: CUDA out of memory; "
-            "a step of the largest batch must fit .*; lower max_num_sequences")):
+            "no memory is left for a step .*: the factory in Parts.attention raised OutOfMemoryError: CUDA out of "
+            "memory; a step of the largest batch must fit .*; lower max_num_sequences")):
         make_manager(new_client(), max_seq_len=64, model_path="examples/models/austen-4m",
                      parts={"attention": exhausted})
