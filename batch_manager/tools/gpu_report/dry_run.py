@@ -1,0 +1,50 @@
+"""Prepare a process for a dry run: a CPU, interpreted kernels, and a substitute for CUDA graphs."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+INTERPRET = "TRITON_INTERPRET"
+
+
+def interpret_kernels() -> None:
+    """Make Triton interpret the kernels. Call before triton is imported.
+
+    Triton 3.6 converts arrays of one element to integers in a way that numpy 2.4 refuses. The interpreter gets a
+    conversion that all versions accept.
+    """
+    os.environ[INTERPRET] = "1"
+    from triton.runtime import interpreter
+
+    patch: Callable[..., Any] = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda value: int(value.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_with_index
+
+
+class DryGraph:
+    """A substitute for `runtime.device.CapturedGraph` on a CPU. A replay calls the captured function again."""
+
+    def __init__(self, device: object, memory_of: object = None) -> None:
+        self.replay: Callable[[], None] = lambda: None
+
+    def capture(self, function: Callable[[], None]) -> None:
+        self.replay = function
+
+
+@contextlib.contextmanager
+def dry_graphs() -> Iterator[None]:
+    """Context manager: engines with cuda_graphs=True capture and replay each DryGraph, also on a CPU."""
+    from ...runtime import graphs, native_backend
+
+    may_capture, captured_graph = native_backend.may_capture, graphs.CapturedGraph
+    native_backend.may_capture = lambda params, *_: bool(params.cuda_graphs)
+    graphs.CapturedGraph = DryGraph
+    try:
+        yield
+    finally:
+        native_backend.may_capture, graphs.CapturedGraph = may_capture, captured_graph
