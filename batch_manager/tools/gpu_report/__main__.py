@@ -23,6 +23,7 @@ Exit status 0: nothing failed, whether goals are met or not; 1: something failed
 """
 
 import argparse
+import contextlib
 import dataclasses
 import faulthandler
 import json
@@ -80,7 +81,8 @@ def run(bench: Any, minutes: float) -> Iterator[Any]:
             if wanted and seen:
                 yield Record("fact", section.name, status=status, note=reason)
         print(f"-- {section.name}: {bench.now - started:.1f} s of {budget:.0f} s", file=sys.stderr, flush=True)
-        bench.clock.forget()
+        with contextlib.suppress(RuntimeError):             # of a lost device: the table is still written
+            bench.clock.forget()
 
 
 def plan_text(times: dict[str, tuple[float, float]]) -> str:
@@ -131,7 +133,11 @@ def report(options: argparse.Namespace, out: Path) -> int:
     if options.dry_run:
         from .dry_run import dry_graphs, interpret_kernels
 
-        interpret_kernels()
+        try:
+            interpret_kernels()
+        except RuntimeError as error:
+            print(f"gpu_report: {error}", file=sys.stderr)
+            return 2
     import torch
 
     from ...triton_kernels.dispatch import use_triton

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,11 +10,15 @@ INTERPRET = "TRITON_INTERPRET"
 
 
 def interpret_kernels() -> None:
-    """Make Triton interpret the kernels. Call before triton is imported.
+    """Make Triton interpret the kernels.
+
+    Raises RuntimeError if triton was imported earlier, without TRITON_INTERPRET=1.
 
     Triton 3.6 converts arrays of one element to integers in a way that numpy 2.4 refuses. The interpreter gets a
     conversion that all versions accept.
     """
+    if "triton" in sys.modules and os.environ.get(INTERPRET) != "1":
+        raise RuntimeError(f"triton was imported without {INTERPRET}=1; a dry run interprets the kernels; set it to 1")
     os.environ[INTERPRET] = "1"
     from triton.runtime import interpreter
 
@@ -38,13 +43,17 @@ class DryGraph:
 
 @contextlib.contextmanager
 def dry_graphs() -> Iterator[None]:
-    """Context manager: engines with cuda_graphs=True capture and replay each DryGraph, also on a CPU."""
+    """Context manager: an engine with cuda_graphs=True captures each graph as a DryGraph, also on a CPU.
+
+    There are no graphs of steps with contexts, because interpreting their padding takes a second per step.
+    """
     from ...runtime import graphs, native_backend
 
-    may_capture, captured_graph = native_backend.may_capture, graphs.CapturedGraph
+    before = native_backend.may_capture, native_backend.mixed_sizes, graphs.CapturedGraph
     native_backend.may_capture = lambda params, *_: bool(params.cuda_graphs)
+    native_backend.mixed_sizes = lambda *_: frozenset()
     graphs.CapturedGraph = DryGraph
     try:
         yield
     finally:
-        native_backend.may_capture, graphs.CapturedGraph = may_capture, captured_graph
+        native_backend.may_capture, native_backend.mixed_sizes, graphs.CapturedGraph = before

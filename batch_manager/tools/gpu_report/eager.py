@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from . import decode_steps, facts, headline, idle, latency, published_workloads
 from .bench import Bench, OutOfTimeError
 from .engines import EAGER, not_reached
-from .records import Record
+from .records import FAILED, Record
 from .shapes import LLAMA_1B, LLAMA_8B, LLAMA_135M, QWEN3_600M, Shape
 
 # (goals as for --goal, goal of a record if no time is left, models, section)
@@ -23,10 +23,12 @@ PARTS: tuple[tuple[tuple[str, ...], str, tuple[Shape, ...], Callable[[Bench, boo
 
 
 def run(bench: Bench) -> Iterator[Record]:
-    for goals, goal, shapes, section in PARTS:
+    for goals, goal, shapes, section in PARTS[: bench.pick(None, 1)]:
         if not bench.wants(*goals) or all(shape.name in bench.without_graphs for shape in shapes):
             continue
         try:
             yield from section(bench, False)
         except OutOfTimeError as error:
             yield not_reached(goal, f"{EAGER} engines", str(error))
+        except Exception as error:
+            yield Record(goal, f"{EAGER} engines", status=FAILED, note=f"{type(error).__name__}: {error}"[:300])

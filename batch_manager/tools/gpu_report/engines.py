@@ -254,7 +254,7 @@ def engine(bench: Bench, shape: Shape, *, max_batch: int, graphs: bool = True, k
 
 @contextlib.contextmanager
 def reasons_without_graphs() -> Iterator[list[str]]:
-    """Context manager that yields a list. Each failed capture of graphs within `with` appends its reason to the list."""
+    """Context manager that yields a list, to which each failed capture of graphs within `with` appends its reason."""
     reasons: list[str] = []
 
     class Reader(logging.Handler):

@@ -13,8 +13,8 @@ from .records import Record
 from .shapes import LLAMA_8B
 
 BATCH, LOAD_SECONDS = 256, 15
-# prompt, output, published output tokens/s, estimated seconds. The estimates are for 80 GB, where 256 sequences of 2,000
-# tokens do not fit into the KV cache at once.
+# prompt, output, published output tokens/s, estimated seconds. The estimates are for a GPU of 80 GB: 256 sequences of
+# 2,000 tokens do not fit into its KV cache at once.
 CELLS = ((128, 128, 27_911.0, 4.0), (2048, 128, 3_538.0, 26.0), (1000, 1000, 17_744.0, 34.0),
          (128, 2048, 26_221.0, 45.0))
 

@@ -6,7 +6,8 @@ Each tried setting is a record. The fastest settings are written to a file, as c
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ...triton_kernels.paged_attention_context import context_settings
 from ...triton_kernels.paged_attention_decode import decode_settings
 from .bench import Bench, OutOfTimeError
 from .correctness import KERNELS
+from .engines import joined
 from .fused_products import Product, fused_launch, products_of, separate_launch, weights_of
 from .pages import Heads, PagedSequences, relative_error
 from .records import NOT_REACHED, Record
@@ -39,15 +41,23 @@ def run(bench: Bench) -> Iterator[Record]:
     try:
         for trial in _trials(bench):
             trials.append(trial)
-            (bench.out / FILE).write_text(text_of(trials, bench.clock.name))
-            present = next(one for one in trials if one.is_like(trial) and one.is_present)
-            yield Record("settings", f"{trial.case}: {trial.text}", present.microseconds, trial.microseconds, "us",
-                         trial.timing.spread if trial.timing else None, figures=trial.rate,
-                         note=trial.problem) if trial.timing and present.timing else Record(
-                             "settings", f"{trial.case}: {trial.text}", status=NOT_REACHED,
-                             note=trial.problem or "the present settings were not timed")
+            (bench.out / FILE).write_text(_text(bench, trials))
+            yield _record(trial, next(one for one in trials if one.is_like(trial) and one.is_present))
     finally:
-        print(text_of(trials, bench.clock.name), flush=True)
+        print(_text(bench, trials), flush=True)
+
+
+def _text(bench: Bench, trials: list[Trial]) -> str:
+    return text_of(trials, bench.clock.name, device_limits().multiprocessors)
+
+
+def _record(trial: Trial, present: Trial) -> Record:
+    case = f"{trial.case}: {trial.text}"
+    if trial.timing is None:
+        return Record("settings", case, status=NOT_REACHED, note=trial.problem)
+    predicted = f"predicted {trial.predicted}" if trial.predicted and trial.is_present else ""
+    return Record("settings", case, present.microseconds or trial.microseconds, trial.microseconds, "us",
+                  trial.timing.spread, figures=joined(trial.rate, predicted))
 
 
 def _trials(bench: Bench) -> Iterator[Trial]:
@@ -80,7 +90,7 @@ def _decode_trials(bench: Bench) -> Iterator[Trial]:
             for settings in decode_candidates(present, *key, limits)[: bench.pick(None, 2)]:
                 bench.require(TRIAL_SECONDS)
                 with _replaced("paged_attention_decode", "decode_settings", settings):
-                    timing, problem = _timed(bench, lambda: sequences.decode(settings.resident_programs),
+                    timing, problem = _timed(bench, partial(sequences.decode, settings.resident_programs),
                                              sequences.decode_error)
                 found.append(Trial("decode_settings", key, case, settings, settings == present, timing,
                                    _bandwidth(bench, sequences, timing), predicted, problem))
@@ -94,7 +104,7 @@ def _decode_trials(bench: Bench) -> Iterator[Trial]:
                     bench.require(PARTS_SECONDS)
                     pages = parts.pages_per_part(sequences.lengths, block, heads.kv, best.settings.resident_programs)
                     timing, problem = _timed(
-                        bench, lambda: sequences.decode(best.settings.resident_programs, pages),
+                        bench, partial(sequences.decode, best.settings.resident_programs, pages),
                         sequences.decode_error)
                     yield Trial("decode_work_list", (), case, parts, parts == Parts(MIN_PAGES_PER_PART, ROUNDS), timing,
                                 _bandwidth(bench, sequences, timing), predicted, problem)
@@ -120,8 +130,8 @@ def _context_trials(bench: Bench) -> Iterator[Trial]:
             for settings in context_candidates(present, block)[: bench.pick(None, 2)]:
                 bench.require(TRIAL_SECONDS)
                 with _replaced("paged_attention_context", "context_settings", settings):
-                    timing, problem = _timed(bench, lambda: sequences.context(settings.rows), sequences.context_error,
-                                             launches=4, repeats=10)
+                    timing, problem = _timed(bench, partial(sequences.context, settings.rows),
+                                             sequences.context_error, launches=4, repeats=10)
                 rate = "" if timing is None or bench.is_dry else (
                     f"{sequences.causal_operations / timing.median / 1e12:,.0f} TFLOP/s")
                 yield Trial("context_settings", key, f"context, heads of {heads.size}, {text}", settings,
@@ -145,24 +155,25 @@ def _of_product(bench: Bench, name: str, product: Product) -> Iterator[Trial]:
     present = fused_linear_settings(*key, limits)
     predicted = "" if bench.is_dry else f"{weights[0].nbytes / bench.copy_bytes_s * 1e6:.1f} us at copy bandwidth"
     for rows in FUSED_ROWS[: bench.pick(None, 1)]:
-        x, norm_weight = bench.normal(rows, product.in_size), bench.normal(product.in_size)
-        residual = bench.normal(rows, product.weight_rows)
-        fused = fused_launch(bench, product, norm_weight)
-        expected = separate_launch(bench, product, norm_weight)(x, weights[0], residual.clone())
-
-        def launch(number: int) -> torch.Tensor:
-            return fused(x, weights[number % len(weights)], residual)
-
-        def error_of(_: Launch) -> float:
-            return relative_error(fused(x, weights[0], residual.clone()), expected)
-
+        launch, error_of = _launch_of(bench, product, weights, rows)
         for settings in fused_candidates(present, *key, limits)[: bench.pick(None, 2)]:
             bench.require(TRIAL_SECONDS / len(FUSED_ROWS))
             with _replaced("fused_linear", "fused_linear_settings", settings):
-                timing, problem = _timed(bench, lambda: launch, error_of)
+                timing, problem = _timed(bench, lambda made=launch: made, error_of)
             rate = "" if timing is None or bench.is_dry else f"{weights[0].nbytes / timing.median / 1e9:,.0f} GB/s"
             yield Trial("fused_linear_settings", key, f"fused, {name}, {rows} rows", settings, settings == present,
                         timing, rate, predicted, problem)
+
+
+def _launch_of(bench: Bench, product: Product, weights: list[torch.Tensor],
+               rows: int) -> tuple[Launch, Callable[[Launch], float]]:
+    """Return (launch of the fused product, function that returns the launch's relative error)."""
+    x, norm_weight = bench.normal(rows, product.in_size), bench.normal(product.in_size)
+    residual, sums = bench.normal(rows, product.weight_rows), bench.normal(rows, product.weight_rows)
+    fused = fused_launch(bench, product, norm_weight)
+    expected = separate_launch(bench, product, norm_weight)(x, weights[0], residual.clone())
+    return (lambda number: fused(x, weights[number % len(weights)], sums),
+            lambda _: relative_error(fused(x, weights[0], residual.clone()), expected))
 
 
 # ---------------------------------------------------------------------- measuring
@@ -197,6 +208,3 @@ def _timed(bench: Bench, make: Callable[[], Launch], error_of: Callable[[Launch]
     except Exception as error:                   # settings may exceed what the device or the compiler supports
         lines = str(error).strip().splitlines()
         return None, f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
-
-
-__all__: Sequence[str] = ("FILE", "run")

@@ -18,7 +18,7 @@ MOST_WARPS = 16                  # of decode programs on a multiprocessor, as re
 DECODE_FIXED_BYTES = 10 * 1024   # shared memory of a decode program besides its pages
 # rows, keys, warps, stages
 CONTEXT = ((128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 4), (128, 32, 8, 4), (128, 32, 8, 3), (64, 64, 4, 3),
-           (64, 64, 4, 2), (64, 64, 4, 4), (128, 64, 4, 3), (16, 16, 4, 3))
+           (64, 64, 4, 2), (64, 64, 4, 4), (16, 16, 4, 3))
 PARTS = ((4, 3), (4, 2), (4, 4), (4, 6), (2, 3), (8, 3), (16, 3))                       # least pages, rounds
 
 
@@ -52,7 +52,8 @@ def fused_candidates(present: FusedLinearSettings, in_size: int, out_size: int, 
     def with_stages(columns: int, step: int, warps: int, most: int = MOST_STAGES) -> FusedLinearSettings:
         piece_bytes = (columns * (2 if gated else 1) + MOST_ROWS) * step * element_size_bytes
         room = min(MOST_SHARED_BYTES, limits.shared_bytes - 1024)
-        return FusedLinearSettings(columns, step, warps, max(1, min(most, room // piece_bytes, -(-in_size // step) + 1)))
+        stages = max(1, min(most, room // piece_bytes, -(-in_size // step) + 1))
+        return FusedLinearSettings(columns, step, warps, stages)
 
     found = [present]
     found += [with_stages(columns, present.step, present.num_warps) for columns in (16, 32, 64)

@@ -104,17 +104,16 @@ def best_of(trials: Sequence[Trial]) -> Best | None:
 
 def code_of(best: Best, multiprocessors: int) -> str:
     """Return Python code that makes the function choose the settings for the key."""
+    gain = f"# {best.gain:.2f} times as fast as before"
     if best.function == "decode_work_list":
-        return (f"MIN_PAGES_PER_PART = {best.settings.min_pages_per_part}\nROUNDS = {best.settings.rounds}"
-                f"      # {best.gain:.2f} times as fast as before\n")
+        return f"{gain}\nMIN_PAGES_PER_PART = {best.settings.min_pages_per_part}\nROUNDS = {best.settings.rounds}\n"
     settings = repr(best.settings)
     if best.function == "decode_settings":
         resident = best.settings.resident_programs
         settings = settings.replace(f"resident_programs={resident}",
                                     f"resident_programs={resident // multiprocessors} * limits.multiprocessors")
     names = FUNCTIONS[best.function][1]
-    return (f"    if ({', '.join(names)}) == {best.key!r}:\n"
-            f"        return {settings}      # {best.gain:.2f} times as fast as before\n")
+    return (f"    {gain}\n    if ({', '.join(names)}) == {best.key!r}:\n        return {settings}\n")
 
 
 def tile_rows_code(best: Best) -> str:
@@ -124,13 +123,14 @@ def tile_rows_code(best: Best) -> str:
 
 
 def bests_of(trials: Iterable[Trial]) -> list[Best]:
+    """Return the fastest settings for each function and key."""
     groups: dict[tuple[Any, ...], list[Trial]] = {}
     for trial in trials:
         groups.setdefault((trial.function, trial.key), []).append(trial)
     return [best for group in groups.values() if (best := best_of(group)) is not None]
 
 
-def text_of(trials: Sequence[Trial], device: str, multiprocessors: int = 132) -> str:
+def text_of(trials: Sequence[Trial], device: str, multiprocessors: int) -> str:
     """Return the file with the results, as Markdown: the code for each function, and a table of all trials."""
     lines = [f"# Launch settings, measured on {device}", ""]
     bests = bests_of(trials)
