@@ -52,7 +52,7 @@ def run(bench: Any, minutes: float) -> Iterator[Any]:
     from .records import FAILED, NOT_REACHED, Record
     from .sections import SECTIONS, plan
 
-    chosen = [section for section in SECTIONS if section.is_wanted(bench)]
+    chosen = [section for section in SECTIONS if section.runs_for(bench)]
     times, began, wrong = plan(chosen, minutes), bench.now, []
     print(plan_text(times), file=sys.stderr, flush=True)
     for section in chosen:

@@ -47,7 +47,7 @@ def _against_copying(bench: Bench, goal: str, case: str, heads: Heads, lengths: 
 
 def _one_sequence(bench: Bench) -> Iterator[Record]:
     peer = attention_peer(bench.peers)
-    for length in ONE_SEQUENCE_LENGTHS[: bench.pick(3, 1)]:
+    for length in ONE_SEQUENCE_LENGTHS:
         bench.require(3)
         case = f"one sequence of {length:,}"
         sequences = _sequences(bench, LARGE, np.array([length]))

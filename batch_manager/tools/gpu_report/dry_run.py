@@ -4,7 +4,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 INTERPRET = "TRITON_INTERPRET"
 
@@ -13,22 +12,13 @@ def interpret_kernels() -> None:
     """Make Triton interpret the kernels.
 
     Raises RuntimeError if triton was imported earlier, without TRITON_INTERPRET=1.
-
-    Triton 3.6 converts arrays of one element to integers in a way that numpy 2.4 refuses. The interpreter gets a
-    conversion that all versions accept.
     """
     if "triton" in sys.modules and os.environ.get(INTERPRET) != "1":
         raise RuntimeError(f"triton was imported without {INTERPRET}=1; a dry run interprets the kernels; set it to 1")
     os.environ[INTERPRET] = "1"
-    from triton.runtime import interpreter
+    from ...triton_kernels.interpreter import accept_arrays_of_one_element
 
-    patch: Callable[..., Any] = interpreter._patch_lang_tensor
-
-    def patch_with_index(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda value: int(value.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_with_index
+    accept_arrays_of_one_element()
 
 
 class DryGraph:

@@ -45,7 +45,7 @@ class Section:
     goals: tuple[str, ...] = ()
     needed_by: tuple[str, ...] = ()
 
-    def is_wanted(self, bench: Bench) -> bool:
+    def runs_for(self, bench: Bench) -> bool:
         return bench.wants(*self.goals, *self.needed_by)
 
 
