@@ -9,6 +9,7 @@ import time
 from dataclasses import make_dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from batch_manager.tools.gpu_report.goals import ALL, GOALS, family
@@ -160,6 +161,7 @@ HEADER = {"device": "some GPU", "versions": {}, "commit": "abc", "date": "2026-1
 
 @pytest.mark.parametrize("goal, numerator, denominator, met", [
     ("G1", 91.0, 100.0, True), ("G1", 89.0, 100.0, False), ("G4", 20.0, 20.0, True), ("G4", 21.0, 20.0, False),
+    ("G7", np.float64(3.0), np.float64(1.0), False),
     ("G8-overlap", 1.0, 2.0, None), ("G1", 1.0, None, None)])
 def test_a_goal_is_met_when_its_ratio_is_on_the_right_side_of_the_floor(goal, numerator, denominator, met):
     line = Record(goal, "a case", numerator, denominator).line(HEADER, dry=False)

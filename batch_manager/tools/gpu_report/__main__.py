@@ -143,7 +143,7 @@ def report(options: argparse.Namespace, out: Path) -> int:
     from ...triton_kernels.dispatch import use_triton
     from .bench import Bench
     from .device_clock import DryClock, GpuClock
-    from .records import FAILED, check, table
+    from .records import FAILED, Record, check, table
 
     if not options.dry_run and not torch.accelerator.is_available():
         print("gpu_report: torch finds no GPU; expected one; --dry-run works without", file=sys.stderr)
@@ -165,7 +165,11 @@ def report(options: argparse.Namespace, out: Path) -> int:
                       goals=tuple(options.goal))
         for record in run(bench, options.minutes):
             line = record.line(header, dry=options.dry_run)
-            check(line)
+            try:
+                check(line)
+            except ValueError as error:                      # the later goals are still measured
+                line = Record(record.goal, record.case, status=FAILED, note=str(error)[:300]).line(
+                    header, dry=options.dry_run)
             lines.append(line)
             print(json.dumps(line), file=file, flush=True)
             print(f"{line['goal']} {line['case']}: {line['status']} {line['ratio'] or ''} {line['note']}", flush=True)
