@@ -22,6 +22,8 @@ from .device import CapturedGraph, first_line, used_memory
 from .graph_shapes import StepShape
 from .layouts import Layout
 
+WITHOUT_GRAPHS = "steps are launched without graphs: "          # begins the warning of a failed capture
+
 
 def may_capture(params: TrtGptModelOptionalParams, device: torch.device, layout: Layout, has_own_attention: bool
                 ) -> bool:
@@ -60,6 +62,9 @@ class Graphs:
         self._device, self._run_step = device, run_step
         self._graphs: dict[StepShape, CapturedGraph] = {}
 
+    def __len__(self) -> int:
+        return len(self._graphs)
+
     def capture(self, shapes: Sequence[StepShape], prepare: Callable[[StepShape], None]) -> bool:
         """Capture a graph for each shape, largest first, and return True.
 
@@ -78,7 +83,7 @@ class Graphs:
                 largest, self._graphs[shape] = largest or graph, graph
         except (RuntimeError, MemoryError) as error:
             self._graphs.clear()
-            log.warning("steps are launched without graphs: capturing %s raised %s", shape, first_line(error))
+            log.warning("%scapturing %s raised %s", WITHOUT_GRAPHS, shape, first_line(error))
             return False
         log.info("captured %d graphs of steps of up to %d generating sequences and %d context tokens in %.1f s; they "
                  "take %s bytes", len(self._graphs), max(shape.rows for shape in shapes),

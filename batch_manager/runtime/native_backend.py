@@ -335,11 +335,18 @@ class NativeBackend:
                            pinned=self._pinned_bytes + self._uploads.pinned_bytes)
 
     def figures(self) -> dict[str, int]:
-        """Return the backend's own statistics: on a CPU, the number of threads of the newest step; on a GPU, none."""
-        if self._device.type != "cpu" or self._runner is None:
-            return {}
-        compiled = self._runner.compiled
-        return {"Compute Threads": compiled.threads if compiled else self._num_threads or torch.get_num_threads()}
+        """Return the backend's own statistics.
+
+        They are the number of captured graphs, if there are any, and on a CPU the number of threads of the newest step.
+        """
+        figures: dict[str, int] = {}
+        if self._plain_steps is not None and self._plain_steps.graphs is not None:
+            figures["Captured Graphs"] = len(self._plain_steps.graphs)
+        if self._device.type == "cpu" and self._runner is not None:
+            compiled = self._runner.compiled
+            figures["Compute Threads"] = (
+                compiled.threads if compiled else self._num_threads or torch.get_num_threads())
+        return figures
 
     def close(self) -> None:
         if self._runner is not None:

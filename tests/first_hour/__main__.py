@@ -99,8 +99,9 @@ def run_part(part: Part, out: Path, environment: dict[str, str], seconds: float,
     if commit is not None and "batch_manager.tools.gpu_report" in command:
         command += ["--commit", commit]
     with log.open("w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment | dict(part.dry_environment if is_dry else ()),
-                                   stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        variables = dict(part.environment) | dict(part.dry_environment if is_dry else ())
+        process = subprocess.Popen(command, cwd=ROOT, env=environment | variables, stdout=file,
+                                   stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code: int | None = process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -26,6 +26,7 @@ class Part:
     arguments         arguments of the Python interpreter; {out} stands for the output folder
     dry               arguments for a machine without a GPU
     program           command in front of the interpreter, except in a dry run
+    environment       additional environment variables
     dry_environment   additional environment variables in a dry run
     """
 
@@ -35,6 +36,7 @@ class Part:
     arguments: tuple[str, ...]
     dry: tuple[str, ...]
     program: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
     dry_environment: tuple[tuple[str, str], ...] = ()
 
     def command(self, out: Path, *, is_dry: bool) -> list[str]:
@@ -67,7 +69,14 @@ def gpu_test_files() -> tuple[str, ...]:
 _LEFT_OUT = tuple(f"--ignore={test}" for test in WITHOUT_A_GPU)
 _INTERPRETED = (("TRITON_INTERPRET", "1"), ("OMP_NUM_THREADS", "1"))
 
+# torch allocates memory in large pieces. Without its cache, each tensor is an allocation of its own, and memcheck sees
+# an access behind its end.
+_SINGLE_ALLOCATIONS = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
+_SANITIZER = ("compute-sanitizer", "--error-exitcode", "9", "--tool")
+
 PARTS = (
+    Part("report", "denominators, correctness by value, then every goal", 540,
+         _report("{out}", "--minutes", "8"), _report("{out}", "--dry-run"), dry_environment=_INTERPRETED),
     Part("engine", "a bfloat16 engine on the GPU against float32 on the CPU", 90,
          _pytest("-n", "0", "-m", "gpu", BF16_TEST), _pytest("-n", "0", "-m", "gpu", BF16_TEST)),
     Part("kernels", "every kernel test, on the GPU, by four processes", 270,
@@ -76,17 +85,16 @@ PARTS = (
     Part("gpu-tests", "all other tests that need a GPU", 150,
          _pytest("-n", str(PROCESSES), "-m", "gpu", *gpu_test_files()),
          _pytest("-n", "0", "-m", "gpu", *gpu_test_files())),
-    Part("report", "correctness by value, then every goal", 520,
-         _report("{out}", "--minutes", "7.5"), _report("{out}", "--dry-run"), dry_environment=_INTERPRETED),
-    Part("launches", "kernels and copies of a decode step, by the profiler", 120,
-         _report("{out}/launches", "--goal", "G4", "--minutes", "1.5"),
-         _report("{out}/launches", "--goal", "G4", "--dry-run"), dry_environment=_INTERPRETED),
-    Part("memcheck", "accesses outside of memory, in a tiny engine", 120, (*TINY_RUN, "--device", "cuda"),
-         (*TINY_RUN, "--device", "cpu"), program=("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")),
+    Part("settings", "launch settings of kernels: the fastest as code", 260,
+         _report("{out}/settings", "--goal", "settings", "--minutes", "4"),
+         _report("{out}/settings", "--goal", "settings", "--dry-run"), dry_environment=_INTERPRETED),
+    Part("memcheck", "accesses outside of memory, in a tiny engine", 150, (*TINY_RUN, "--device", "cuda"),
+         (*TINY_RUN, "--device", "cpu"), program=(*_SANITIZER, "memcheck"), environment=_SINGLE_ALLOCATIONS),
     Part("racecheck", "races in shared memory, in a tiny engine", 120, (*TINY_RUN, "--device", "cuda"),
-         (*TINY_RUN, "--device", "cpu"), program=("compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "9")),
+         (*TINY_RUN, "--device", "cpu"), program=(*_SANITIZER, "racecheck")),
 )
 
-# Parts per call. A call takes at most ten minutes, and all calls together at most half an hour.
-CALLS = (("engine", "kernels", "gpu-tests"), ("report",), ("launches", "memcheck", "racecheck"))
+# Parts per call. A call takes at most ten minutes, and all calls together at most half an hour. The first call measures
+# every goal, in case there is no other.
+CALLS = (("report",), ("engine", "kernels", "gpu-tests"), ("settings", "memcheck", "racecheck"))
 CALL_MINUTES = 9.5

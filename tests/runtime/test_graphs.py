@@ -66,6 +66,17 @@ def test_shapes_are_captured_largest_first_after_a_run_in_memory_of_the_first(ma
     assert events == ["replayed", StepShape(2, True, False), StepShape(9, False, False)]
 
 
+def test_the_backend_reports_the_number_of_its_graphs(made):
+    from types import SimpleNamespace
+
+    from batch_manager.runtime.native_backend import NativeBackend
+
+    _, captured = made()
+    for found, expected in ((captured, {"Captured Graphs": len(SHAPES)}), (None, {})):
+        backend = SimpleNamespace(_plain_steps=SimpleNamespace(graphs=found), _device=GPU, _runner=object())
+        assert NativeBackend.figures(backend) == expected
+
+
 def test_a_capture_that_fails_leaves_no_graph_and_one_warning_that_says_why(made, caplog):
     is_done, captured = made(fails_at=StepShape(2, False, False))
     assert not is_done

@@ -43,7 +43,7 @@ def test_a_dry_run_does_what_can_be_done_here(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [(line["part"], line["status"]) for line in summary] == [("memcheck", "ok")]
-    assert set(json.loads((tmp_path / "memcheck.log").read_text().splitlines()[-1])) == {"0", "1", "2"}
+    assert set(json.loads((tmp_path / "memcheck.log").read_text().splitlines()[-1])) == {"0", "1", "2", "3"}
     assert "torch" in done.stdout and "== memcheck: ok" in done.stdout
 
 
@@ -76,6 +76,29 @@ def test_a_part_that_fails_or_takes_too_long_is_named_and_ends_with_its_children
     missing = part("pass", program=("no-such-program",))
     assert first_hour.run_part(missing, tmp_path, environment, 9, is_dry=False)["status"] == "not run"
     assert first_hour.run_part(missing, tmp_path, environment, 9, is_dry=True)["status"] == "ok"
+
+
+def test_a_part_runs_with_its_own_variables(tmp_path):
+    show = "import os; print(os.environ['OWN'], os.environ['GIVEN'], os.environ.get('DRY'))"
+    one = part(show, environment=(("OWN", "1"),), dry_environment=(("DRY", "2"),))
+    for is_dry, expected in ((False, "1 3 None"), (True, "1 3 2")):
+        assert first_hour.run_part(one, tmp_path, {"GIVEN": "3"}, 9, is_dry=is_dry)["last"] == [expected]
+
+
+def test_memcheck_sees_every_allocation_and_a_sequence_in_parts():
+    pytest.importorskip("triton")
+    from batch_manager.triton_kernels.decode_work_list import decode_work_list
+    from batch_manager.triton_kernels.device_limits import DeviceLimits
+    from batch_manager.triton_kernels.paged_attention_decode import decode_settings
+    from tests.first_hour.tiny_run import CONFIG, NEW_TOKENS, REQUESTS, TOKENS_PER_BLOCK
+
+    (memcheck,) = (one for one in PARTS if one.name == "memcheck")
+    assert dict(memcheck.environment) == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    limits = DeviceLimits(shared_bytes=227 * 1024, multiprocessors=132, operands_in_shared=True)      # of an H100
+    resident = decode_settings(CONFIG["head_dim"], TOKENS_PER_BLOCK, 2, limits).resident_programs
+    lengths = [length + NEW_TOKENS - 1 for length, _ in REQUESTS]
+    _, part_starts = decode_work_list(lengths, TOKENS_PER_BLOCK, CONFIG["num_key_value_heads"], resident)
+    assert TOKENS_PER_BLOCK == 16 and part_starts[-1] >= 3 and part_starts[1] == 0
 
 
 def test_what_the_time_does_not_suffice_for_is_named(tmp_path, monkeypatch):

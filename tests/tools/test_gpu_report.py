@@ -2,17 +2,19 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from dataclasses import make_dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from batch_manager.tools.gpu_report.goals import ALL, GOALS, family
 from batch_manager.tools.gpu_report.records import DRY, FAILED, NOT_REACHED, Record, check, read
 
-REFUSED_ON_A_CPU = "cuda_graphs"
 PEER_ATTENTION = """
 import torch
 
@@ -33,7 +35,7 @@ def context(query, kv_pool, block_table, cu_seqlens, kv_lengths, scale):
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
-    """Return (records, output folder) of a dry run in its own process. The run also measures a peer's attention.
+    """Return (records, output folder, stderr) of a dry run in its own process. The run measures a peer's attention too.
 
     The run leaves out transformers, which takes seconds to import and has its own test.
     """
@@ -43,27 +45,55 @@ def dry_run(tmp_path_factory):
     (peers / "attention.py").write_text(PEER_ATTENTION)
     done = subprocess.run(
         [sys.executable, "-m", "tests.quick_interpreter", "batch_manager.tools.gpu_report", "--out", str(folder),
-         "--dry-run", "--peers", str(peers), "--goal", *sorted({family(name) for name in GOALS} - {"G6b"})],
+         "--dry-run", "--peers", str(peers), "--goal", *sorted({family(name) for name in GOALS} - {"G6b"}), "facts"],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
         cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return read(folder / "gpu_report.jsonl"), folder
+    return read(folder / "gpu_report.jsonl"), folder, done.stderr
 
 
 def test_a_dry_run_comes_to_every_goal_and_has_no_numbers(dry_run):
-    lines, _ = dry_run
+    lines, *_ = dry_run
     assert {line["goal"] for line in lines} == set(ALL) - {"G6b"}
-    assert {line["status"] for line in lines if line["status"] != DRY} <= {NOT_REACHED}
-    assert all(REFUSED_ON_A_CPU in line["note"] for line in lines if line["status"] == NOT_REACHED)
-    dry = {line["goal"] for line in lines if line["status"] == DRY}
-    assert dry == set(ALL) - {"G6b"}, f"not reached at all: {set(ALL) - dry}"
     for line in lines:
+        assert line["status"] == DRY, line
         assert line["ratio"] is None and line["numerator"] is None and line["met"] is None
         assert line["device"].startswith("dry run") and line["versions"].keys() >= {"batch_manager", "torch", "triton"}
 
 
+def test_every_goal_of_an_engine_is_measured_with_graphs_before_anything_without(dry_run):
+    lines, *_ = dry_run
+    labels = [(line["goal"], line["case"].partition(",")[0].partition(":")[0]) for line in lines]
+    engines = ["G3", "G3b-135M", "G3b-1B", "G4", "G4-share", "G8", "G8-overlap", "G6", "G7", "G9"]
+    first_eager = next(number for number, (_, label) in enumerate(labels) if label == "eager")
+    assert [goal for goal in engines if (goal, "graphs") not in labels[:first_eager]] == []
+    assert {goal for goal, label in labels if label == "eager"} == {"G3b-135M", "G3b-1B"}     # the rest on a GPU only
+    in_order = list(dict.fromkeys(goal for goal, _ in labels[:first_eager]))
+    assert in_order.index("G3") < in_order.index("G3b-135M") < in_order.index("G9")
+
+
+def test_the_estimates_of_every_section_fit_its_budget_and_all_fit_eight_minutes(dry_run):
+    from batch_manager.tools.gpu_report.sections import SECTIONS
+
+    *_, printed = dry_run
+    used = {name: (float(seconds), float(budget)) for name, seconds, budget in re.findall(
+        r"^-- (.*): ([\d.]+) s of (\d+) s$", printed, re.MULTILINE)}
+    assert list(used) == [section.name for section in SECTIONS]
+    with_budget = [section for section in SECTIONS if section.seconds]
+    assert sum(section.seconds for section in with_budget) <= 8 * 60
+    assert sum(used[section.name][0] for section in with_budget) <= 8 * 60
+    for section in with_budget:
+        seconds, budget = used[section.name]
+        assert budget == section.seconds
+        # The last one uses all the time that is left.
+        assert seconds <= budget or section is with_budget[-1], section.name
+    assert {family(name) for name in GOALS} - {"settings"} == {
+        name for section in with_budget for name in section.goals}
+    assert re.search(r"^8B decode steps +70 s +ends by", printed, re.MULTILINE)
+
+
 def test_every_kernel_is_compared_by_value(dry_run):
-    lines, _ = dry_run
+    lines, *_ = dry_run
     kernels = {line["case"].partition(" ")[0] for line in lines if line["goal"] == "correctness"}
     assert kernels == {
         "activation", "ban_ngrams", "ban_words", "beam_topk", "deterministic_linear", "fused_linear",
@@ -73,12 +103,36 @@ def test_every_kernel_is_compared_by_value(dry_run):
 
 
 def test_it_compares_with_the_peer_and_leaves_the_workload_for_others(dry_run):
-    lines, folder = dry_run
+    lines, folder, _ = dry_run
     notes = {line["goal"]: line["note"] for line in lines}
     assert notes["G1c"] == notes["G2b"] == notes["G2b-64"] == "against a peer"
     workload = json.loads((folder / "headline.json").read_text())
     assert workload["output_tokens"] == sum(request["max_tokens"] for request in workload["requests"])
     assert (folder / "gpu_report.md").read_text().count("\n| G") >= len(GOALS) - 1
+
+
+def test_the_fastest_settings_are_written_as_code(dry_run):
+    lines, folder, _ = dry_run
+    text = (folder / "gpu_settings.md").read_text()
+    for function in ("decode_settings", "context_settings", "fused_linear_settings", "decode_work_list"):
+        assert f"`{function}` in triton_kernels/" in text
+    cases = [line["case"] for line in lines if line["goal"] == "settings"]
+    assert len(cases) == len(set(cases)) >= 14 and "| rate | predicted |" in text
+
+
+@pytest.mark.parametrize("names, chosen", [(("block_size",), "block_size"), (("page_size",), "page_size"),
+                                           (("page_size", "block_size"), "page_size")])
+def test_the_page_size_of_transformers_is_given_by_the_name_that_this_release_has(names, chosen, monkeypatch):
+    from types import SimpleNamespace
+
+    from batch_manager.tools.gpu_report.transformers_peer import _sizes
+
+    config = make_dataclass("Config", [*names, "num_blocks", "max_batch_tokens"], init=False)
+    config.__init__ = lambda self, **given: vars(self).update(given)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(ContinuousBatchingConfig=config))
+    assert vars(_sizes(SimpleNamespace(is_dry=True))["continuous_batching_config"]) == {
+        chosen: 16, "num_blocks": 16, "max_batch_tokens": 32}
+    assert _sizes(SimpleNamespace(is_dry=False)) == {}
 
 
 def test_transformers_serves_the_same_requests(tmp_path):
@@ -90,7 +144,7 @@ def test_transformers_serves_the_same_requests(tmp_path):
     from batch_manager.tools.gpu_report.headline import _against_transformers
     from batch_manager.tools.gpu_report.shapes import TINY
 
-    bench = Bench(DryClock(torch.device("cpu")), torch.float32, tmp_path)
+    bench = Bench(DryClock(torch.device("cpu")), torch.float32, tmp_path, tmp_path)
     requests = [{"id": 0, "prompt": [3, 4, 5], "max_tokens": 2}, {"id": 1, "prompt": [6], "max_tokens": 4}]
     record = _against_transformers(bench, "2 requests", 100.0, 0.0, TINY, requests)
     assert record.status == "measured", record.note
@@ -107,6 +161,7 @@ HEADER = {"device": "some GPU", "versions": {}, "commit": "abc", "date": "2026-1
 
 @pytest.mark.parametrize("goal, numerator, denominator, met", [
     ("G1", 91.0, 100.0, True), ("G1", 89.0, 100.0, False), ("G4", 20.0, 20.0, True), ("G4", 21.0, 20.0, False),
+    ("G7", np.float64(3.0), np.float64(1.0), False),
     ("G8-overlap", 1.0, 2.0, None), ("G1", 1.0, None, None)])
 def test_a_goal_is_met_when_its_ratio_is_on_the_right_side_of_the_floor(goal, numerator, denominator, met):
     line = Record(goal, "a case", numerator, denominator).line(HEADER, dry=False)
@@ -148,17 +203,16 @@ def run(tmp_path, monkeypatch):
 
     def with_sections(*sections, minutes=8.0, goals=(), is_dry=False):
         monkeypatch.setattr(listed, "SECTIONS", sections)
-        monkeypatch.setattr(listed, "SECONDS", sum(section.seconds for section in sections))
         clock = DryClock(torch.device("cpu"))
         clock.is_dry = is_dry
-        return list(run(Bench(clock, torch.float32, tmp_path, goals=goals), minutes))
+        return list(run(Bench(clock, torch.float32, tmp_path, tmp_path, goals=goals), minutes))
     return with_sections
 
 
-def section(name, function, *goals, seconds=10):
+def section(name, function, *goals, seconds=10, needed_by=()):
     from batch_manager.tools.gpu_report.sections import Section
 
-    return Section(name, function, seconds, goals)
+    return Section(name, function, seconds, goals, needed_by)
 
 
 def test_what_a_section_raises_is_a_record_of_each_goal_it_did_not_come_to(run):
@@ -190,15 +244,18 @@ def test_a_section_that_needs_more_time_than_it_has_says_so_and_the_next_one_run
     assert records[0].note == "slow: 10 s were left; the measurement needs 20 s"
 
 
-def test_the_time_that_a_section_leaves_is_shared_by_those_after_it(run):
+def test_a_section_may_use_what_those_before_it_left_but_not_the_budgets_of_those_after_it(run):
     seen = []
 
     def looks(bench):
         seen.append(bench.deadline - time.monotonic())
         yield from ()
 
-    run(*(section(name, looks, "G7", seconds=10) for name in "abc"), minutes=1)
-    assert seen == pytest.approx([20, 30, 60], abs=0.5)
+    run(*(section(name, looks, "G7", seconds=10) for name in "abc"), section("rest", looks, "G7", seconds=0), minutes=1)
+    assert seen == pytest.approx([40, 50, 60, 60], abs=0.5)
+    seen.clear()
+    run(*(section(name, looks, "G7", seconds=40) for name in "abc"), minutes=1)          # all budgets shrink
+    assert seen == pytest.approx([20, 40, 60], abs=0.5)
 
 
 def test_only_what_was_asked_for_runs_and_what_goals_rest_on(run):
@@ -207,7 +264,7 @@ def test_only_what_was_asked_for_runs_and_what_goals_rest_on(run):
             yield Record("fact", name, 1.0)
         return found
 
-    records = run(section("base", names("base")), section("one", names("one"), "G1", "G1b"),
+    records = run(section("base", names("base"), needed_by=("G7",)), section("one", names("one"), "G1", "G1b"),
                   section("two", names("two"), "G7"), goals=("G7",))
     assert [one.case for one in records] == ["base", "two"]
 
@@ -226,7 +283,59 @@ def test_nothing_is_judged_where_a_kernel_is_wrong(run):
 
 def test_goals_are_chosen_by_their_families():
     assert {family(name) for name in GOALS} == {
-        "G1", "G1b", "G1c", "G2", "G2b", "G3", "G3b", "G4", "G5", "G5b", "G6", "G6b", "G7", "G8", "G9"}
+        "G1", "G1b", "G1c", "G2", "G2b", "G3", "G3b", "G4", "G5", "G5b", "G6", "G6b", "G7", "G8", "G9",
+        "settings"}
+
+
+# ---------------------------------------------------------------------- graphs
+
+
+def test_an_engine_whose_graphs_are_refused_is_measured_without_and_says_why(tmp_path):
+    import torch
+
+    from batch_manager.tools.gpu_report.bench import Bench
+    from batch_manager.tools.gpu_report.device_clock import DryClock
+    from batch_manager.tools.gpu_report.engines import engine
+    from batch_manager.tools.gpu_report.shapes import TINY
+
+    bench = Bench(DryClock(torch.device("cpu")), torch.float32, tmp_path, tmp_path)
+    with engine(bench, TINY, max_batch=2) as made:
+        assert made.label == "eager"
+        assert made.note.startswith("no graphs were captured: cuda_graphs is True, but the device is cpu")
+        assert len(made.generate(2, 4, 1).receipts) == 2
+    assert bench.without_graphs == {"tiny": made.note}
+    with engine(bench, TINY, max_batch=2, graphs=False) as made:
+        assert (made.label, made.note) == ("eager", "")
+
+
+def test_a_run_is_labelled_by_the_number_of_captured_graphs(tmp_path, monkeypatch):
+    import torch
+
+    from batch_manager.runtime import graphs
+    from batch_manager.runtime.graph_shapes import StepShape
+    from batch_manager.tools.gpu_report.bench import Bench
+    from batch_manager.tools.gpu_report.device_clock import DryClock
+    from batch_manager.tools.gpu_report.dry_run import DryGraph
+    from batch_manager.tools.gpu_report.engines import Engine, MeasuredClient, reasons_without_graphs
+    from batch_manager.tools.gpu_report.shapes import TINY
+
+    class Fails(DryGraph):
+        def capture(self, function):
+            raise RuntimeError("operation not permitted")
+
+    monkeypatch.setattr(graphs, "CapturedGraph", Fails)
+    with reasons_without_graphs() as reasons:
+        assert not graphs.Graphs(torch.device("cpu"), lambda shape: None).capture(
+            [StepShape(1, False, False)], lambda shape: None)
+    assert len(reasons) == 1 and reasons[0].endswith("raised RuntimeError: operation not permitted")
+    bench = Bench(DryClock(torch.device("cpu")), torch.float32, tmp_path, tmp_path)
+    for num_graphs, label, note in ((3, "graphs", ""), (0, "eager", f"no graphs were captured: {reasons[0]}")):
+        client = MeasuredClient()
+        client.return_stats(json.dumps({"Context Requests": 0, "Runtime GPU Memory Usage": 5,
+                                        **({"Captured Graphs": num_graphs} if num_graphs else {})}))
+        made = Engine(bench, None, client, TINY, 1.0)
+        made.set_label(True, reasons)
+        assert (made.label, made.note) == (label, note)
 
 
 # ---------------------------------------------------------------------- figures computed from measurements

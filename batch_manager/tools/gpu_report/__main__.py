@@ -2,14 +2,19 @@
 
     python -m batch_manager.tools.gpu_report --out FOLDER                      everything, within 8 minutes
     python -m batch_manager.tools.gpu_report --out FOLDER --goal G1 G3         only these goals
+    python -m batch_manager.tools.gpu_report --out FOLDER --goal settings      only the launch settings of kernels
     python -m batch_manager.tools.gpu_report --out FOLDER --peers FOLDER       compare with the peers in the folder
-    TRITON_INTERPRET=1 python -m batch_manager.tools.gpu_report --out FOLDER --dry-run   everything, on a CPU
+    python -m batch_manager.tools.gpu_report --dry-run                         everything, on a CPU
 
-The program compares the results of every kernel with its oracle, times copying, reading and multiplying, and then
+The program times copying, reading and multiplying, compares the results of every kernel with its oracle, and then
 measures the goals. Each goal is a ratio of a measured number to another number, which most goals measure in the same
 run. FOLDER/gpu_report.jsonl gets one JSON object per case of a goal, as soon as the case is measured.
 FOLDER/gpu_report.md has the same cases as a table. Both files also have the cases that were not reached, with the
-reason.
+reason. FOLDER/gpu_settings.md has the fastest launch settings of the kernels, as code.
+
+Each section of the report has a time budget, which is printed before the first section. Engines capture graphs. In the
+time that is left after all goals, the engines run again without graphs, and launch settings are compared. A dry run
+counts the estimated times of the measurements instead of the time, so it shows whether every goal is reached.
 
 The folder of peers may have `attention.py` (another attention kernel; see attention_peer.py). It may also have results
 of other engines for the workload FOLDER/headline.json, in the format of batch_manager.tools.benchmark.
@@ -22,7 +27,6 @@ import contextlib
 import dataclasses
 import faulthandler
 import json
-import os
 import sys
 import tempfile
 import time
@@ -47,16 +51,16 @@ def run(bench: Any, minutes: float) -> Iterator[Any]:
     """
     from .bench import OutOfTimeError
     from .records import FAILED, NOT_REACHED, Record
-    from .sections import SECONDS, SECTIONS
+    from .sections import SECTIONS, plan
 
-    left, began = 60.0 * minutes, time.monotonic()
-    shares, wrong = SECONDS, []
-    for section in SECTIONS:
-        if section.goals and not bench.wants(*section.goals):
-            shares -= section.seconds
-            continue
-        started = time.monotonic()
-        bench.deadline = started + left * section.seconds / shares
+    chosen = [section for section in SECTIONS if section.runs_for(bench)]
+    times, began, wrong = plan(chosen, minutes), bench.now, []
+    print(plan_text(times), file=sys.stderr, flush=True)
+    for section in chosen:
+        started = bench.now
+        budget, latest_end = times[section.name]
+        # A dry run also runs the sections without a budget, for which no time may be left.
+        bench.deadline = float("inf") if bench.is_dry and not budget else began + latest_end
         wanted = [name for name in GOALS if family(name) in section.goals and bench.wants(family(name))]
         seen = set()
         status, reason = None, ""
@@ -65,7 +69,7 @@ def run(bench: Any, minutes: float) -> Iterator[Any]:
                 seen.add(record.goal)
                 if record.goal == "correctness" and record.status == FAILED:
                     wrong.append(record.case)
-                yield without_judgement(record, wrong) if section.goals else record
+                yield without_judgement(record, wrong) if record.goal in GOALS else record
         except OutOfTimeError as error:
             status, reason = NOT_REACHED, f"{section.name}: {error}"
         except Exception as error:
@@ -77,10 +81,16 @@ def run(bench: Any, minutes: float) -> Iterator[Any]:
                 yield Record(goal, section.name, status=status, note=reason)
             if wanted and seen:
                 yield Record("fact", section.name, status=status, note=reason)
-        print(f"-- {section.name}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
-        bench.clock.forget()
-        shares -= section.seconds
-        left = 60.0 * minutes - (time.monotonic() - began)
+        print(f"-- {section.name}: {bench.now - started:.1f} s of {budget:.0f} s", file=sys.stderr, flush=True)
+        with contextlib.suppress(RuntimeError):             # of a lost device: the table is still written
+            bench.clock.forget()
+
+
+def plan_text(times: dict[str, tuple[float, float]]) -> str:
+    """Format the result of `sections.plan`, one line per section."""
+    lines = [f"{name:<22} {f'{budget:4.0f} s' if budget else 'what is left':<13} ends by {end:4.0f} s"
+             for name, (budget, end) in times.items()]
+    return "\n".join(["time budgets:", *lines])
 
 
 def without_judgement(record: Any, wrong: list[str]) -> Any:
@@ -96,28 +106,44 @@ def without_judgement(record: Any, wrong: list[str]) -> Any:
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(prog="python -m batch_manager.tools.gpu_report", description=__doc__)
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder for the report; created if missing")
-    add("--goal", nargs="+", choices=sorted({family(name) for name in GOALS}), default=[],
+    add("--out", type=Path, help="folder for the report; created if missing; a dry run needs none")
+    add("--goal", nargs="+", choices=sorted({family(name) for name in GOALS} | {"facts"}), default=[],
         help="goals to measure (all)")
     add("--peers", type=Path, help="folder of peers")
     add("--minutes", type=float, default=8.0, help="time limit in minutes (8)")
     add("--device", default="cuda", help='"cuda", "cuda:1" (cuda)')
     add("--commit", help="commit of the measured code (from git)")
     add("--dry-run", action="store_true", help="run every line on a CPU, in Triton's interpreter; numbers are null")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.out is None and not options.dry_run:
+        parser.error("--out is missing")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
-    if options.dry_run and os.environ.get("TRITON_INTERPRET") != "1":
-        print("gpu_report: TRITON_INTERPRET is not 1; a dry run interprets the kernels; set it to 1", file=sys.stderr)
-        return 2
+    if options.out is None:
+        with tempfile.TemporaryDirectory() as out:
+            return report(options, Path(out))
+    return report(options, options.out)
+
+
+def report(options: argparse.Namespace, out: Path) -> int:
+    """Write the report to the folder `out`, and return the exit status."""
+    if options.dry_run:
+        from .dry_run import dry_graphs, interpret_kernels
+
+        try:
+            interpret_kernels()
+        except RuntimeError as error:
+            print(f"gpu_report: {error}", file=sys.stderr)
+            return 2
     import torch
 
     from ...triton_kernels.dispatch import use_triton
     from .bench import Bench
     from .device_clock import DryClock, GpuClock
-    from .records import FAILED, check, table
+    from .records import FAILED, Record, check, table
 
     if not options.dry_run and not torch.accelerator.is_available():
         print("gpu_report: torch finds no GPU; expected one; --dry-run works without", file=sys.stderr)
@@ -126,27 +152,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not use_triton(device):
         print("gpu_report: triton is not installed; the kernels need it; install it", file=sys.stderr)
         return 2
-    options.out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     faulthandler.dump_traceback_later(60 * options.minutes + HARD_STOP_SECONDS, exit=True)
     clock = DryClock(device) if options.dry_run else GpuClock(device)
     header = {"device": clock.name, "versions": versions(*PACKAGES),
               "commit": options.commit or commit_of_the_checkout(),
               "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     lines = []
-    with tempfile.TemporaryDirectory() as folder, (options.out / LINES).open("w") as file, torch.inference_mode(), \
-            contextlib.nullcontext() if options.dry_run else torch.get_device_module(device).device(device):
-        bench = Bench(clock, torch.float32 if options.dry_run else torch.bfloat16, Path(folder), options.peers,
+    with tempfile.TemporaryDirectory() as folder, (out / LINES).open("w") as file, torch.inference_mode(), \
+            dry_graphs() if options.dry_run else torch.get_device_module(device).device(device):
+        bench = Bench(clock, torch.float32 if options.dry_run else torch.bfloat16, Path(folder), out, options.peers,
                       goals=tuple(options.goal))
         for record in run(bench, options.minutes):
             line = record.line(header, dry=options.dry_run)
-            check(line)
+            try:
+                check(line)
+            except ValueError as error:                      # the later goals are still measured
+                line = Record(record.goal, record.case, status=FAILED, note=str(error)[:300]).line(
+                    header, dry=options.dry_run)
             lines.append(line)
             print(json.dumps(line), file=file, flush=True)
             print(f"{line['goal']} {line['case']}: {line['status']} {line['ratio'] or ''} {line['note']}", flush=True)
-        for workload in Path(folder).glob("*.json"):
-            (options.out / workload.name).write_text(workload.read_text())
     faulthandler.cancel_dump_traceback_later()
-    (options.out / TABLE).write_text(table(lines) + "\n")
+    (out / TABLE).write_text(table(lines) + "\n")
     print(table(lines))
     return 1 if any(line["status"] == FAILED for line in lines) else 0
 

@@ -1,7 +1,7 @@
 """What the sections of a report share: the device, its clock, the rates that earlier sections measured, a deadline."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,26 @@ class Bench:
     clock        clock of the device
     dtype        data type of kernels and engines; float32 in a dry run, because the interpreter has no bfloat16
     folder       temporary folder, for example for checkpoints
+    out          folder for the files that the report keeps
     peers        folder with another attention kernel, or results of other engines, to compare with; None: no comparison
     goals        goals to measure; empty: all
     copy_bytes_s, read_bytes_s, matmul_flop_s   rates of the device, which the section `denominators` sets
-    deadline     deadline of the current section, in seconds of time.monotonic()
+    deadline     deadline of the current section, in seconds of `now`
+    without_graphs   model name -> why an engine that was to capture graphs has none
     """
 
     clock: GpuClock | DryClock
     dtype: torch.dtype
     folder: Path
+    out: Path
     peers: Path | None = None
     goals: tuple[str, ...] = ()
     copy_bytes_s: float = 0.0
     read_bytes_s: float = 0.0
     matmul_flop_s: float = 0.0
     deadline: float = float("inf")
+    without_graphs: dict[str, str] = field(default_factory=dict)
+    _estimated: float = 0.0
     _seed: int = 0
 
     @property
@@ -60,14 +65,31 @@ class Bench:
         return not self.goals or any(name in self.goals for name in names)
 
     @property
+    def now(self) -> float:
+        """The time in seconds. In a dry run, it is the sum of the estimates given to `require` so far."""
+        return self._estimated if self.is_dry else time.monotonic()
+
+    @property
     def seconds_left(self) -> float:
-        return self.deadline - time.monotonic()
+        return self.deadline - self.now
 
     def require(self, seconds: float) -> None:
-        """Raise OutOfTimeError if less than `seconds` of the section are left. A dry run never raises."""
-        if not self.is_dry and self.seconds_left < seconds:
+        """Announce a measurement of about `seconds`.
+
+        Raises OutOfTimeError if less time of the section is left. A dry run counts the time as used.
+        """
+        if self.seconds_left < seconds:
             raise OutOfTimeError(f"{max(self.seconds_left, 0.0):.0f} s were left; "
                                  f"the measurement needs {seconds:.0f} s")
+        self._estimated += seconds
+
+    def has_time(self, seconds: float) -> bool:
+        """Announce a measurement like `require`, and return whether enough time of the section is left for it."""
+        try:
+            self.require(seconds)
+        except OutOfTimeError:
+            return False
+        return True
 
     def generator(self) -> torch.Generator:
         """Return a random generator on the device. Each call uses another seed."""

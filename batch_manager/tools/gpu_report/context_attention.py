@@ -17,11 +17,9 @@ LAUNCHES, REPEATS = 4, 10
 
 
 def run(bench: Bench) -> Iterator[Record]:
-    if not bench.wants("G2", "G2b"):
-        return
     for heads, goals in ((WIDE, ("G2", "G2b")), (NARROW, (None, "G2b-64"))):
-        for length in LENGTHS[: bench.pick(2, 1)]:
-            bench.require(8)
+        for length in LENGTHS:
+            bench.require(5)
             yield from _one(bench, heads, length, *goals)
 
 

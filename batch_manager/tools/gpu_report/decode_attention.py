@@ -15,6 +15,7 @@ ONE_SEQUENCE_LENGTHS = (1024, 4096, 16384)
 
 def run(bench: Bench) -> Iterator[Record]:
     if bench.wants("G1"):
+        bench.require(8)
         yield from _against_copying(bench, "G1", "64 sequences of 4,096", LARGE, np.full(64, 4096))
         bench.require(5)
         ragged = np.random.default_rng(1).integers(1, 8193, 64)
@@ -46,8 +47,8 @@ def _against_copying(bench: Bench, goal: str, case: str, heads: Heads, lengths: 
 
 def _one_sequence(bench: Bench) -> Iterator[Record]:
     peer = attention_peer(bench.peers)
-    for length in ONE_SEQUENCE_LENGTHS[: bench.pick(3, 1)]:
-        bench.require(5)
+    for length in ONE_SEQUENCE_LENGTHS:
+        bench.require(3)
         case = f"one sequence of {length:,}"
         sequences = _sequences(bench, LARGE, np.array([length]))
         launch = sequences.decode()

@@ -1,42 +1,68 @@
 """G3, G3b: the time of an engine's decode step, compared with the least time that its bytes and operations take."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from ...errors import ConfigError
 from .bench import Bench
-from .engines import GRAPHS, engine, not_reached, refusal_of_graphs
+from .engines import engine
 from .records import Record
 from .shapes import LLAMA_1B, LLAMA_8B, LLAMA_135M, Shape
 
-# goal, model, (sequences, tokens of each sequence), seconds for loading and running
-CASES: tuple[tuple[str, Shape, tuple[tuple[int, int], ...], float], ...] = (
-    ("G3b-135M", LLAMA_135M, ((256, 512),), 8), ("G3b-1B", LLAMA_1B, ((1, 1024),), 8),
-    ("G3", LLAMA_8B, ((32, 1024), (256, 1024)), 35))
-STEPS, RUNS = 200, 2
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Sequences and mean tokens of each during the measured steps, and the estimated seconds of one run."""
+
+    batch: int
+    context: int
+    seconds: float
 
 
-def run(bench: Bench) -> Iterator[Record]:
-    for label, graphs in GRAPHS:
-        for goal, shape, sizes, seconds in CASES:
-            if not bench.wants(goal.partition("-")[0]):
-                continue
-            bench.require(seconds)
-            try:
-                yield from _measured(bench, goal, shape, sizes, label, graphs)
-            except ConfigError as error:
-                if (reason := refusal_of_graphs(error, graphs)) is None:
-                    raise
-                yield not_reached(goal, label, reason)
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model whose decode steps are measured.
+
+    seconds     estimated seconds until an engine is warm, including the compilation of its kernels
+    runs        number of measurements of each size
+    predicted   time of a step that a model of the GPU predicts
+    """
+
+    goal: str
+    shape: Shape
+    seconds: float
+    sizes: tuple[Size, ...]
+    runs: int
+    predicted: str = ""
 
 
-def _measured(bench: Bench, goal: str, shape: Shape, sizes: tuple[tuple[int, int], ...], label: str,
-              graphs: bool) -> Iterator[Record]:
-    most = max(batch for batch, _ in sizes)
-    kv_tokens = max(batch * (context + 2 * STEPS) for batch, context in sizes)
-    with engine(bench, shape, max_batch=most, kv_tokens=kv_tokens, cuda_graphs=graphs) as made:
-        for batch, context in sizes[: bench.pick(None, 1)]:
-            rows, tokens, steps = bench.pick((batch, context, STEPS), (min(batch, 2), 4, 1))
-            times = [made.generate(rows, tokens, steps).step_seconds(rows) for _ in range(bench.pick(RUNS, 1))]
-            least = shape.least_step_seconds(bench, batch, context)
-            yield Record(goal, f"{label}, {batch} of {context:,} tokens", least * 1e3, min(times) * 1e3, "ms",
-                         max(times) / min(times) - 1)
+LARGE = Case("G3", LLAMA_8B, 35, (Size(32, 1024, 5), Size(256, 1024, 20)), runs=1)
+SMALL = (Case("G3b-135M", LLAMA_135M, 20, (Size(256, 512, 2.5),), runs=2,
+              predicted="predicted on an H200: 2.1 ms with graphs, 5 to 6 ms without"),
+         Case("G3b-1B", LLAMA_1B, 12, (Size(1, 1024, 1),), runs=2))
+STEPS = 200
+
+
+def run_large(bench: Bench, graphs: bool = True) -> Iterator[Record]:
+    yield from _measured(bench, LARGE, graphs)
+
+
+def run_small(bench: Bench, graphs: bool = True) -> Iterator[Record]:
+    for case in SMALL:
+        yield from _measured(bench, case, graphs)
+
+
+def _measured(bench: Bench, case: Case, graphs: bool) -> Iterator[Record]:
+    bench.require(case.seconds + case.runs * case.sizes[0].seconds)
+    most = max(size.batch for size in case.sizes)
+    kv_tokens = max(size.batch * (size.context + 2 * STEPS) for size in case.sizes)
+    with engine(bench, case.shape, max_batch=most, kv_tokens=kv_tokens, graphs=graphs) as made:
+        for number, size in enumerate(case.sizes):
+            if number:
+                bench.require(case.runs * size.seconds)
+            rows, tokens, steps = bench.pick((size.batch, size.context, STEPS), (min(size.batch, 2), 4, 1))
+            times = [made.generate(rows, tokens, steps).step_seconds(rows)
+                     for _ in range(bench.pick(case.runs, 1))]
+            least = case.shape.least_step_seconds(bench, size.batch, size.context)
+            yield Record(case.goal, f"{made.label}, {size.batch} of {size.context:,} tokens", least * 1e3,
+                         min(times) * 1e3, "ms", max(times) / min(times) - 1 if len(times) > 1 else None,
+                         note=made.note, figures=case.predicted)

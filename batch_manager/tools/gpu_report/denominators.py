@@ -13,6 +13,7 @@ MATRIX_SIZE = 8192
 
 def run(bench: Bench) -> Iterator[Record]:
     """Time a copy, a sum and a matrix product of random numbers, with more data than fits into the cache."""
+    bench.require(6)
     bench.clock.warm()
     count = bench.pick(BUFFER_BYTES, 1024) // 4
     sources = [bench.normal(count, dtype=torch.float32) for _ in range(2)]

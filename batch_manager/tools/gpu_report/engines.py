@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from ...config import KvCacheConfig, Parts, TrtGptModelOptionalParams
 from ...errors import ConfigError
 from ...gpt_manager import GptManager
 from ...names import SchedulerPolicy, TrtGptModelType
+from ...runtime.graphs import WITHOUT_GRAPHS
 from ..bench.client import Client, Receipt
 from ..bench.errors import BenchmarkError
 from ..bench.warm_up import warm_up_requests
@@ -25,6 +27,7 @@ from .shapes import TINY, Shape
 STEP_TOKENS = 8192          # max_num_tokens, the default of an engine
 TOKENS_PER_BLOCK = 64
 GATE_SECONDS = 60.0
+GRAPHS, EAGER = "graphs", "eager"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,14 @@ class Stamp:
     generating   number of generation requests in the step
     contexts     number of context requests in the step
     gpu_bytes    memory used on the GPU
+    graphs       number of captured graphs
     """
 
     seconds: float
     generating: int
     contexts: int
     gpu_bytes: int
+    graphs: int = 0
 
 
 class MeasuredClient(Client):
@@ -58,7 +63,7 @@ class MeasuredClient(Client):
     def return_stats(self, text: str) -> None:
         record = json.loads(text)
         stamp = Stamp(time.perf_counter(), record.get("Generation Requests", 0), record["Context Requests"],
-                      record["Runtime GPU Memory Usage"])
+                      record["Runtime GPU Memory Usage"], record.get("Captured Graphs", 0))
         self.stamps.append(stamp)
         if self._hold_when is not None and self._hold_when(stamp):
             self._hold_when = None
@@ -129,12 +134,36 @@ class Served:
 
 
 class Engine:
-    """One manager, and the client that measures it."""
+    """One manager, and the client that measures it.
+
+    load_seconds   seconds until the manager was constructed
+    label          "graphs" if the engine has captured graphs, otherwise "eager"
+    note           why an engine that was to capture graphs has none; otherwise ""
+    """
 
     def __init__(self, bench: Bench, manager: GptManager, client: MeasuredClient, shape: Shape,
                  load_seconds: float) -> None:
         self.bench, self.manager, self.client, self.shape = bench, manager, client, shape
-        self.load_seconds = load_seconds
+        self.load_seconds, self.label, self.note = load_seconds, EAGER, ""
+
+    def warm_up(self, batch: int) -> None:
+        """Serve a full batch of requests that end one after the other."""
+        if self.bench.is_dry:                       # one request is enough for statistics
+            self.serve(equal_requests(self.shape, 1, 1, 1))
+        else:
+            self.serve(warm_up_requests(batch, self.shape.vocabulary, None, 0))
+
+    def set_label(self, graphs: bool, reasons: list[str]) -> None:
+        """Set `label` and `note` by the statistics of the newest iteration.
+
+        graphs    whether the engine was to capture graphs
+        reasons   why the engine has no graphs, if this is known
+        """
+        num_graphs = self.client.stamps[-1].graphs
+        self.label = GRAPHS if num_graphs else EAGER
+        if graphs and not num_graphs:
+            self.note = f"no graphs were captured: {reasons[-1] if reasons else 'the reason is unknown'}"[:300]
+            self.bench.without_graphs[self.shape.name] = self.note
 
     def serve(self, requests: list[dict[str, Any]], *, streaming: bool = False) -> Served:
         """Serve the requests within the remaining time of the section.
@@ -142,7 +171,7 @@ class Engine:
         Raises BenchmarkError if the time is too short, a request fails, or an output has the wrong length.
         """
         self.client.stamps = []
-        limit = max(self.bench.seconds_left, 1.0)
+        limit = self.bench.pick(max(self.bench.seconds_left, 1.0), GATE_SECONDS)
         receipts = self.client.serve(self.manager, requests, streaming=streaming, started=time.perf_counter(),
                                      limit_s=limit)
         wrong = [request["id"] for request in requests
@@ -159,10 +188,6 @@ class Engine:
         steps += 2 * -(-batch * context // STEP_TOKENS) + 2
         return self.serve(equal_requests(self.shape, batch, max(context - steps // 2, 1), steps))
 
-    def warm_up(self, batch: int) -> None:
-        """Serve a full batch of requests that end one after the other."""
-        self.serve(warm_up_requests(self.bench.pick(batch, 1), self.shape.vocabulary, None, 0))
-
 
 def equal_requests(shape: Shape, count: int, prompt: int, output: int) -> list[dict[str, Any]]:
     """Return `count` requests of random tokens and equal lengths that arrive at once, in the form of a workload."""
@@ -178,32 +203,48 @@ def make_requests(shape: Shape, lengths: Sequence[tuple[int, int]]) -> list[dict
 
 
 @contextlib.contextmanager
-def engine(bench: Bench, shape: Shape, *, max_batch: int, kv_tokens: int | None = None,
+def engine(bench: Bench, shape: Shape, *, max_batch: int, graphs: bool = True, kv_tokens: int | None = None,
            max_num_tokens: int = STEP_TOKENS, **options: Any) -> Iterator[Engine]:
     """Context manager that yields a warm engine with random weights. The end of `with` ends the engine immediately.
 
+    If an engine with graphs cannot be constructed, or captures none, the yielded engine has none, and says why.
+
+    graphs      whether the engine is to capture graphs
     kv_tokens   tokens of the KV cache pool; None: most of the free memory
     options     further arguments of TrtGptModelOptionalParams
     """
     shape, client = bench.pick(shape, TINY), MeasuredClient()
     block = bench.pick(TOKENS_PER_BLOCK, 16)
     if bench.is_dry:
-        max_batch, kv_tokens, max_num_tokens = min(max_batch, 2), 512, 128
+        max_batch, kv_tokens, max_num_tokens = min(max_batch, 2), 512, 64
         options["cpu_compile"] = False            # with compilation, the kernels would not run
-    began = time.perf_counter()
-    manager = GptManager(
-        shape.write(bench.folder), TrtGptModelType.InflightFusedBatching, max_beam_width=1,
-        scheduler_policy=SchedulerPolicy.GUARANTEED_NO_EVICT, get_inference_requests_cb=client.get,
-        send_response_cb=client.send, return_batch_manager_stats_cb=client.return_stats,
-        optional_params=TrtGptModelOptionalParams(
-            kv_cache_config=KvCacheConfig(max_tokens=kv_tokens, tokens_per_block=block),
-            enable_chunked_context=True, max_batch_size=max_batch, max_num_tokens=max_num_tokens,
-            device=str(bench.device), dtype=str(bench.dtype).removeprefix("torch."), load_format="dummy", **options),
-        exclude_input_in_output=True, parts=Parts())
+
+    def construct(cuda_graphs: bool) -> GptManager:
+        return GptManager(
+            shape.write(bench.folder), TrtGptModelType.InflightFusedBatching, max_beam_width=1,
+            scheduler_policy=SchedulerPolicy.GUARANTEED_NO_EVICT, get_inference_requests_cb=client.get,
+            send_response_cb=client.send, return_batch_manager_stats_cb=client.return_stats,
+            optional_params=TrtGptModelOptionalParams(
+                kv_cache_config=KvCacheConfig(max_tokens=kv_tokens, tokens_per_block=block),
+                enable_chunked_context=True, max_batch_size=max_batch, max_num_tokens=max_num_tokens,
+                device=str(bench.device), dtype=str(bench.dtype).removeprefix("torch."), load_format="dummy",
+                cuda_graphs=cuda_graphs, **options),
+            exclude_input_in_output=True, parts=Parts())
+
+    with reasons_without_graphs() as reasons:
+        began = time.perf_counter()
+        try:
+            manager = construct(graphs)
+        except ConfigError as error:
+            if not graphs:
+                raise
+            reasons.append(str(error))
+            began = time.perf_counter()
+            manager = construct(False)
     try:
         made = Engine(bench, manager, client, shape, time.perf_counter() - began)
-        if not bench.is_dry:
-            made.warm_up(max_batch)
+        made.warm_up(max_batch)
+        made.set_label(graphs, reasons)
         yield made
     finally:
         client.let_go()
@@ -211,16 +252,29 @@ def engine(bench: Bench, shape: Shape, *, max_batch: int, kv_tokens: int | None 
         bench.clock.forget()
 
 
-GRAPHS: tuple[tuple[str, bool], ...] = (("graphs", True), ("eager", False))
+@contextlib.contextmanager
+def reasons_without_graphs() -> Iterator[list[str]]:
+    """Context manager that yields a list, to which each failed capture of graphs within `with` appends its reason."""
+    reasons: list[str] = []
 
+    class Reader(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = record.getMessage()
+            if text.startswith(WITHOUT_GRAPHS):
+                reasons.append(text.removeprefix(WITHOUT_GRAPHS))
 
-def refusal_of_graphs(error: ConfigError, graphs: bool) -> str | None:
-    """Return why an engine with graphs was refused, or None if the error has another cause.
-
-    graphs   whether the engine was to capture graphs
-    """
-    return str(error) if graphs and "cuda_graphs" in str(error) else None
+    logger, reader = logging.getLogger("batch_manager"), Reader(logging.WARNING)
+    logger.addHandler(reader)
+    try:
+        yield reasons
+    finally:
+        logger.removeHandler(reader)
 
 
 def not_reached(goal: str, case: str, reason: str) -> Record:
     return Record(goal, case, status=NOT_REACHED, note=reason)
+
+
+def joined(*notes: str) -> str:
+    """Join the notes that are not empty."""
+    return "; ".join(filter(None, notes))

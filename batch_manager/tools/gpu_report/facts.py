@@ -2,30 +2,22 @@
 
 from collections.abc import Iterator
 
-from ...errors import ConfigError
 from ..bench.errors import BenchmarkError
 from .bench import Bench
-from .engines import GRAPHS, engine, not_reached, refusal_of_graphs
+from .engines import engine
 from .records import Record
 from .shapes import LLAMA_135M
 
 BATCH, CONTEXT, STEPS = 64, 256, 20
+SECONDS = 10            # estimate
 
 
-def run(bench: Bench) -> Iterator[Record]:
-    for label, graphs in GRAPHS:
-        bench.require(10)
-        try:
-            yield from _facts(bench, label, graphs)
-        except ConfigError as error:
-            if (reason := refusal_of_graphs(error, graphs)) is None:
-                raise
-            yield not_reached("fact", f"{label}: loading", reason)
-
-
-def _facts(bench: Bench, label: str, graphs: bool) -> Iterator[Record]:
+def run(bench: Bench, graphs: bool = True) -> Iterator[Record]:
+    bench.require(SECONDS)
     batch, context, steps = bench.pick((BATCH, CONTEXT, STEPS), (2, 4, 1))
-    with engine(bench, LLAMA_135M, max_batch=BATCH, kv_tokens=BATCH * 2 * CONTEXT, cuda_graphs=graphs) as made:
+    with engine(bench, LLAMA_135M, max_batch=BATCH, kv_tokens=BATCH * 2 * CONTEXT, graphs=graphs) as made:
+        label = made.label
+        yield Record("fact", f"{label}: captured graphs", made.client.stamps[-1].graphs, note=made.note)
         yield Record("fact", f"{label}: seconds until a 135M Llama serves, including graph capture and warm-up",
                      made.load_seconds, unit="s")
         served = made.generate(batch, context, steps)

@@ -41,19 +41,17 @@ def products_of(shape: Shape) -> tuple[Product, ...]:
 
 
 def run(bench: Bench) -> Iterator[Record]:
-    if not bench.wants("G3"):
-        return
     for shape in bench.pick((LLAMA_135M, LLAMA_1B, LLAMA_8B), (TINY,)):
         for product in products_of(shape):
-            weights = _weights(bench, product)
+            weights = weights_of(bench, product)
             for rows in ROWS[: bench.pick(None, 1)]:
-                bench.require(3)
+                bench.require(1)
                 yield _measured(bench, f"{shape.name}, {product.name}, {rows} rows", product, weights, rows)
             del weights
             bench.clock.forget()
 
 
-def _weights(bench: Bench, product: Product) -> list[torch.Tensor]:
+def weights_of(bench: Bench, product: Product) -> list[torch.Tensor]:
     num_bytes = product.weight_rows * product.in_size * bench.dtype.itemsize
     count = bench.pick(max(2, min(MOST_WEIGHTS, -(-WEIGHTS_BYTES // num_bytes))), 2)
     return [bench.normal(product.weight_rows, product.in_size) / product.in_size**0.5 for _ in range(count)]
@@ -62,7 +60,7 @@ def _weights(bench: Bench, product: Product) -> list[torch.Tensor]:
 def _measured(bench: Bench, case: str, product: Product, weights: list[torch.Tensor], rows: int) -> Record:
     x, norm_weight = bench.normal(rows, product.in_size), bench.normal(product.in_size)
     residual = bench.normal(rows, product.weight_rows)
-    separate, fused = _separate(bench, product, norm_weight), _fused(bench, product, norm_weight)
+    separate, fused = separate_launch(bench, product, norm_weight), fused_launch(bench, product, norm_weight)
     error = relative_error(fused(x, weights[0], residual.clone()), separate(x, weights[0], residual.clone()))
     if error > bench.allowed_error:
         return Record("G3-fused", case, status=FAILED, note=f"the two differ: relative error {error:.2g}")
@@ -75,7 +73,7 @@ def _measured(bench: Bench, case: str, product: Product, weights: list[torch.Ten
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]       # (x, weight, residual) -> result
 
 
-def _separate(bench: Bench, product: Product, norm_weight: torch.Tensor) -> Launch:
+def separate_launch(bench: Bench, product: Product, norm_weight: torch.Tensor) -> Launch:
     norm, activate = kernel("rms_norm", bench.device), kernel("gated_activation", bench.device)
 
     def launch(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -86,7 +84,7 @@ def _separate(bench: Bench, product: Product, norm_weight: torch.Tensor) -> Laun
     return launch
 
 
-def _fused(bench: Bench, product: Product, norm_weight: torch.Tensor) -> Launch:
+def fused_launch(bench: Bench, product: Product, norm_weight: torch.Tensor) -> Launch:
     linear = kernel("fused_linear", bench.device)
 
     def launch(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

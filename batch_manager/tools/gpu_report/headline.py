@@ -7,34 +7,35 @@ from typing import Any
 
 import numpy as np
 
-from .bench import Bench
-from .engines import engine, make_requests, not_reached
+from .bench import Bench, OutOfTimeError
+from .engines import engine, joined, make_requests, not_reached
 from .records import FAILED, Record
 from .shapes import QWEN3_600M, TINY, Shape
 from .transformers_peer import serve_with_transformers
 
 COUNT, SHORTEST, LONGEST = 256, 100, 1024
-WORKLOAD = "headline.json"
+WORKLOAD = "headline.json"                      # in the folder of the report, for peers that are measured separately
+LOAD_SECONDS, RUN_SECONDS = 22, 8               # estimates
+PEER_SECONDS, PEER_LOAD_SECONDS = 45, 15        # the peer stops when this time is over
 
 
-def run(bench: Bench) -> Iterator[Record]:
-    if not bench.wants("G6", "G6b"):
-        return
-    bench.require(25)
+def run(bench: Bench, graphs: bool = True) -> Iterator[Record]:
+    """Yield the records of G6 and G6b. Without graphs, only those of G6."""
+    bench.require(LOAD_SECONDS + 2 * RUN_SECONDS)
     shape = bench.pick(QWEN3_600M, TINY)
     workload = headline_workload(shape, bench.pick(COUNT, 2), *bench.pick((SHORTEST, LONGEST), (3, 5)))
-    (bench.folder / WORKLOAD).write_text(json.dumps(workload))        # for peers that are measured separately
+    (bench.out / WORKLOAD).write_text(json.dumps(workload))
     requests, rates = workload["requests"], []
-    with engine(bench, QWEN3_600M, max_batch=COUNT) as made:
+    with engine(bench, QWEN3_600M, max_batch=COUNT, graphs=graphs) as made:
         for _ in range(bench.pick(2, 1)):
             served = made.serve(requests)
             rates.append(served.output_tokens / served.seconds)
     ours, spread = max(rates), max(rates) / min(rates) - 1
-    case = f"{COUNT} requests"
+    case = f"{made.label}, {COUNT} requests"
     if bench.wants("G6"):
-        yield from _against_results(bench, case, ours, spread, workload)
-    if bench.wants("G6b"):
-        yield _against_transformers(bench, case, ours, spread, shape, requests)
+        yield from _against_results(bench, case, ours, spread, workload, made.note)
+    if graphs and bench.wants("G6b"):
+        yield _against_transformers(bench, case, ours, spread, shape, requests, made.note)
 
 
 def headline_workload(shape: Shape, count: int, shortest: int, longest: int) -> dict[str, Any]:
@@ -51,17 +52,18 @@ def headline_workload(shape: Shape, count: int, shortest: int, longest: int) -> 
 
 
 def _against_results(bench: Bench, case: str, ours: float, spread: float,
-                     workload: dict[str, Any]) -> Iterator[Record]:
+                     workload: dict[str, Any], note: str = "") -> Iterator[Record]:
     """Yield a record for each peer's result of `workload`. The user must have measured the results on the same device.
 
-    ours     this engine's output tokens/s
-    spread   see `Record`
+    ours           this engine's output tokens/s
+    spread, note   see `Record`
     """
     found = list(peer_results(bench.peers, workload))
     if not found:
-        yield Record("G6", case, ours, None, "tokens/s", spread, note="no peer's result of this workload was given")
+        yield Record("G6", case, ours, None, "tokens/s", spread,
+                     note=joined(note, "no peer's result of this workload was given"))
     for name, rate in found:
-        yield Record("G6", f"{case}, against {name}", ours, rate, "tokens/s", spread)
+        yield Record("G6", f"{case}, against {name}", ours, rate, "tokens/s", spread, note=note)
 
 
 def peer_results(folder: Path | None, workload: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -77,12 +79,14 @@ def peer_results(folder: Path | None, workload: dict[str, Any]) -> Iterator[tupl
 
 
 def _against_transformers(bench: Bench, case: str, ours: float, spread: float, shape: Shape,
-                          requests: list[dict[str, Any]]) -> Record:
+                          requests: list[dict[str, Any]], note: str = "") -> Record:
     case = f"{case}, against transformers"
-    if not bench.is_dry and bench.seconds_left < 30:
-        return not_reached("G6b", case, f"{bench.seconds_left:.0f} s were left; the measurement needs 30 s")
     try:
-        rate, note = serve_with_transformers(bench, shape, requests, max(bench.seconds_left - 5, 1.0))
+        bench.require(PEER_SECONDS)
+    except OutOfTimeError as error:
+        return not_reached("G6b", case, str(error))
+    try:
+        rate, theirs = serve_with_transformers(bench, shape, requests, PEER_SECONDS - PEER_LOAD_SECONDS)
     except Exception as error:
         return Record("G6b", case, status=FAILED, note=f"{type(error).__name__}: {error}"[:300])
-    return Record("G6b", case, ours, rate, "tokens/s", spread, note=note)
+    return Record("G6b", case, ours, rate, "tokens/s", spread, note=joined(note, theirs))

@@ -4,49 +4,65 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from ...errors import ConfigError
 from ..bench.errors import BenchmarkError
 from .bench import Bench
 from .device_clock import DeviceActivity
-from .engines import GRAPHS, STEP_TOKENS, Engine, Served, Stamp, engine, equal_requests, not_reached, refusal_of_graphs
+from .engines import STEP_TOKENS, Engine, Served, Stamp, engine, equal_requests, joined
 from .records import Record
 from .shapes import LLAMA_135M
 
 BATCH, CONTEXT, STEPS, WATCHED_STEPS = 256, 512, 200, 100
 GOOD_IDLE_US = 20.0
 KV_TOKENS = BATCH * (CONTEXT + 2 * STEPS)
+LOAD_SECONDS, RUN_SECONDS, WATCH_SECONDS = 7, 2.5, 8           # estimates; the kernels have been compiled before
 
 
-def run(bench: Bench) -> Iterator[Record]:
-    for label, graphs in GRAPHS:
-        try:
-            if bench.wants("G4"):
-                bench.require(10)
-                yield from _idle(bench, label, graphs)
-            if bench.wants("G8"):
-                bench.require(20)
-                yield from _ablation(bench, label, graphs)
-        except ConfigError as error:
-            if (reason := refusal_of_graphs(error, graphs)) is None:
-                raise
-            for goal in ("G4", "G4-share", "G8", "G8-overlap"):
-                if bench.wants(goal.partition("-")[0]):
-                    yield not_reached(goal, label, reason)
+def run(bench: Bench, graphs: bool = True) -> Iterator[Record]:
+    bench.require(LOAD_SECONDS + 2 * RUN_SECONDS)
+    sizes = bench.pick((BATCH, CONTEXT, STEPS), (2, 4, 3))
+    with engine(bench, LLAMA_135M, max_batch=BATCH, kv_tokens=KV_TOKENS, graphs=graphs, run_ahead=True) as made:
+        ahead = [made.generate(*sizes) for _ in range(bench.pick(2, 1))]
+        case = f"{made.label}, {BATCH} of {CONTEXT} tokens"
+        if bench.wants("G4"):
+            bench.require(WATCH_SECONDS)
+            yield from _idle(bench, made, case, ahead)
+    if not bench.wants("G8"):
+        return
+    rate, spread = _rate(ahead)
+    lockstep, lockstep_spread, note = _other_mode(bench, made, graphs, run_ahead=False, max_batch=BATCH)
+    yield Record("G8", case, rate, lockstep, "tokens/s", max(spread, lockstep_spread), note=note)
+    rate, spread, note = _other_mode(bench, made, graphs, enable_trt_overlap=True, max_batch=BATCH // 2)
+    yield Record("G8-overlap", case, rate, lockstep, "tokens/s", max(spread, lockstep_spread), note=note)
 
 
-def _idle(bench: Bench, label: str, graphs: bool) -> Iterator[Record]:
+def _rate(runs: list[Served]) -> tuple[float, float]:
+    """Return (largest tokens/s of the runs, spread as in `Record`)."""
+    rates = [one.generation_rate() for one in runs]
+    return max(rates), max(rates) / min(rates) - 1
+
+
+def _other_mode(bench: Bench, ahead: Engine, graphs: bool, **options: Any) -> tuple[float, float, str]:
+    """Return (tokens/s, spread, note) of an engine with other options than those of the engine `ahead`."""
+    bench.require(LOAD_SECONDS + 2 * RUN_SECONDS)
+    with engine(bench, LLAMA_135M, kv_tokens=KV_TOKENS, graphs=graphs, **options) as made:
+        rate, spread = _rate([made.generate(*bench.pick((BATCH, CONTEXT, STEPS), (2, 4, 3)))
+                              for _ in range(bench.pick(2, 1))])
+        unlike = f"the other engine is {made.label}" if made.label != ahead.label else ""
+        return rate, spread, joined(ahead.note, unlike, made.note if unlike else "")
+
+
+def _idle(bench: Bench, made: Engine, case: str, runs: list[Served]) -> Iterator[Record]:
     """Yield records of the idle time: the time of an untraced step minus the busy time of a traced step."""
-    batch, context, steps, watched = bench.pick((BATCH, CONTEXT, STEPS, WATCHED_STEPS), (2, 4, 1, 1))
-    with engine(bench, LLAMA_135M, max_batch=BATCH, kv_tokens=KV_TOKENS, cuda_graphs=graphs) as made:
-        times = [made.generate(batch, context, steps).step_seconds(batch) for _ in range(bench.pick(2, 1))]
-        activity = _watch(bench, made, batch, context, watched)
+    batch, context, watched = bench.pick((BATCH, CONTEXT, WATCHED_STEPS), (2, 4, 1))
+    times = [one.step_seconds(batch) for one in runs]
+    activity = _watch(bench, made, batch, context, watched)
     step, busy = min(times), activity.busy_seconds / watched
-    idle, case = max(step - busy, 0.0), f"{label}, {BATCH} of {CONTEXT} tokens"
-    spread = max(times) / min(times) - 1
-    yield Record("G4", case, idle * 1e6, GOOD_IDLE_US, "us", spread, figures=f"a step takes {step * 1e3:.3f} ms")
-    yield Record("G4-share", case, idle * 1e3, step * 1e3, "ms", spread)
-    yield Record("fact", f"{label}: kernels of a decode step", activity.launches / watched)
-    yield Record("fact", f"{label}: copies to the device in a decode step", activity.uploads / watched)
+    idle, spread = max(step - busy, 0.0), max(times) / min(times) - 1
+    yield Record("G4", case, idle * 1e6, GOOD_IDLE_US, "us", spread, note=made.note,
+                 figures=f"a step takes {step * 1e3:.3f} ms")
+    yield Record("G4-share", case, idle * 1e3, step * 1e3, "ms", spread, note=made.note)
+    yield Record("fact", f"{made.label}: kernels of a decode step", activity.launches / watched)
+    yield Record("fact", f"{made.label}: copies to the device in a decode step", activity.uploads / watched)
 
 
 def _watch(bench: Bench, made: Engine, batch: int, context: int, steps: int) -> DeviceActivity:
@@ -91,21 +107,3 @@ def _watch(bench: Bench, made: Engine, batch: int, context: int, steps: int) -> 
     if failures:
         raise failures[0]
     return found[0]
-
-
-def _ablation(bench: Bench, label: str, graphs: bool) -> Iterator[Record]:
-    """Yield records that compare the tokens/s of run-ahead, and of two micro-batches, with lockstep."""
-    modes: dict[str, dict[str, Any]] = {
-        "lockstep": {"run_ahead": False, "max_batch": BATCH}, "run ahead": {"run_ahead": True, "max_batch": BATCH},
-        "overlap": {"enable_trt_overlap": True, "max_batch": BATCH // 2}}
-    batch, context, steps = bench.pick((BATCH, CONTEXT, STEPS), (2, 4, 3))
-    rates, spread = {}, {}
-    for mode, options in modes.items():
-        with engine(bench, LLAMA_135M, kv_tokens=KV_TOKENS, cuda_graphs=graphs, **options) as made:
-            runs: list[Served] = [made.generate(batch, context, steps) for _ in range(bench.pick(2, 1))]
-        found = [one.generation_rate() for one in runs]
-        rates[mode], spread[mode] = max(found), max(found) / min(found) - 1
-    for goal, mode in (("G8", "run ahead"), ("G8-overlap", "overlap")):
-        yield Record(goal, f"{label}, {BATCH} of {CONTEXT} tokens", rates[mode], rates["lockstep"], "tokens/s",
-                     max(spread[mode], spread["lockstep"]))
-

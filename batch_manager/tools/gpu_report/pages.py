@@ -104,23 +104,32 @@ class PagedSequences:
         """Return the view of one layer for a kernel: [blocks, 2, KV heads, tokens per block, head size]."""
         return self.pool[:, number % LAYERS]
 
-    def decode(self) -> Callable[[int], torch.Tensor]:
+    def decode(self, resident_programs: int | None = None, pages_per_part: int | None = None,
+               ) -> Callable[[int], torch.Tensor]:
         """Return a launch (number) -> output of decode attention on layer `number`, with an engine's work list.
 
         The launch also appends the newest keys and values to the layer.
+
+        resident_programs, pages_per_part   arguments of `decode_work_list`; None: those of an engine
         """
         block, size = self.pool.shape[4:]
-        resident = decode_settings(size, block, self.pool.element_size(), device_limits()).resident_programs
-        work_list, part_starts = decode_work_list(self.lengths, block, self.heads.kv, resident)
+        if resident_programs is None:
+            resident_programs = decode_settings(
+                size, block, self.pool.element_size(), device_limits()).resident_programs
+        work_list, part_starts = decode_work_list(
+            self.lengths, block, self.heads.kv, resident_programs, pages_per_part=pages_per_part)
         work = torch.from_numpy(work_list).to(self.query.device)
         starts = torch.from_numpy(part_starts).to(self.query.device) if part_starts[-1] else None
         return lambda number: paged_attention_decode(
             self.query, self.key, self.value, self.layer(number), self.block_table, self.kv_lengths, work, starts,
             self.heads.scale, out=self.out, **self.tables)
 
-    def context(self) -> Callable[[int], torch.Tensor]:
-        """Return a launch (number) -> output of context attention on layer `number`, with an engine's work list."""
-        rows = context_tile_rows(self.heads.size, self.pool.element_size())
+    def context(self, tile_rows: int | None = None) -> Callable[[int], torch.Tensor]:
+        """Return a launch (number) -> output of context attention on layer `number`, with an engine's work list.
+
+        tile_rows   rows of a tile of queries; None: those of an engine
+        """
+        rows = tile_rows or context_tile_rows(self.heads.size, self.pool.element_size())
         queries = np.full(len(self.lengths), self.new_tokens)
         work = torch.from_numpy(context_work_list(queries, self.lengths, rows)).to(self.query.device)
         return lambda number: paged_attention_context(

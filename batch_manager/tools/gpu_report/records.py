@@ -56,7 +56,8 @@ class Record:
         goal, ratio = ALL[self.goal], self.ratio
         if goal.floor is None or ratio is None or not self.judged:
             return None
-        return ratio <= goal.floor if goal.lower_is_better else ratio >= goal.floor
+        # `bool`, because a comparison of numpy's numbers gives numpy's type, which JSON does not have.
+        return bool(ratio <= goal.floor if goal.lower_is_better else ratio >= goal.floor)
 
     def line(self, header: dict[str, Any], *, dry: bool) -> dict[str, Any]:
         """Return the record as a line of the report. In a dry run, the numbers are meaningless and therefore null.

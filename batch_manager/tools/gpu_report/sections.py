@@ -1,9 +1,10 @@
-"""The sections of a report, in the order in which they run, with their shares of the time.
+"""The sections of a report, in the order in which they run, with their time budgets.
 
-Prerequisites come first, followed by the most informative sections. Unused time goes to the later sections.
+Prerequisites come first, followed by the goals. Engines of these sections capture graphs. The sections at the end have
+no budget: they run in the time that is left when every goal has its figure.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from . import (
@@ -12,6 +13,7 @@ from . import (
     decode_attention,
     decode_steps,
     denominators,
+    eager,
     facts,
     fused_products,
     headline,
@@ -19,37 +21,64 @@ from . import (
     idle,
     latency,
     published_workloads,
+    settings,
 )
 from .bench import Bench
+from .goals import GOALS, family
 from .records import Record
+
+SETTINGS, FACTS = "settings", "facts"        # names for --goal, besides the goals
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
     """One section of a report.
 
-    seconds   weight of the section's share of the time, about its seconds in a report of eight minutes
-    goals     goals that the section measures; empty: the section always runs
+    seconds    time budget; 0: the section runs only in the time that all sections with a budget leave
+    goals      goals that the section measures, as for --goal
+    needed_by  further goals for which the section runs, because their measurement needs it
     """
 
     name: str
     run: Callable[[Bench], Iterator[Record]]
     seconds: float
     goals: tuple[str, ...] = ()
+    needed_by: tuple[str, ...] = ()
+
+    def runs_for(self, bench: Bench) -> bool:
+        return bench.wants(*self.goals, *self.needed_by)
 
 
+FAMILIES = tuple(sorted({family(name) for name in GOALS} - {SETTINGS}))
 SECTIONS = (
-    Section("correctness", correctness.run, 60),
-    Section("denominators", denominators.run, 20),
-    Section("decode attention", decode_attention.run, 45, ("G1", "G1b", "G1c")),
-    Section("context attention", context_attention.run, 35, ("G2", "G2b")),
-    Section("decode steps", decode_steps.run, 85, ("G3", "G3b")),
-    Section("fused products", fused_products.run, 30, ("G3",)),
+    Section("denominators", denominators.run, 10, needed_by=(*FAMILIES, SETTINGS)),
+    Section("correctness", correctness.run, 60, needed_by=FAMILIES),
+    Section("decode attention", decode_attention.run, 30, ("G1", "G1b", "G1c")),
+    Section("context attention", context_attention.run, 20, ("G2", "G2b")),
+    Section("8B decode steps", decode_steps.run_large, 70, ("G3",)),
+    Section("small decode steps", decode_steps.run_small, 42, ("G3b",)),
     Section("idle time", idle.run, 50, ("G4", "G8")),
-    Section("headline workload", headline.run, 80, ("G6", "G6b")),
-    Section("latency", latency.run, 35, ("G7",)),
-    Section("host time", host_time.run, 10, ("G5", "G5b")),
-    Section("facts", facts.run, 20),
-    Section("published workloads", published_workloads.run, 40, ("G9",)),
+    Section("headline workload", headline.run, 85, ("G6", "G6b")),
+    Section("latency", latency.run, 30, ("G7",)),
+    Section("host time", host_time.run, 8, ("G5", "G5b")),
+    Section("published workloads", published_workloads.run, 50, ("G9",)),
+    Section("facts", facts.run, 0, (FACTS,)),
+    Section("eager engines", eager.run, 0, ("G3", "G3b", "G4", "G6", "G7", "G8", "G9", FACTS)),
+    Section("fused products", fused_products.run, 0, ("G3",)),
+    Section("settings", settings.run, 0, (SETTINGS,)),
 )
-SECONDS = sum(section.seconds for section in SECTIONS)
+
+
+def plan(sections: Sequence[Section], minutes: float) -> dict[str, tuple[float, float]]:
+    """Return name of a section -> (its budget, its latest end), in seconds from the start of the report.
+
+    A section may use its budget and the time that the sections before it left. Its latest end leaves all later sections
+    their budgets. If the budgets exceed `minutes`, all of them shrink by the same factor.
+    """
+    total = sum(section.seconds for section in sections)
+    factor = min(1.0, 60 * minutes / total) if total else 1.0
+    ends, later = {}, 0.0
+    for section in reversed(sections):
+        ends[section.name] = (section.seconds * factor, 60 * minutes - later)
+        later += section.seconds * factor
+    return dict(reversed(ends.items()))

@@ -53,7 +53,10 @@ def _sizes(bench: Bench) -> dict[str, Any]:
         return {}
     from transformers import ContinuousBatchingConfig
 
-    return {"continuous_batching_config": ContinuousBatchingConfig(page_size=16, num_blocks=16, max_batch_tokens=32)}
+    # Older releases call the size of a page `block_size`.
+    page_size = "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"
+    return {"continuous_batching_config": ContinuousBatchingConfig(
+        **{page_size: 16}, num_blocks=16, max_batch_tokens=32)}
 
 
 def _serve(manager: Any, requests: list[dict[str, Any]], deadline: float) -> int:

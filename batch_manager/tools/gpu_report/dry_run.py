@@ -1,0 +1,49 @@
+"""Prepare a process for a dry run: a CPU, interpreted kernels, and a substitute for CUDA graphs."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+INTERPRET = "TRITON_INTERPRET"
+
+
+def interpret_kernels() -> None:
+    """Make Triton interpret the kernels.
+
+    Raises RuntimeError if triton was imported earlier, without TRITON_INTERPRET=1.
+    """
+    if "triton" in sys.modules and os.environ.get(INTERPRET) != "1":
+        raise RuntimeError(f"triton was imported without {INTERPRET}=1; a dry run interprets the kernels; set it to 1")
+    os.environ[INTERPRET] = "1"
+    from ...triton_kernels.interpreter import accept_arrays_of_one_element
+
+    accept_arrays_of_one_element()
+
+
+class DryGraph:
+    """A substitute for `runtime.device.CapturedGraph` on a CPU. A replay calls the captured function again."""
+
+    def __init__(self, device: object, memory_of: object = None) -> None:
+        self.replay: Callable[[], None] = lambda: None
+
+    def capture(self, function: Callable[[], None]) -> None:
+        self.replay = function
+
+
+@contextlib.contextmanager
+def dry_graphs() -> Iterator[None]:
+    """Context manager: an engine with cuda_graphs=True captures each graph as a DryGraph, also on a CPU.
+
+    There are no graphs of steps with contexts, because interpreting their padding takes a second per step.
+    """
+    from ...runtime import graphs, native_backend
+
+    before = native_backend.may_capture, native_backend.mixed_sizes, graphs.CapturedGraph
+    native_backend.may_capture = lambda params, *_: bool(params.cuda_graphs)
+    native_backend.mixed_sizes = lambda *_: frozenset()
+    graphs.CapturedGraph = DryGraph
+    try:
+        yield
+    finally:
+        native_backend.may_capture, native_backend.mixed_sizes, graphs.CapturedGraph = before

@@ -1,0 +1,64 @@
+"""The launch settings that the section `settings` tries. The present settings come first."""
+
+from typing import Any
+
+from ...triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS
+from ...triton_kernels.fused_linear_settings import (
+    MOST_ROWS,
+    MOST_SHARED_BYTES,
+    MOST_STAGES,
+    FusedLinearSettings,
+)
+from ...triton_kernels.paged_attention_context import ContextSettings
+from ...triton_kernels.paged_attention_decode import DecodeSettings
+from .settings_code import Parts
+
+DECODE_STAGES, DECODE_WARPS = (3, 4, 5, 2), (4, 8)
+MOST_WARPS = 16                  # of decode programs on a multiprocessor, as registers allow
+DECODE_FIXED_BYTES = 10 * 1024   # shared memory of a decode program besides its pages
+# rows, keys, warps, stages
+CONTEXT = ((128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 4), (128, 32, 8, 4), (128, 32, 8, 3), (64, 64, 4, 3),
+           (64, 64, 4, 2), (64, 64, 4, 4), (16, 16, 4, 3))
+PARTS = ((4, 3), (4, 2), (4, 4), (4, 6), (2, 3), (8, 3), (16, 3))                       # least pages, rounds
+
+
+def decode_candidates(present: DecodeSettings, head_size: int, tokens_per_block: int, element_size_bytes: int,
+                      limits: Any) -> list[DecodeSettings]:
+    page_bytes = tokens_per_block * max(16, 1 << (head_size - 1).bit_length()) * element_size_bytes
+    found = [present]
+    for warps in DECODE_WARPS:
+        for stages in DECODE_STAGES:
+            num_bytes = max(stages - 1, 1) * 2 * page_bytes + DECODE_FIXED_BYTES
+            if num_bytes <= limits.shared_bytes:
+                resident = max(1, min(limits.shared_bytes // num_bytes, MOST_WARPS // warps))
+                found.append(DecodeSettings(resident * limits.multiprocessors, warps, stages))
+    return list(dict.fromkeys(found))
+
+
+def part_candidates() -> list[Parts]:
+    return list(dict.fromkeys([Parts(MIN_PAGES_PER_PART, ROUNDS), *(Parts(*one) for one in PARTS)]))
+
+
+def context_candidates(present: ContextSettings, tokens_per_block: int) -> list[ContextSettings]:
+    tried = (ContextSettings(*one) for one in CONTEXT)
+    return list(dict.fromkeys([present, *(one for one in tried if one.keys <= tokens_per_block and (
+        one.rows >= 64 or present.rows < 64))]))
+
+
+def fused_candidates(present: FusedLinearSettings, in_size: int, out_size: int, gated: bool, element_size_bytes: int,
+                     limits: Any) -> list[FusedLinearSettings]:
+    """Change one setting at a time. The number of stages is then the largest that fits."""
+
+    def with_stages(columns: int, step: int, warps: int, most: int = MOST_STAGES) -> FusedLinearSettings:
+        piece_bytes = (columns * (2 if gated else 1) + MOST_ROWS) * step * element_size_bytes
+        room = min(MOST_SHARED_BYTES, limits.shared_bytes - 1024)
+        stages = max(1, min(most, room // piece_bytes, -(-in_size // step) + 1))
+        return FusedLinearSettings(columns, step, warps, stages)
+
+    found = [present]
+    found += [with_stages(columns, present.step, present.num_warps) for columns in (16, 32, 64)
+              if columns <= (32 if gated else 64)]
+    found += [with_stages(present.columns, step, present.num_warps) for step in (128, 512) if step <= 2 * in_size]
+    found.append(with_stages(present.columns, present.step, 8))
+    found.append(with_stages(present.columns, present.step, present.num_warps, max(present.num_stages - 1, 1)))
+    return list(dict.fromkeys(found))
