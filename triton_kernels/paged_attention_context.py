@@ -13,11 +13,11 @@ Shapes      query                    [T, HQ, D]   T packed tokens of C sequences
                                                         to another sequence.
             cu_seqlens               [C + 1] int32   sequence c owns query rows cu_seqlens[c] .. cu_seqlens[c + 1] - 1
             kv_lengths               [C] int32   keys of each sequence, including those of this step
-            work_list                [W, 5] int32   from `context_work_list`, on the queries' device; row (c, m, i, n, r)
-                                                    is part i of n of the keys of the m-th tile of new tokens of
-                                                    sequence c, with as many tokens as a tile of queries has rows. Its
-                                                    partial results start at index r. -1 in the first column is
-                                                    padding
+            work_list                [W, 5] int32   from `context_work_list`, on the queries' device. Row
+                                                    (c, m, i, n, r) is part i of n of the keys for the m-th tile
+                                                    of new tokens of sequence c, with as many tokens as a tile of
+                                                    queries has rows. The partial results of the tile start at
+                                                    index r. -1 in the first column is padding
             slots                    [C] int32   row of block_table for each sequence; None: row c
             out                      [T, HQ, D]   None: allocated
             alibi_slopes             [HQ] float32   None: no ALiBi bias
@@ -51,7 +51,7 @@ keeps all these programs busy. With a shorter tile, programs without queries exi
 
 The program of part i of n walks the i-th of n equal ranges of the key tiles that its queries see. A range can be empty,
 and a query can see no key of a range: its partial result is then zero, with a logarithm of -inf. The first part counts
-the sink logits. `paged_attention_merge` combines the partial results. The program of a tile in one part writes to `out`.
+the sink logits. `paged_attention_merge` combines the partial results. The programs of an unsplit tile write to `out`.
 The number of parts does not recompile the kernel.
 
 Tiles of keys that all rows see are walked without a mask. The tiles at the edge of the window come before these tiles
@@ -71,7 +71,7 @@ import triton
 import triton.language as tl
 
 from .alibi import alibi, alibi_factors
-from .context_work_list import WORK_COLUMNS, context_tile_rows
+from .context_work_list import WORK_COLUMNS, ContextHeads, context_tile_rows
 from .device_limits import DeviceLimits, device_limits
 from .paged_attention_merge import paged_attention_merge
 from .soft_cap import LOG2_E, score_factors, soft_cap
@@ -251,21 +251,23 @@ def _context_kernel(
     weighted = tl.zeros([ROWS, D_POW2], tl.float32)
     if HAS_WINDOW:
         top, total, weighted = _walk_tiles(
-            part_begin, tl.minimum(begin_full, part_end), top, total, weighted, query, query_position, slope, table_ptr, keys_ptr, score_factor,
-            window, pool_stride_n, pool_stride_kv, window_tile, skipped, B, D, D_POW2, KEYS, STAGES,
+            part_begin, tl.minimum(begin_full, part_end), top, total, weighted, query, query_position, slope, table_ptr,
+            keys_ptr, score_factor, window, pool_stride_n, pool_stride_kv, window_tile, skipped, B, D, D_POW2, KEYS,
+            STAGES,
             MASKED=True, HAS_WINDOW=True, SINK=SINK, CAP_LOG2=CAP_LOG2, HAS_ALIBI=HAS_ALIBI, ALIBI_FACTOR=ALIBI_FACTOR,
         )
     top, total, weighted = _walk_tiles(
-        tl.maximum(begin_full, part_begin), tl.minimum(begin_diagonal, part_end), top, total, weighted, query, query_position, slope, table_ptr, keys_ptr,
-        score_factor, window, pool_stride_n, pool_stride_kv, 0, 0, B, D, D_POW2, KEYS, STAGES,
+        tl.maximum(begin_full, part_begin), tl.minimum(begin_diagonal, part_end), top, total, weighted, query,
+        query_position, slope, table_ptr, keys_ptr, score_factor, window, pool_stride_n, pool_stride_kv, 0, 0, B, D,
+        D_POW2, KEYS, STAGES,
         MASKED=False, HAS_WINDOW=HAS_WINDOW, SINK=0, CAP_LOG2=CAP_LOG2, HAS_ALIBI=HAS_ALIBI, ALIBI_FACTOR=ALIBI_FACTOR,
     )
     top, total, weighted = _walk_tiles(
-        tl.maximum(begin_diagonal, part_begin), part_end, top, total, weighted, query, query_position, slope, table_ptr, keys_ptr, score_factor,
-        window, pool_stride_n, pool_stride_kv, 0, 0, B, D, D_POW2, KEYS, STAGES,
+        tl.maximum(begin_diagonal, part_begin), part_end, top, total, weighted, query, query_position, slope, table_ptr,
+        keys_ptr, score_factor, window, pool_stride_n, pool_stride_kv, 0, 0, B, D, D_POW2, KEYS, STAGES,
         MASKED=True, HAS_WINDOW=HAS_WINDOW, SINK=0, CAP_LOG2=CAP_LOG2, HAS_ALIBI=HAS_ALIBI, ALIBI_FACTOR=ALIBI_FACTOR,
     )
-    result = weighted / tl.where(total > 0, total, 1.0)[:, None]          # rows past the end may see no key
+    result = weighted / tl.where(total > 0, total, 1.0)[:, None]          # some rows may see no key
     if partial < 0:
         tl.store(out_ptr + token * out_stride_t + entry, result.to(out_ptr.dtype.element_ty), mask=row_inside)
     else:
@@ -315,6 +317,14 @@ def context_settings(
         num_stages -= 1
     resident = max(1, min(limits.shared_bytes // shared_bytes(num_stages), 16 // num_warps))
     return ContextSettings(rows, keys, resident * limits.multiprocessors, num_warps, num_stages)
+
+
+def context_heads(num_heads: int, num_kv_heads: int, head_size: int, element_size_bytes: int,
+                  tokens_per_block: int) -> ContextHeads:
+    """Return what `context_work_list` splits tiles by, on the current device."""
+    head_pow2 = max(16, triton.next_power_of_2(head_size))
+    settings = context_settings(head_pow2, element_size_bytes, tokens_per_block, device_limits())
+    return ContextHeads(num_heads, num_kv_heads, settings.resident_programs)
 
 
 def paged_attention_context(

@@ -98,7 +98,7 @@ def steps(every_pair):
         for pages in range(1, MAX_PAGES + 1) if has_all else range(1 + batch % 8, MAX_PAGES + 1, 8):
             yield packed_step([1] * batch, [pages * TOKENS_PER_BLOCK] * batch, 0)
         yield packed_step([1] * batch, [whole] + [1] * (batch - 1), 0)
-        for context, cached in ((1, 0), (16, 0), (37, 100)):
+        for context, cached in ((1, 0), (16, 0), (37, 100), (37, 1900)):
             generation = [min(11 * batch, whole)] * batch
             yield packed_step([context] + [1] * batch, [cached + context, *generation], 1)
             yield packed_step([context] * 3, [cached + context] * 3, 3)
