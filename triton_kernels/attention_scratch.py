@@ -7,7 +7,7 @@ context attention. The launchers allocate it in each layer, so that the layers s
 from .context_work_list import ContextHeads, context_tile_rows, most_partials
 from .decode_work_list import most_parts
 
-# Programs that a multiprocessor runs at the same time, at most; see `decode_settings` and `context_settings`.
+# Programs that a multiprocessor runs at the same time, at most; see `decode_settings` and `context_heads`.
 MOST_DECODE_PROGRAMS, MOST_CONTEXT_PROGRAMS = 4, 2
 FLOAT32_BYTES = 4
 

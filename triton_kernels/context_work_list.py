@@ -23,7 +23,7 @@ MIN_KEYS_PER_PART = 256     # with fewer keys, writing and merging the partial r
 class ContextHeads(NamedTuple):
     """The numbers that decide how many programs a tile has, and how many programs fill the device.
 
-    resident_programs   programs that the device runs at the same time; see `context_settings`
+    resident_programs   programs that the device runs at the same time; see `context_heads`
     """
 
     num_heads: int

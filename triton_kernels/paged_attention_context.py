@@ -281,13 +281,11 @@ class ContextSettings(NamedTuple):
     """Launch settings.
 
     rows, keys              query rows and keys of a tile
-    resident_programs       programs that the device runs at the same time, an estimate from shared memory and warps
     num_warps, num_stages   warps and pipeline stages of one program
     """
 
     rows: int
     keys: int
-    resident_programs: int
     num_warps: int
     num_stages: int
 
@@ -305,26 +303,34 @@ def context_settings(
     row_bytes = head_size_pow2 * element_size_bytes
     wide = row_bytes <= 128 or (limits.operands_in_shared and element_size_bytes < 4)
     keys = min(tokens_per_block, 64 if wide else 32)
-    num_warps = 8 if uniform_rows is None else 4
-
-    def shared_bytes(num_stages: int) -> int:
-        scratch_bytes = 4096
-        query_bytes = rows * row_bytes if limits.operands_in_shared else 0
-        return query_bytes + num_stages * 2 * keys * row_bytes + scratch_bytes
-
     num_stages = 3
-    while num_stages > 1 and shared_bytes(num_stages) > limits.shared_bytes:
+    while num_stages > 1 and _shared_bytes(rows, keys, num_stages, row_bytes, limits) > limits.shared_bytes:
         num_stages -= 1
-    resident = max(1, min(limits.shared_bytes // shared_bytes(num_stages), 16 // num_warps))
-    return ContextSettings(rows, keys, resident * limits.multiprocessors, num_warps, num_stages)
+    return ContextSettings(rows, keys, num_warps=8 if uniform_rows is None else 4, num_stages=num_stages)
+
+
+def _shared_bytes(rows: int, keys: int, num_stages: int, row_bytes: int, limits: DeviceLimits) -> int:
+    """Return an upper estimate of the shared memory of a program.
+
+    row_bytes   bytes of a query, key or value of one head
+    """
+    scratch_bytes = 4096
+    query_bytes = rows * row_bytes if limits.operands_in_shared else 0
+    return query_bytes + num_stages * 2 * keys * row_bytes + scratch_bytes
 
 
 def context_heads(num_heads: int, num_kv_heads: int, head_size: int, element_size_bytes: int,
                   tokens_per_block: int) -> ContextHeads:
-    """Return what `context_work_list` splits tiles by, on the current device."""
-    head_pow2 = max(16, triton.next_power_of_2(head_size))
-    settings = context_settings(head_pow2, element_size_bytes, tokens_per_block, device_limits())
-    return ContextHeads(num_heads, num_kv_heads, settings.resident_programs)
+    """Return what `context_work_list` splits tiles by, on the current device.
+
+    The number of resident programs is an estimate from shared memory and warps.
+    """
+    limits, head_pow2 = device_limits(), max(16, triton.next_power_of_2(head_size))
+    settings = context_settings(head_pow2, element_size_bytes, tokens_per_block, limits)
+    shared_bytes = _shared_bytes(settings.rows, settings.keys, settings.num_stages, head_pow2 * element_size_bytes,
+                                 limits)
+    resident = max(1, min(limits.shared_bytes // shared_bytes, 16 // settings.num_warps))
+    return ContextHeads(num_heads, num_kv_heads, resident * limits.multiprocessors)
 
 
 def paged_attention_context(
