@@ -64,3 +64,8 @@ def test_the_warm_up_compiles_every_variant_of_a_kernel_that_serving_meets(findi
 def test_the_memory_that_sampling_works_in_is_what_a_plan_counts(findings):
     pairs = findings[-1]["scratch"]
     assert len(pairs) == 4 and all(taken == counted > 0 for taken, counted in pairs)
+
+
+def test_the_memory_for_parts_of_attention_is_at_most_what_a_plan_counts(findings):
+    taken, counted = findings[-1]["attention_scratch"]
+    assert counted / 4 < taken <= counted
