@@ -3,9 +3,9 @@
     python count_compilations.py [--every-pair] FOLDER [FOLDER ...]     each FOLDER has a config.json
 
 The program prints a JSON object for each folder, and one with the memory that sampling and attention allocate. The
-counts include variants of fused products. No kernel is compiled or launched: a replacement of Triton's driver pretends that the
-machine has a GPU, and compilations are only counted. The outputs of kernels stay 0, and their `finite` flags are true.
-The process must run without TRITON_INTERPRET, and nothing else in it may use triton.
+counts include variants of fused products. No kernel is compiled or launched: a replacement of Triton's driver pretends
+that the machine has a GPU, and compilations are only counted. The outputs of kernels stay 0, and their `finite` flags
+are true. The process must run without TRITON_INTERPRET, and nothing else in it may use triton.
 test_no_compilation_while_serving.py runs this program.
 """
 
