@@ -320,12 +320,12 @@ def _shared_bytes(rows: int, keys: int, num_stages: int, row_bytes: int, limits:
 
 
 def context_heads(num_heads: int, num_kv_heads: int, head_size: int, element_size_bytes: int,
-                  tokens_per_block: int) -> ContextHeads:
-    """Return what `context_work_list` splits tiles by, on the current device.
+                  tokens_per_block: int, limits: DeviceLimits) -> ContextHeads:
+    """Return what `context_work_list` splits tiles by, on a device with these limits.
 
     The number of resident programs is an estimate from shared memory and warps.
     """
-    limits, head_pow2 = device_limits(), max(16, triton.next_power_of_2(head_size))
+    head_pow2 = max(16, triton.next_power_of_2(head_size))
     settings = context_settings(head_pow2, element_size_bytes, tokens_per_block, limits)
     shared_bytes = _shared_bytes(settings.rows, settings.keys, settings.num_stages, head_pow2 * element_size_bytes,
                                  limits)

@@ -147,7 +147,7 @@ class TritonPagedAttention:
         pool = self.layer_pools[0]
         kv_heads, tokens_per_block, head_size = pool.shape[2:]
         return None if self.deterministic else context_heads(self._num_heads, kv_heads, head_size, pool.element_size(),
-                                                             tokens_per_block)
+                                                             tokens_per_block, device_limits())
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             rotary: RotaryTable | None, sink_logits: torch.Tensor | None = None) -> torch.Tensor:

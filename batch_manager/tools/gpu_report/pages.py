@@ -125,7 +125,8 @@ class PagedSequences:
         """
         block, size = self.pool.shape[4:]
         rows = context_tile_rows(self.heads.size, self.pool.element_size())
-        heads = context_heads(self.heads.query, self.heads.kv, size, self.pool.element_size(), block)
+        heads = context_heads(self.heads.query, self.heads.kv, size, self.pool.element_size(), block,
+                              device_limits())
         work_list, part_starts, merged_rows = (torch.from_numpy(array).to(self.query.device) for array in (
             context_work_list(np.full(len(self.lengths), self.new_tokens), self.lengths, rows, heads=heads,
                               num_parts=num_parts)))
