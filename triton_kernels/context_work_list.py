@@ -1,15 +1,51 @@
-"""The work list of `paged_attention_context`: one row per tile of a sequence's new tokens. Pure host arithmetic.
+"""The work list of `paged_attention_context`: the tiles of new tokens, and the parts of their keys. Host arithmetic.
 
 A program computes a tile of queries, with a fixed number of rows. A tile of new tokens has the same number of tokens.
 Each token has one query per query head. The queries of a full tile of tokens therefore need one program per query head,
 and a row of the list starts this number of programs.
 
-The size of a tile depends only on the head size and the element size, so the list does not depend on the device.
+A short chunk of a long sequence has few tiles, and each tile sees many keys. The keys of such a tile are split into
+parts, so that the programs of one chunk fill the device. Each part has a row of the list. `paged_attention_merge`
+combines the partial results of the parts.
+
+The size of a tile depends only on the head size and the element size. The number of parts also depends on the number
+of programs that the device runs at the same time.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
-WORK_COLUMNS = 2
+WORK_COLUMNS = 5
+MIN_KEYS_PER_PART = 256     # with fewer keys, writing and merging the partial results would take too long
+
+
+class ContextHeads(NamedTuple):
+    """The numbers that decide how many programs a tile has, and how many programs fill the device.
+
+    resident_programs   programs that the device runs at the same time; see `context_heads`
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    resident_programs: int
+
+
+class ContextTileWork(NamedTuple):
+    """The work of `paged_attention_context` for layers of one window.
+
+    A token has m partial results if the keys of its tile are split into m > 1 parts.
+
+    work_list     [W, WORK_COLUMNS] int32   (sequence, index of the tile in the sequence, index of the part, number of
+                                            parts of the tile, index of the first partial result of the tile's first
+                                            token). The last number is -1 for a tile in one part.
+    part_starts   [S + 1] int32   the partial results of the s-th split token are part_starts[s] .. part_starts[s+1] - 1
+    merged_rows   [S] int32   index of each split token in the packed tokens
+    """
+
+    work_list: np.ndarray
+    part_starts: np.ndarray
+    merged_rows: np.ndarray
 
 
 def context_tile_rows(head_size: int, element_size_bytes: int) -> int:
@@ -23,13 +59,17 @@ def context_tile_rows(head_size: int, element_size_bytes: int) -> int:
     return 128 if head_size <= 128 else 64
 
 
-def context_work_list(query_lengths, kv_lengths, tile_rows: int, padded_to: int = 0) -> np.ndarray:
-    """Return the work list [W, WORK_COLUMNS] int32 with a row (sequence, index of the tile in the sequence) per tile.
-
-    The tiles that see most keys come first.
+def context_work_list(
+    query_lengths, kv_lengths, tile_rows: int, padded_to: int = 0, heads: ContextHeads | None = None,
+    window: int | None = None, sink: int = 0, num_parts: int | None = None,
+) -> ContextTileWork:
+    """Return the work of contexts. Rows of the work list with more keys come first.
 
     query_lengths, kv_lengths   [C] integers: new tokens and keys of each context, including the keys of this step
     padded_to                   minimum number of rows; rows of -1 are appended, whose programs exit immediately
+    heads                       None: no tile is split
+    window, sink                as in `paged_attention_context`
+    num_parts                   number of parts of each tile; None: as `_num_parts` decides
     """
     query_lengths, kv_lengths = np.asarray(query_lengths, np.int64), np.asarray(kv_lengths, np.int64)
     num_tiles = -(-query_lengths // tile_rows)
@@ -37,20 +77,88 @@ def context_work_list(query_lengths, kv_lengths, tile_rows: int, padded_to: int 
     first_of_sequence = num_tiles.cumsum() - num_tiles
     tile = np.arange(len(sequence)) - first_of_sequence[sequence]
 
-    computed = kv_lengths - query_lengths
-    keys_seen = np.minimum(computed[sequence] + (tile + 1) * tile_rows, kv_lengths[sequence])
-    order = np.argsort(-keys_seen, kind="stable")
+    tokens = np.minimum(query_lengths[sequence] - tile * tile_rows, tile_rows)
+    keys = kv_lengths[sequence] - query_lengths[sequence] + tile * tile_rows + tokens
+    if window:
+        keys = np.minimum(keys, window + sink)             # of the tile's last token
+    if num_parts is not None:
+        parts = np.full(len(keys), num_parts)
+    else:
+        parts = np.ones(len(keys), np.int64) if heads is None else _num_parts(tokens, keys, tile_rows, heads)
 
-    work_list = np.full((max(len(order), padded_to), WORK_COLUMNS), -1, np.int32)
-    work_list[: len(order), 0], work_list[: len(order), 1] = sequence[order], tile[order]
-    return work_list
+    partial, part_starts, merged_rows, part = -1, np.zeros(1, np.int32), np.empty(0, np.int32), 0
+    if parts.max(initial=1) > 1:
+        is_split = parts > 1
+        num_partials = np.where(is_split, tokens * parts, 0)
+        partial = np.where(is_split, num_partials.cumsum() - num_partials, -1)
+        split_tokens = tokens[is_split]
+        part_starts = np.zeros(int(split_tokens.sum()) + 1, np.int32)
+        np.cumsum(np.repeat(parts[is_split], split_tokens), out=part_starts[1:])
+        first_token = (query_lengths.cumsum() - query_lengths)[sequence] + tile * tile_rows
+        offset = np.arange(len(part_starts) - 1) - np.repeat(split_tokens.cumsum() - split_tokens, split_tokens)
+        merged_rows = (np.repeat(first_token[is_split], split_tokens) + offset).astype(np.int32)
+        row = np.repeat(np.arange(len(parts)), parts)
+        part = np.arange(len(row)) - (parts.cumsum() - parts)[row]
+        sequence, tile, parts, keys, partial = (values[row] for values in (sequence, tile, parts, keys, partial))
+
+    num_rows = len(sequence)
+    work_list = np.full((max(num_rows, padded_to), WORK_COLUMNS), -1, np.int32)
+    rows = work_list[:num_rows]
+    rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3], rows[:, 4] = sequence, tile, part, parts, partial
+    rows[:] = rows[np.argsort(-keys / parts, kind="stable")]
+    return ContextTileWork(work_list, part_starts, merged_rows)
 
 
-def most_context_tiles(num_tokens: int, num_contexts: int, tile_rows: int) -> int:
-    """Return the maximum number of rows of the `context_work_list` of a step.
+def _num_parts(tokens: np.ndarray, keys: np.ndarray, tile_rows: int, heads: ContextHeads) -> np.ndarray:
+    """Return the number of parts of each tile.
 
-    The step has at most `num_tokens` new tokens of at most `num_contexts` contexts. The maximum occurs when all
-    contexts but one have a single token.
+    The share of a resident program is the number of keys that it would walk if all programs of the step walked the
+    same number. A part has at least this share and at least MIN_KEYS_PER_PART keys. The programs of split tiles are
+    therefore at most `resident_programs`. A tile is split only if its programs walk at least two shares. Prompts that
+    fill the device are not split, because no tile of a prompt sees twice as many keys as the mean tile.
+
+    tokens   tokens of each tile
+    keys     keys that the last token of each tile sees
+    """
+    group = heads.num_heads // heads.num_kv_heads
+    programs = heads.num_kv_heads * -(-tokens * group // tile_rows)
+    total = max(int((programs * keys).sum()), 1)
+    return np.maximum(np.minimum(keys // MIN_KEYS_PER_PART, keys * heads.resident_programs // total), 1)
+
+
+class MostContextTileWork(NamedTuple):
+    """Maximum sizes of the arrays of a ContextTileWork.
+
+    rows       rows of the work list
+    split      split tokens
+    """
+
+    rows: int
+    split: int
+
+
+def most_context_work(num_tokens: int, num_contexts: int, tile_rows: int, heads: ContextHeads | None = None,
+                      max_keys: int = 0) -> MostContextTileWork:
+    """Return the maximum sizes of the work of a step with at most `num_tokens` new tokens of `num_contexts` contexts.
+
+    The maximum number of tiles occurs when all contexts but one have a single token.
+
+    heads      None: no tile is split
+    max_keys   keys of the longest sequence
     """
     num_sequences = min(num_contexts, num_tokens)
-    return num_sequences + (num_tokens - num_sequences) // tile_rows if num_sequences else 0
+    num_tiles = num_sequences + (num_tokens - num_sequences) // tile_rows if num_sequences else 0
+    most_parts = 1 if heads is None else min(max_keys // MIN_KEYS_PER_PART,
+                                             heads.resident_programs // heads.num_kv_heads)
+    if most_parts < 2:
+        return MostContextTileWork(num_tiles, 0)
+    more = min(num_tiles * (most_parts - 1), heads.resident_programs // heads.num_kv_heads - 1)
+    return MostContextTileWork(num_tiles + more, min(num_tokens, most_partials(tile_rows, heads) // 2))
+
+
+def most_partials(tile_rows: int, heads: ContextHeads) -> int:
+    """Return the maximum number of partial results of a ContextTileWork. A partial result has all heads of a token.
+
+    The programs of split tiles are at most `resident_programs`, and each has at most `tile_rows` queries.
+    """
+    return heads.resident_programs * tile_rows // heads.num_heads

@@ -53,6 +53,17 @@ def decode_work_list(
     return work_list, part_starts
 
 
+def most_parts(num_sequences: int, max_pages: int | None, num_kv_heads: int, resident_programs: int) -> int:
+    """Return the maximum number of rows of a `decode_work_list` without padding.
+
+    max_pages   pages of the longest sequence; None: unbounded
+    """
+    most = num_sequences + ROUNDS * resident_programs // num_kv_heads
+    if max_pages is not None:
+        most = min(most, num_sequences * -(-max_pages // MIN_PAGES_PER_PART))
+    return max(num_sequences, most)
+
+
 def _visible_pages(kv_lengths: np.ndarray, tokens_per_block: int, window: int | None, sink: int) -> np.ndarray:
     """Return [S]: the number of pages of each sequence that have a key visible to its newest token."""
     pages = -(-kv_lengths // tokens_per_block)

@@ -13,13 +13,17 @@ Shapes      query                    [T, HQ, D]   T packed tokens of C sequences
                                                         to another sequence.
             cu_seqlens               [C + 1] int32   sequence c owns query rows cu_seqlens[c] .. cu_seqlens[c + 1] - 1
             kv_lengths               [C] int32   keys of each sequence, including those of this step
-            work_list                [W, 2] int32   from `context_work_list`, on the queries' device; row (c, m) is the
-                                                    m-th tile of new tokens of sequence c, with as many tokens
-                                                    as a tile of queries has rows; (-1, -1) is padding
+            work_list                [W, 5] int32   from `context_work_list`, on the queries' device. Row
+                                                    (c, m, i, n, r) is part i of n of the keys for the m-th tile
+                                                    of new tokens of sequence c, with as many tokens as a tile of
+                                                    queries has rows. The partial results of the tile start at
+                                                    index r. -1 in the first column is padding
             slots                    [C] int32   row of block_table for each sequence; None: row c
             out                      [T, HQ, D]   None: allocated
             alibi_slopes             [HQ] float32   None: no ALiBi bias
             sink_logits              [HQ] float32   None: no extra score
+            part_starts              [S + 1] int32   from `context_work_list`; None: no tile is split
+            merged_rows              [S] int32   likewise
 Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
             softcap: replace scores by softcap * tanh(scores / softcap), before the mask; None: no cap.
             alibi_slopes: add f(key position) - f(query position) to scores, after the cap and before the mask, with
@@ -30,18 +34,25 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
             without a window. Positions are absolute: a key is rotated once, by its position, when it is written to the
             pool. It is not rotated again when tokens between it and the query leave the window.
             uniform_rows: rows of a tile, at least 16, which is also the tile height of work_list; None = chosen from
-            the shapes. When set, the bits of a row depend on its query and keys alone. The bits of a token are then
-            the same in a generation row (a context of one token) and in the middle of a prompt.
+             the shapes. When set, the bits of a row depend on its query and keys alone. The bits of a token are then
+             the same in a generation row (a context of one token) and in the middle of a prompt. No tile may be split.
+             num_partials: number of partial results to allocate memory for; see `most_partials`.
+             The partition of the work list affects only the last bits of the result.
 Mutates     out, rows below cu_seqlens[C]. Later rows (generation, padding) are neither read nor written.
 Needs       pages with a visible key hold finite numbers for all B tokens: zero the pool once.
 Oracle      triton_kernels/reference/paged_attention_context.py
 Source      FlashAttention-2 (Dao 2023) over pages (Kwon et al. 2023), a group's heads in one tile as in FlashInfer
-            (Ye et al. 2025); written for this project.
+            (Ye et al. 2025), split over keys (Flash-Decoding, Dao et al. 2023); written for this project.
 
 One program per tile of queries of one kv head. It walks the keys in tiles of at most 64 tokens of one page. The queries
 of a kv head are numbered token by token, with the heads of the group next to each other, so that a chunk of few tokens
 needs one tile for the whole group. A row of the work list starts one program per query head. A full tile of tokens
 keeps all these programs busy. With a shorter tile, programs without queries exit immediately.
+
+The program of part i of n walks the i-th of n equal ranges of the key tiles that its queries see. A range can be empty,
+and a query can see no key of a range: its partial result is then zero, with a logarithm of -inf. The first part counts
+the sink logits. `paged_attention_merge` combines the partial results. The programs of an unsplit tile write to `out`.
+The number of parts does not recompile the kernel.
 
 Tiles of keys that all rows see are walked without a mask. The tiles at the edge of the window come before these tiles
 and need a mask. The tiles on the diagonal come after them and also need a mask. The tiles of the sinks are walked in
@@ -60,8 +71,9 @@ import triton
 import triton.language as tl
 
 from .alibi import alibi, alibi_factors
-from .context_work_list import context_tile_rows
+from .context_work_list import WORK_COLUMNS, ContextHeads, context_tile_rows
 from .device_limits import DeviceLimits, device_limits
+from .paged_attention_merge import paged_attention_merge
 from .soft_cap import LOG2_E, score_factors, soft_cap
 from .strides import heads_contiguous, pages_contiguous
 
@@ -126,7 +138,7 @@ def _walk_tiles(
             new_top = tl.maximum(top, tl.max(scores, 1))
         else:                                             # the scale is part of the exponent's fused multiply-add
             new_top = tl.maximum(top, tl.max(scores, 1) * score_factor)
-        if MASKED and HAS_WINDOW:                         # a row without a key so far: avoid -inf minus -inf
+        if MASKED:                                        # a row without a key so far: avoid -inf minus -inf
             pivot = tl.where(new_top > -float("inf"), new_top, 0.0)
         else:
             pivot = new_top
@@ -153,12 +165,14 @@ def _walk_tiles(
     do_not_specialize_on_alignment=["block_table_ptr", "cu_seqlens_ptr", "kv_length_ptr", "work_ptr", "slot_ptr"],
 )
 def _context_kernel(
-    query_ptr, kv_pool_ptr, block_table_ptr, cu_seqlens_ptr, kv_length_ptr, work_ptr, slot_ptr, out_ptr,
+    query_ptr, kv_pool_ptr, block_table_ptr, cu_seqlens_ptr, kv_length_ptr, work_ptr, slot_ptr,
+    out_ptr, partial_out_ptr, partial_lse_ptr,            # out: tiles in one part; the other two: split ones
     slope_ptr, sink_logit_ptr,                            # None: see HAS_ALIBI and HAS_SINK_LOGITS
     score_factor, window,                                 # see `score_factors`
     query_stride_t, out_stride_t, table_stride,           # elements from one token, or table row, to the next
     pool_stride_n, pool_stride_kv, pool_stride_h,         # elements between blocks, K and V, heads
-    GROUP: tl.constexpr, B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr,
+    WORK_COLUMNS: tl.constexpr, HQ: tl.constexpr, GROUP: tl.constexpr,
+    B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr, CAP_LOG2: tl.constexpr,
     UNIFORM: tl.constexpr,                                # one masked loop for all tiles
@@ -167,10 +181,14 @@ def _context_kernel(
 ):
     head = tl.program_id(0)                               # tiles of a group run concurrently and share their keys
     work = tl.program_id(1)
-    sequence = tl.load(work_ptr + 2 * work)
-    token_tile = tl.load(work_ptr + 2 * work + 1)
+    work_ptr += WORK_COLUMNS * work
+    sequence = tl.load(work_ptr)
     if sequence < 0:
         return
+    token_tile = tl.load(work_ptr + 1)
+    part = tl.load(work_ptr + 2)
+    num_parts = tl.load(work_ptr + 3)
+    partial = tl.load(work_ptr + 4)                       # -1: the only part of its tile
 
     query_begin = tl.load(cu_seqlens_ptr + sequence)
     query_length = tl.load(cu_seqlens_ptr + sequence + 1) - query_begin
@@ -216,6 +234,9 @@ def _context_kernel(
     if SINK > 0:
         skipped = tl.maximum(window_tile - (SINK + KEYS - 1) // KEYS, 0)
         begin = skipped
+    num_tiles = end - begin
+    part_begin = begin + num_tiles * part // num_parts
+    part_end = begin + num_tiles * (part + 1) // num_parts
 
     keys_ptr = kv_pool_ptr + (head // GROUP) * pool_stride_h
     top = tl.full([ROWS], -float("inf"), tl.float32)
@@ -224,27 +245,36 @@ def _context_kernel(
     if HAS_ALIBI:
         slope = tl.load(slope_ptr + head - head % GROUP + number % GROUP) * SLOPE_FACTOR
     if HAS_SINK_LOGITS:                                   # the running softmax starts from the sink logit
-        top = tl.load(sink_logit_ptr + head - head % GROUP + number % GROUP) * LOG2_E
-        total += 1.0
+        sink_logit = tl.load(sink_logit_ptr + head - head % GROUP + number % GROUP) * LOG2_E
+        top = tl.where(part == 0, sink_logit, top)
+        total += tl.where(part == 0, 1.0, 0.0)
     weighted = tl.zeros([ROWS, D_POW2], tl.float32)
     if HAS_WINDOW:
         top, total, weighted = _walk_tiles(
-            begin, begin_full, top, total, weighted, query, query_position, slope, table_ptr, keys_ptr, score_factor,
-            window, pool_stride_n, pool_stride_kv, window_tile, skipped, B, D, D_POW2, KEYS, STAGES,
+            part_begin, tl.minimum(begin_full, part_end), top, total, weighted, query, query_position, slope, table_ptr,
+            keys_ptr, score_factor, window, pool_stride_n, pool_stride_kv, window_tile, skipped, B, D, D_POW2, KEYS,
+            STAGES,
             MASKED=True, HAS_WINDOW=True, SINK=SINK, CAP_LOG2=CAP_LOG2, HAS_ALIBI=HAS_ALIBI, ALIBI_FACTOR=ALIBI_FACTOR,
         )
     top, total, weighted = _walk_tiles(
-        begin_full, begin_diagonal, top, total, weighted, query, query_position, slope, table_ptr, keys_ptr,
-        score_factor, window, pool_stride_n, pool_stride_kv, 0, 0, B, D, D_POW2, KEYS, STAGES,
+        tl.maximum(begin_full, part_begin), tl.minimum(begin_diagonal, part_end), top, total, weighted, query,
+        query_position, slope, table_ptr, keys_ptr, score_factor, window, pool_stride_n, pool_stride_kv, 0, 0, B, D,
+        D_POW2, KEYS, STAGES,
         MASKED=False, HAS_WINDOW=HAS_WINDOW, SINK=0, CAP_LOG2=CAP_LOG2, HAS_ALIBI=HAS_ALIBI, ALIBI_FACTOR=ALIBI_FACTOR,
     )
     top, total, weighted = _walk_tiles(
-        begin_diagonal, end, top, total, weighted, query, query_position, slope, table_ptr, keys_ptr, score_factor,
-        window, pool_stride_n, pool_stride_kv, 0, 0, B, D, D_POW2, KEYS, STAGES,
+        tl.maximum(begin_diagonal, part_begin), part_end, top, total, weighted, query, query_position, slope, table_ptr,
+        keys_ptr, score_factor, window, pool_stride_n, pool_stride_kv, 0, 0, B, D, D_POW2, KEYS, STAGES,
         MASKED=True, HAS_WINDOW=HAS_WINDOW, SINK=0, CAP_LOG2=CAP_LOG2, HAS_ALIBI=HAS_ALIBI, ALIBI_FACTOR=ALIBI_FACTOR,
     )
-    result = weighted / tl.where(total > 0, total, 1.0)[:, None]          # rows past the end may see no key
-    tl.store(out_ptr + token * out_stride_t + entry, result.to(out_ptr.dtype.element_ty), mask=row_inside)
+    result = weighted / tl.where(total > 0, total, 1.0)[:, None]          # some rows may see no key
+    if partial < 0:
+        tl.store(out_ptr + token * out_stride_t + entry, result.to(out_ptr.dtype.element_ty), mask=row_inside)
+    else:
+        partial_row = (partial + (row - token_tile * ROWS) * num_parts + part).to(tl.int64)
+        tl.store(partial_out_ptr + partial_row[:, None] * (HQ * D) + entry, result, mask=row_inside)
+        partial_head = partial_row * HQ + head - head % GROUP + number % GROUP
+        tl.store(partial_lse_ptr + partial_head, top + tl.log2(total), mask=number < num_queries)
 
 
 class ContextSettings(NamedTuple):
@@ -273,17 +303,40 @@ def context_settings(
     row_bytes = head_size_pow2 * element_size_bytes
     wide = row_bytes <= 128 or (limits.operands_in_shared and element_size_bytes < 4)
     keys = min(tokens_per_block, 64 if wide else 32)
-    query_bytes = rows * row_bytes if limits.operands_in_shared else 0
-    scratch_bytes = 4096
     num_stages = 3
-    while num_stages > 1 and query_bytes + num_stages * 2 * keys * row_bytes + scratch_bytes > limits.shared_bytes:
+    while num_stages > 1 and _shared_bytes(rows, keys, num_stages, row_bytes, limits) > limits.shared_bytes:
         num_stages -= 1
     return ContextSettings(rows, keys, num_warps=8 if uniform_rows is None else 4, num_stages=num_stages)
+
+
+def _shared_bytes(rows: int, keys: int, num_stages: int, row_bytes: int, limits: DeviceLimits) -> int:
+    """Return an upper estimate of the shared memory of a program.
+
+    row_bytes   bytes of a query, key or value of one head
+    """
+    scratch_bytes = 4096
+    query_bytes = rows * row_bytes if limits.operands_in_shared else 0
+    return query_bytes + num_stages * 2 * keys * row_bytes + scratch_bytes
+
+
+def context_heads(num_heads: int, num_kv_heads: int, head_size: int, element_size_bytes: int,
+                  tokens_per_block: int, limits: DeviceLimits) -> ContextHeads:
+    """Return what `context_work_list` splits tiles by, on a device with these limits.
+
+    The number of resident programs is an estimate from shared memory and warps.
+    """
+    head_pow2 = max(16, triton.next_power_of_2(head_size))
+    settings = context_settings(head_pow2, element_size_bytes, tokens_per_block, limits)
+    shared_bytes = _shared_bytes(settings.rows, settings.keys, settings.num_stages, head_pow2 * element_size_bytes,
+                                 limits)
+    resident = max(1, min(limits.shared_bytes // shared_bytes, 16 // settings.num_warps))
+    return ContextHeads(num_heads, num_kv_heads, resident * limits.multiprocessors)
 
 
 def paged_attention_context(
     query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None, sink=0,
     uniform_rows=None, softcap=None, alibi_slopes=None, alibi_bfloat16_factor=None, sink_logits=None,
+    part_starts=None, merged_rows=None, num_partials=0,
 ):
     """Attend from several tokens per sequence. Returns out. See the module docstring for shapes."""
     num_heads, head_size = query.shape[1:]
@@ -294,6 +347,7 @@ def paged_attention_context(
     assert query.dtype == kv_pool.dtype and num_heads == group * num_kv_heads
     assert heads_contiguous(query) and heads_contiguous(out) and pages_contiguous(kv_pool)
     assert block_table.stride(1) == 1 and work_list.is_contiguous() and kv_lengths.is_contiguous()
+    assert work_list.shape[1] == WORK_COLUMNS and (part_starts is None or uniform_rows is None)
     if len(work_list) == 0:
         return out
     assert alibi_slopes is None or alibi_slopes.shape == (num_heads,) and alibi_slopes.is_contiguous()
@@ -301,12 +355,17 @@ def paged_attention_context(
     score_factor, cap_log2 = score_factors(scale, softcap)
     slope_factor, alibi_factor = alibi_factors(alibi_bfloat16_factor)
 
+    # With None for them when no tile is split, the kernel would be compiled in two variants.
+    num_partials = 0 if part_starts is None else num_partials
+    partial_out = torch.empty((num_partials, num_heads, head_size), dtype=torch.float32, device=query.device)
+    partial_lse = torch.empty((num_partials, num_heads), dtype=torch.float32, device=query.device)
     settings = context_settings(head_pow2, query.element_size(), tokens_per_block, device_limits(), uniform_rows)
     _context_kernel[(num_heads, len(work_list))](
-        query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, slots, out, alibi_slopes, sink_logits,
+        query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, slots,
+        out, partial_out, partial_lse, alibi_slopes, sink_logits,
         score_factor, window or 0,
         query.stride(0), out.stride(0), block_table.stride(0), *kv_pool.stride()[:3],
-        GROUP=group, B=tokens_per_block, D=head_size, D_POW2=head_pow2,
+        WORK_COLUMNS=WORK_COLUMNS, HQ=num_heads, GROUP=group, B=tokens_per_block, D=head_size, D_POW2=head_pow2,
         ROWS=settings.rows, KEYS=settings.keys, STAGES=settings.num_stages,
         HAS_SLOTS=slots is not None, HAS_WINDOW=bool(window), SINK=sink if window else 0,
         CAP_LOG2=cap_log2, UNIFORM=uniform_rows is not None,
@@ -314,4 +373,5 @@ def paged_attention_context(
         HAS_SINK_LOGITS=sink_logits is not None, LOG2_E=LOG2_E,
         num_warps=settings.num_warps, num_stages=settings.num_stages,
     )
-    return out
+    return out if part_starts is None else paged_attention_merge(partial_out, partial_lse, part_starts, out,
+                                                                 merged_rows)

@@ -8,12 +8,15 @@ Shapes      partial_out              [P, HQ, D] float32   P partial results of H
             partial_lse              [P, HQ] float32   base-2 logarithm of this sum
             part_starts              [S + 1] int32   ascending
             out                      [S, HQ, D]
+            merged_rows              [S] int32   row of out for each sequence, with out of any length; None: row s
+Needs       one partial_lse of each sequence and head that is not -inf. A partial result with -inf does not count.
 Mutates     out, except for sequences without partial results.
 Oracle      triton_kernels/reference/paged_attention_merge.py
 Source      split-KV attention (Flash-Decoding, Dao et al. 2023); written for this project.
 
 One program per head and sequence. It reads the partial results 16 at a time and keeps a running softmax. The kernel
-reads the number of parts from device memory, so it is not recompiled when that number changes.
+reads the number of parts from device memory, so it is not recompiled when that number changes. For contexts, what is
+called a sequence here is a token whose keys were split.
 """
 
 import triton
@@ -24,19 +27,22 @@ from .strides import heads_contiguous
 PARTS = 16                              # partial results read at once
 
 
-# The starts are a slice of the step's index tensor: their alignment must not recompile the kernel.
-@triton.jit(do_not_specialize_on_alignment=["part_start_ptr"])
+# Starts and rows are slices of the step's index tensor: their alignment must not recompile the kernel.
+@triton.jit(do_not_specialize_on_alignment=["part_start_ptr", "merged_row_ptr"])
 def _merge_kernel(
-    partial_out_ptr, partial_lse_ptr, part_start_ptr, out_ptr,
+    partial_out_ptr, partial_lse_ptr, part_start_ptr, merged_row_ptr, out_ptr,
     out_stride_s,                       # elements from one sequence to the next
-    HQ: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr, PARTS: tl.constexpr,
+    HQ: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr, PARTS: tl.constexpr, HAS_ROWS: tl.constexpr,
 ):
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     begin = tl.load(part_start_ptr + sequence)
     end = tl.load(part_start_ptr + sequence + 1)
-    if begin == end:                    # not split: the decode kernel has written the result
+    if begin == end:                    # not split: the attention kernel has written the result
         return
+    out_row = sequence
+    if HAS_ROWS:
+        out_row = tl.load(merged_row_ptr + sequence).to(tl.int64)
 
     lane = tl.arange(0, D_POW2)
     top = tl.full((), -float("inf"), tl.float32)
@@ -51,26 +57,28 @@ def _merge_kernel(
             partial_out_ptr + row[:, None] * D + lane[None, :], mask=inside[:, None] & (lane < D)[None, :], other=0.0
         )
         new_top = tl.maximum(top, tl.max(lse, 0))
-        weight = tl.exp2(lse - new_top)
-        shrink = tl.exp2(top - new_top)
+        pivot = tl.where(new_top > -float("inf"), new_top, 0.0)         # no part with a key so far: avoid -inf + inf
+        weight = tl.exp2(lse - pivot)
+        shrink = tl.exp2(top - pivot)
         total = total * shrink + tl.sum(weight, 0)
         merged = merged * shrink + tl.sum(parts * weight[:, None], 0)
         top = new_top
     result = (merged / total).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + sequence * out_stride_s + head * D + lane, result, mask=lane < D)
+    tl.store(out_ptr + out_row * out_stride_s + head * D + lane, result, mask=lane < D)
 
 
-def paged_attention_merge(partial_out, partial_lse, part_starts, out):
+def paged_attention_merge(partial_out, partial_lse, part_starts, out, merged_rows=None):
     """Compute the weighted mean of the parts. Returns out. See the module docstring for shapes."""
     num_heads, head_size = partial_out.shape[1:]
     assert partial_out.is_contiguous() and partial_lse.is_contiguous() and heads_contiguous(out)
-    assert part_starts.is_contiguous()
-    if len(out) == 0:
+    assert part_starts.is_contiguous() and (merged_rows is None or merged_rows.is_contiguous())
+    num_sequences = len(out) if merged_rows is None else len(merged_rows)
+    if num_sequences == 0:
         return out
 
-    _merge_kernel[(len(out), num_heads)](
-        partial_out, partial_lse, part_starts, out, out.stride(0),
+    _merge_kernel[(num_sequences, num_heads)](
+        partial_out, partial_lse, part_starts, merged_rows, out, out.stride(0),
         HQ=num_heads, D=head_size, D_POW2=triton.next_power_of_2(head_size), PARTS=PARTS,
-        num_warps=2,
+        HAS_ROWS=merged_rows is not None, num_warps=2,
     )
     return out

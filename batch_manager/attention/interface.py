@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError
+from ..triton_kernels.context_work_list import ContextTileWork, MostContextTileWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,8 @@ class ContextInputs:
     kv_lengths     [C] int32   tokens of each sequence in the KV cache, including the tokens of this step
     table_rows     [C] int32   row of `block_tables` for each sequence; None: row i belongs to sequence i
     block_tables   [rows, m] int32
-    work           [W, k] int32   work list of `context_work_list`
+    work           window -> (work list [W, k] int32, part starts [S + 1] int32, merged rows [S] int32) of
+                   `context_work_list`. The last two are None when no tile is split into parts
     """
 
     positions: torch.Tensor
@@ -93,7 +95,7 @@ class ContextInputs:
     kv_lengths: torch.Tensor
     table_rows: torch.Tensor | None
     block_tables: torch.Tensor
-    work: torch.Tensor
+    work: dict[int | None, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
 
 
 class RotaryTable(Protocol):
@@ -227,18 +229,19 @@ class BindableAttention(Attention, Protocol):
         most `max_blocks` blocks."""
         ...
 
-    def plan_contexts(self, query_lengths: np.ndarray, kv_lengths: np.ndarray) -> np.ndarray:
-        """Return the work list [W, k] int32 of contexts, on the host.
+    def plan_contexts(self, query_lengths: np.ndarray, kv_lengths: np.ndarray) -> dict[int | None, ContextTileWork]:
+        """Return window -> work of contexts, on the host.
 
         query_lengths   new tokens of each context
         kv_lengths      tokens of each context in the KV cache, including the new tokens
         """
         ...
 
-    def most_context_work(self, num_tokens: int, num_contexts: int) -> tuple[int, int]:
-        """Return the maximum number of rows W, and the number of columns k, of the work list of `plan_contexts`.
+    def most_context_work(self, num_tokens: int, num_contexts: int, max_blocks: int) -> MostContextTileWork:
+        """Return the maximum sizes of the work of `plan_contexts`.
 
-        The work list is for `num_contexts` contexts with `num_tokens` tokens in all. A row of -1 is padding.
+        The work is for `num_contexts` contexts of at most `max_blocks` blocks each, with `num_tokens` tokens in all. A
+        row of -1 in the work list is padding. If no tile can be split, the maximum number of split tokens is 0.
         """
         ...
 

@@ -5,19 +5,25 @@ attends. For generation rows, a single kernel does all of this.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import torch
 
 from ..triton_kernels.context_work_list import (
     WORK_COLUMNS,
+    ContextHeads,
+    ContextTileWork,
+    MostContextTileWork,
     context_tile_rows,
     context_work_list,
-    most_context_tiles,
+    most_context_work,
+    most_partials,
 )
-from ..triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS, decode_work_list
+from ..triton_kernels.decode_work_list import decode_work_list, most_parts
 from ..triton_kernels.device_limits import device_limits
-from ..triton_kernels.paged_attention_context import paged_attention_context
+from ..triton_kernels.paged_attention_context import context_heads, paged_attention_context
 from ..triton_kernels.paged_attention_decode import decode_settings, paged_attention_decode
 from ..triton_kernels.rope_kv_append import rope_kv_append
 from .interface import (
@@ -29,7 +35,6 @@ from .interface import (
     refuse_wrong_sink_logits,
 )
 
-NO_WORK = np.empty((0, WORK_COLUMNS), np.int32)
 # Rows of a tile with `deterministic`: the minimum of a matrix instruction, because most sequences have one row.
 UNIFORM_ROWS = 16
 
@@ -50,7 +55,7 @@ class TritonPagedAttention:
         assert kv_pool.is_contiguous()
         assert (kv_pool.shape[1], kv_pool.shape[3], kv_pool.shape[5]) == (
             spec.num_layers, spec.num_kv_heads, spec.head_size)
-        self.attention, self.sink = spec.attention, sink
+        self.attention, self.sink, self._num_heads = spec.attention, sink, spec.num_heads
         self.windows = tuple(dict.fromkeys(layer.window for layer in spec.attention))
         self.layer_pools = kv_pool.unbind(1)                       # [N, 2, kv heads, B, D] each
         tensors = {slopes: torch.tensor(slopes, dtype=torch.float32, device=kv_pool.device)
@@ -64,24 +69,29 @@ class TritonPagedAttention:
         contexts = len(step.slots) if self.deterministic else step.num_contexts
         starts, kv_lengths = step.query_starts[: contexts + 1], step.kv_lengths
         decode_work = self.plan_generation(kv_lengths[contexts:])
+        context_work = self.plan_contexts(np.diff(starts), kv_lengths[:contexts]) if contexts else {}
         self._are_split = {window: bool(part_starts[-1]) for window, (_, part_starts) in decode_work.items()}
-        context_work = self.plan_contexts(np.diff(starts), kv_lengths[:contexts]) if contexts else NO_WORK
+        self._are_contexts_split = {window: bool(work.part_starts[-1]) for window, work in context_work.items()}
         # The int64 array comes first, because an upload starts at a multiple of 8 bytes.
         split = int(starts[-1])
         arrays = [step.pool_slots[:split].astype(np.int64).view(np.int32), step.positions[:split], kv_lengths, starts,
-                  step.block_tables, context_work, *(array for pair in decode_work.values() for array in pair)]
+                  step.block_tables, *chain(*context_work.values(), *decode_work.values())]
         self._sizes = [array.size for array in arrays]
         self._num_sequences, self._num_contexts = len(kv_lengths), contexts
         self._context_rows, self._generation_rows = slice(0, split), slice(split, step.num_tokens)
         return [np.concatenate([array.ravel() for array in arrays], dtype=np.int32)]
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> None:
-        pool_slots, positions, kv_lengths, query_starts, table, context_work, *more = tensors[0].split(self._sizes)
+        pool_slots, positions, kv_lengths, query_starts, table, *more = tensors[0].split(self._sizes)
         table, contexts = table.view(self._num_sequences, -1), self._num_contexts
         self._contexts = self._generation = None
         if contexts:
+            work = {window: (work_list.view(-1, WORK_COLUMNS), *(merging if is_split else (None, None)))
+                    for (window, is_split), work_list, *merging in zip(
+                        self._are_contexts_split.items(), more[::3], more[1::3], more[2::3])}
             self._contexts = ContextInputs(positions, pool_slots.view(torch.int64), query_starts, kv_lengths[:contexts],
-                                           None, table[:contexts], context_work.view(-1, WORK_COLUMNS))
+                                           None, table[:contexts], work)
+            more = more[3 * len(work):]
         if self._are_split:
             self._generation = GenerationInputs(kv_lengths[contexts:], None, table[contexts:], {
                 window: (work_list.view(-1, 4), part_starts if is_split else None)
@@ -107,17 +117,17 @@ class TritonPagedAttention:
     def most_parts(self, num_rows: int, max_blocks: int) -> int:
         """Return the maximum number of rows of a work list of `plan_generation`, for `num_rows` sequences of at most
         `max_blocks` blocks."""
-        kv_heads = self.layer_pools[0].shape[2]
-        in_sequences = num_rows * -(-max_blocks // MIN_PAGES_PER_PART)
-        return max(num_rows, min(in_sequences, num_rows + ROUNDS * self._resident_programs() // kv_heads))
+        return most_parts(num_rows, max_blocks, self.layer_pools[0].shape[2], self._resident_programs())
 
-    def plan_contexts(self, query_lengths: np.ndarray, kv_lengths: np.ndarray) -> np.ndarray:
-        """Return the work list of the contexts with these lengths; see `context_work_list`."""
-        return context_work_list(query_lengths, kv_lengths, self.tile_rows)
+    def plan_contexts(self, query_lengths: np.ndarray, kv_lengths: np.ndarray) -> dict[int | None, ContextTileWork]:
+        """Return window -> work of the contexts with these lengths; see `context_work_list`."""
+        return {window: context_work_list(query_lengths, kv_lengths, self.tile_rows, heads=self._context_heads,
+                                          window=window, sink=self.sink) for window in self.windows}
 
-    def most_context_work(self, num_tokens: int, num_contexts: int) -> tuple[int, int]:
-        """Return (maximum number of rows, number of columns) of a work list of `plan_contexts`."""
-        return most_context_tiles(num_tokens, num_contexts, self.tile_rows), WORK_COLUMNS
+    def most_context_work(self, num_tokens: int, num_contexts: int, max_blocks: int) -> MostContextTileWork:
+        """Return the maximum sizes of the work of `plan_contexts`, for sequences of at most `max_blocks` blocks."""
+        max_keys = max_blocks * self.layer_pools[0].shape[3]
+        return most_context_work(num_tokens, num_contexts, self.tile_rows, self._context_heads, max_keys)
 
     def bind(self, generation: GenerationInputs, contexts: ContextInputs | None) -> None:
         """Make `run` read the tensors of `generation` and `contexts`. Replaces `plan` and `receive` in a step."""
@@ -131,6 +141,14 @@ class TritonPagedAttention:
         # `device_limits` reads the current device, which is the engine's during a step.
         return decode_settings(head_size, tokens_per_block, pool.element_size(), device_limits()).resident_programs
 
+    @cached_property
+    def _context_heads(self) -> ContextHeads | None:
+        """What `context_work_list` splits tiles by; None with `deterministic`, which splits no tile."""
+        pool = self.layer_pools[0]
+        kv_heads, tokens_per_block, head_size = pool.shape[2:]
+        return None if self.deterministic else context_heads(self._num_heads, kv_heads, head_size, pool.element_size(),
+                                                             tokens_per_block, device_limits())
+
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             rotary: RotaryTable | None, sink_logits: torch.Tensor | None = None) -> torch.Tensor:
         pool, attention = self.layer_pools[layer], self.attention[layer]
@@ -142,11 +160,13 @@ class TritonPagedAttention:
         result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if self._contexts is not None:
             rows, given = self._context_rows, self._contexts
-            queries = query[rows]
+            queries, (work_list, part_starts, merged_rows) = query[rows], given.work[attention.window]
+            num_partials = 0 if part_starts is None else most_partials(self.tile_rows, self._context_heads)
             rope_kv_append(queries, key[rows], value[rows], pool, given.pool_slots, given.positions, cos, sin)
-            paged_attention_context(queries, pool, given.block_tables, given.query_starts, given.kv_lengths, given.work,
+            paged_attention_context(queries, pool, given.block_tables, given.query_starts, given.kv_lengths, work_list,
                                     attention.scale, attention.window, slots=given.table_rows, out=result[rows],
-                                    sink=self.sink, uniform_rows=self.uniform_rows, **more)
+                                    sink=self.sink, uniform_rows=self.uniform_rows, part_starts=part_starts,
+                                    merged_rows=merged_rows, num_partials=num_partials, **more)
         if self._generation is not None:
             rows, given = self._generation_rows, self._generation
             paged_attention_decode(query[rows], key[rows], value[rows], pool, given.block_tables, given.kv_lengths,

@@ -148,6 +148,13 @@ def on_device(device: torch.device, stream: torch.cuda.Stream | None = None) -> 
         raise
 
 
+def num_multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU. For a CPU and an absent GPU, it is the number of an H200."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error says that memory ran out, on a GPU or the host. The device stays usable after such an error."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):

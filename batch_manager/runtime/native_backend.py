@@ -37,6 +37,8 @@ from ..models.loading import LoadedModel, load_model
 from ..models.model_spec import ModelSpec
 from ..sampling_config import PARAMETERS, SamplingConfig
 from ..seams import BackendInfo, MemoryUsage
+from ..triton_kernels.attention_scratch import attention_scratch_bytes
+from ..triton_kernels.context_work_list import MIN_KEYS_PER_PART
 from ..triton_kernels.cpu.native.library import hold_helpers, release_helpers
 from ..triton_kernels.decode_work_list import MIN_PAGES_PER_PART
 from ..triton_kernels.dispatch import use_triton
@@ -53,6 +55,7 @@ from .device import (
     free_memory,
     is_out_of_memory,
     make_stream,
+    num_multiprocessors,
     on_device,
     on_stream,
     release_memory,
@@ -71,6 +74,7 @@ from .step_fusion import WrongStepError, make_fused_step
 from .thread_count import compute_threads, has_openmp, require_openmp
 
 LONG_SEQUENCE_BLOCKS = MIN_PAGES_PER_PART + 2      # long enough for attention to split it into parts
+LONG_CONTEXT_TOKENS = 2 * MIN_KEYS_PER_PART        # likewise, for a context of one token
 FLOAT32_BYTES = 4
 SLOT_BYTES = 64                    # lower bound of a slot's state on the host, without its block table
 
@@ -129,14 +133,15 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     host_blocks = plan_host_blocks(0 if sink else kv.host_cache_size, block_bytes=one_block,
                                    free_bytes=free_memory(torch.device("cpu")))
     on_triton = use_triton(device)
-    set_aside = step_bytes(spec, loaded.dtype, step_tokens, params.max_batch_size * max_beam_width, on_triton)
+    processors = num_multiprocessors(device) if on_triton else 0
+    set_aside = step_bytes(spec, loaded.dtype, step_tokens, params.max_batch_size * max_beam_width, processors)
     graph_sizes = NO_SIZES
     if captures:                                # graphs keep the memory of their steps
         most_rows = graph_rows(num_slots)[-1]
         if layout is layouts.fused:
             graph_sizes = mixed_sizes(num_slots, step_tokens, loaded.weight_bytes // loaded.dtype.itemsize)
         set_aside += step_bytes(spec, loaded.dtype, max([most_rows, *map(sum, graph_sizes)]), most_rows + MOST_CONTEXTS,
-                                on_triton)
+                                processors)
     plan = plan_memory(
         kv,
         block_bytes=one_block,
@@ -211,15 +216,18 @@ def refuse_nondeterministic_parts(device: torch.device, attention_factory: Calla
                           "only the package's own attention is deterministic", "unset one of the two")
 
 
-def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_rows: int, on_triton: bool) -> int:
+def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_rows: int, processors: int) -> int:
     """Return an upper estimate of the bytes that a step allocates: hidden states, one layer, and the logits twice.
 
-    max_rows    rows of logits in a step: one for each sequence or beam
-    on_triton   whether Triton kernels sample, which need scratch memory of the size of float32 logits
+    max_rows     rows of logits in a step: one for each sequence or beam
+    processors   multiprocessors of a GPU whose Triton kernels sample and attend; 0: no Triton kernels. Sampling needs
+                 scratch memory of the size of float32 logits. Attention needs it for the parts of long sequences
     """
     per_token = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * sum(spec.qkv_sizes)
-    rows = min(max_rows, max_num_tokens)
-    scratch = scratch_bytes(rows, spec.vocab_size, FLOAT32_BYTES) if on_triton else 0
+    rows, scratch = min(max_rows, max_num_tokens), 0
+    if processors:
+        scratch = scratch_bytes(rows, spec.vocab_size, FLOAT32_BYTES) + attention_scratch_bytes(
+            rows, spec.num_heads, spec.num_kv_heads, spec.head_size, dtype.itemsize, processors)
     return per_token * dtype.itemsize * max_num_tokens + 2 * FLOAT32_BYTES * spec.vocab_size * rows + scratch
 
 
@@ -364,7 +372,7 @@ class NativeBackend:
         The sequences are:
             one with all features
             one that is sampled, without other features
-            one without features, long enough for attention to split it
+            one without features, whose context and generation steps are long enough for attention to split them
             if max_beam_width > 1: one with 2, 4, 8, ... beams each, and one with max_beam_width beams
 
         The steps compile the kernels of all variants of a step, so that no kernel is compiled while requests wait.
@@ -374,23 +382,24 @@ class NativeBackend:
         every_feature = SlotSetup(SamplingConfig(**every_parameter), return_log_probs=True, top_log_probs=1, end_id=0,
                                   bad_words=((0, 0),), stop_words=((0, 0),), prompt_length=1)
         sampled = SlotSetup(SamplingConfig(top_k=2, top_p=0.5, random_seed=0), prompt_length=1)
-        # (beams, setup, tokens in the KV cache before the generation step)
-        sequences = [(1, every_feature, 1), (1, sampled, 1),
-                     (1, SlotSetup(prompt_length=1), self._cached_by_a_long_sequence())]
+        # (beams, setup, tokens in the KV cache before the context step and before the generation step)
+        sequences = [(1, every_feature, 0, 1), (1, sampled, 0, 1),
+                     (1, SlotSetup(prompt_length=1), min(LONG_CONTEXT_TOKENS, self.info.max_seq_len) - 1,
+                      self._cached_by_a_long_sequence())]
         # Kernels are compiled for the number of beams rounded up to a power of two.
         for width in [1 << bits for bits in range(1, (max_beam_width - 1).bit_length())] + [max_beam_width]:
             if width > 1:
                 beams = SlotSetup(SamplingConfig(beam_width=width), max_new_tokens=2, prompt_length=1)
-                sequences.append((width, beams, 1))
+                sequences.append((width, beams, 0, 1))
         # Set the thread count once for all steps, on the loading thread.
         with (self._threads(), self._naming_stages(),
               self._runner.checking(self.info.hidden_size, self._pool.dtype)):
-            for width, setup, num_cached in sequences:
+            for width, setup, start, num_cached in sequences:
                 # All pages of a long sequence are block 0: its values only have to be finite.
-                num_pages = num_cached // self.info.tokens_per_block + 1
+                num_pages = max(start, num_cached) // self.info.tokens_per_block + 1
                 rows, pages = np.divmod(np.arange(width * num_pages, dtype=np.int32), np.int32(num_pages))
                 first = self.start(ScheduledBatch(
-                    iteration=0, context=(ContextWork(0, zero, 0, True, setup.continuing([0])),),
+                    iteration=0, context=(ContextWork(0, zero, start, True, setup.continuing([0])),),
                     max_beam_width=max_beam_width,
                     block_table_updates=BlockTableUpdates(rows, pages, 0 * rows))).finish()
                 if width > 1 and first.failures:      # the model gives no finite logit, so there are no beams

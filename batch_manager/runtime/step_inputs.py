@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from ..attention.interface import BindableAttention, ContextInputs, GenerationInputs
+from ..triton_kernels.context_work_list import WORK_COLUMNS
 from .device import ALIGNMENT, Uploads
 from .graph_shapes import StepShape
 
@@ -113,8 +114,12 @@ class StepInputs:
             sections |= {f"work_{index}": (np.int32, (num_parts, 4)), f"starts_{index}": (np.int32, (rows + 1,))}
         if tokens:
             sections |= {name: (np.int64, (tokens,)) for name in ("input_tokens", "pool_slots")}
-            sections |= {"logits_rows": (np.int64, (sampled,)), "query_starts": (np.int32, (shape.contexts + 1,)),
-                         "context_work": (np.int32, self._attention.most_context_work(tokens, shape.contexts))}
+            sections |= {"logits_rows": (np.int64, (sampled,)), "query_starts": (np.int32, (shape.contexts + 1,))}
+            most = self._attention.most_context_work(tokens, shape.contexts, self._tables.shape[1])
+            for index in range(len(self._attention.windows)):
+                sections |= {f"context_work_{index}": (np.int32, (most.rows, WORK_COLUMNS)),
+                             f"context_starts_{index}": (np.int32, (most.split + 1,)),
+                             f"merged_rows_{index}": (np.int32, (most.split,))}
         return sections
 
     def _of(self, shape: StepShape) -> tuple[dict[str, np.ndarray], StepTensors, int]:
@@ -141,7 +146,8 @@ class StepInputs:
         contexts = ContextInputs(
             positions=positions[rows:], pool_slots=tensors["pool_slots"], query_starts=tensors["query_starts"],
             kv_lengths=kv_lengths[rows:], table_rows=table_rows[rows:], block_tables=self._tables,
-            work=tensors["context_work"]) if shape.context_tokens else None
+            work={window: _context_work(tensors, index) for index, window in enumerate(self._attention.windows)}
+            ) if shape.context_tokens else None
         read_back = self._results[: _num_results(shape)]
         step = StepTensors(
             slots=tensors["slots"], sampled_positions=kv_lengths, positions=positions,
@@ -150,6 +156,15 @@ class StepInputs:
             contexts=contexts, results=read_back[: 4 * sampled].view(4, sampled),
             context_sums=read_back[4 * sampled :].view(torch.float32), read_back=read_back)
         return arrays, step, num_bytes
+
+
+def _context_work(tensors: dict[str, torch.Tensor], index: int
+                  ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return the context work of the window with this index; see ContextInputs."""
+    merged_rows = tensors[f"merged_rows_{index}"]
+    may_split = len(merged_rows) > 0
+    return (tensors[f"context_work_{index}"], tensors[f"context_starts_{index}"] if may_split else None,
+            merged_rows if may_split else None)
 
 
 def _num_results(shape: StepShape) -> int:

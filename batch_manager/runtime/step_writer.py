@@ -52,14 +52,13 @@ class StepWriter:
     def _write_contexts(self, shape: StepShape, arrays: dict[str, np.ndarray], contexts: ContextRows | None) -> None:
         rows, none = shape.rows, np.empty(0, np.int32)
         slots = table_rows = kv_lengths = positions = token_ids = pool_slots = ends = none
-        work = np.empty((0, arrays["context_work"].shape[1]), np.int32)
+        lengths = none
         if contexts is not None:
             step, table_rows = contexts.step, contexts.table_rows
             kv_lengths, positions, token_ids, pool_slots = (
                 step.kv_lengths, step.positions, step.token_ids, step.pool_slots)
             slots = np.where(contexts.is_last_chunk, step.slots, self._padding_slot)
-            ends = step.query_starts[1:]
-            work = self._attention.plan_contexts(np.diff(step.query_starts), kv_lengths)
+            ends, lengths = step.query_starts[1:], np.diff(step.query_starts)
         for name, values, padding in (
                 ("slots", slots, self._padding_slot), ("positions", positions, 0), ("kv_lengths", kv_lengths, 0),
                 ("table_rows", table_rows, 0), ("logits_rows", rows + ends - 1, 0)):
@@ -67,9 +66,12 @@ class StepWriter:
         arrays["logits_rows"][:rows] = np.arange(rows)
         arrays["query_starts"][0] = 0
         _fill(arrays["query_starts"][1:], ends, len(token_ids))        # padding sequences have no tokens
-        for name, values, padding in (("input_tokens", token_ids, 0), ("pool_slots", pool_slots, -1),
-                                      ("context_work", work, -1)):
+        for name, values, padding in (("input_tokens", token_ids, 0), ("pool_slots", pool_slots, -1)):
             _fill(arrays[name], values, padding)
+        for index, work in enumerate(self._attention.plan_contexts(lengths, kv_lengths).values()):
+            _fill(arrays[f"context_work_{index}"], work.work_list, -1)
+            _fill(arrays[f"context_starts_{index}"], work.part_starts, work.part_starts[-1])     # padding has no parts
+            _fill(arrays[f"merged_rows_{index}"], work.merged_rows, 0)
 
 
 def _fill(array: np.ndarray, values: np.ndarray, padding: int) -> None:

@@ -23,7 +23,7 @@ from ..models.end_ids import read_end_ids
 from ..models.implementation import NATIVE
 from ..models.loading import check_tensors, class_and_spec, refuse_too_many_weights, resolve_dtype
 from ..models.registry import is_shipped
-from ..runtime.device import device_name, free_memory, named_device, resolve_device
+from ..runtime.device import device_name, free_memory, named_device, num_multiprocessors, resolve_device
 from ..runtime.kv_pool import block_bytes
 from ..runtime.memory_plan import plan_memory
 from ..runtime.native_backend import step_bytes
@@ -81,7 +81,8 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     refuse_too_many_weights(stored + copied, checkpoint, target, resolved_dtype, free_bytes)
     weight_bytes = (stored + copied) * resolved_dtype.itemsize
     one_block = block_bytes(spec, kv.tokens_per_block, resolved_dtype)
-    set_aside = step_bytes(spec, resolved_dtype, params.max_num_tokens, params.max_batch_size, with_triton)
+    set_aside = step_bytes(spec, resolved_dtype, params.max_num_tokens, params.max_batch_size,
+                           num_multiprocessors(target) if with_triton else 0)
     longest = max_seq_len or spec.max_position_embeddings
     plan = plan_memory(kv, block_bytes=one_block, free_bytes=max(free_bytes - weight_bytes, 0), step_bytes=set_aside,
                        on_gpu=target.type != "cpu", max_seq_len=longest, max_num_sequences=params.max_batch_size)

@@ -11,7 +11,12 @@ from ..runtime import layouts
 from ..runtime.graph_shapes import StepShape, graph_rows
 from ..runtime.native_backend import NativeBackend
 from ..runtime.plain_steps import PlainSteps
-from ..triton_kernels.context_work_list import WORK_COLUMNS, context_work_list, most_context_tiles
+from ..triton_kernels.context_work_list import (
+    ContextTileWork,
+    MostContextTileWork,
+    context_work_list,
+    most_context_work,
+)
 from ..triton_kernels.decode_work_list import ROUNDS, decode_work_list
 
 NUM_LOGITS = 8    # per row; few, because sampling from a whole vocabulary is the work of a device
@@ -61,11 +66,11 @@ class BindableStubAttention(StubAttention):
     def most_parts(self, num_rows: int, max_blocks: int) -> int:
         return num_rows + ROUNDS * RESIDENT_PROGRAMS // KV_HEADS
 
-    def plan_contexts(self, query_lengths: np.ndarray, kv_lengths: np.ndarray) -> np.ndarray:
-        return context_work_list(query_lengths, kv_lengths, TILE_ROWS)
+    def plan_contexts(self, query_lengths: np.ndarray, kv_lengths: np.ndarray) -> dict[int | None, ContextTileWork]:
+        return {None: context_work_list(query_lengths, kv_lengths, TILE_ROWS)}
 
-    def most_context_work(self, num_tokens: int, num_contexts: int) -> tuple[int, int]:
-        return most_context_tiles(num_tokens, num_contexts, TILE_ROWS), WORK_COLUMNS
+    def most_context_work(self, num_tokens: int, num_contexts: int, max_blocks: int) -> MostContextTileWork:
+        return most_context_work(num_tokens, num_contexts, TILE_ROWS)
 
     def bind(self, generation: GenerationInputs, contexts: ContextInputs | None) -> None:
         pass

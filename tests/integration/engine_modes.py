@@ -16,6 +16,7 @@ from unittest import mock
 
 from batch_manager import InferenceRequest, KvCacheConfig, SchedulerPolicy, TrtGptModelType
 from batch_manager.runtime.native_backend import NativeBackend
+from batch_manager.triton_kernels import context_work_list
 from tests.deterministic.differential import CONFIGS, make_checkpoint
 from tests.harness.client import Client
 from tests.harness.world import build_world
@@ -50,6 +51,7 @@ MODES = {
     "deterministic": {"pool": 40, "deterministic": True},
     "plain_rows": {"pool": 40, "run_ahead": True},
 }
+KEYS_PER_PART = 8                   # minimum number in context attention; low, so that it splits short prompts
 WARMED_UP = ("plain", "beams")      # the warm-up of the other modes launches the same kernels
 
 
@@ -109,26 +111,34 @@ def answer(responses):
 def run(folder, mode):
     """Run the engine in a mode with the mode's requests. Return the results as JSON data.
 
-    They are the mode, what runs the kernels ("dispatch": "triton" or "torch"), the answer to each request, and the
-    maxima of statistics that show whether the mode took effect.
+    They are the mode, what runs the kernels ("dispatch": "triton" or "torch"), the answer to each request, the number
+    of steps with a context whose keys attention split into parts, and the maxima of statistics that show whether the
+    mode took effect.
     """
     options = dict(MODES[mode])
     pool, kv_names = options.pop("pool"), ("enable_block_reuse", "max_attention_window", "sink_token_length")
     kv = KvCacheConfig(tokens_per_block=16, max_tokens=16 * pool,
                        **{name: options.pop(name) for name in kv_names if name in options})
     static = options.get("model_type") is TrtGptModelType.V1
-    with contextlib.nullcontext() if mode in WARMED_UP else mock.patch.object(NativeBackend, "warm_up"):
+    no_warm_up = contextlib.nullcontext() if mode in WARMED_UP else mock.patch.object(NativeBackend, "warm_up")
+    with no_warm_up, mock.patch.object(context_work_list, "MIN_KEYS_PER_PART", KEYS_PER_PART):
         world = build_world(
             client=Arrivals(make_requests(mode)), model_path=checkpoint(folder, 2 if mode == "plain" else 1),
             policy=SchedulerPolicy.GUARANTEED_NO_EVICT, device="cpu", dtype="float32", num_threads=1,
             cpu_compile=False, max_batch_size=4, max_num_tokens=48, enable_chunked_context=not static,
             kv_cache_config=kv, exclude_input=True, **options)
+    attention, split = world.backend._runner.attention, []
+    if world.backend.info.dispatch == "triton":
+        plan_contexts = attention.plan_contexts
+        attention.plan_contexts = lambda *lengths: split.append(plan_contexts(*lengths)) or split[-1]
     try:
-        world.run(MOST_ITERATIONS)
+        with mock.patch.object(context_work_list, "MIN_KEYS_PER_PART", KEYS_PER_PART):
+            world.run(MOST_ITERATIONS)
     finally:
         world.backend.close()
     records = [json.loads(record) for record in world.client.stats]
     return {"mode": mode, "dispatch": world.backend.info.dispatch,
+            "split contexts": sum(bool(of.part_starts[-1]) for work in split for of in work.values()),
             "requests": {request_id: answer(got) for request_id, got in world.client.responses.items()},
             **{name: max(record.get(name, 0) for record in records) for name in (
                 "MicroBatch ID", "Reused KV cache blocks", "Iterations In Flight")}}

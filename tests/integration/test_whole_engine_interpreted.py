@@ -49,5 +49,6 @@ def test_the_engine_on_kernels_is_the_engine_in_torch(interpreted, mode):
         log_probs = found["requests"][number].pop("log_probs")
         np.testing.assert_allclose(log_probs, answer.pop("log_probs"), atol=LOG_PROB_TOLERANCE, rtol=0)
         assert found["requests"][number] == answer
+    assert (found["split contexts"] > 0) == (mode != "deterministic")
     if mode in SHOWS:
         assert answers["plain"][SHOWS[mode]] == 0 < found[SHOWS[mode]]

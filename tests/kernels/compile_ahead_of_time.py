@@ -114,13 +114,14 @@ def decode(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, s
 
 
 def context(head_size, group, num_kv_heads=8, window=None, sink=0, uniform_rows=None, softcap=None, slopes=None,
-            sink_logits=False):
+            sink_logits=False, is_split=False):
     from batch_manager.triton_kernels.paged_attention_context import paged_attention_context
 
+    parts = {"part_starts": integers(65), "merged_rows": integers(64), "num_partials": 528} if is_split else {}
     paged_attention_context(
         tensor(4096, group * num_kv_heads, head_size), pool(num_kv_heads, head_size), integers(256, 64),
-        integers(5), integers(4), integers(32, 2), 0.1, window=window, slots=integers(4),
-        sink=sink, uniform_rows=uniform_rows, softcap=softcap, **of_heads(group * num_kv_heads, slopes, sink_logits),
+        integers(5), integers(4), integers(32, 5), 0.1, window=window, slots=integers(4), sink=sink,
+        uniform_rows=uniform_rows, softcap=softcap, **of_heads(group * num_kv_heads, slopes, sink_logits), **parts,
     )
 
 
@@ -246,6 +247,7 @@ CASES = {
     "decode D64 slopes of bfloat16": lambda: decode(64, 71, num_kv_heads=1, rotation={}, slopes="bfloat16"),
     "decode D64 sink logits window": lambda: decode(64, 8, window=128, sink_logits=True),
     "context D128": lambda: context(128, 4),
+    "context D128 split": lambda: context(128, 4, is_split=True),
     "context D64": lambda: context(64, 3, num_kv_heads=3),
     "context D64 window": lambda: context(64, 4, window=4096),
     "context D128 window sinks": lambda: context(128, 4, window=4096, sink=4),
@@ -310,9 +312,9 @@ def variants_by_alignment():
         for part_starts in (None, sliced(begin, 5)):
             paged_attention_decode(query, tensor(4, 2, 64), tensor(4, 2, 64), pool(2, 64), sliced(begin, 4, 9), lengths,
                                    sliced(begin, 6, 4), part_starts, 0.1, slots=slots, **tables(64))
-        paged_attention_context(
-            query, pool(2, 64), sliced(begin, 4, 9), sliced(begin, 5), lengths, sliced(begin, 7, 2), 0.1, slots=slots
-        )
+        for parts in ({}, {"part_starts": sliced(begin, 9), "merged_rows": sliced(begin, 8), "num_partials": 40}):
+            paged_attention_context(query, pool(2, 64), sliced(begin, 4, 9), sliced(begin, 5), lengths,
+                                    sliced(begin, 7, 5), 0.1, slots=slots, **parts)
         rope_kv_append(
             query, tensor(4, 2, 64), tensor(4, 2, 64), pool(2, 64), sliced(begin, 4, dtype=torch.int64),
             sliced(begin, 4), **tables(64),

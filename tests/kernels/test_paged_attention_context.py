@@ -5,10 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_manager.triton_kernels.context_work_list import (
+    MIN_KEYS_PER_PART,
     WORK_COLUMNS,
+    ContextHeads,
     context_tile_rows,
     context_work_list,
-    most_context_tiles,
+    most_context_work,
+    most_partials,
 )
 
 B = 16                                  # tokens per block, by default
@@ -21,7 +24,8 @@ def check(assert_equals_oracle, paged_cache, random, integers):
     Three generation rows after the context rows must be neither read nor written."""
 
     def run(query_lengths, kv_lengths, group=1, num_kv_heads=1, head_size=32, tokens_per_block=B,
-            dtype=torch.float32, window=None, padded_to=0, sink=0, scale=None, softcap=None, uniform_rows=None, **more):
+            dtype=torch.float32, window=None, padded_to=0, sink=0, scale=None, softcap=None, uniform_rows=None,
+            num_parts=None, **more):
         cache = paged_cache(kv_lengths, num_kv_heads, head_size, tokens_per_block, dtype)
         if window:
             for sequence, (new, length) in enumerate(zip(query_lengths, kv_lengths)):
@@ -32,13 +36,17 @@ def check(assert_equals_oracle, paged_cache, random, integers):
         query[num_rows:] = torch.nan                       # generation rows: neither read nor written
         cu_seqlens = torch.tensor([0, *query_lengths]).cumsum(0).tolist()
         tile_rows = uniform_rows or context_tile_rows(head_size, query.element_size())
-        work_list = context_work_list(query_lengths, kv_lengths, tile_rows, padded_to)
-        work_list = torch.from_numpy(work_list).to(query.device)
+        work = context_work_list(query_lengths, kv_lengths, tile_rows, padded_to, num_parts=num_parts)
+        work_list, part_starts, merged_rows = (torch.from_numpy(array).to(query.device) for array in work)
+        has_more_operations = softcap or more
+        if num_parts:
+            more = {**more, "part_starts": part_starts, "merged_rows": merged_rows,
+                    "num_partials": int(part_starts[-1])}
         return assert_equals_oracle(
             "paged_attention_context", query, cache.pool, cache.block_table, integers(cu_seqlens), cache.kv_lengths,
             work_list, scale or head_size**-0.5, window=window, out=torch.full_like(query, torch.nan), sink=sink,
             softcap=softcap, uniform_rows=uniform_rows, **more,
-            roundings=2, reduction=(head_size + max(kv_lengths)) * (40 if softcap or more else 1), dtype=dtype,
+            roundings=2, reduction=(head_size + max(kv_lengths)) * (40 if has_more_operations else 1), dtype=dtype,
         )
 
     return run
@@ -82,7 +90,8 @@ def test_programs_walk_keys_for_full_tiles_of_queries(count_calls, paged_cache, 
     key_tiles = count_calls(
         "paged_attention_context", random(sum(lengths), group, 16), cache.pool, cache.block_table,
         integers([0, *np.cumsum(lengths)]), cache.kv_lengths,
-        integers(context_work_list(lengths, kv_lengths, tile_rows)), 0.2, uniform_rows=uniform_rows, softcap=1.0,
+        integers(context_work_list(lengths, kv_lengths, tile_rows).work_list), 0.2, uniform_rows=uniform_rows,
+        softcap=1.0,
         of="soft_cap",                                     # called once per tile of keys in each program
     )
     expected = 0
@@ -175,7 +184,7 @@ def test_slopes_and_sink_logits(check, random, dtype, has_slopes, factor, has_si
 def test_sink_logits_far_from_all_scores(run_kernel, run_oracle, paged_cache, random, integers, window, sink_logit):
     cache = paged_cache([75], 1, 32, B, torch.float32)
     query, tile_rows = random(40, 2, 32), context_tile_rows(32, 4)
-    work_list = torch.from_numpy(context_work_list([40], [75], tile_rows)).to(query.device)
+    work_list = torch.from_numpy(context_work_list([40], [75], tile_rows).work_list).to(query.device)
     arguments = (query, cache.pool, cache.block_table, integers([0, 40]), integers([75]), work_list, 0.2, window)
     without = run_oracle("paged_attention_context", *arguments)
     got = run_kernel("paged_attention_context", *arguments, sink_logits=torch.full_like(random(2), sink_logit))
@@ -236,7 +245,7 @@ def test_sequences_are_found_through_their_slots(assert_equals_oracle, paged_cac
     slots = integers([2, 0])
     assert_equals_oracle(
         "paged_attention_context", random(8, 4, 32), cache.pool, cache.block_table, integers([0, 5, 8]),
-        cache.kv_lengths[slots.long()], integers([[0, 0], [1, 0]]), 0.2, slots=slots,
+        cache.kv_lengths[slots.long()], integers([[0, 0, 0, 1, -1], [1, 0, 0, 1, -1]]), 0.2, slots=slots,
         reduction=100, dtype=torch.float32,
     )
 
@@ -246,7 +255,7 @@ def test_chunks_give_what_the_whole_prompt_gives(run_kernel, paged_cache, random
     query = random(50, 2, 32)
 
     def attend(begin, end):
-        work_list = context_work_list([end - begin], [end], context_tile_rows(32, 4))
+        work_list = context_work_list([end - begin], [end], context_tile_rows(32, 4)).work_list
         work_list = torch.from_numpy(work_list).to(query.device)
         return run_kernel(
             "paged_attention_context", query[begin:end], cache.pool, cache.block_table, integers([0, end - begin]),
@@ -258,25 +267,123 @@ def test_chunks_give_what_the_whole_prompt_gives(run_kernel, paged_cache, random
     torch.testing.assert_close(chunked, whole, rtol=0, atol=100 * torch.finfo(torch.float32).eps)
 
 
+@pytest.mark.parametrize("num_parts", [2, 3, 20])
+@pytest.mark.parametrize("more", [
+    {}, {"window": 20}, {"window": 20, "sink": 5}, {"softcap": 2.5}, {"window": 50, "softcap": 2.5, "sink": B + 1},
+])
+def test_parts_of_the_keys_are_merged(check, dtype, num_parts, more):
+    """Some parts have no key: they are empty, or the window of a row or the newest positions exclude all their keys."""
+    check([40, 5, 1, 33], [140, 75, 70, 33], group=3, num_kv_heads=2, dtype=dtype, num_parts=num_parts, **more)
+
+
+@pytest.mark.parametrize("has_slopes, factor", [(True, None), (True, 0.25), (False, None)])
+@pytest.mark.parametrize("more", [{}, {"softcap": 2.5}, {"window": 20, "sink": 5}])
+def test_parts_with_slopes_count_the_sink_logits_once(check, random, dtype, has_slopes, factor, more):
+    if has_slopes:
+        more = {**more, "alibi_slopes": slopes_of(6, factor, random), "alibi_bfloat16_factor": factor}
+    check([40, 5, 1], [300, 5, 70], group=3, num_kv_heads=2, dtype=dtype, num_parts=3, sink_logits=3 * random(6),
+          **more)
+
+
+@pytest.mark.parametrize("head_size, tokens_per_block", [(16, 16), (80, 64), (256, 64), (64, 128)])
+def test_parts_of_several_head_and_block_sizes(check, dtype, head_size, tokens_per_block):
+    check([20, 5], [370, 9], head_size=head_size, group=2, tokens_per_block=tokens_per_block, dtype=dtype, num_parts=3)
+
+
+@pytest.mark.parametrize("window", [None, 600])
+def test_split_and_unsplit_chunks_together(assert_equals_oracle, paged_cache, random, integers, window):
+    """A step with padding after the work list, the split tokens and the tokens of the contexts, as in a graph."""
+    query_lengths, kv_lengths, heads = [7, 30, 0, 3], [1200, 30, 40, 700], ContextHeads(4, 2, 32)
+    cache = paged_cache(kv_lengths, 2, 32, B, torch.float32)
+    if window:
+        for sequence, (new, length) in enumerate(zip(query_lengths, kv_lengths)):
+            cache.give_back(sequence, length - new, window, 0)
+    tile_rows = context_tile_rows(32, 4)
+    most = most_context_work(48, 4, tile_rows, heads, 1200)
+    work_list, part_starts, merged_rows = context_work_list(query_lengths, kv_lengths, tile_rows, most.rows, heads,
+                                                            window)
+    assert len(work_list) == most.rows and len(merged_rows) == 10 < part_starts[-1]
+    padding = most.split - len(merged_rows)
+    query = random(48, 4, 32)
+    query[40:] = torch.nan
+    assert_equals_oracle(
+        "paged_attention_context", query, cache.pool, cache.block_table, integers([0, 7, 37, 37, 40]), cache.kv_lengths,
+        integers(work_list.tolist()), 0.2, window=window, out=torch.full_like(query, torch.nan),
+        part_starts=integers([*part_starts.tolist(), *[int(part_starts[-1])] * padding]),
+        merged_rows=integers([*merged_rows.tolist(), *[0] * padding]), num_partials=most_partials(tile_rows, heads),
+        roundings=2, reduction=1300, dtype=torch.float32)
+
+
 def test_the_work_list_names_every_tile_once_and_the_longest_first():
-    work_list = context_work_list([200, 1, 0, 5], [200, 300, 9, 5], 128, padded_to=6).tolist()
-    assert work_list == [[1, 0], [0, 1], [0, 0], [3, 0], [-1, -1], [-1, -1]]
-    assert context_work_list([], [], 128).shape == (0, WORK_COLUMNS)
+    work_list, part_starts, merged_rows = context_work_list([200, 1, 0, 5], [200, 300, 9, 5], 128, padded_to=6)
+    assert work_list[:, :2].tolist() == [[1, 0], [0, 1], [0, 0], [3, 0], [-1, -1], [-1, -1]]
+    assert (work_list[:4, 2:] == [0, 1, -1]).all() and (part_starts.tolist(), len(merged_rows)) == ([0], 0)
+    assert context_work_list([], [], 128).work_list.shape == (0, WORK_COLUMNS)
 
 
-@given(lengths=st.lists(st.integers(0, 70), max_size=6), more_tokens=st.integers(0, 20),
-       more_contexts=st.integers(0, 2), tile_rows=st.integers(1, 33))
-def test_no_work_list_has_more_rows_than_most_context_tiles(lengths, more_tokens, more_contexts, tile_rows):
-    num_rows = len(context_work_list(lengths, lengths, tile_rows))
-    assert num_rows <= most_context_tiles(sum(lengths) + more_tokens, len(lengths) + more_contexts, tile_rows)
+COUNTS = {"lengths": st.lists(st.tuples(st.integers(0, 70), st.one_of(st.integers(0, 300), st.integers(0, 40_000))),
+                              max_size=6),
+          "tile_rows": st.sampled_from([1, 16, 33, 128]), "kv_heads": st.integers(1, 9), "group": st.integers(1, 9),
+          "resident_programs": st.integers(1, 300), "window": st.sampled_from([None, 1, 700, 5000]),
+          "sink": st.sampled_from([0, 4, 900])}
+
+
+@given(**COUNTS, more_tokens=st.integers(0, 20), more_contexts=st.integers(0, 2))
+def test_no_work_has_more_rows_parts_or_programs_than_planned(lengths, tile_rows, kv_heads, group, resident_programs,
+                                                              window, sink, more_tokens, more_contexts):
+    heads = ContextHeads(kv_heads * group, kv_heads, resident_programs)
+    query_lengths, kv_lengths = [new for new, _ in lengths], [new + cached for new, cached in lengths]
+    work = context_work_list(query_lengths, kv_lengths, tile_rows, heads=heads, window=window, sink=sink)
+    most = most_context_work(sum(query_lengths) + more_tokens, len(lengths) + more_contexts, tile_rows, heads,
+                             max(kv_lengths, default=0))
+    assert len(work.work_list) <= most.rows and len(work.merged_rows) <= most.split
+    assert work.part_starts[-1] <= most_partials(tile_rows, heads)
+    split = work.work_list[work.work_list[:, 4] >= 0]
+    tokens = [min(query_lengths[sequence] - tile * tile_rows, tile_rows) for sequence, tile, *_ in split.tolist()]
+    assert sum(kv_heads * -(-count * group // tile_rows) for count in tokens) <= resident_programs
+
+
+@given(**COUNTS, num_parts=st.sampled_from([None, 1, 2, 7]))
+def test_every_part_of_a_tile_and_every_partial_result_of_a_token_is_there_once(
+        lengths, tile_rows, kv_heads, group, resident_programs, window, sink, num_parts):
+    heads = ContextHeads(kv_heads * group, kv_heads, resident_programs)
+    query_lengths, kv_lengths = [new for new, _ in lengths], [new + cached for new, cached in lengths]
+    work = context_work_list(query_lengths, kv_lengths, tile_rows, 0, heads, window, sink, num_parts)
+    parts = {}
+    for sequence, tile, part, count, partial in work.work_list.tolist():
+        parts.setdefault((sequence, tile, count, partial), []).append(part)
+    assert sorted((sequence, tile) for sequence, tile, *_ in parts) == [
+        (sequence, tile) for sequence, new in enumerate(query_lengths) for tile in range(-(-new // tile_rows))]
+    expected = {}                                          # packed token -> indices of its partial results
+    for (sequence, tile, count, partial), found in parts.items():
+        assert sorted(found) == list(range(count)) and (partial < 0) == (count == 1)
+        for token in range(tile * tile_rows, min((tile + 1) * tile_rows, query_lengths[sequence])) if count > 1 else ():
+            begin = partial + (token - tile * tile_rows) * count
+            expected[sum(query_lengths[:sequence]) + token] = (begin, begin + count)
+    starts = work.part_starts.tolist()
+    assert dict(zip(work.merged_rows.tolist(), zip(starts, starts[1:]))) == expected
+    assert starts == sorted(starts) and len(starts) == len(work.merged_rows) + 1 == len(expected) + 1
+
+
+def test_one_short_chunk_of_a_long_sequence_fills_the_device():
+    """The chunk has 64 tokens after a prefix of 16k tokens; the heads are those of Llama 8B, the device an H100."""
+    heads, computed = ContextHeads(32, 8, 132), 16_384
+    work = context_work_list([64], [computed + 64], 128, heads=heads)
+    programs = len(work.work_list) * 8 * 2                 # 64 tokens of 4 heads are two tiles of queries per kv head
+    assert 0.9 * 132 < programs <= 132
+    with_others = context_work_list([64] + [1] * 40, [computed + 64] + [200] * 40, 128, heads=heads)
+    assert len(with_others.merged_rows) == 64 and with_others.work_list[0, 3] > 4
+    for new, cached, window in ((2048, 0, None), (8192, 0, None), (2048, 16_384, None), (64, 2 * MIN_KEYS_PER_PART - 65,
+                                None), (64, computed, 2 * MIN_KEYS_PER_PART - 1)):
+        assert len(context_work_list([new], [new + cached], 128, heads=heads, window=window).merged_rows) == 0
 
 
 @given(num_tokens=st.integers(0, 300), num_contexts=st.integers(0, 9), tile_rows=st.integers(1, 33))
-def test_some_work_list_has_as_many_rows_as_most_context_tiles(num_tokens, num_contexts, tile_rows):
+def test_some_work_list_has_as_many_rows_as_planned(num_tokens, num_contexts, tile_rows):
     num_sequences = min(num_contexts, num_tokens)
     lengths = [1] * (num_sequences - 1) + [num_tokens - num_sequences + 1] * bool(num_sequences)
-    num_rows = len(context_work_list(lengths, lengths, tile_rows))
-    assert num_rows == most_context_tiles(num_tokens, num_contexts, tile_rows)
+    num_rows = len(context_work_list(lengths, lengths, tile_rows).work_list)
+    assert (num_rows, 0) == most_context_work(num_tokens, num_contexts, tile_rows)
 
 
 @pytest.mark.parametrize("settings", [{}, {"window": 20}, {"window": 20, "sink": 5}, {"window": 20, "slopes": 0.25}])
@@ -291,7 +398,7 @@ def test_uniform_rows_give_a_row_the_same_bits_whatever_the_chunk(run_kernel, pa
         del settings["slopes"]
 
     def attend(start, stop):
-        work_list = torch.from_numpy(context_work_list([stop - start], [stop], 16)).to(query.device)
+        work_list = torch.from_numpy(context_work_list([stop - start], [stop], 16).work_list).to(query.device)
         return run_kernel("paged_attention_context", query[start:stop], cache.pool, cache.block_table,
                           integers([0, stop - start]), integers([stop]), work_list, head_size**-0.5,
                           uniform_rows=16, dots_in_one_order=True, **settings)
@@ -304,7 +411,7 @@ def test_uniform_rows_give_a_row_the_same_bits_whatever_the_chunk(run_kernel, pa
 def test_uniform_rows_compute_what_the_others_do(run_kernel, run_oracle, paged_cache, random, integers, dtype):
     cache = paged_cache([75], 2, 32, B, dtype)
     query = random(40, 4, 32, dtype=dtype)
-    work_list = torch.from_numpy(context_work_list([40], [75], 16)).to(query.device)
+    work_list = torch.from_numpy(context_work_list([40], [75], 16).work_list).to(query.device)
     arguments = (query, cache.pool, cache.block_table, integers([0, 40]), integers([75]), work_list, 32**-0.5)
     got = run_kernel("paged_attention_context", *arguments, uniform_rows=16)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3

@@ -26,6 +26,17 @@ def test_a_sequence_without_parts_stays_as_it_is_and_other_rows_are_not_looked_a
     assert torch.equal(got[1], before[1]) and got.isfinite().all()
 
 
+def test_parts_without_a_key_do_not_count_and_results_go_to_the_given_rows(assert_equals_oracle, random, integers):
+    """More than 16 parts come before the first with a key, so that the kernel reads a whole group without a key."""
+    parts, lse = random(41, 2, 32), random(41, 2)
+    lse[:20], lse[22, 0], lse[40, 1] = -torch.inf, -torch.inf, -torch.inf
+    out = torch.full_like(random(5, 2, 32), torch.nan)
+    got = assert_equals_oracle(
+        "paged_attention_merge", parts, lse, integers([0, 22, 41, 41, 41]), out, integers([3, 1, 0, 0]), reduction=48,
+        dtype=torch.float32)
+    assert got[:, 0, 0].isnan().tolist() == [True, False, True, False, True]
+
+
 def test_merging_parts_equals_attention_in_one_piece(run_kernel, random, integers):
     scores, values = 5 * random(12), random(12, 32)
     parts, lse = [], []

@@ -2,10 +2,10 @@
 
     python count_compilations.py [--every-pair] FOLDER [FOLDER ...]     each FOLDER has a config.json
 
-The program prints a JSON object for each folder, and one with the memory that sampling allocates. The counts include
-variants of fused products. No kernel is compiled or launched: a replacement of Triton's driver pretends that the
-machine has a GPU, and compilations are only counted. The outputs of kernels stay 0, and their `finite` flags are true.
-The process must run without TRITON_INTERPRET, and nothing else in it may use triton.
+The program prints a JSON object for each folder, and one with the memory that sampling and attention allocate. The
+counts include variants of fused products. No kernel is compiled or launched: a replacement of Triton's driver pretends
+that the machine has a GPU, and compilations are only counted. The outputs of kernels stay 0, and their `finite` flags
+are true. The process must run without TRITON_INTERPRET, and nothing else in it may use triton.
 test_no_compilation_while_serving.py runs this program.
 """
 
@@ -21,7 +21,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from batch_manager.attention.interface import GenerationInputs, PackedStep
+from batch_manager.attention.interface import GenerationInputs, LayerAttention, PackedStep
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.models import load_model
@@ -98,7 +98,7 @@ def steps(every_pair):
         for pages in range(1, MAX_PAGES + 1) if has_all else range(1 + batch % 8, MAX_PAGES + 1, 8):
             yield packed_step([1] * batch, [pages * TOKENS_PER_BLOCK] * batch, 0)
         yield packed_step([1] * batch, [whole] + [1] * (batch - 1), 0)
-        for context, cached in ((1, 0), (16, 0), (37, 100)):
+        for context, cached in ((1, 0), (16, 0), (37, 100), (37, 1900)):
             generation = [min(11 * batch, whole)] * batch
             yield packed_step([context] + [1] * batch, [cached + context, *generation], 1)
             yield packed_step([context] * 3, [cached + context] * 3, 3)
@@ -222,6 +222,26 @@ def scratch():
     return found
 
 
+def attention_scratch():
+    """Return (bytes of partial results that a step with split contexts and rows allocates, planned bytes)."""
+    from batch_manager.attention.triton_paged import TritonPagedAttention
+    from batch_manager.triton_kernels.attention_scratch import attention_scratch_bytes
+
+    heads, size, length, taken, zeros = [8, 2, 2], 128, 9000, [], torch.zeros
+    spec = SimpleNamespace(num_heads=8, num_kv_heads=2, head_size=size, num_layers=1,
+                           attention=(LayerAttention(scale=0.1),))
+    attention = TritonPagedAttention(spec, zeros((2, 1, 2, 2, 64, size), dtype=torch.bfloat16))
+    step = packed_step([64, 1, 1, 1], [length] * 4, 1)
+    attention.receive([torch.from_numpy(array) for array in attention.plan(step)])
+    packed = zeros(step.num_tokens, sum(heads), size, dtype=torch.bfloat16)
+    torch.zeros = lambda *size, **more: taken.append(zeros(*size, **more)) or taken[-1]
+    attention.run(0, *packed.split(heads, 1), None)
+    torch.zeros = zeros
+    partial = [tensor.nbytes for tensor in taken if tensor.dtype == torch.float32 and len(tensor)]
+    assert len(partial) == 4
+    return sum(partial), attention_scratch_bytes(3, 8, 2, size, 2, 132)
+
+
 def main(folders, every_pair):
     on_gpu = pretend_to_have_a_gpu()
     for index, folder in enumerate(folders):
@@ -242,7 +262,7 @@ def main(folders, every_pair):
         print(json.dumps({"steps": num_steps, "attention_steps": num_attention_steps, "warm_up": warm_up,
                           "serving": serving, "fused": fused}), flush=True)
         compiled.clear()
-    print(json.dumps({"scratch": scratch()}))
+    print(json.dumps({"scratch": scratch(), "attention_scratch": attention_scratch()}))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from batch_manager.runtime.graph_shapes import MOST_CONTEXTS, StepShape, graph_r
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.runtime.plain_steps import PlainStep
 from batch_manager.sampling_config import SamplingConfig
+from batch_manager.triton_kernels import context_work_list
 from tests.deterministic.differential import CONFIGS, make_checkpoint
 from tests.integration import engine_modes
 from tests.runtime.capture_recorder import Recorder, ReplayedGraph
@@ -30,6 +31,7 @@ from tests.runtime.capture_recorder import Recorder, ReplayedGraph
 SLOTS, BLOCK, BLOCKS = 6, 16, 48
 MIXED = StepShape(8, True, True, 64, MOST_CONTEXTS)
 SHORT, LONG = (1, 40), (90, 127)                  # lengths that attention computes in one part, and in several
+context_work_list.MIN_KEYS_PER_PART = 16          # then attention splits contexts of 32 tokens
 SAMPLED = SlotSetup(SamplingConfig(temperature=0.9, top_k=20, top_p=0.9, random_seed=3))
 
 
@@ -112,6 +114,7 @@ def recordings(backend, steps):
 def recording(backend, steps, expected_shape, first, second):
     shape, one, _ = record(backend, steps, first)
     assert shape == expected_shape, shape
+    has_split_contexts = shape.contexts > 0 and bool(steps.inputs.arrays(shape)["context_starts_0"][-1])
     shape, other, expected = record(backend, steps, second)
     assert shape == expected_shape, shape
     with torch.inference_mode():
@@ -119,6 +122,7 @@ def recording(backend, steps, expected_shape, first, second):
     one.replay()
     found = output(backend, steps, second, shape)
     return {"finding": "recording", "shape": list(shape), "launches": [len(one.entries), len(other.entries)],
+            "merges": list(one.launches).count("_merge_kernel"), "has_split_contexts": has_split_contexts,
             "different": [pair for pair in zip(one.entries, other.entries) if pair[0] != pair[1]][:2],
             "refusals": one.refusals + other.refusals, "replayed": found == expected, "sampled": found[0]}
 

@@ -26,6 +26,7 @@ from batch_manager.runtime.device import Uploads
 from batch_manager.runtime.plain_steps import PlainSteps
 from batch_manager.runtime.step_writer import StepWriter
 from batch_manager.sampling_config import SamplingConfig
+from batch_manager.triton_kernels.context_work_list import ContextTileWork, MostContextTileWork
 from batch_manager.triton_kernels.sample_scratch import BUCKETS
 
 from .lazy_stream import lazily
@@ -48,10 +49,12 @@ class Attention:
         return num_rows
 
     def plan_contexts(self, query_lengths, kv_lengths):
-        return np.stack([np.arange(len(kv_lengths)), query_lengths + kv_lengths], 1).astype(np.int32)
+        count, no_rows = len(kv_lengths), np.zeros(0, np.int32)
+        work = np.stack([np.arange(count), query_lengths + kv_lengths, *np.zeros((3, count))], 1).astype(np.int32)
+        return {None: ContextTileWork(work, np.zeros(1, np.int32), no_rows)}
 
-    def most_context_work(self, num_tokens, num_contexts):
-        return num_contexts, 2
+    def most_context_work(self, num_tokens, num_contexts, max_blocks):
+        return MostContextTileWork(rows=num_contexts, split=0)
 
     def bind(self, generation, contexts):
         self.generation, self.contexts = generation, contexts
@@ -74,7 +77,7 @@ class Runner:
         parts = [self._code(given) + given.work[None][0][:, 1:].sum(1)]
         if contexts is not None:
             starts, count = contexts.query_starts.long(), len(positions) - len(parts[0])
-            code = self._code(contexts) + 5 * contexts.work[:, 1]
+            code = self._code(contexts) + 5 * contexts.work[None][0][:, 1]
             row = torch.bucketize(torch.arange(count), starts[1:], right=True).clamp_(max=len(code) - 1)
             parts.append(code[row] + 11 * contexts.pool_slots + contexts.positions)
         return (torch.cat(parts) + 7 * tokens + 3 * positions).double()[:, None]

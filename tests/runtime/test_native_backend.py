@@ -26,6 +26,7 @@ from batch_manager.runtime import layouts, native_backend
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.steps.output_check import StepOutputCheck
+from batch_manager.triton_kernels.attention_scratch import attention_scratch_bytes
 from batch_manager.triton_kernels.sample_scratch import scratch_bytes
 
 VOCAB, SIZE, BLOCKS, PER_SEQUENCE = 160, 8, 40, 8
@@ -386,14 +387,18 @@ def test_everything_is_launched_on_the_stream_of_the_backend(checkpoint, monkeyp
     assert len(entered) == in_warm_up + 2 and set(entered) == {"the stream"}
 
 
-def test_what_kernels_sample_in_is_set_aside(checkpoint, monkeypatch):
+def test_what_kernels_sample_and_attend_in_is_set_aside(checkpoint, monkeypatch):
     set_aside, plan = [], native_backend.plan_memory
     monkeypatch.setattr(native_backend, "plan_memory", lambda *args, **facts: (
         set_aside.append(facts["step_bytes"]) or plan(*args, **facts)))
     for by_kernels in (False, True):
         monkeypatch.setattr(native_backend, "use_triton", lambda _, by_kernels=by_kernels: by_kernels)
         build(checkpoint, max_batch_size=7).close()
-    assert set_aside[1] - set_aside[0] == scratch_bytes(7, VOCAB, 4) > 7 * 2048 * 4
+    assert scratch_bytes(7, VOCAB, 4) > 7 * 2048 * 4
+    config = checkpoint[1].config
+    of_attention = attention_scratch_bytes(7, config.num_attention_heads, config.num_key_value_heads,
+                                           config.hidden_size // config.num_attention_heads, 4, 132)
+    assert set_aside[1] - set_aside[0] == scratch_bytes(7, VOCAB, 4) + of_attention
 
 
 def test_the_warm_up_samples_from_logits_of_each_dtype_that_serving_has(checkpoint, monkeypatch):

@@ -47,6 +47,9 @@ def test_two_batches_of_a_shape_launch_the_same_and_a_replay_of_one_gives_the_ot
         one, other = recording["launches"]
         assert one == other > 20
         assert recording["replayed"] and min(recording["sampled"]) >= 0
+        _, is_split, _, _, contexts = recording["shape"]
+        assert recording["merges"] == is_split + (contexts > 0)
+        assert recording["has_split_contexts"] == (contexts > 0)
 
 
 @pytest.mark.parametrize("samples, most", [(False, 6), (True, 8)])

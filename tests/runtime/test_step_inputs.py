@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from batch_manager.runtime.device import ALIGNMENT, Uploads
 from batch_manager.runtime.graph_shapes import StepShape
 from batch_manager.runtime.step_inputs import StepInputs
+from batch_manager.triton_kernels.context_work_list import MostContextTileWork
 
 CPU, MOST_ROWS, MOST_TOKENS, MOST_CONTEXTS = torch.device("cpu"), 24, 40, 5
 LARGEST = [StepShape(MOST_ROWS, True, True), StepShape(MOST_ROWS, True, True, MOST_TOKENS, MOST_CONTEXTS)]
@@ -22,8 +23,8 @@ class Attention:
     def most_parts(self, num_rows, max_blocks):
         return 3 * num_rows + max_blocks
 
-    def most_context_work(self, num_tokens, num_contexts):
-        return num_tokens + num_contexts, 2
+    def most_context_work(self, num_tokens, num_contexts, max_blocks):
+        return MostContextTileWork(num_tokens + num_contexts + max_blocks, num_tokens // 20)     # 0: no tile is split
 
 
 def make(largest=LARGEST):
@@ -43,12 +44,16 @@ def arrays_of(step):
     else:
         there |= {"table_rows": torch.cat([attention.table_rows, contexts.table_rows]),
                   "input_tokens": step.input_tokens, "pool_slots": contexts.pool_slots, "logits_rows": step.logits_rows,
-                  "query_starts": contexts.query_starts, "context_work": contexts.work}
+                  "query_starts": contexts.query_starts}
         assert contexts.positions.tolist() == step.positions[rows:].tolist()
         assert contexts.kv_lengths.tolist() == step.sampled_positions[rows:].tolist()
     for index, window in enumerate(Attention.windows):
         work, starts = attention.work[window]
         there |= {f"work_{index}": work} | ({} if starts is None else {f"starts_{index}": starts})
+        if contexts is not None:
+            work, starts, merged_rows = contexts.work[window]
+            there |= {f"context_work_{index}": work}
+            there |= {} if starts is None else {f"context_starts_{index}": starts, f"merged_rows_{index}": merged_rows}
     return there
 
 
@@ -64,11 +69,15 @@ def test_what_is_written_arrives_at_addresses_that_the_shape_gives(shapes, seed)
             array[...] = 0
         given, rows = inputs.tensors(shape), shape.rows
         there = arrays_of(given)
-        assert written.keys() - there.keys() == (set() if shape.is_split else {"starts_0", "starts_1"})
+        unused = set() if shape.is_split else {"starts_0", "starts_1"}
+        if 0 < shape.context_tokens < 20:
+            unused |= {f"{name}_{index}" for name in ("context_starts", "merged_rows") for index in (0, 1)}
+        assert written.keys() - there.keys() == unused
         for name, tensor in there.items():
             assert np.array_equal(tensor.numpy(), written[name]), name
         for tensor in (given.slots, given.positions, given.sampled_positions, given.table_entries, given.table_blocks,
-                       *([given.input_tokens, given.logits_rows, given.contexts.work] if given.contexts else [])):
+                       *([given.input_tokens, given.logits_rows] if given.contexts else []),
+                       *(given.contexts.work[None][:1] if given.contexts else [])):
             assert (tensor.data_ptr() - inputs._buffer.data_ptr()) % ALIGNMENT == 0
         assert given.results.shape == (4, shape.num_sampled) and given.results.is_contiguous()
         assert given.context_sums.shape == (shape.context_tokens,)

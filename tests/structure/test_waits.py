@@ -26,6 +26,7 @@ ALLOWED: dict[str | tuple[str, str], str] = {
                      ("batch_manager/models/falcon.py", "Falcon.read_spec"),
                      "batch_manager/models/transformers/load_check.py",
                      "batch_manager/models/transformers/mask_reading.py"], LOADING),
+    "triton_kernels/interpreter.py": "runs in the interpreter, whose values are NumPy arrays",
     ("batch_manager/decoding/logits_return.py", "context_logits"):
         "the logits of a prompt may be too large for the device, which computes and returns them in pieces",
     ("batch_manager/decoding/decoder.py", "GptDecoder.sample_largest"): "for compiled steps, which run on a CPU",

@@ -13,14 +13,13 @@ Shapes      query                    [T, HQ, D]   T packed tokens of C sequences
                                                         to another sequence.
             cu_seqlens               [C + 1] int32   sequence c owns query rows cu_seqlens[c] .. cu_seqlens[c + 1] - 1
             kv_lengths               [C] int32   keys of each sequence, including those of this step
-            work_list                [W, 2] int32   from `context_work_list`, on the queries' device; row (c, m) is the
-                                                    m-th tile of new tokens of sequence c, with as many tokens
-                                                    as a tile of queries has rows; (-1, -1) is padding.
-                                                    Ignored by the oracle.
+            work_list                [W, 5] int32   from `context_work_list`; ignored by the oracle
             slots                    [C] int32   row of block_table for each sequence; None: row c
             out                      [T, HQ, D]   None: allocated
             alibi_slopes             [HQ] float32   None: no ALiBi bias
             sink_logits              [HQ] float32   None: no extra score
+            part_starts              [S + 1] int32   from `context_work_list`; ignored by the oracle
+            merged_rows              [S] int32   likewise
 Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
             softcap: replace scores by softcap * tanh(scores / softcap), before the mask; None: no cap.
             alibi_slopes: add f(key position) - f(query position) to scores, after the cap and before the mask, with
@@ -30,7 +29,7 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
             sink: number of first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); ignored
             without a window. Positions are absolute: a key is rotated once, by its position, when it is written to the
             pool. It is not rotated again when tokens between it and the query leave the window.
-            uniform_rows: ignored by the oracle.
+            uniform_rows, num_partials: ignored by the oracle.
 Mutates     out, rows below cu_seqlens[C]. Later rows (generation, padding) are neither read nor written.
 Returns     out.
 Needs       pages with a visible key hold finite numbers for all B tokens: zero the pool once.
@@ -42,6 +41,7 @@ import torch
 def paged_attention_context(
     query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None, sink=0,
     uniform_rows=None, softcap=None, alibi_slopes=None, alibi_bfloat16_factor=None, sink_logits=None,
+    part_starts=None, merged_rows=None, num_partials=0,
 ):
     """Attend from several tokens per sequence. See the module docstring for shapes."""
     num_heads, head_size = query.shape[1:]

@@ -8,6 +8,8 @@ Shapes      partial_out              [P, HQ, D] float32   P partial results of H
             partial_lse              [P, HQ] float32   base-2 logarithm of this sum
             part_starts              [S + 1] int32   ascending
             out                      [S, HQ, D]
+            merged_rows              [S] int32   row of out for each sequence, with out of any length; None: row s
+Needs       one partial_lse of each sequence and head that is not -inf. A partial result with -inf does not count.
 Mutates     out, except for sequences without partial results.
 Returns     out.
 """
@@ -15,7 +17,7 @@ Returns     out.
 import torch
 
 
-def paged_attention_merge(partial_out, partial_lse, part_starts, out):
+def paged_attention_merge(partial_out, partial_lse, part_starts, out, merged_rows=None):
     """Compute the weighted mean of the parts. See the module docstring for shapes."""
     starts = part_starts.tolist()
     for sequence, (begin, end) in enumerate(zip(starts, starts[1:])):
@@ -24,5 +26,6 @@ def paged_attention_merge(partial_out, partial_lse, part_starts, out):
         lse = partial_lse[begin:end]
         weight = torch.exp2(lse - lse.amax(0))
         weight = weight / weight.sum(0)
-        out[sequence] = (weight[..., None] * partial_out[begin:end]).sum(0)
+        row = sequence if merged_rows is None else int(merged_rows[sequence])
+        out[row] = (weight[..., None] * partial_out[begin:end]).sum(0)
     return out

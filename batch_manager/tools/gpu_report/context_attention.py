@@ -1,4 +1,7 @@
-"""G2, G2b: context attention, compared with a matrix product and with a peer."""
+"""G2, G2b: context attention, compared with a matrix product and with a peer.
+
+Two more records of G2 compare attention in parts with unsplit attention.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -21,6 +24,33 @@ def run(bench: Bench) -> Iterator[Record]:
         for length in LENGTHS:
             bench.require(5)
             yield from _one(bench, heads, length, *goals)
+    if bench.wants("G2"):
+        bench.require(4)
+        yield from _of_a_short_chunk(bench)
+
+
+def _of_a_short_chunk(bench: Bench) -> Iterator[Record]:
+    """Compare attention with the engine's parts with unsplit attention, for a chunk of 64 tokens after 16,320 others.
+
+    The goal of G2 is for whole prompts, so the records are not judged.
+    """
+    for heads in (WIDE, NARROW)[: bench.pick(2, 1)]:
+        if bench.is_dry:
+            sequences = PagedSequences(bench, TINY, np.array([40]), new_tokens=3, tokens_per_block=16)
+        else:
+            sequences = PagedSequences(bench, heads, np.array([16384]), new_tokens=64)
+        rates = []
+        for num_parts in (bench.pick(None, 2), 1):
+            launch = sequences.context(num_parts=num_parts)
+            if (error := sequences.context_error(launch)) > bench.allowed_error:
+                yield Record("G2", "a short chunk", status=FAILED,
+                             note=f"the result is wrong: relative error {error:.2g}, heads of {heads.size}")
+                return
+            timing = bench.clock.time(launch, launches=LAUNCHES, repeats=REPEATS)
+            rates.append((sequences.causal_operations / timing.median / 1e12, timing.spread))
+        (split, spread), (unsplit, _) = rates
+        yield Record("G2", f"64 tokens after 16,320 others, heads of {heads.size}", split, unsplit, "TFLOP/s", spread,
+                     judged=False, note="split keys against unsplit keys")
 
 
 def _one(bench: Bench, heads: Heads, length: int, against_matrix: str | None, against_peer: str) -> Iterator[Record]:

@@ -155,6 +155,13 @@ def _context(bench: Bench) -> float:
     return sequences.context_error(sequences.context())
 
 
+def _context_in_parts(bench: Bench) -> float:
+    lengths = bench.pick(np.array([16000, 300]), np.array([40, 9]))
+    sequences = PagedSequences(bench, bench.pick(Heads(8, 4, 128), Heads(1, 2, 16)), lengths,
+                               new_tokens=bench.pick(64, 5), tokens_per_block=bench.pick(64, 16))
+    return sequences.context_error(sequences.context(num_parts=bench.pick(None, 2)))
+
+
 def _merge(bench: Bench) -> float:
     heads, size = bench.pick((32, 128), (2, 16))
     starts = bench.tensor(np.array([0, 3, 20, 22]), torch.int32)
@@ -256,7 +263,8 @@ CHECKS: dict[str, Callable[[Bench], float]] = {
     "rope_kv_append": _rope_kv_append, "deterministic_linear": _deterministic_linear,
     "fused_linear": _fused_linear,
     "paged_attention_decode": _decode, "paged_attention_decode in parts": _decode_in_parts,
-    "paged_attention_merge": _merge, "paged_attention_context": _context, "sample_token": _sample_token,
+    "paged_attention_merge": _merge, "paged_attention_context": _context,
+    "paged_attention_context in parts": _context_in_parts, "sample_token": _sample_token,
     "prepare_step": _prepare_step,
     "philox": _philox, "token_penalties": _token_penalties, "ban_ngrams": _ban_ngrams, "ban_words": _ban_words,
     "match_stop_words": _match_stop_words, "token_bitmask": _token_bitmask, "beam_topk": _beam_topk,

@@ -9,7 +9,7 @@ import torch
 from ...triton_kernels.context_work_list import context_tile_rows, context_work_list
 from ...triton_kernels.decode_work_list import decode_work_list
 from ...triton_kernels.device_limits import device_limits
-from ...triton_kernels.paged_attention_context import paged_attention_context
+from ...triton_kernels.paged_attention_context import context_heads, paged_attention_context
 from ...triton_kernels.paged_attention_decode import decode_settings, paged_attention_decode
 from ...triton_kernels.reference.paged_attention_context import paged_attention_context as context_oracle
 from ...triton_kernels.reference.paged_attention_decode import paged_attention_decode as decode_oracle
@@ -106,9 +106,9 @@ class PagedSequences:
 
     def decode(self, resident_programs: int | None = None, pages_per_part: int | None = None,
                ) -> Callable[[int], torch.Tensor]:
-        """Return a launch (number) -> output of decode attention on layer `number`, with an engine's work list.
+        """Return a function (number) -> output that runs decode attention on layer `number`, as an engine does.
 
-        The launch also appends the newest keys and values to the layer.
+        The function also appends the newest keys and values to the layer.
 
         resident_programs, pages_per_part   arguments of `decode_work_list`; None: those of an engine
         """
@@ -124,17 +124,25 @@ class PagedSequences:
             self.query, self.key, self.value, self.layer(number), self.block_table, self.kv_lengths, work, starts,
             self.heads.scale, out=self.out, **self.tables)
 
-    def context(self, tile_rows: int | None = None) -> Callable[[int], torch.Tensor]:
-        """Return a launch (number) -> output of context attention on layer `number`, with an engine's work list.
+    def context(self, tile_rows: int | None = None, num_parts: int | None = None) -> Callable[[int], torch.Tensor]:
+        """Return a function (number) -> output that runs context attention on layer `number`, as an engine does.
 
         tile_rows   rows of a tile of queries; None: those of an engine
+        num_parts   number of parts of each tile's keys; None: those of an engine
         """
+        block, size = self.pool.shape[4:]
         rows = tile_rows or context_tile_rows(self.heads.size, self.pool.element_size())
-        queries = np.full(len(self.lengths), self.new_tokens)
-        work = torch.from_numpy(context_work_list(queries, self.lengths, rows)).to(self.query.device)
+        heads = context_heads(self.heads.query, self.heads.kv, size, self.pool.element_size(), block,
+                              device_limits())
+        work_list, part_starts, merged_rows = (torch.from_numpy(array).to(self.query.device) for array in (
+            context_work_list(np.full(len(self.lengths), self.new_tokens), self.lengths, rows, heads=heads,
+                              num_parts=num_parts)))
+        parts = {}
+        if len(merged_rows):
+            parts = {"part_starts": part_starts, "merged_rows": merged_rows, "num_partials": int(part_starts[-1])}
         return lambda number: paged_attention_context(
-            self.query, self.layer(number), self.block_table, self.cu_seqlens, self.kv_lengths, work, self.heads.scale,
-            out=self.out)
+            self.query, self.layer(number), self.block_table, self.cu_seqlens, self.kv_lengths, work_list,
+            self.heads.scale, out=self.out, **parts)
 
     def decode_error(self, launch: Callable[[int], torch.Tensor]) -> float:
         """Run the launch on layer 0, and return its relative error on a few sequences. The oracle uses float64.

@@ -54,7 +54,7 @@ SECTIONS = (
     Section("denominators", denominators.run, 10, needed_by=(*FAMILIES, SETTINGS)),
     Section("correctness", correctness.run, 60, needed_by=FAMILIES),
     Section("decode attention", decode_attention.run, 30, ("G1", "G1b", "G1c")),
-    Section("context attention", context_attention.run, 20, ("G2", "G2b")),
+    Section("context attention", context_attention.run, 25, ("G2", "G2b")),
     Section("8B decode steps", decode_steps.run_large, 70, ("G3",)),
     Section("small decode steps", decode_steps.run_small, 42, ("G3b",)),
     Section("idle time", idle.run, 50, ("G4", "G8")),

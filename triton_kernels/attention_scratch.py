@@ -1,0 +1,24 @@
+"""Computes the size of the scratch memory of paged attention, without importing triton, for the memory plan.
+
+The scratch memory holds the partial results of split sequences, in decode attention, and of split tiles of queries, in
+context attention. The launchers allocate it in each layer, so that the layers share it.
+"""
+
+from .context_work_list import ContextHeads, context_tile_rows, most_partials
+from .decode_work_list import most_parts
+
+# Programs that a multiprocessor runs at the same time, at most; see `decode_settings` and `context_heads`.
+MOST_DECODE_PROGRAMS, MOST_CONTEXT_PROGRAMS = 4, 2
+FLOAT32_BYTES = 4
+
+
+def attention_scratch_bytes(num_rows: int, num_heads: int, num_kv_heads: int, head_size: int, element_size_bytes: int,
+                            multiprocessors: int) -> int:
+    """Return an upper estimate of the bytes of partial results of a step with `num_rows` generation rows.
+
+    multiprocessors   number of multiprocessors of the device
+    """
+    heads = ContextHeads(num_heads, num_kv_heads, MOST_CONTEXT_PROGRAMS * multiprocessors)
+    of_contexts = most_partials(context_tile_rows(head_size, element_size_bytes), heads)
+    of_rows = most_parts(num_rows, None, num_kv_heads, MOST_DECODE_PROGRAMS * multiprocessors)
+    return (of_contexts + of_rows) * num_heads * (head_size + 1) * FLOAT32_BYTES      # a result and a logarithm
