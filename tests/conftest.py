@@ -65,6 +65,7 @@ LONGEST_FILES = (
     "own_models/test_own_models.py",
     "property/test_kv_and_scheduling.py",
     "kernels/test_argument_sets.py",
+    "kernels/test_pretended_gpu.py",
 )
 
 # The suite tries the same examples every time. Campaigns look for new ones.
