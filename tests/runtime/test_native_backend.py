@@ -23,6 +23,7 @@ from batch_manager.handover import (
 from batch_manager.models.registry import find_model
 from batch_manager.names import ErrorCode
 from batch_manager.runtime import layouts, native_backend
+from batch_manager.runtime.graph_shapes import MOST_CONTEXTS
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.steps.output_check import StepOutputCheck
@@ -387,13 +388,36 @@ def test_everything_is_launched_on_the_stream_of_the_backend(checkpoint, monkeyp
 
 
 def test_what_kernels_sample_in_is_set_aside(checkpoint, monkeypatch):
-    set_aside, plan = [], native_backend.plan_memory
-    monkeypatch.setattr(native_backend, "plan_memory", lambda *args, **facts: (
-        set_aside.append(facts["step_bytes"]) or plan(*args, **facts)))
+    set_aside = step_bytes_of(monkeypatch)
     for by_kernels in (False, True):
         monkeypatch.setattr(native_backend, "use_triton", lambda _, by_kernels=by_kernels: by_kernels)
         build(checkpoint, max_batch_size=7).close()
     assert set_aside[1] - set_aside[0] == scratch_bytes(7, VOCAB, 4) > 7 * 2048 * 4
+
+
+@pytest.mark.parametrize("layout, most_tokens", [(layouts.fused, 32 + 128), (layouts.split, 24)])
+def test_the_memory_of_the_largest_graph_is_set_aside(checkpoint, monkeypatch, layout, most_tokens):
+    """All graphs use the memory of the largest one, which is that of a step with its tokens and rows of logits.
+
+    An engine for 20 sequences and 100 tokens captures generation steps of up to 24 rows. With the layout `fused`, it
+    also captures steps with contexts, of up to 32 generation rows and 128 context tokens.
+    """
+    set_aside = step_bytes_of(monkeypatch)
+    monkeypatch.setattr(native_backend.NativeBackend, "capture_graphs", lambda backend: None)
+    for captures in (False, True):
+        monkeypatch.setattr(native_backend, "may_capture", lambda *given, captures=captures: captures)
+        build(checkpoint, layout=layout, num_slots=20, max_batch_size=7, max_num_tokens=100).close()
+    spec = native_backend.load_model(checkpoint[0], device=torch.device("cpu"), dtype="float32").spec
+    expected = native_backend.step_bytes(spec, torch.float32, most_tokens, 24 + MOST_CONTEXTS, on_triton=False)
+    assert set_aside[1] - set_aside[0] == expected > 24 * VOCAB * 4
+
+
+def step_bytes_of(monkeypatch):
+    """Return a list to which each engine that is built appends the bytes that it sets aside for steps."""
+    set_aside, plan = [], native_backend.plan_memory
+    monkeypatch.setattr(native_backend, "plan_memory", lambda *args, **facts: (
+        set_aside.append(facts["step_bytes"]) or plan(*args, **facts)))
+    return set_aside
 
 
 def test_the_warm_up_samples_from_logits_of_each_dtype_that_serving_has(checkpoint, monkeypatch):
