@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import contextlib
 import gc
+import sys
 import threading
 import time
 from pathlib import Path
@@ -105,6 +106,23 @@ def objects_of_modules_are_not_collected():
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cuda_is_started():
+    """Start CUDA before the first test, if the collected tests have imported torch. See harness/gpu.py."""
+    if "torch" in sys.modules:
+        from tests.harness.gpu import start_cuda
+
+        start_cuda()
+
+
+@pytest.fixture(autouse=os.environ.get("BATCH_MANAGER_GPU_REHEARSAL") == "1")
+def rehearsal_of_gpu_tests():
+    from tests.harness.gpu import rehearsal
+
+    with rehearsal():
+        yield
 
 
 def open_files() -> set[str]:

@@ -106,8 +106,10 @@ def answer(responses):
             "finals": sum(response.final for response in responses)}
 
 
-def run(folder, mode):
+def run(folder, mode, device="cpu", **more):
     """Run the engine in a mode with the mode's requests. Return the results as JSON data.
+
+    more   options of the engine in addition to those of the mode
 
     They are the mode, what runs the kernels ("dispatch": "triton" or "torch"), the answer to each request, and the
     maxima of statistics that show whether the mode took effect.
@@ -117,12 +119,13 @@ def run(folder, mode):
     kv = KvCacheConfig(tokens_per_block=16, max_tokens=16 * pool,
                        **{name: options.pop(name) for name in kv_names if name in options})
     static = options.get("model_type") is TrtGptModelType.V1
-    with contextlib.nullcontext() if mode in WARMED_UP else mock.patch.object(NativeBackend, "warm_up"):
+    has_warm_up = mode in WARMED_UP or device != "cpu"
+    with contextlib.nullcontext() if has_warm_up else mock.patch.object(NativeBackend, "warm_up"):
         world = build_world(
             client=Arrivals(make_requests(mode)), model_path=checkpoint(folder, 2 if mode == "plain" else 1),
-            policy=SchedulerPolicy.GUARANTEED_NO_EVICT, device="cpu", dtype="float32", num_threads=1,
+            policy=SchedulerPolicy.GUARANTEED_NO_EVICT, device=device, dtype="float32", num_threads=1,
             cpu_compile=False, max_batch_size=4, max_num_tokens=48, enable_chunked_context=not static,
-            kv_cache_config=kv, exclude_input=True, **options)
+            kv_cache_config=kv, exclude_input=True, **options, **more)
     try:
         world.run(MOST_ITERATIONS)
     finally:
