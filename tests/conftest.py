@@ -32,6 +32,7 @@ LONGEST_FILES = (
     "soak/test_soak.py",
     "integration/test_reuse_and_windows.py",
     "integration/test_same_tokens_as_transformers.py",
+    "runtime/test_gpu_rehearsal.py",
     "kernels/test_ahead_of_time.py",
     "run_ahead/test_run_ahead.py",
     "revived/test_revived.py",

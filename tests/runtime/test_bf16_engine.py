@@ -13,8 +13,10 @@ import pytest
 from batch_manager import InferenceRequest, KvCacheConfig
 from batch_manager.runtime import fused_step, graphs
 from batch_manager.runtime.native_backend import NativeBackend
+from tests.deterministic.differential import CONFIGS, make_checkpoint
 from tests.harness.gpu import GPU, IS_REHEARSAL, in_torch, needs_gpu
 from tests.harness.world import build_world
+from tests.integration import engine_modes
 
 SMALL_MODEL = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
 PROMPTS = ["It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want "
@@ -22,56 +24,65 @@ PROMPTS = ["It is a truth universally acknowledged, that a single man in possess
            "neighbourhood, this truth is so well fixed in the minds of the surrounding families",
            "Emma smiled, and", "The evening was", "She had been", "Mr. Darcy drew his chair a little towards her"]
 NEW_TOKENS = 24
-if IS_REHEARSAL:                # interpreted kernels take a second per step
-    PROMPTS, NEW_TOKENS = PROMPTS[1:3], 3
 ALLOWED_ERROR = 0.03            # relative norm of a request's logits; each layer rounds to 8 bits
 LEAST_AGREEMENT = 0.95          # least share of equal argmax tokens, while both engines have the same input tokens
 
 
 DEVICES = ["cpu", pytest.param(GPU, marks=[pytest.mark.gpu, needs_gpu], id="cuda")]
 TWO_BYTES = "float16" if IS_REHEARSAL else "bfloat16"           # products in bfloat16 are wrong in Triton's interpreter
-LOG_PROB_ERROR = 0.15           # largest error of a log-prob; torch in bfloat16 on a CPU has 0.033, and 0.009 on average
+LOG_PROB_ERROR = 0.15           # largest error of a log-prob; torch in bfloat16 on a CPU has 0.033, on average 0.009
 MEAN_LOG_PROB_ERROR = 0.03
 
 
-def requests_of(client, **options):
-    """Give the client greedy requests for NEW_TOKENS tokens each, with these options."""
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Return (folder of a model, prompts as token ids): in a rehearsal, a model of one layer with random weights."""
+    if IS_REHEARSAL:
+        CONFIGS["llama"] |= engine_modes.SMALL | {"num_hidden_layers": 1}
+        return make_checkpoint("llama", tmp_path_factory.mktemp("model")), [[5, 9, 3], [7, 8, 21, 2, 40], [11]]
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(str(SMALL_MODEL / "tokenizer.json"))
+    return SMALL_MODEL, [tokenizer.encode(prompt).ids for prompt in PROMPTS]
+
+
+def requests_of(client, prompts, **options):
+    """Give the client greedy requests for NEW_TOKENS tokens each, with these options."""
     client.pending = [InferenceRequest(number, {
-        "input_ids": tokenizer.encode(prompt).ids, "request_output_len": NEW_TOKENS, "end_id": -1, **options})
-        for number, prompt in enumerate(PROMPTS)]
+        "input_ids": prompt, "request_output_len": NEW_TOKENS, "end_id": -1, **options})
+        for number, prompt in enumerate(prompts)]
     return client
 
 
-ENGINE = {"model_path": SMALL_MODEL, "enable_chunked_context": True, "max_num_tokens": 48,
+ENGINE = {"enable_chunked_context": True, "max_num_tokens": 48, "max_batch_size": 8,
           "kv_cache_config": KvCacheConfig(max_tokens=1024, tokens_per_block=16)}
 
 
-def finals_of(client):
-    finals = [client.final(number) for number in range(len(PROMPTS))]
+def finals_of(client, prompts):
+    finals = [client.final(number) for number in range(len(prompts))]
     assert [final.error for final in finals] == [""] * len(finals)
     return finals
 
 
-def serve(make_manager, new_client, **options):
+def serve(make_manager, new_client, model, **options):
     """Return (tokens, context logits, generation logits) of greedy requests that are served together."""
-    client = requests_of(new_client(), return_context_logits=True, return_generation_logits=True)
-    make_manager(client, manager_options={"exclude_input_in_output": True}, **ENGINE, **options)
-    client.wait_for_finals(*range(len(PROMPTS)))
+    folder, prompts = model
+    client = requests_of(new_client(), prompts, return_context_logits=True, return_generation_logits=True)
+    make_manager(client, model_path=folder, manager_options={"exclude_input_in_output": True}, **ENGINE, **options)
+    client.wait_for_finals(*range(len(prompts)))
     return [(final.tokens(), final.tensors["context_logits"][0], final.tensors["generation_logits"][0, 0])
-            for final in finals_of(client)]
+            for final in finals_of(client, prompts)]
 
 
-def serve_plain_steps(new_client, **options):
+def serve_plain_steps(new_client, model, **options):
     """Return (tokens, log-probs) of greedy requests that ask for log-probs only, so that their steps are plain."""
-    world = build_world(client=requests_of(new_client(), return_log_probs=True), exclude_input=True, **ENGINE,
-                        **options)
+    folder, prompts = model
+    world = build_world(client=requests_of(new_client(), prompts, return_log_probs=True), model_path=folder,
+                        exclude_input=True, **ENGINE, **options)
     try:
         world.run(200)
     finally:
         world.backend.close()
-    return [(final.tokens(), final.tensors["output_log_probs"][0, 0]) for final in finals_of(world.client)]
+    return [(final.tokens(), final.tensors["output_log_probs"][0, 0]) for final in finals_of(world.client, prompts)]
 
 
 def error(mine, theirs):
@@ -85,10 +96,10 @@ def shared_length(tokens, others):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_bfloat16_is_float32_up_to_its_rounding(make_manager, new_client, device):
+def test_bfloat16_is_float32_up_to_its_rounding(make_manager, new_client, model, device):
     with in_torch():
-        exact = serve(make_manager, new_client, device="cpu", dtype="float32")
-    rounded = serve(make_manager, new_client, device=device, dtype=TWO_BYTES)
+        exact = serve(make_manager, new_client, model, device="cpu", dtype="float32")
+    rounded = serve(make_manager, new_client, model, device=device, dtype=TWO_BYTES)
     same, compared, generated = 0, 0, 0
     for (tokens, context, generation), (their_tokens, their_context, their_generation) in zip(rounded, exact):
         assert error(context, their_context) < ALLOWED_ERROR
@@ -114,14 +125,14 @@ def assert_same_up_to_rounding(found, expected):
     assert errors.max() < LOG_PROB_ERROR and errors.mean() < MEAN_LOG_PROB_ERROR, (errors.max(), errors.mean())
 
 
-def test_plain_steps_on_a_cpu_in_bfloat16_are_those_in_float32_up_to_rounding(new_client):
-    exact = serve_plain_steps(new_client, device="cpu", dtype="float32")
-    assert_same_up_to_rounding(serve_plain_steps(new_client, device="cpu", dtype="bfloat16"), exact)
+def test_plain_steps_on_a_cpu_in_bfloat16_are_those_in_float32_up_to_rounding(new_client, model):
+    exact = serve_plain_steps(new_client, model, device="cpu", dtype="float32")
+    assert_same_up_to_rounding(serve_plain_steps(new_client, model, device="cpu", dtype="bfloat16"), exact)
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_plain_steps_launched_one_by_one_fused_and_as_graphs_are_the_same_up_to_rounding(new_client, monkeypatch):
+def test_plain_steps_one_by_one_fused_and_as_graphs_are_the_same_up_to_rounding(new_client, model, monkeypatch):
     """On one GPU in bfloat16, launches without fused products, with them, and replayed graphs give the same results.
 
     Each also gives the results of float32 on the CPU.
@@ -134,15 +145,15 @@ def test_plain_steps_launched_one_by_one_fused_and_as_graphs_are_the_same_up_to_
     monkeypatch.setattr(fused_step.FusedStep, "run", counted("fused", run))
     monkeypatch.setattr(graphs.CapturedGraph, "replay", counted("replayed", replay))
     with in_torch():
-        exact = serve_plain_steps(new_client, device="cpu", dtype="float32")
+        exact = serve_plain_steps(new_client, model, device="cpu", dtype="float32")
     assert not counts
     with monkeypatch.context() as without_fusion:
         without_fusion.setattr(NativeBackend, "fuse_steps", lambda *given: None)
-        separate = serve_plain_steps(new_client, device=GPU, dtype=TWO_BYTES)
+        separate = serve_plain_steps(new_client, model, device=GPU, dtype=TWO_BYTES)
     assert not counts
-    fused = serve_plain_steps(new_client, device=GPU, dtype=TWO_BYTES)
+    fused = serve_plain_steps(new_client, model, device=GPU, dtype=TWO_BYTES)
     assert counts["fused"] >= NEW_TOKENS - 1 and not counts["replayed"]
-    replayed = serve_plain_steps(new_client, device=GPU, dtype=TWO_BYTES, cuda_graphs=True)
+    replayed = serve_plain_steps(new_client, model, device=GPU, dtype=TWO_BYTES, cuda_graphs=True)
     assert counts["replayed"] >= NEW_TOKENS - 1
     for found in (separate, fused, replayed):
         assert_same_up_to_rounding(found, exact)
