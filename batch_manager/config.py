@@ -35,7 +35,9 @@ class KvCacheConfig:
                                cache
     enable_partial_reuse       also reuse a cached block of which only the first tokens match the prompt. The engine
                                copies the block if another request uses it or another cached block follows it
-    tokens_per_block           8, 16, 32, 64, 128 or 256; every context chunk but the last is a multiple of it
+    tokens_per_block           8, 16, 32, 64, 128 or 256; every context chunk but the last is a multiple of it. A GPU
+                               with Triton's kernels refuses 8, and blocks too large for its shared memory, such as 256
+                               tokens of float32 in heads of 256 entries
     host_cache_size            bytes of host memory, pinned for a GPU, for reusable blocks evicted from the pool
     """
 

@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import contextlib
 import gc
+import sys
 import threading
 import time
 from pathlib import Path
@@ -31,6 +32,7 @@ LONGEST_FILES = (
     "soak/test_soak.py",
     "integration/test_reuse_and_windows.py",
     "integration/test_same_tokens_as_transformers.py",
+    "runtime/test_gpu_rehearsal.py",
     "kernels/test_ahead_of_time.py",
     "run_ahead/test_run_ahead.py",
     "revived/test_revived.py",
@@ -65,6 +67,7 @@ LONGEST_FILES = (
     "own_models/test_own_models.py",
     "property/test_kv_and_scheduling.py",
     "kernels/test_argument_sets.py",
+    "kernels/test_pretended_gpu.py",
 )
 
 # The suite tries the same examples every time. Campaigns look for new ones.
@@ -104,6 +107,23 @@ def objects_of_modules_are_not_collected():
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cuda_is_started():
+    """Start CUDA before the first test, if the collected tests have imported torch. See harness/gpu.py."""
+    if "torch" in sys.modules:
+        from tests.harness.gpu import start_cuda
+
+        start_cuda()
+
+
+@pytest.fixture(autouse=os.environ.get("BATCH_MANAGER_GPU_REHEARSAL") == "1")
+def rehearsal_of_gpu_tests():
+    from tests.harness.gpu import rehearsal
+
+    with rehearsal():
+        yield
 
 
 def open_files() -> set[str]:

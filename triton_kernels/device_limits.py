@@ -13,11 +13,14 @@ class DeviceLimits(NamedTuple):
     multiprocessors      number of multiprocessors
     operands_in_shared   whether matrix instructions read operands from shared memory (sm_90 to sm_11x); otherwise from
                          registers, which then limit the size of a tile
+    rows_pass_shared     whether query rows and attention weights take room in shared memory on their way to a matrix
+                         instruction (NVIDIA)
     """
 
     shared_bytes: int
     multiprocessors: int
     operands_in_shared: bool
+    rows_pass_shared: bool = True
 
 
 def device_limits() -> DeviceLimits:
@@ -35,4 +38,5 @@ def _limits_of(device_index: int) -> DeviceLimits:
         shared_bytes=properties["max_shared_mem"],
         multiprocessors=properties["multiprocessor_count"],
         operands_in_shared=target.backend == "cuda" and 90 <= target.arch < 120,
+        rows_pass_shared=target.backend == "cuda",
     )

@@ -252,6 +252,9 @@ def _decode_kernel(
         tl.store(partial_lse_ptr + partial_row, top + tl.log2(total), mask=member < GROUP)
 
 
+REDUCTION_BYTES = 256       # upper bound of the shared memory in which the warps of a program exchange row sums
+
+
 class DecodeSettings(NamedTuple):
     """Launch settings.
 
@@ -272,7 +275,7 @@ def decode_settings(head_size: int, tokens_per_block: int, element_size_bytes: i
     two programs share a multiprocessor, so that one loads while the other computes. Small pages leave room for more
     programs, up to four of four warps, which the registers allow.
     """
-    page_bytes = tokens_per_block * max(16, triton.next_power_of_2(head_size)) * element_size_bytes
+    page_bytes = tokens_per_block * _padded(head_size) * element_size_bytes
     fixed_bytes = 10 * 1024
 
     def shared_bytes(num_stages: int) -> int:
@@ -286,6 +289,27 @@ def decode_settings(head_size: int, tokens_per_block: int, element_size_bytes: i
     num_warps = 4 if page_bytes < 32 * 1024 else 8
     resident = max(1, min(limits.shared_bytes // shared_bytes(num_stages), 16 // num_warps))
     return DecodeSettings(resident * limits.multiprocessors, num_warps, num_stages)
+
+
+def decode_shared_bytes(head_size: int, group: int, tokens_per_block: int, element_size_bytes: int,
+                        limits: DeviceLimits) -> int:
+    """Return the shared memory of one program, with the settings of `decode_settings`.
+
+    On NVIDIA GPUs, a program takes this memory or up to REDUCTION_BYTES less. On AMD GPUs, the number is the memory of
+    the pages alone.
+
+    group   query heads per kv head
+    """
+    stages = decode_settings(head_size, tokens_per_block, element_size_bytes, limits).num_stages
+    entries = max(1, 2 * (stages - 1)) * tokens_per_block * _padded(head_size)        # keys and values
+    if limits.rows_pass_shared:
+        entries += _padded(group) * (_padded(head_size) + tokens_per_block)           # queries and weights
+    return entries * element_size_bytes + (REDUCTION_BYTES if limits.rows_pass_shared else 0)
+
+
+def _padded(size: int) -> int:
+    """Return the size of a dimension of a tile for `size` entries."""
+    return max(16, triton.next_power_of_2(size))
 
 
 def paged_attention_decode(
@@ -321,8 +345,8 @@ def paged_attention_decode(
         out, partial_out, partial_lse, alibi_slopes, sink_logits,
         score_factor, window or 0,
         query.stride(0), key.stride(0), value.stride(0), out.stride(0), block_table.stride(0), *kv_pool.stride()[:3],
-        HQ=num_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
-        B=tokens_per_block, D=head_size, D_POW2=max(16, triton.next_power_of_2(head_size)),
+        HQ=num_heads, GROUP=group, ROWS=_padded(group),
+        B=tokens_per_block, D=head_size, D_POW2=_padded(head_size),
         HALF=half, STAGES=settings.num_stages,
         HAS_SLOTS=slots is not None, HAS_WINDOW=bool(window), SINK=sink if window else 0,
         CAP_LOG2=cap_log2,

@@ -245,8 +245,11 @@ class CapturedGraph:
         memory, waiting or reading results. The capture ends before the exception is raised.
         """
         torch.cuda.synchronize(self._device)
-        # "thread_local": other threads of the process may use the GPU during the capture.
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        # The first capture of the process makes tensors for the state of torch's random numbers. In torch 2.9 and 2.10,
+        # inference tensors there would make later captures outside of inference mode fail (pytorch issue 166792).
+        with torch.inference_mode(False):
+            # "thread_local": other threads of the process may use the GPU during the capture.
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             function()
         except BaseException:

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from ..attention.block_sizes import refuse_large_blocks, refuse_small_blocks
 from ..attention.interface import Attention
 from ..attention.registry import make_attention
 from ..attention.windows import effective_windows
@@ -100,6 +101,9 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     """
     device = resolve_device(params.device)
     captures = may_capture(params, device, layout, attention_factory is not None)
+    compiles_attention = device.type == "cuda" and use_triton(device) and attention_factory is None
+    if compiles_attention:
+        refuse_small_blocks(params.kv_cache_config.tokens_per_block, device_name(device))
     if params.num_threads is not None and device.type == "cpu":
         require_openmp()
     compiles = may_compile(params, device, attention_factory)
@@ -117,6 +121,9 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                                       "use a smaller model or dtype, or free memory") from error
 
     spec, kv = loaded.spec, params.kv_cache_config
+    if compiles_attention and not params.deterministic:           # with `deterministic`, decode attention is not used
+        with on_device(device):
+            refuse_large_blocks(spec, kv.tokens_per_block, loaded.dtype, device_name(device))
     on_cpu = device.type == "cpu"
     max_seq_len = spec.max_position_embeddings if params.max_seq_len is None else params.max_seq_len
     if max_seq_len > spec.max_position_embeddings:

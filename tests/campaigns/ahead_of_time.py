@@ -27,6 +27,7 @@ KERNEL_TESTS = ROOT / "tests" / "kernels"
 GPUS = ("sm_80", "sm_90", "sm_100", "gfx942")
 OTHER_TRITONS = ("3.6.0",)
 NO_CALLS = ("tests/kernels/test_ahead_of_time.py", "tests/kernels/test_argument_sets.py",       # they call no kernel
+            "tests/kernels/test_pretended_gpu.py",
             "tests/kernels/test_activation.py::test_an_unknown_kind_is_refused",
             "tests/kernels/test_fused_linear.py::test_an_unknown_kind_of_activation_is_refused")
 
@@ -57,7 +58,7 @@ ALLOWED = (
 
 
 def record_calls(file: Path, tests: tuple[Path, ...] = (KERNEL_TESTS,)) -> None:
-    """Run `tests` and write each kernel call to `file`. Raises RuntimeError if a test fails."""
+    """Run `tests` on a pretended GPU, and write each kernel call to `file`. Raises RuntimeError if a test fails."""
     environment = {**os.environ, "BATCH_MANAGER_ARGUMENT_SETS": str(file)}
     left_out = [f"--deselect={test}" for test in NO_CALLS]
     ran = subprocess.run([sys.executable, "-m", "pytest", "-q", "-n", "0", *left_out, *map(str, tests)], cwd=ROOT,

@@ -14,8 +14,8 @@ REQUIRED_WHEELS = ("orjson",)            # needed by the package and missing in 
 PROCESSES = 4                            # for tests that share one GPU
 TINY_RUN = ("-m", "tests.first_hour.tiny_run")
 BF16_TEST = "tests/runtime/test_bf16_engine.py"
-# Kernel tests that compile for other GPUs and run none.
-WITHOUT_A_GPU = ("tests/kernels/test_ahead_of_time.py", "tests/kernels/test_argument_sets.py")
+# Kernel tests that compile for other GPUs, or pretend to have one, and run no kernel.
+WITHOUT_A_GPU = tuple(f"tests/kernels/test_{name}.py" for name in ("ahead_of_time", "argument_sets", "pretended_gpu"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,25 +108,28 @@ def answer(responses):
             "finals": sum(response.final for response in responses)}
 
 
-def run(folder, mode):
+def run(folder, mode, device="cpu", **more):
     """Run the engine in a mode with the mode's requests. Return the results as JSON data.
 
-    They are the mode, what runs the kernels ("dispatch": "triton" or "torch"), the answer to each request, the number
-    of steps with a context whose keys attention split into parts, and the maxima of statistics that show whether the
-    mode took effect.
+    more   options of the engine in addition to those of the mode
+
+    The results are the mode, what runs the kernels ("dispatch": "triton" or "torch"), the answer to each request, the
+    number of steps with a context whose keys attention split into parts, and the maxima of statistics that show whether
+    the mode took effect.
     """
     options = dict(MODES[mode])
     pool, kv_names = options.pop("pool"), ("enable_block_reuse", "max_attention_window", "sink_token_length")
     kv = KvCacheConfig(tokens_per_block=16, max_tokens=16 * pool,
                        **{name: options.pop(name) for name in kv_names if name in options})
     static = options.get("model_type") is TrtGptModelType.V1
-    no_warm_up = contextlib.nullcontext() if mode in WARMED_UP else mock.patch.object(NativeBackend, "warm_up")
+    has_warm_up = mode in WARMED_UP or device != "cpu"
+    no_warm_up = contextlib.nullcontext() if has_warm_up else mock.patch.object(NativeBackend, "warm_up")
     with no_warm_up, mock.patch.object(context_work_list, "MIN_KEYS_PER_PART", KEYS_PER_PART):
         world = build_world(
             client=Arrivals(make_requests(mode)), model_path=checkpoint(folder, 2 if mode == "plain" else 1),
-            policy=SchedulerPolicy.GUARANTEED_NO_EVICT, device="cpu", dtype="float32", num_threads=1,
+            policy=SchedulerPolicy.GUARANTEED_NO_EVICT, device=device, dtype="float32", num_threads=1,
             cpu_compile=False, max_batch_size=4, max_num_tokens=48, enable_chunked_context=not static,
-            kv_cache_config=kv, exclude_input=True, **options)
+            kv_cache_config=kv, exclude_input=True, **options, **more)
     attention, split = world.backend._runner.attention, []
     if world.backend.info.dispatch == "triton":
         plan_contexts = attention.plan_contexts

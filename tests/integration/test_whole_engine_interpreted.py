@@ -1,8 +1,8 @@
-"""The whole engine on interpreted Triton kernels gives the tokens and log-probs of the engine in torch, in every mode.
+"""The whole engine on Triton kernels gives the tokens and log-probs of the engine in torch, in every mode.
 
-So CI runs the GPU code of decoding, attention and models without a GPU. The test fails if a kernel gets wrong
-arguments, if a column is packed in one way and read in another, or if a padded row is sampled. The kernels run in a
-separate process.
+The kernels run on a GPU if there is one, and otherwise in Triton's interpreter, in a separate process. So CI runs the
+GPU code of decoding, attention and models without a GPU. The test fails if a kernel gets wrong arguments, if a column
+is packed in one way and read in another, or if a padded row is sampled.
 """
 
 import json
@@ -14,10 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from batch_manager.runtime import graphs
+from tests.harness.gpu import GPU, in_torch, needs_gpu
+
 from . import engine_modes
 
 REPOSITORY = Path(__file__).parents[2]
-LOG_PROB_TOLERANCE = 1e-4
+LOG_PROB_TOLERANCE, GPU_TOLERANCE = 1e-4, 1e-3
 # Mode -> the statistic that shows that the mode took effect.
 SHOWS = {"overlap": "MicroBatch ID", "reuse": "Reused KV cache blocks", "run_ahead": "Iterations In Flight"}
 
@@ -41,14 +44,34 @@ def interpreted(tmp_path_factory):
 @pytest.mark.parametrize("mode", engine_modes.MODES)
 def test_the_engine_on_kernels_is_the_engine_in_torch(interpreted, mode):
     folder, answers = interpreted
-    found, expected = answers[mode], json.loads(json.dumps(engine_modes.run(folder, mode)))
+    found, expected = answers[mode], engine_modes.run(folder, mode)
+    check(found, expected)
+    assert (found["split contexts"] > 0) == (mode != "deterministic")
+    if mode in SHOWS:
+        assert answers["plain"][SHOWS[mode]] == 0 < found[SHOWS[mode]]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("mode, options", [
+    *((mode, {}) for mode in engine_modes.MODES), ("plain_rows", {"cuda_graphs": True})],
+    ids=[*engine_modes.MODES, "plain_rows with graphs"])
+def test_the_engine_on_a_gpu_is_the_engine_in_torch_on_the_cpu(tmp_path, monkeypatch, mode, options):
+    replay, replays = graphs.CapturedGraph.replay, []
+    monkeypatch.setattr(graphs.CapturedGraph, "replay", lambda graph: replays.append(1) or replay(graph))
+    with in_torch():
+        expected = engine_modes.run(tmp_path, mode)
+    check(engine_modes.run(tmp_path, mode, GPU, **options), expected, GPU_TOLERANCE)
+    assert len(replays) >= 10 if options else replays == []
+
+
+def check(found, expected, tolerance=LOG_PROB_TOLERANCE):
+    """Assert that an engine on kernels gave the answers that an engine in torch gave. Log-probs may round."""
+    found, expected = json.loads(json.dumps([found, expected]))
     assert (found["dispatch"], expected["dispatch"]) == ("triton", "torch")
     assert found["requests"].keys() == expected["requests"].keys()
     for number, answer in expected["requests"].items():
         assert (answer["finals"], answer["error"]) == (1, "")
         log_probs = found["requests"][number].pop("log_probs")
-        np.testing.assert_allclose(log_probs, answer.pop("log_probs"), atol=LOG_PROB_TOLERANCE, rtol=0)
+        np.testing.assert_allclose(log_probs, answer.pop("log_probs"), atol=tolerance, rtol=0)
         assert found["requests"][number] == answer
-    assert (found["split contexts"] > 0) == (mode != "deterministic")
-    if mode in SHOWS:
-        assert answers["plain"][SHOWS[mode]] == 0 < found[SHOWS[mode]]

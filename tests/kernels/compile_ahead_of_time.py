@@ -73,8 +73,8 @@ def integers(*shape):
     return tensor(*shape, dtype=torch.int32)
 
 
-def pool(num_kv_heads, head_size, tokens_per_block=64):
-    return tensor(1000, 4, 2, num_kv_heads, tokens_per_block, head_size)[:, 1]
+def pool(num_kv_heads, head_size, tokens_per_block=64, dtype=torch.bfloat16):
+    return tensor(1000, 4, 2, num_kv_heads, tokens_per_block, head_size, dtype=dtype)[:, 1]
 
 
 def tables(head_size, rotary_size=None):
@@ -83,9 +83,9 @@ def tables(head_size, rotary_size=None):
     return {name: tensor(4096, half, dtype=torch.float32) for name in ("cos_table", "sin_table")}
 
 
-def packed_heads(num_tokens, group, num_kv_heads, head_size):
+def packed_heads(num_tokens, group, num_kv_heads, head_size, dtype=torch.bfloat16):
     """Return queries, keys and values as a projection returns them."""
-    packed = tensor(num_tokens, (group + 2) * num_kv_heads, head_size)
+    packed = tensor(num_tokens, (group + 2) * num_kv_heads, head_size, dtype=dtype)
     return packed.split([group * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
 
 
@@ -102,26 +102,28 @@ def of_heads(heads, slopes, sink_logits):
 
 
 def decode(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, sink=0, softcap=None, rotation=None,
-           slopes=None, sink_logits=False):
+           slopes=None, sink_logits=False, dtype=torch.bfloat16):
     from batch_manager.triton_kernels.paged_attention_decode import paged_attention_decode
 
     paged_attention_decode(
-        *packed_heads(32, group, num_kv_heads, head_size), pool(num_kv_heads, head_size, tokens_per_block),
+        *packed_heads(32, group, num_kv_heads, head_size, dtype),
+        pool(num_kv_heads, head_size, tokens_per_block, dtype),
         integers(256, 64), integers(32), integers(100, 4), integers(33), 0.1, window=window, slots=integers(32),
         sink=sink, softcap=softcap, **(tables(head_size) if rotation is None else rotation),
         **of_heads(group * num_kv_heads, slopes, sink_logits),
     )
 
 
-def context(head_size, group, num_kv_heads=8, window=None, sink=0, uniform_rows=None, softcap=None, slopes=None,
-            sink_logits=False, is_split=False):
+def context(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, sink=0, uniform_rows=None,
+            softcap=None, slopes=None, sink_logits=False, is_split=False):
     from batch_manager.triton_kernels.paged_attention_context import paged_attention_context
 
     parts = {"part_starts": integers(65), "merged_rows": integers(64), "num_partials": 528} if is_split else {}
     paged_attention_context(
-        tensor(4096, group * num_kv_heads, head_size), pool(num_kv_heads, head_size), integers(256, 64),
-        integers(5), integers(4), integers(32, 5), 0.1, window=window, slots=integers(4), sink=sink,
-        uniform_rows=uniform_rows, softcap=softcap, **of_heads(group * num_kv_heads, slopes, sink_logits), **parts,
+        tensor(4096, group * num_kv_heads, head_size), pool(num_kv_heads, head_size, tokens_per_block),
+        integers(256, 64), integers(5), integers(4), integers(32, 5), 0.1, window=window, slots=integers(4),
+        sink=sink, uniform_rows=uniform_rows, softcap=softcap, **of_heads(group * num_kv_heads, slopes, sink_logits),
+        **parts,
     )
 
 
@@ -343,6 +345,29 @@ def variants_by_alignment():
     return {name: names.count(name) for name in names}
 
 
+def shared_memory_of_blocks():
+    """Yield (label, computed bytes of shared memory, bytes that the compiled kernel takes) of attention kernels.
+
+    The kernels are those of decode and context attention with each block size that a GPU accepts, except 64 tokens,
+    which CASES has. The last two kernels have float32 blocks: the largest that fit into shared memory, and blocks of
+    twice the size. For context attention, the computed number is the GPU's limit.
+    """
+    from batch_manager.attention.block_sizes import gpu_block_sizes
+    from batch_manager.triton_kernels.device_limits import device_limits
+    from batch_manager.triton_kernels.paged_attention_decode import decode_shared_bytes
+
+    limits = device_limits()
+    cases = [(attend, 128, size, torch.bfloat16) for attend in (decode, context) for size in gpu_block_sizes()
+             if size != 64]
+    cases += [(decode, 256, size, torch.float32) for size in (128, 256)]
+    for attend, head_size, size, dtype in cases:
+        compiled.clear()
+        attend(head_size, 4, tokens_per_block=size, **({"dtype": dtype} if attend is decode else {}))
+        computed = (decode_shared_bytes(head_size, 4, size, dtype.itemsize, limits) if attend is decode
+                    else limits.shared_bytes)
+        yield f"{attend.__name__} D{head_size} {size} {dtype}", computed, compiled[0].metadata.shared
+
+
 def refusals_of_an_unknown_kind():
     """Return {wrapper: error message} of the wrappers that are called with an unknown activation."""
     from batch_manager.triton_kernels.activation import activation
@@ -421,6 +446,7 @@ def main(gpu_names):
         if name == "sm_90":
             print(json.dumps({"gpu": "variants", **variants_by_alignment()}), flush=True)
             print(json.dumps({"gpu": "refusals", **refusals_of_an_unknown_kind()}), flush=True)
+            print(json.dumps({"gpu": "blocks", "found": list(shared_memory_of_blocks())}), flush=True)
 
 
 if __name__ == "__main__":

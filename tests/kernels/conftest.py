@@ -7,8 +7,9 @@ affect other tests (`dispatch.use_triton`). The tests that compile kernels need 
 their own process.
 
 With BATCH_MANAGER_ARGUMENT_SETS=FILE in the environment, no kernel runs. Every call of a kernel is written to the file
-for compile_argument_sets.py, and the oracle computes the result. Passing tests then prove only that all calls were
-recorded.
+for compile_argument_sets.py, and the oracle computes the result. The tests run as on a machine with a GPU, which is
+pretended; see pretended_gpu.py. Passing tests then prove only that all calls were recorded, and that no test mixes
+tensors of two devices.
 """
 
 import importlib
@@ -22,9 +23,8 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
 RECORD_TO = os.environ.get("BATCH_MANAGER_ARGUMENT_SETS")      # a file; None: kernels run
+DEVICE = "cuda" if torch.cuda.is_available() or RECORD_TO else "cpu"
 
 TWIN_ROUNDINGS = 2      # roundings to the storage dtype that a CPU form may have beyond the kernel's
 
@@ -39,6 +39,13 @@ def _load(path):
 
 worker_protocol = _load(HERE / "interpreter_worker.py")
 argument_sets = _load(HERE / "argument_sets.py")
+pretended_gpu = _load(HERE / "pretended_gpu.py")
+
+
+@pytest.fixture(autouse=bool(RECORD_TO))
+def pretend_to_have_a_gpu():
+    with pretended_gpu.PretendedGpu():
+        yield
 
 
 class Interpreter:
@@ -108,7 +115,7 @@ def count_calls(interpreter):
     test is skipped if kernels do not run in the interpreter."""
 
     def count(module, *args, of, **kwargs):
-        if RECORD_TO or DEVICE != "cpu":
+        if DEVICE != "cpu":
             pytest.skip("calls are counted in the interpreter")
         return interpreter(module, module, args, kwargs, count_calls_of=of)
 
@@ -239,7 +246,7 @@ def assert_equals_oracle(run_kernel, run_oracle):
     ]
 )
 def dtype(request):
-    if request.param == torch.bfloat16 and DEVICE == "cpu" and not RECORD_TO:
+    if request.param == torch.bfloat16 and DEVICE == "cpu":
         pytest.skip("bfloat16 is compared by value on a GPU only")
     return request.param
 
@@ -347,7 +354,7 @@ def streaming_attention():
                 if softcap is not None:
                     scores = (scores / softcap).tanh() * softcap
                 if added is not None:
-                    scores = scores + torch.tensor([added(head, key, position) for key in seen], dtype=scores.dtype)
+                    scores = scores + scores.new_tensor([added(head, key, position) for key in seen])
                 weights = scores.exp()
                 total = weights.sum() + (0 if sink_logits is None else sink_logits[head].exp())
                 out[row, head] = weights @ values / total

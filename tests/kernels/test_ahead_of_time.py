@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from batch_manager.attention.block_sizes import gpu_block_sizes
+
 PROGRAM = Path(__file__).parent / "compile_ahead_of_time.py"
 GPUS = ["sm_80", "sm_90", "sm_100", "gfx942"]
+FINDINGS = ["variants", "refusals", "blocks"]
 KERNELS = {
     "_activation_kernel", "_ban_ngrams_kernel", "_ban_words_kernel", "_beam_block_kernel", "_beam_group_kernel",
     "_beam_row_kernel", "_context_kernel", "_decode_kernel", "_deterministic_linear_kernel", "_fused_linear_kernel",
@@ -32,7 +35,8 @@ KNOWN_STACK_BYTES = {("sm_100", "decode D256 softcap window"): 8}
 def compiled():
     """Compile all kernels in one process. Return {gpu: records}, with a record for each compiled kernel.
 
-    Two further keys have one record each: "variants", {kernel: number of variants}, and "refusals", {wrapper: error}.
+    Three further keys have one record each: "variants", {kernel: number of variants}, "refusals", {wrapper: error}, and
+    "blocks", {"found": results of `shared_memory_of_blocks`}.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "1"          # the default changes between versions of triton
@@ -40,7 +44,7 @@ def compiled():
     assert done.returncode == 0, done.stderr[-3000:]
     records = [json.loads(line) for line in done.stdout.splitlines()]
     print_table([record for record in records if record["gpu"] in GPUS])
-    return {gpu: [record for record in records if record["gpu"] == gpu] for gpu in [*GPUS, "variants", "refusals"]}
+    return {gpu: [record for record in records if record["gpu"] == gpu] for gpu in [*GPUS, *FINDINGS]}
 
 
 def print_table(records):
@@ -70,6 +74,20 @@ def test_nothing_spills(compiled, gpu):
         if record["spills"] or record["stack_bytes"] > KNOWN_STACK_BYTES.get((gpu, record["case"]), 0)
     ]
     assert wrong == []
+
+
+def test_attention_compiles_with_each_block_size_and_takes_the_shared_memory_that_is_computed(compiled):
+    # batch_manager/attention/block_sizes.py refuses a block size by the computed number.
+    (found,) = (record["found"] for record in compiled["blocks"])
+    labels = [label.rsplit(" ", 1)[0] for label, *_ in found]
+    sizes = [size for size in gpu_block_sizes() if size != 64]
+    assert labels == [f"{kernel} D128 {size}" for kernel in ("decode", "context") for size in sizes] + [
+        "decode D256 128", "decode D256 256"]
+    limit = compiled["sm_90"][0]["shared_limit_bytes"]
+    for label, computed, taken in found:
+        assert taken <= computed, label
+        if label.startswith("decode"):
+            assert computed - 512 <= taken and (taken <= limit) == (computed <= limit) == ("D256 256" not in label)
 
 
 def test_decode_loads_pages_in_the_widest_pieces(compiled):

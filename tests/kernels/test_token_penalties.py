@@ -49,7 +49,7 @@ def test_leading_tokens_that_are_ignored_count_for_repetition_alone(assert_equal
 
 def test_the_oracle_of_ignored_tokens_by_hand(run_oracle, run_twin, integers):
     for run in (run_oracle, run_twin):
-        logits = torch.tensor([[2.0, 2.0, 2.0, 2.0]])
+        logits = integers([[2.0, 2.0, 2.0, 2.0]], torch.float32)
         run("token_penalties", logits, integers([[0, 1, 1, 2, 2]]), integers([0], torch.int64),
             integers([5], torch.int64), *(integers([value], torch.float32) for value in (2.0, 0.25, 0.5)),
             integers([2]))

@@ -17,10 +17,10 @@ from batch_manager.names import ErrorCode
 from batch_manager.runtime import layouts
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.sampling_config import SamplingConfig
+from tests.harness.gpu import GPU, needs_gpu
 
-VOCAB, HIDDEN, SIZE, PER_SEQUENCE = 160, 48, 8, 4
-DEVICES = ["cpu", pytest.param("cuda", marks=[
-    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])]
+VOCAB, HIDDEN, SIZE, PER_SEQUENCE = 160, 48, 16, 4
+DEVICES = ["cpu", pytest.param(GPU, marks=[pytest.mark.gpu, needs_gpu], id="cuda")]
 ASK = dict(return_log_probs=True, return_generation_logits=True)
 
 

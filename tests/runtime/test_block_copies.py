@@ -16,10 +16,10 @@ from batch_manager.handover import (
 )
 from batch_manager.runtime import layouts
 from batch_manager.runtime.native_backend import build_native_backend
+from tests.harness.gpu import GPU, needs_gpu, needs_real_gpu
 
-SIZE, BLOCKS = 8, 12
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a CUDA device")])]
+SIZE, BLOCKS = 16, 12
+DEVICES = ["cpu", pytest.param(GPU, marks=[pytest.mark.gpu, needs_gpu], id="cuda")]
 
 
 def build(checkpoint, device="cpu", host_blocks=3):
@@ -90,7 +90,8 @@ def test_a_sequence_goes_on_where_its_blocks_were_copied_to(checkpoint, device):
 
     Another sequence runs a step between the copies.
     """
-    backend, prompt = build(checkpoint, device), np.arange(20, dtype=np.int32)
+    length = 2 * SIZE + 4
+    backend, prompt = build(checkpoint, device), np.arange(length, dtype=np.int32)
 
     def start(slot, length, blocks, tokens=None, operations=()):
         table = BlockTableUpdates(np.full(len(blocks), slot, np.int32), np.arange(len(blocks), dtype=np.int32),
@@ -104,10 +105,11 @@ def test_a_sequence_goes_on_where_its_blocks_were_copied_to(checkpoint, device):
 
     first = start(0, 0, [1, 2, 3], prompt)
     carry_out(backend, BlockCopy(1, 0, SIZE, to_host=True), BlockCopy(2, 1, SIZE, to_host=True), BlockCopy(3, 9, 4))
-    alone = [first, *(start(0, 20 + i, [1, 2, 3]) for i in range(3))]
+    alone = [first, *(start(0, length + i, [1, 2, 3]) for i in range(3))]
     back = BlockCopy(0, 7, SIZE, from_host=True), BlockCopy(1, 8, SIZE, from_host=True)
     operations = BlockClear(1), BlockClear(2), BlockClear(3), *back
-    moved = [start(1, 19, [7, 8, 9], prompt[19:], operations), *(start(1, 20 + i, [7, 8, 9]) for i in range(3))]
+    moved = [start(1, length - 1, [7, 8, 9], prompt[length - 1 :], operations),
+             *(start(1, length + i, [7, 8, 9]) for i in range(3))]
     assert moved == alone
 
 
@@ -121,7 +123,7 @@ def test_host_blocks_are_counted_as_memory(checkpoint):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_real_gpu
 def test_on_a_gpu_host_blocks_are_pinned(checkpoint):
     without, with_three = (build(checkpoint, "cuda", n).memory_usage() for n in (0, 3))
     assert with_three.pinned - without.pinned == 3 * 3 * 2 * 2 * SIZE * 8 * 4

@@ -10,6 +10,7 @@ from batch_manager.models.model_spec import ModelSpec
 from batch_manager.runtime import device as device_module
 from batch_manager.runtime.device import (
     AllocatedMemory,
+    CapturedGraph,
     Readback,
     Uploads,
     finish_stream,
@@ -211,6 +212,68 @@ def test_what_a_step_reads_back_is_one_copy_but_for_large_tensors(monkeypatch, l
     for name, array in arrays.items():
         assert array.dtype == expected[name].dtype and np.array_equal(array, expected[name])
     assert Readback(torch.device("cuda", 0), {}).wait() == {}
+
+
+@pytest.fixture
+def calls_of_graphs(monkeypatch):
+    """Return a list of the calls that CapturedGraph makes in torch. Nothing is captured.
+
+    An entry has the name of the function first. "begin" has the pool, the mode of errors, and whether torch is in
+    inference mode.
+    """
+    calls, pools = [], iter(("the first pool", "another pool"))
+
+    class Graph:
+        ends_in_an_error = False
+
+        def capture_begin(self, pool, capture_error_mode):
+            calls.append(("begin", pool, capture_error_mode, torch.is_inference_mode_enabled()))
+
+        def capture_end(self):
+            calls.append(("end",))
+            if Graph.ends_in_an_error:
+                raise RuntimeError("the capture was invalidated")
+
+        def replay(self):
+            calls.append(("replay",))
+
+    monkeypatch.setattr(device_module.torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(device_module.torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr(device_module.torch.cuda, "synchronize", lambda of: calls.append(("synchronize", of)))
+    return calls
+
+
+def launches(calls):
+    return lambda: calls.append(("launch", torch.is_inference_mode_enabled()))
+
+
+def test_a_capture_waits_and_leaves_other_threads_free_and_graphs_share_a_pool(calls_of_graphs):
+    gpu = torch.device("cuda", 0)
+    with torch.inference_mode():
+        first = CapturedGraph(gpu)
+        for graph in (first, CapturedGraph(gpu, memory_of=first)):
+            graph.capture(launches(calls_of_graphs))
+    expected = [("synchronize", gpu), ("begin", "the first pool", "thread_local", False), ("launch", True), ("end",)]
+    assert calls_of_graphs == 2 * expected
+    CapturedGraph(gpu).capture(launches(calls_of_graphs))
+    assert calls_of_graphs[-3:] == [("begin", "another pool", "thread_local", False), ("launch", False), ("end",)]
+    calls_of_graphs.clear()
+    first.replay()
+    assert calls_of_graphs == [("replay",)]
+
+
+@pytest.mark.parametrize("ends_in_an_error", [False, True])
+@pytest.mark.parametrize("fault", [RuntimeError("operation not permitted"), KeyboardInterrupt()])
+def test_a_capture_that_raises_is_ended_first_and_its_own_error_is_raised(calls_of_graphs, monkeypatch, fault,
+                                                                          ends_in_an_error):
+    monkeypatch.setattr(device_module.torch.cuda.CUDAGraph, "ends_in_an_error", ends_in_an_error)
+
+    def fail():
+        raise fault
+
+    with pytest.raises(type(fault)) as raised:
+        CapturedGraph(torch.device("cuda", 0)).capture(fail)
+    assert raised.value is fault and [name for name, *_ in calls_of_graphs] == ["synchronize", "begin", "end"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

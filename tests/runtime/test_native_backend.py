@@ -22,12 +22,14 @@ from batch_manager.handover import (
 )
 from batch_manager.models.registry import find_model
 from batch_manager.names import ErrorCode
-from batch_manager.runtime import layouts, native_backend
+from batch_manager.runtime import graphs, layouts, native_backend
+from batch_manager.runtime.graph_shapes import MOST_CONTEXTS
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.steps.output_check import StepOutputCheck
 from batch_manager.triton_kernels.attention_scratch import attention_scratch_bytes
 from batch_manager.triton_kernels.sample_scratch import scratch_bytes
+from tests.harness.gpu import GPU, in_torch, needs_gpu
 
 VOCAB, SIZE, BLOCKS, PER_SEQUENCE = 160, 8, 40, 8
 GREEDY = SlotSetup()
@@ -70,17 +72,17 @@ def reference(checkpoint, prompt, count):
     return tokens[len(prompt):], log_probs, logits
 
 
-def blocks_of(slot):
+def blocks_of(slot, count=PER_SEQUENCE):
     """Return the block table of a slot. Tables of different slots are interleaved, and their blocks out of order."""
-    return [(slot + 5 * ((3 * i + slot) % PER_SEQUENCE)) for i in range(PER_SEQUENCE)]
+    return [(slot + 5 * ((3 * i + slot) % count)) for i in range(count)]
 
 
-def updates(slots):
-    rows = [(slot, index, block) for slot in slots for index, block in enumerate(blocks_of(slot))]
+def updates(slots, count=PER_SEQUENCE):
+    rows = [(slot, index, block) for slot in slots for index, block in enumerate(blocks_of(slot, count))]
     return BlockTableUpdates(*np.array(rows, np.int32).reshape(-1, 3).T)
 
 
-def step(contexts=(), rows=()):
+def step(contexts=(), rows=(), blocks_per_sequence=PER_SEQUENCE):
     """Return the ScheduledBatch of a step. A context with a setup gets the blocks of its slot.
 
     contexts   (slot, tokens, position of the first one, whether the chunk is the last, setup or None) of each context
@@ -91,11 +93,12 @@ def step(contexts=(), rows=()):
     generation = GenerationWork(np.array([slot for slot, _ in rows], np.int32),
                                 np.array([length for _, length in rows], np.int32))
     return ScheduledBatch(iteration=0, context=works, generation=generation,
-                          block_table_updates=updates([work.slot for work in works if work.setup is not None]))
+                          block_table_updates=updates([work.slot for work in works if work.setup is not None],
+                                                     blocks_per_sequence))
 
 
 def run(backend, contexts=(), rows=()):
-    return backend.start(step(contexts, rows)).finish()
+    return backend.start(step(contexts, rows, PER_SEQUENCE * SIZE // backend.info.tokens_per_block)).finish()
 
 
 class Driver:
@@ -388,9 +391,7 @@ def test_everything_is_launched_on_the_stream_of_the_backend(checkpoint, monkeyp
 
 
 def test_what_kernels_sample_and_attend_in_is_set_aside(checkpoint, monkeypatch):
-    set_aside, plan = [], native_backend.plan_memory
-    monkeypatch.setattr(native_backend, "plan_memory", lambda *args, **facts: (
-        set_aside.append(facts["step_bytes"]) or plan(*args, **facts)))
+    set_aside = step_bytes_of(monkeypatch)
     for by_kernels in (False, True):
         monkeypatch.setattr(native_backend, "use_triton", lambda _, by_kernels=by_kernels: by_kernels)
         build(checkpoint, max_batch_size=7).close()
@@ -399,6 +400,31 @@ def test_what_kernels_sample_and_attend_in_is_set_aside(checkpoint, monkeypatch)
     of_attention = attention_scratch_bytes(7, config.num_attention_heads, config.num_key_value_heads,
                                            config.hidden_size // config.num_attention_heads, 4, 132)
     assert set_aside[1] - set_aside[0] == scratch_bytes(7, VOCAB, 4) + of_attention
+
+
+@pytest.mark.parametrize("layout, most_tokens", [(layouts.fused, 32 + 128), (layouts.split, 24)])
+def test_the_memory_of_the_largest_graph_is_set_aside(checkpoint, monkeypatch, layout, most_tokens):
+    """All graphs use the memory of the largest one, which is that of a step with its tokens and rows of logits.
+
+    An engine for 20 sequences and 100 tokens captures generation steps of up to 24 rows. With the layout `fused`, it
+    also captures steps with contexts, of up to 32 generation rows and 128 context tokens.
+    """
+    set_aside = step_bytes_of(monkeypatch)
+    monkeypatch.setattr(native_backend.NativeBackend, "capture_graphs", lambda backend: None)
+    for captures in (False, True):
+        monkeypatch.setattr(native_backend, "may_capture", lambda *given, captures=captures: captures)
+        build(checkpoint, layout=layout, num_slots=20, max_batch_size=7, max_num_tokens=100).close()
+    spec = native_backend.load_model(checkpoint[0], device=torch.device("cpu"), dtype="float32").spec
+    expected = native_backend.step_bytes(spec, torch.float32, most_tokens, 24 + MOST_CONTEXTS, processors=0)
+    assert set_aside[1] - set_aside[0] == expected > 24 * VOCAB * 4
+
+
+def step_bytes_of(monkeypatch):
+    """Return a list to which each engine that is built appends the bytes that it sets aside for steps."""
+    set_aside, plan = [], native_backend.plan_memory
+    monkeypatch.setattr(native_backend, "plan_memory", lambda *args, **facts: (
+        set_aside.append(facts["step_bytes"]) or plan(*args, **facts)))
+    return set_aside
 
 
 def test_the_warm_up_samples_from_logits_of_each_dtype_that_serving_has(checkpoint, monkeypatch):
@@ -570,18 +596,20 @@ def test_in_bfloat16_the_log_probs_are_close_to_those_of_float32(checkpoint):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_on_a_gpu_tokens_and_log_probs_are_those_of_the_cpu(checkpoint, layout):
+@needs_gpu
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_on_a_gpu_tokens_and_log_probs_are_those_of_the_cpu(checkpoint, layout, monkeypatch):
     setups = [SlotSetup(return_log_probs=True),
               SlotSetup(SamplingConfig(top_k=20, top_p=0.9, random_seed=4), return_log_probs=True),
               SlotSetup(SamplingConfig(temperature=0.7, top_p=1.0, random_seed=2**64 - 1))]
-    _check_on_a_gpu(checkpoint, layout, setups)
+    replayed = _check_on_a_gpu(checkpoint, layout, setups, monkeypatch)
+    # The generation steps; with the layout `fused`, also the steps with contexts.
+    assert replayed == {layouts.fused: 10, layouts.split: 8, layouts.padded: 0}[layout]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_features_do_what_they_do_on_the_cpu(checkpoint):
+@needs_gpu
+def test_on_a_gpu_features_do_what_they_do_on_the_cpu(checkpoint, monkeypatch):
     penalties = dict(repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2, no_repeat_ngram_size=2,
                      min_length=5)
     sampling = dict(top_p=0.95, top_p_decay=0.9, top_p_min=0.3, min_p=0.02, random_seed=5)
@@ -590,25 +618,43 @@ def test_on_a_gpu_features_do_what_they_do_on_the_cpu(checkpoint):
     setups = [SlotSetup(SamplingConfig(**penalties), **others, prompt_length=9),
               SlotSetup(SamplingConfig(**penalties, **sampling), **others, prompt_length=20),
               SlotSetup(SamplingConfig(top_p=1.0, min_p=0.1), prompt_length=3)]
-    _check_on_a_gpu(checkpoint, layouts.fused, setups)
+    assert _check_on_a_gpu(checkpoint, layouts.fused, setups, monkeypatch) == 0
 
 
-def _check_on_a_gpu(checkpoint, layout, setups):
-    prompts, results = prompts_of(9, 20, 3), []
+def _check_on_a_gpu(checkpoint, layout, setups, monkeypatch):
+    """Run three sequences in torch on the CPU, on the GPU, and on the GPU with graphs if the layout can have graphs.
+
+    Tokens and log-probs must be the same. Return the number of steps that were replayed as graphs.
+    """
+    prompts, results, replays = prompts_of(9, 20, 3), [], []
     setups = [setup.continuing(prompt) for setup, prompt in zip(setups, prompts)]
-    for device, options in (("cpu", {}), ("cuda", {"cuda_graphs": False}), ("cuda", {"cuda_graphs": True})):
-        driver = Driver(build(checkpoint, layout=layout, device=device, dtype="float32", **options))
-        if layout is not layouts.padded and device == "cuda":
-            assert (driver.backend._plain_steps.graphs is None) == (options != {})
+    replay = graphs.CapturedGraph.replay
+    monkeypatch.setattr(graphs.CapturedGraph, "replay", lambda graph: replays.append(1) or replay(graph))
+
+    def generated(device, **options):
+        kv = KvCacheConfig(tokens_per_block=16, max_tokens=16 * BLOCKS)            # a GPU refuses blocks of SIZE tokens
+        driver = Driver(build(checkpoint, layout=layout, device=device, dtype="float32", kv_cache_config=kv,
+                              max_num_tokens=64, **options))
+        steps = driver.backend._plain_steps
+        assert (steps is not None and steps.graphs is not None) == ("cuda_graphs" in options)
         driver.run([(0, prompts[0], 0, True, setups[0]), (1, prompts[1][:16], 0, False, setups[1])])
         driver.run([(1, prompts[1][16:], 16, True, None), (2, prompts[2], 0, True, setups[2])], [0])
         for _ in range(8):
             driver.run(generate=[2, 0, 1])
-        results.append(driver)
-    for result in results[1:]:
-        assert results[0].tokens == result.tokens
+        driver.backend.close()
+        return driver
+
+    with in_torch():
+        expected = generated("cpu")
+    results.append(generated(GPU))
+    assert replays == []
+    if layout is not layouts.padded:
+        results.append(generated(GPU, cuda_graphs=True))
+    for result in results:
+        assert expected.tokens == result.tokens
         for slot in (0, 1):
-            np.testing.assert_allclose(results[0].log_probs[slot], result.log_probs[slot], atol=1e-3)
+            np.testing.assert_allclose(expected.log_probs[slot], result.log_probs[slot], atol=1e-3)
+    return len(replays)
 
 
 @pytest.mark.parametrize("drafts", [1, 3])

@@ -1,0 +1,55 @@
+"""The device of tests that are marked `gpu`: a GPU or, in a rehearsal, a CPU on which Triton kernels are interpreted.
+
+    BATCH_MANAGER_GPU_REHEARSAL=1 TRITON_INTERPRET=1 python -m tests.quick_interpreter pytest -m gpu FILE ...
+
+A rehearsal executes the bodies of GPU tests without a GPU. Engines for the CPU run in torch within `in_torch`. Graphs
+are recorded, and replayed operation by operation. Engines have no warm-up, which would take most of the time.
+tests/runtime/test_gpu_rehearsal.py runs a rehearsal.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+IS_REHEARSAL = os.environ.get("BATCH_MANAGER_GPU_REHEARSAL") == "1"
+GPU = "cpu" if IS_REHEARSAL else "cuda"              # the name of the device
+REASON = "needs a CUDA device"
+needs_gpu = pytest.mark.skipif(not (IS_REHEARSAL or torch.cuda.is_available()), reason=REASON)
+# For tests of memory and copies that a CPU does not have.
+needs_real_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason=REASON)
+
+
+@contextlib.contextmanager
+def in_torch() -> Iterator[None]:
+    """Context manager: engines for the CPU that are built and run within it use no Triton kernel."""
+    from batch_manager.triton_kernels import dispatch
+
+    with mock.patch.object(dispatch, "_decide", lambda device_type: "torch") if IS_REHEARSAL else (
+            contextlib.nullcontext()):
+        yield
+
+
+@contextlib.contextmanager
+def rehearsal() -> Iterator[None]:
+    """Context manager: engines capture graphs on the CPU too, and have no warm-up."""
+    from batch_manager.runtime import graphs, native_backend, step_fusion
+    from tests.runtime.capture_recorder import ReplayedGraph
+
+    obstacle = graphs._obstacle
+    with (mock.patch.object(graphs, "_obstacle", lambda params, device, *more: obstacle(
+              params, torch.device("cuda", 0), *more)),
+          mock.patch.object(graphs, "CapturedGraph", ReplayedGraph),
+          mock.patch.object(native_backend.NativeBackend, "warm_up", lambda *given: None),
+          mock.patch.object(step_fusion, "COMPARED_TOKENS", ())):
+        yield
+
+
+def start_cuda() -> None:
+    """Use the GPU once, if there is one, so that the files and sockets that CUDA keeps open exist before any test."""
+    if torch.cuda.is_available():
+        torch.cuda.init()
+        torch.ones(1, device="cuda").cpu()
