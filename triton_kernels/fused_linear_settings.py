@@ -27,6 +27,7 @@ from typing import NamedTuple
 MOST_ROWS = 256                     # rows of x; the limit of the kernel and of every decision
 FEW_ROWS = 16                       # rows of one small tile of x: the minimum of a matrix instruction
 TILE_ROWS = 64                      # rows of a tile of x if there are more: those of a Hopper matrix instruction
+ROW_COUNTS = (FEW_ROWS, *range(TILE_ROWS, MOST_ROWS + 1, TILE_ROWS))    # the largest row counts of equal settings
 MOST_STAGES = 5                     # pieces of the weight in flight, including the one in use
 MOST_SHARED_BYTES = 100 * 1024      # per program, so that two fit on a multiprocessor
 
@@ -115,8 +116,9 @@ def _plan(row_tiles, in_size, out_size, gated, norm, element_size_bytes, limits)
     times = {weight_rows: _product_us(num_rows, in_size, out_size * per_column, _reads(norm), (TILE_ROWS, weight_rows),
                                       FUSED_SHARE, element_size_bytes, limits) for weight_rows in WEIGHT_ROWS}
     weight_rows = min(times, key=times.get)
-    return times[weight_rows] + PASS_US * (_reads(norm) - 1), _settings(TILE_ROWS, weight_rows // per_column, gated, TILE_STEP_BYTES, in_size,
-                                         element_size_bytes, limits)
+    settings = _settings(TILE_ROWS, weight_rows // per_column, gated, TILE_STEP_BYTES, in_size, element_size_bytes,
+                         limits)
+    return times[weight_rows] + PASS_US * (_reads(norm) - 1), settings
 
 
 def _settings(rows, columns, gated, step_bytes, in_size, element_size_bytes, limits) -> FusedLinearSettings:

@@ -165,7 +165,7 @@ def test_what_shares_a_launch_gives_what_separate_launches_give(operate, expecte
 def test_what_is_asked_of_each_product():
     asked = []
     fuse(recorded(block), lambda *sizes: asked.append(sizes) or True)
-    assert set(asked) == {(12, 10, True, "rms"), (10, 12, False, "none")}
+    assert set(asked) == {(12, 10, True, "rms", 2), (10, 12, False, "none", 1)}
     # If one product cannot take the norm, the norm stays a launch for all of them.
     steps = fuse(recorded(norm_for_two_products), lambda *sizes: len(asked.append(sizes) or asked) % 2 == 1)
     assert kinds(steps) == ["norm", "product", "product", "sum"]
@@ -228,7 +228,7 @@ def test_models_in_fewer_launches_give_their_own_logits(family, monkeypatch):
     fused = FusedStep(recording, CPU, LIMITS, gives_logits=gives_logits)
     monkeypatch.setitem(step_fusion.TOLERANCES, torch.float32, 1e-5)
     for count in (1, 3, 16):
-        step = first_step(count, loaded.spec.vocab_size)
+        step = first_step(count, loaded.spec.vocab_size, BLOCK_TOKENS)
         step_fusion._compare(fused, loaded, attention_of(loaded), Uploads(CPU), step)
 
 
@@ -256,7 +256,7 @@ def test_slopes_are_the_attentions_and_sink_logits_reach_it(monkeypatch):
     fused = FusedStep(recording, CPU, LIMITS, gives_logits=gives_logits)
     monkeypatch.setitem(step_fusion.TOLERANCES, torch.float32, 1e-5)
     step_fusion._compare(fused, loaded, make_attention(spec, pool_of(loaded)), Uploads(CPU),
-                         first_step(3, spec.vocab_size))
+                         first_step(3, spec.vocab_size, BLOCK_TOKENS))
 
 
 @torch.inference_mode()
@@ -264,7 +264,7 @@ def test_in_bfloat16_the_two_agree_to_within_rounding(monkeypatch):
     loaded = load("llama", monkeypatch, torch.bfloat16)
     monkeypatch.setitem(step_fusion.TOLERANCES, torch.bfloat16, 0.02)
     monkeypatch.setattr("batch_manager.triton_kernels.device_limits.device_limits", lambda: LIMITS)
-    assert make_fused_step(loaded, loaded.spec, attention_of(loaded), Uploads(CPU), BLOCK_TOKENS).gives_logits
+    assert make_fused_step(loaded, loaded.spec, attention_of(loaded), Uploads(CPU), BLOCK_TOKENS, 256).gives_logits
 
 
 @torch.inference_mode()
@@ -278,7 +278,7 @@ def test_a_recording_that_gives_something_else_is_refused(monkeypatch):
         return forward(self, hidden, positions, attention)
 
     monkeypatch.setattr("batch_manager.triton_kernels.device_limits.device_limits", lambda: LIMITS)
-    made = (loaded, loaded.spec, attention_of(loaded), Uploads(CPU), BLOCK_TOKENS)
+    made = (loaded, loaded.spec, attention_of(loaded), Uploads(CPU), BLOCK_TOKENS, 256)
     assert isinstance(make_fused_step(*made), FusedStep)
     monkeypatch.setattr(type(loaded.model.layers[0].mlp), "add_to", lambda self, residual, x: residual)
     monkeypatch.setattr(type(loaded.model), "forward", with_more_for_tensors)
