@@ -339,9 +339,9 @@ def variants_by_alignment():
         ban_ngrams(logits, *of_rows, lengths)
         ban_words(logits, *of_rows, *word_lists, 7)
         match_stop_words(lengths, *of_rows, *word_lists)
-    for rows in (1, 16, 17):                               # a step may have any number of rows
+    for rows in (1, 16, 17, 64, 65, 250):                  # a step may have any number of rows
         deterministic_linear(tensor(rows, 64), tensor(96, 64))
-        fused_linear(tensor(min(rows, 16), 64), tensor(96, 64), None, tensor(64))
+        fused_linear(tensor(rows, 64), tensor(96, 64), None, tensor(64))
         for num_candidates in (7, 8):
             beam_topk(tensor(4, 500), numbers, numbers, numbers, sliced(begin, 5), num_candidates, 1)
     names = [kernel.metadata.name for kernel in {id(kernel): kernel for kernel in compiled}.values()]
@@ -387,7 +387,25 @@ def nvidia_figures(kernel, with_instructions):
             figures["LDGSTS.narrower"] = len(copies) - figures["LDGSTS.128"]
             figures["HMMA"] = len(re.findall(r"\bHMMA\b", sass))
             figures["HGMMA"] = len(re.findall(r"\bHGMMA\b", sass))
+            figures["FMUL in loops"] = multiplications_in_loops(sass)
     return figures
+
+
+def multiplications_in_loops(sass):
+    """Return the number of FMUL instructions in each loop that has matrix instructions, from a disassembly.
+
+    A loop is what lies between a branch to an earlier instruction and its target.
+    """
+    instructions = re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", sass)
+    at_address = {int(address, 16): index for index, (address, _) in enumerate(instructions)}
+    counts = []
+    for index, (_, text) in enumerate(instructions):
+        target = re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)
+        begin = at_address.get(int(target[1], 16), index) if target else index
+        body = [text for _, text in instructions[begin:index]]
+        if any(re.search(r"\bHG?MMA\b", text) for text in body):
+            counts.append(sum(bool(re.search(r"\bFMUL\b", text)) for text in body))
+    return counts
 
 
 def amd_figures(kernel):
