@@ -397,9 +397,10 @@ class NativeBackend:
             self._plain_steps.capture_graphs()
 
     def fuse_steps(self, loaded: LoadedModel, spec: ModelSpec) -> None:
-        """Use the fused step from now on for plain generation steps whose number of rows makes it pay.
+        """Use the fused step from now on, for plain generation steps whose number of rows makes fusion pay.
 
-        Call after the warm-up. Has no effect if the device does not run Triton kernels. Logs a message if the model cannot be fused.
+        Call after the warm-up. Has no effect if the device does not run Triton kernels. Logs a message if the model
+        cannot be fused.
 
         spec   the model's spec with the effective windows
         """

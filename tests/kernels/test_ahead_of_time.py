@@ -126,7 +126,7 @@ def test_deterministic_products_use_the_matrix_units(compiled):
 def test_fused_products_load_the_weight_in_the_widest_pieces_several_ahead(compiled):
     for record in of_kernel(compiled["sm_90"], "_fused_linear_kernel"):
         if "rows" in record["case"] or record["case"] == "fused 100":
-            continue                                       # tiles: below; 100: rows do not begin at multiples of 16 bytes
+            continue          # tiles of rows are tested below; rows of 100 do not begin at multiples of 16 bytes
         # A piece: 512 bytes of 16 rows of x and of some rows of the weight, 16 bytes per thread. Norm vectors are
         # narrower.
         rows = 80 if "head" in record["case"] else 48 if "gate up" in record["case"] else 32

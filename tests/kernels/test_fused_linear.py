@@ -200,7 +200,7 @@ def test_which_products_of_few_rows_are_fused():
             assert fused[0] and fused == sorted(fused, reverse=True)      # what is fused for some rows is for fewer
 
 
-# name -> (columns of the input, columns of the result, gated, saved launches), the largest number of rows that are fused
+# name -> (columns of the input, columns of the result, gated, saved launches), largest number of rows that are fused
 OF_THE_GOALS = {
     "qkv 135M": ((576, 960, False, 1), 256), "gate up 135M": ((576, 1536, True, 2), 256),
     "head 135M": ((576, 49152, False, 1), FEW_ROWS),
