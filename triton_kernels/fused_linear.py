@@ -1,4 +1,4 @@
-"""A linear layer for few rows, fused with the norm before it and the activation or residual addition after it.
+"""A linear layer for at most MOST_ROWS rows, fused with the norm before it and the activation or residual sum after it.
 
     n    = x, or RMSNorm of x, or LayerNorm of x, rounded to the dtype of x
     y    = n W^T + bias
@@ -20,10 +20,11 @@ Raises      ValueError for an unknown activation.
 Oracle      triton_kernels/reference/fused_linear.py
 Source      tiled matrix product; norms as in rms_norm and layer_norm; written for this project.
 
-With few rows, a product takes as long as reading the weight. Each program reads several rows of the weight, prefetching
-several pieces, and multiplies them with all rows of x. With a norm it first reads all of x, once for RMSNorm and twice
-for LayerNorm, to compute the scale of each row; x is small and cached. No sum is split across programs, so the order of
-additions depends on the sizes alone. Intermediate results are rounded as in separate launches.
+Each program multiplies a tile of rows of x with several rows of the weight, prefetching several pieces of both. Up to
+FEW_ROWS rows are one small tile, and the product takes as long as reading the weight; more rows are divided into tiles
+of TILE_ROWS. With a norm, a program first reads its rows of x, once for RMSNorm and twice for LayerNorm, to compute the
+scale of each row; x is small and cached. No sum is split across programs, so the order of additions depends on the
+sizes and on the tile of rows alone. Intermediate results are rounded as in separate launches.
 """
 
 import torch
@@ -73,7 +74,7 @@ def _fused_linear_kernel(
     HAS_BIAS: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.arange(0, ROWS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row_inside = row < num_rows
     column_inside = column < N
     x_row_ptr = x_ptr + row.to(tl.int64)[:, None] * x_stride_t
@@ -91,12 +92,12 @@ def _fused_linear_kernel(
 
     if NORM == "layer":
         total = tl.zeros([ROWS, STEP], tl.float32)
-        for start in tl.range(0, K, STEP):
+        for start in tl.range(0, K, STEP, num_stages=STAGES):
             total += _rows_of(x_row_ptr, row_inside, start, STEP, K).to(tl.float32)
         mean = tl.sum(total, 1) / K
     if NORM != "none":
         squares = tl.zeros([ROWS, STEP], tl.float32)
-        for start in tl.range(0, K, STEP):
+        for start in tl.range(0, K, STEP, num_stages=STAGES):
             x = _rows_of(x_row_ptr, row_inside, start, STEP, K).to(tl.float32)
             if NORM == "layer":
                 x -= mean[:, None]
@@ -163,13 +164,13 @@ def fused_linear(x, weight, bias=None, norm_weight=None, norm_bias=None, epsilon
     if num_rows == 0:
         return out
 
-    settings = fused_linear_settings(in_size, out_size, gated, x.element_size(), device_limits())
-    _fused_linear_kernel[(triton.cdiv(out_size, settings.columns),)](
+    norm = "none" if norm_weight is None else "rms" if norm_bias is None else "layer"
+    settings = fused_linear_settings(num_rows, in_size, out_size, gated, norm, x.element_size(), device_limits())
+    _fused_linear_kernel[(triton.cdiv(out_size, settings.columns), triton.cdiv(num_rows, settings.rows))](
         x, norm_weight, norm_bias, weight, bias, out, float(epsilon), float(weight_offset),
         num_rows, x.stride(0), out.stride(0),
-        N=out_size, K=in_size, ROWS=MOST_ROWS, COLUMNS=settings.columns, STEP=settings.step,
-        STAGES=settings.num_stages,
-        NORM="none" if norm_weight is None else "rms" if norm_bias is None else "layer",
+        N=out_size, K=in_size, ROWS=settings.rows, COLUMNS=settings.columns, STEP=settings.step,
+        STAGES=settings.num_stages, NORM=norm,
         HAS_BIAS=bias is not None, KIND=activation or "none", GATED=gated, ADDS=residual is not None,
         num_warps=settings.num_warps, num_stages=settings.num_stages,
     )

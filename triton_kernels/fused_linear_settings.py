@@ -1,61 +1,154 @@
 """Decides whether a linear layer is fused with its norm and activation, and computes its launch settings, on the host.
 
-The constants are estimates from vendors' bandwidths and latencies, not measured on a GPU.
-`python -m batch_manager.tools.gpu_report` times fused against separate launches.
+Up to FEW_ROWS rows, a product takes as long as reading its weight. A fused product reads the weight at the same speed,
+so it pays as long as its programs do not read x too often: see MOST_READS.
+
+With more rows, a fused product is a little slower than a library's, because each of its programs computes the norm of
+its rows again. It pays if the launches that it saves take longer. The estimate divides a product into tiles of R rows
+of x and C rows of the weight, one per program. With T rows, K inputs, a weight of W rows, elements of e bytes and M
+multiprocessors, of which the busiest runs s = ceil(programs / M) programs, a product takes the longest of these times:
+
+    W K e / MEMORY                                            the device reads the weight from memory once
+    (reads T ceil(W / C) + ceil(T / R) W) K e / (M CACHE)     all programs read their tiles from the L2 cache
+    s (reads R + C) K e / PORT                                the busiest multiprocessor reads its tiles
+    s 2 R C K / (MATRIX share)                                and multiplies them, at a share of the peak
+
+`reads` is how often a program reads its rows of x: once, and once or twice more for an RMS or layer norm. A library
+uses the best of LIBRARY_TILES, and each norm, activation or sum of its own takes LAUNCH_US, and the time to read and
+write its rows in the L2 cache. Half-empty tiles count as full ones, so all row counts of a tile get one decision.
+
+The constants are estimates for an H100, from vendors' bandwidths and latencies, not measured on a GPU.
+`python -m batch_manager.tools.gpu_report` times fused against separate launches; its ratios replace the constants here.
 """
 
 import functools
 from typing import NamedTuple
 
-MOST_ROWS = 16                      # rows of x: the minimum of a matrix instruction
-COLUMNS = (64, 32, 16)              # columns of `out` per program, in order of preference; 16: see MOST_ROWS
-WAVES = 2                           # minimum number of programs per multiprocessor to give a program more columns
-STEP_BYTES = 512                    # bytes of a row of the weight that are loaded at once
+MOST_ROWS = 256                     # rows of x; the limit of the kernel and of every decision
+FEW_ROWS = 16                       # rows of one small tile of x: the minimum of a matrix instruction
+TILE_ROWS = 64                      # rows of a tile of x if there are more: those of a Hopper matrix instruction
+ROW_COUNTS = (FEW_ROWS, *range(TILE_ROWS, MOST_ROWS + 1, TILE_ROWS))    # the largest row counts of equal settings
 MOST_STAGES = 5                     # pieces of the weight in flight, including the one in use
 MOST_SHARED_BYTES = 100 * 1024      # per program, so that two fit on a multiprocessor
+
+# Up to FEW_ROWS rows.
+COLUMNS = (64, 32, 16)              # columns of `out` per program, in order of preference; 16: see FEW_ROWS
+WAVES = 2                           # minimum number of programs per multiprocessor to give a program more columns
+STEP_BYTES = 512                    # bytes of a row of the weight that are loaded at once
 MOST_READS = 2.0                    # bytes of x that all programs read in total, relative to those of the weight
+
+# With more rows; times in microseconds.
+WEIGHT_ROWS = (32, 64, 128)         # rows of the weight per program
+TILE_STEP_BYTES = 128               # bytes of a row of x and of the weight that are loaded at once
+LIBRARY_TILES = ((64, 32), (64, 64), (64, 128), (128, 128), (128, 256))
+LAUNCH_US = 3.0                     # of a small kernel within a graph: it runs for 2, and 1 passes until the next
+MEMORY = 2.9e6                      # bytes per microsecond from memory
+CACHE = 45e3                        # bytes per microsecond from the L2 cache to each multiprocessor, if all read
+PORT = 64e3                         # the same, if few read
+MATRIX = 7.5e6                      # operations per microsecond of a multiprocessor in bfloat16
+LIBRARY_SHARE, FUSED_SHARE = 0.75, 0.5
+PASS_US = 0.4                       # until the first rows arrive, each time that a program reads x for a norm
+EFFICIENCY = 0.85                   # time of a fused product in this model, relative to what it will really take
 
 
 class FusedLinearSettings(NamedTuple):
     """Launch settings.
 
+    rows      rows of a tile of x
     columns   columns of `out` per program
-    step      elements of each weight row that are loaded at once
+    step      elements of each row that are loaded at once
     """
 
+    rows: int
     columns: int
     step: int
     num_warps: int
     num_stages: int
 
 
-@functools.cache
-def fused_linear_settings(in_size, out_size, gated, element_size_bytes, limits) -> FusedLinearSettings:
-    """Return the launch settings, for any number of rows.
+def fused_linear_settings(num_rows, in_size, out_size, gated, norm, element_size_bytes, limits) -> FusedLinearSettings:
+    """Return the launch settings. They are the same for all row counts up to FEW_ROWS, and of the same row tiles.
 
     out_size   columns of the result: half of the rows of the weight when gated
+    norm       the fused norm: "none", "rms" or "layer"
     limits     a DeviceLimits
     """
+    if num_rows <= FEW_ROWS:
+        return _settings_of_few_rows(in_size, out_size, gated, element_size_bytes, limits)
+    return _plan(-(-num_rows // TILE_ROWS), in_size, out_size, gated, norm, element_size_bytes, limits)[1]
+
+
+def is_fused(num_rows, in_size, out_size, gated, norm, saved_launches, element_size_bytes, limits) -> bool:
+    """Whether the fused launch is expected to be faster than separate launches, for a step of `num_rows` rows.
+
+    norm             the fused norm: "none", "rms" or "layer"
+    saved_launches   number of launches that the fused launch saves; a norm that several products read counts as a share
+    """
+    if num_rows <= FEW_ROWS:
+        settings = _settings_of_few_rows(in_size, out_size, gated, element_size_bytes, limits)
+        return _reads(norm) * num_rows <= MOST_READS * settings.columns * (2 if gated else 1)
+    # float32 has no matrix instruction that keeps its precision: large tiles of it are slow.
+    if num_rows > MOST_ROWS or element_size_bytes > 2:
+        return False
+    row_tiles = -(-num_rows // TILE_ROWS)
+    fused_us, _ = _plan(row_tiles, in_size, out_size, gated, norm, element_size_bytes, limits)
+    return fused_us / EFFICIENCY < _separate_us(row_tiles, in_size, out_size, gated, norm, saved_launches,
+                                                element_size_bytes, limits)
+
+
+def _reads(norm) -> int:
+    """Number of times that a program reads its rows of x."""
+    return {"none": 1, "rms": 2, "layer": 3}[norm]
+
+
+@functools.cache
+def _settings_of_few_rows(in_size, out_size, gated, element_size_bytes, limits) -> FusedLinearSettings:
     columns = next((count for count in COLUMNS if -(-out_size // count) >= WAVES * limits.multiprocessors), COLUMNS[-1])
     if gated and columns > COLUMNS[-1]:
         columns //= 2                                    # each column needs two rows of the weight
-    step = STEP_BYTES // element_size_bytes
+    return _settings(FEW_ROWS, columns, gated, STEP_BYTES, in_size, element_size_bytes, limits)
+
+
+@functools.cache
+def _plan(row_tiles, in_size, out_size, gated, norm, element_size_bytes, limits) -> tuple[float, FusedLinearSettings]:
+    """Return (estimated time, settings) of the fastest fused launch with `row_tiles` tiles of TILE_ROWS rows."""
+    num_rows, per_column = row_tiles * TILE_ROWS, 2 if gated else 1
+    times = {weight_rows: _product_us(num_rows, in_size, out_size * per_column, _reads(norm), (TILE_ROWS, weight_rows),
+                                      FUSED_SHARE, element_size_bytes, limits) for weight_rows in WEIGHT_ROWS}
+    weight_rows = min(times, key=times.get)
+    settings = _settings(TILE_ROWS, weight_rows // per_column, gated, TILE_STEP_BYTES, in_size, element_size_bytes,
+                         limits)
+    return times[weight_rows] + PASS_US * (_reads(norm) - 1), settings
+
+
+def _settings(rows, columns, gated, step_bytes, in_size, element_size_bytes, limits) -> FusedLinearSettings:
+    """Return the settings of these tiles, with as many stages as fit."""
+    step = step_bytes // element_size_bytes
     while step // 2 >= max(in_size, 16):
         step //= 2
-    weight_rows = columns * (2 if gated else 1)
-    piece_bytes = (weight_rows + MOST_ROWS) * step * element_size_bytes
+    piece_bytes = (columns * (2 if gated else 1) + rows) * step * element_size_bytes
     room = min(MOST_SHARED_BYTES, limits.shared_bytes - 1024)
     num_stages = max(1, min(MOST_STAGES, room // piece_bytes, -(-in_size // step) + 1))
-    return FusedLinearSettings(columns, step, 4, num_stages)
+    return FusedLinearSettings(rows, columns, step, 4, num_stages)
 
 
-def is_fused(num_rows, in_size, out_size, gated, norm, element_size_bytes, limits) -> bool:
-    """Whether the fused launch is expected to be faster than separate launches, for a step of `num_rows` rows.
+def _separate_us(row_tiles, in_size, out_size, gated, norm, saved_launches, element_size_bytes, limits) -> float:
+    """Return the estimated time of a library's product and of the norm, activation and sum launched separately."""
+    num_rows, weight_rows = row_tiles * TILE_ROWS, out_size * (2 if gated else 1)
+    product_us = min(_product_us(num_rows, in_size, weight_rows, 1, tile, LIBRARY_SHARE, element_size_bytes, limits)
+                     for tile in LIBRARY_TILES)
+    moved = (2 * in_size if norm != "none" else 0) + (weight_rows + out_size if gated else 0)
+    return (product_us + saved_launches * LAUNCH_US
+            + num_rows * moved * element_size_bytes / (limits.multiprocessors * CACHE))
 
-    norm   the fused norm: "none", "rms" or "layer"
-    """
-    if num_rows > MOST_ROWS:
-        return False
-    settings = fused_linear_settings(in_size, out_size, gated, element_size_bytes, limits)
-    reads = {"none": 1, "rms": 2, "layer": 3}[norm]
-    return reads * num_rows <= MOST_READS * settings.columns * (2 if gated else 1)
+
+def _product_us(num_rows, in_size, weight_rows, reads, tile, share, element_size_bytes, limits) -> float:
+    """Return the estimated time of a product in tiles of (rows of x, rows of the weight). See the module docstring."""
+    rows, columns = tile
+    tiles = -(-num_rows // rows), -(-weight_rows // columns)
+    busiest = -(-tiles[0] * tiles[1] // limits.multiprocessors)
+    row_bytes = in_size * element_size_bytes
+    return max(weight_rows * row_bytes / MEMORY,
+               (reads * num_rows * tiles[1] + tiles[0] * weight_rows) * row_bytes / (limits.multiprocessors * CACHE),
+               busiest * (reads * rows + columns) * row_bytes / PORT,
+               busiest * 2 * rows * columns * in_size / (MATRIX * share))

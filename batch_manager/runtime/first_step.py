@@ -9,14 +9,20 @@ import torch
 from ..attention.interface import PackedStep
 
 
-def first_step(num_tokens: int, vocab_size: int) -> PackedStep:
-    """Return a step whose only request is a context of `num_tokens` tokens in block 0. The tokens must fit into it."""
-    rows = np.arange(num_tokens, dtype=np.int32)
-    return PackedStep(token_ids=rows % vocab_size, positions=rows, pool_slots=rows.astype(np.int64),
-                      slots=np.zeros(1, np.int32), query_starts=np.array([0, num_tokens], np.int32),
-                      kv_lengths=np.array([num_tokens], np.int32),
-                      block_tables=np.zeros((1, 1), np.int32), num_contexts=1,
-                      logits_rows=np.array([num_tokens - 1], np.int64))
+def first_step(num_tokens: int, vocab_size: int, tokens_per_block: int) -> PackedStep:
+    """Return a step of contexts with `num_tokens` tokens in total, all in block 0.
+
+    There is one context if the tokens fit into a block. Otherwise the contexts have one token less than a block, so
+    that a token at a multiple of the block size has a different position, and a tile of rows in the wrong place shows.
+    All contexts have the same tokens at the same positions, so that they write the same keys and values to the block.
+    """
+    length = num_tokens if num_tokens <= tokens_per_block else max(tokens_per_block - 1, 1)
+    starts = np.array([*range(0, num_tokens, length), num_tokens], np.int32)
+    positions, contexts = np.arange(num_tokens, dtype=np.int32) % length, len(starts) - 1
+    return PackedStep(token_ids=positions % vocab_size, positions=positions, pool_slots=positions.astype(np.int64),
+                      slots=np.zeros(contexts, np.int32), query_starts=starts,
+                      kv_lengths=np.diff(starts), block_tables=np.zeros((contexts, 1), np.int32),
+                      num_contexts=contexts, logits_rows=starts[1:].astype(np.int64) - 1)
 
 
 def describe_difference(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:

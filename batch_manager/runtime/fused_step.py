@@ -1,4 +1,4 @@
-"""Runs a model's recorded forward in generation steps of few rows, with fewer launches than its layers make.
+"""Runs a model's recorded forward in generation steps, with fewer launches than its layers make.
 
 The operations that `product_fusion.fuse` joins run as one launch of the kernel `fused_linear`, where
 `fused_linear_settings.is_fused` expects that to be faster. All other operations are launched as the layers launch them.
@@ -15,7 +15,7 @@ from torch.nn import functional
 from ..attention.interface import Attention
 from ..layers.recording import LookedUp, Rows
 from ..triton_kernels import dispatch
-from ..triton_kernels.fused_linear_settings import MOST_ROWS, is_fused
+from ..triton_kernels.fused_linear_settings import FEW_ROWS, ROW_COUNTS, is_fused
 from .launch_recording import (
     Activation,
     Attend,
@@ -35,17 +35,20 @@ Launch = Callable[[Registers, torch.Tensor, Attention], None]          # (regist
 
 
 class FusedStep:
-    """Runs the recorded operations of a model in generation steps of up to MOST_ROWS rows.
+    """Runs the recorded operations of a model in generation steps of up to `most_rows` rows.
 
     limits         the DeviceLimits of the device
     gives_logits   whether the recording includes the head, so that `run` returns logits; otherwise hidden states
+    row_counts     the entries of ROW_COUNTS at which a product is fused, in ascending order; FEW_ROWS is always one
+    most_rows      the last of them: larger steps gain nothing
     """
-
-    most_rows = MOST_ROWS
 
     def __init__(self, recording: LaunchRecording, device: torch.device, limits: Any, *, gives_logits: bool) -> None:
         self._recording, self._device, self._limits, self.gives_logits = recording, device, limits, gives_logits
         self._launches: dict[int, list[tuple[Launch, list[int]]]] = {}
+        self.row_counts = [count for count in ROW_COUNTS
+                           if count == FEW_ROWS or any(isinstance(step, FusedProduct) for step in self._steps(count))]
+        self.most_rows = self.row_counts[-1]
 
     def run(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         """Return the logits [r, vocab] of at most `most_rows` rows, or hidden states if `gives_logits` is False.
@@ -67,13 +70,16 @@ class FusedStep:
 
     def _prepare(self, num_rows: int) -> list[tuple[Launch, list[int]]]:
         """Return (launch, registers that no later launch uses) for each launch of a step of num_rows rows."""
-        steps = fuse(self._recording, lambda *sizes: is_fused(
-            num_rows, *sizes, self._recording.dtype.itemsize, self._limits))
+        steps = self._steps(num_rows)
         last_use = {register: index for index, step in enumerate(steps) for register in _touched_by(step)}
         return [(_launch(step, self._recording.widths, self._device),
                  [register for register in set(_touched_by(step))
                   if last_use[register] == index and register != self._recording.result])
                 for index, step in enumerate(steps)]
+
+    def _steps(self, num_rows: int) -> list[Operation | FusedProduct]:
+        return fuse(self._recording, lambda *sizes: is_fused(
+            num_rows, *sizes, self._recording.dtype.itemsize, self._limits))
 
 
 def _touched_by(step: Operation | FusedProduct) -> list[int]:

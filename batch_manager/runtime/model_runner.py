@@ -40,7 +40,7 @@ class ModelRunner:
     """Runs calls of one model over one KV cache pool.
 
     compiled   runs the forward of calls without padding; None: the model's layers run it
-    fused      runs the forward in `generate` if the step has few rows; None: the model's layers run it
+    fused      runs the forward in `generate`, up to `fused.most_rows` rows; None: the model's layers run it
     table      [vocab, hidden size]: the embedding table, if the model's `embed` is a plain lookup; otherwise None
     """
 

@@ -423,9 +423,10 @@ class NativeBackend:
             self._plain_steps.capture_graphs()
 
     def fuse_steps(self, loaded: LoadedModel, spec: ModelSpec) -> None:
-        """Use the fused step for plain generation steps of few rows from now on. Call after the warm-up.
+        """Use the fused step from now on, for plain generation steps whose number of rows makes fusion pay.
 
-        Has no effect if the device does not run Triton kernels. Logs a message if the model cannot be fused.
+        Call after the warm-up. Has no effect if the device does not run Triton kernels. Logs a message if the model
+        cannot be fused.
 
         spec   the model's spec with the effective windows
         """
@@ -434,7 +435,7 @@ class NativeBackend:
         with on_device(self._device, self._stream), torch.inference_mode():
             try:
                 self._runner.fused = make_fused_step(loaded, spec, self._runner.attention, self._uploads,
-                                                     self.info.tokens_per_block)
+                                                     self.info.tokens_per_block, self.info.num_slots)
             except NotRecordableError as obstacle:
                 log.log(logging.WARNING if isinstance(obstacle, WrongStepError) else logging.INFO,
                         "steps of %s are not fused: %s",

@@ -26,11 +26,13 @@ class FusedProduct:
     activation: Activation | None
 
 
-def fuse(recording: LaunchRecording, pays: Callable[[int, int, bool, str], bool]) -> list[Operation | FusedProduct]:
+def fuse(recording: LaunchRecording,
+         pays: Callable[[int, int, bool, str, float], bool]) -> list[Operation | FusedProduct]:
     """Return the operations in order, with norms, activations, biases and sums fused into matrix products.
 
     pays   (columns of the product's input, columns of the result, whether a gated activation is fused, fused norm:
-           "none", "rms" or "layer") -> whether the fused product is faster than separate launches
+           "none", "rms" or "layer", number of launches saved) -> whether the fused product is faster than separate
+           launches. A norm that several products read counts as a share of a launch for each of them
     """
     operations, widths = recording.operations, recording.widths
     readers: dict[int, list[int]] = {}
@@ -54,11 +56,20 @@ def fuse(recording: LaunchRecording, pays: Callable[[int, int, bool, str], bool]
         is_taken = isinstance(activation, Activation) and is_whole(activation.x, widths)
         return found[0] if is_taken else None
 
-    def pays_with(index: int, norm: str) -> bool:
+    def launches_after(index: int) -> int:
+        """Return how many launches after the product at `index` a fused product saves: its activation, or its sum.
+
+        A sum without a bias is part of the library's product.
+        """
+        product = operations[index]
+        adds_both = product.adds and product.matrix.bias is not None
+        return int(activation_after(index) is not None or adds_both)
+
+    def pays_with(index: int, norm: str, saved: float) -> bool:
         product, activated_at = operations[index], activation_after(index)
         gated = activated_at is not None and operations[activated_at].gated
         outputs = product.matrix.weight.shape[0] // (2 if gated else 1)
-        return pays(product.matrix.weight.shape[1], outputs, gated, norm)
+        return pays(product.matrix.weight.shape[1], outputs, gated, norm, saved + launches_after(index))
 
     def takes_norm(norm_at: int, index: int) -> bool:
         """Whether the operation at `index` is a product that can apply the norm at `norm_at` itself, and saves time."""
@@ -68,7 +79,7 @@ def fuse(recording: LaunchRecording, pays: Callable[[int, int, bool, str], bool]
         between = operations[norm_at + 1 : index + 1]
         return (operation.x.register == norm.result.register
                 and all(norm.x.register not in written_by(one) for one in between)
-                and pays_with(index, _kind_of(norm)))
+                and pays_with(index, _kind_of(norm), 1 / len(readers[norm.result.register])))
 
     norm_of: dict[int, Norm] = {}
     left_out: set[int] = set()
@@ -86,9 +97,8 @@ def fuse(recording: LaunchRecording, pays: Callable[[int, int, bool, str], bool]
             continue
         if isinstance(operation, Product):
             norm, activated_at = norm_of.get(index), activation_after(index)
-            saves_one = norm is not None or activated_at is not None or (
-                operation.adds and operation.matrix.bias is not None)
-            if saves_one and can_fuse(operation) and (norm is not None or pays_with(index, "none")):
+            saves_one = norm is not None or launches_after(index) > 0
+            if saves_one and can_fuse(operation) and (norm is not None or pays_with(index, "none", 0)):
                 activation = None if activated_at is None else operations[activated_at]
                 left_out |= {activated_at} - {None}
                 steps.append(FusedProduct((norm or operation).x, (activation or operation).result, operation, norm,

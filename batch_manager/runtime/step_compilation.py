@@ -76,7 +76,7 @@ def compile_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, kv_
         head = record_head(loaded.model.logits, spec.hidden_size, loaded.dtype)
         compiled = CompiledStep(recording, kv_pool, spec.num_heads, head, threads)
         num_tokens = min(COMPARED_TOKENS, kv_pool.shape[4], spec.max_position_embeddings)
-        step = first_step(num_tokens, spec.vocab_size)
+        step = first_step(num_tokens, spec.vocab_size, num_tokens)
         hidden = loaded.model.embed(torch.from_numpy(step.token_ids.astype(np.int64)))
         attention.plan(step)
         expected = loaded.model.forward(hidden.clone(), torch.from_numpy(step.positions), attention)

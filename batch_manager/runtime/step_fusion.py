@@ -9,13 +9,15 @@ from ..layers.recording import NotRecordableError, RecordedAttention, Rows, reco
 from ..models.loading import LoadedModel
 from ..models.model_spec import ModelSpec
 from ..models.registry import Model
+from ..triton_kernels.fused_linear_settings import FEW_ROWS, TILE_ROWS
 from .device import Uploads
 from .first_step import describe_difference, first_step
 from .fused_step import FusedStep
 from .launch_recording import LaunchRecording, is_whole
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-COMPARED_TOKENS = (1, 5)           # tokens of compared steps. Products fused for more rows are fused for one row too
+COMPARED_TOKENS = (1, 5)           # products fused for more rows, up to FEW_ROWS, are fused for one row too
+COMPARED_AT_ONCE = 16              # rows of results; more take too much memory
 
 
 class WrongStepError(NotRecordableError):
@@ -23,23 +25,33 @@ class WrongStepError(NotRecordableError):
 
 
 def make_fused_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, uploads: Uploads,
-                    tokens_per_block: int) -> FusedStep:
+                    tokens_per_block: int, num_rows: int) -> FusedStep:
     """Fuse a model's forward, check its results against the model itself, and return it.
 
     The fused step includes the model's head if the head can be recorded.
 
-    spec      the model's spec with the effective windows
-    Mutates   block 0 of the KV cache pool, used for the comparison
-    Raises    NotRecordableError, with the reason why the model cannot be fused
+    spec       the model's spec with the effective windows
+    num_rows   number of rows of the largest generation step
+    Mutates    block 0 of the KV cache pool, used for the comparison
+    Raises     NotRecordableError, with the reason why the model cannot be fused
     """
     from ..triton_kernels.device_limits import device_limits  # it imports triton
 
     recording, gives_logits = record_step(loaded, spec)
     fused = FusedStep(recording, loaded.device, device_limits(), gives_logits=gives_logits)
-    for count in COMPARED_TOKENS:
-        if count <= tokens_per_block:
-            _compare(fused, loaded, attention, uploads, first_step(count, spec.vocab_size))
+    tokens_per_block = min(tokens_per_block, spec.max_position_embeddings)
+    for count in compared_tokens(fused, num_rows):
+        _compare(fused, loaded, attention, uploads, first_step(count, spec.vocab_size, tokens_per_block))
     return fused
+
+
+def compared_tokens(fused: FusedStep, num_rows: int) -> list[int]:
+    """Return the token counts of compared steps. They compile every kernel variant of steps of up to `num_rows` rows.
+
+    Beyond FEW_ROWS, the settings change with the number of row tiles, so there is one step per number of row tiles.
+    """
+    tiled = [count for count in fused.row_counts if count > FEW_ROWS and count - TILE_ROWS < num_rows]
+    return [*COMPARED_TOKENS, *(tiled if num_rows > FEW_ROWS else ())]
 
 
 def record_step(loaded: LoadedModel, spec: ModelSpec) -> tuple[LaunchRecording, bool]:
@@ -76,7 +88,9 @@ def _compare(fused: FusedStep, loaded: LoadedModel, attention: Attention, upload
     expected = model.forward(hidden.clone(), positions, attention)
     if fused.gives_logits:
         expected = model.logits(expected)
-    difference = describe_difference(fused.run(hidden, positions, attention), expected, TOLERANCES[loaded.dtype])
-    if difference:
-        raise WrongStepError(f"a first step of {counted(step.num_tokens, 'token')} differs from the model's "
-                             f"{difference}")
+    found = fused.run(hidden, positions, attention)
+    for found_rows, expected_rows in zip(found.split(COMPARED_AT_ONCE), expected.split(COMPARED_AT_ONCE)):
+        difference = describe_difference(found_rows, expected_rows, TOLERANCES[loaded.dtype])
+        if difference:
+            raise WrongStepError(f"a first step of {counted(step.num_tokens, 'token')} differs from the model's "
+                                 f"{difference}")

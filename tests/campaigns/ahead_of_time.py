@@ -52,6 +52,8 @@ ALLOWED = (
     Allowed(("_decode_kernel",), ("sm_100",), ("float16", "bfloat16"), 8, 0,
             "two registers, with heads of 256 entries and a softcap"),
     Allowed(("_decode_kernel",), ("gfx942",), ("bfloat16",), 8, 1, "one register, with heads of 256 entries"),
+    Allowed(("_fused_linear_kernel",), GPUS, ("float16", "bfloat16"), 248, 0,
+            "tiles of rows that do not begin at multiples of 16 bytes, which no model has"),
     Allowed(("_sample_piece_kernel", "_sample_digit_kernel"), ("sm_80", "sm_100"), ("float32",), 8, 0,
             "two registers, with Triton 3.6 only"),
 )

@@ -275,6 +275,13 @@ CASES = {
     "fused down GPT-2": lambda: fused(3072, 768, norm="none", bias=True, adds=True),
     "fused expand GPT-2": lambda: fused(768, 3072, norm="layer", bias=True, activation="gelu_new"),
     "fused 100": lambda: fused(100, 70, norm="layer", bias=True, activation="gelu"),
+    "fused qkv 135M 256 rows": lambda: fused(576, 960, rows=256),
+    "fused gate up 135M 256 rows": lambda: fused(576, 1536, rows=256, activation="silu", gated=True),
+    "fused gate up 0.6B 128 rows": lambda: fused(1024, 3072, rows=128, activation="silu", gated=True),
+    "fused gate up 1B 64 rows": lambda: fused(2048, 8192, rows=64, activation="silu", gated=True),
+    "fused expand GPT-2 256 rows": lambda: fused(768, 3072, rows=256, norm="layer", bias=True, activation="gelu_new"),
+    "fused down GPT-2 256 rows": lambda: fused(3072, 768, rows=256, norm="none", bias=True, adds=True),
+    "fused 100, 17 rows": lambda: fused(100, 70, rows=17, norm="layer", bias=True, activation="gelu", gated=True),
     "fused qkv 8B float32": lambda: fused(4096, 6144, dtype=torch.float32),
     "rope D128": lambda: rope(128, 4),
     "norms 4096": lambda: norms(4096),
@@ -336,9 +343,9 @@ def variants_by_alignment():
         ban_ngrams(logits, *of_rows, lengths)
         ban_words(logits, *of_rows, *word_lists, 7)
         match_stop_words(lengths, *of_rows, *word_lists)
-    for rows in (1, 16, 17):                               # a step may have any number of rows
+    for rows in (1, 16, 17, 64, 65, 250):                  # a step may have any number of rows
         deterministic_linear(tensor(rows, 64), tensor(96, 64))
-        fused_linear(tensor(min(rows, 16), 64), tensor(96, 64), None, tensor(64))
+        fused_linear(tensor(rows, 64), tensor(96, 64), None, tensor(64))
         for num_candidates in (7, 8):
             beam_topk(tensor(4, 500), numbers, numbers, numbers, sliced(begin, 5), num_candidates, 1)
     names = [kernel.metadata.name for kernel in {id(kernel): kernel for kernel in compiled}.values()]
@@ -407,7 +414,25 @@ def nvidia_figures(kernel, with_instructions):
             figures["LDGSTS.narrower"] = len(copies) - figures["LDGSTS.128"]
             figures["HMMA"] = len(re.findall(r"\bHMMA\b", sass))
             figures["HGMMA"] = len(re.findall(r"\bHGMMA\b", sass))
+            figures["FMUL in loops"] = multiplications_in_loops(sass)
     return figures
+
+
+def multiplications_in_loops(sass):
+    """Return the number of FMUL instructions in each loop that has matrix instructions, from a disassembly.
+
+    A loop is what lies between a branch to an earlier instruction and its target.
+    """
+    instructions = re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", sass)
+    at_address = {int(address, 16): index for index, (address, _) in enumerate(instructions)}
+    counts = []
+    for index, (_, text) in enumerate(instructions):
+        target = re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)
+        begin = at_address.get(int(target[1], 16), index) if target else index
+        body = [text for _, text in instructions[begin:index]]
+        if any(re.search(r"\bHG?MMA\b", text) for text in body):
+            counts.append(sum(bool(re.search(r"\bFMUL\b", text)) for text in body))
+    return counts
 
 
 def amd_figures(kernel):

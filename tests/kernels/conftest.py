@@ -54,14 +54,14 @@ class Interpreter:
     def __init__(self):
         self.process = None
 
-    def __call__(self, module, function, args, kwargs, dots_in_one_order=False, count_calls_of=None):
+    def __call__(self, module, function, args, kwargs, dots_in_one_order=False, note_calls_of=None):
         if self.process is None:
             environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.quick_interpreter", "tests.kernels.interpreter_worker"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=HERE.parents[1],
             )
-        request = (module, function, args, kwargs, dots_in_one_order, count_calls_of)
+        request = (module, function, args, kwargs, dots_in_one_order, note_calls_of)
         worker_protocol.send(self.process.stdin, request)
         answer = worker_protocol.receive(self.process.stdout)
         assert isinstance(answer, tuple), answer or "the interpreter's process died"
@@ -108,18 +108,19 @@ def run_kernel(interpreter):
 
 
 @pytest.fixture(scope="session")
-def count_calls(interpreter):
-    """count_calls(name, *args, of=function, **kwargs): runs the Triton kernel `name` and counts calls of a function.
+def calls_within(interpreter):
+    """calls_within(name, *args, of=function, **kwargs): runs the Triton kernel `name` and notes calls of a function.
 
-    `of` names a function in the kernel's module. Returns the number of its calls in all programs of the kernel. The
-    test is skipped if kernels do not run in the interpreter."""
+    `of` names a function in the kernel's module. Returns a list with an item for each of its calls in all programs of
+    the kernel: the shapes of its arguments that are tensors of several elements. The test is skipped if kernels do not
+    run in the interpreter."""
 
-    def count(module, *args, of, **kwargs):
+    def calls(module, *args, of, **kwargs):
         if DEVICE != "cpu":
-            pytest.skip("calls are counted in the interpreter")
-        return interpreter(module, module, args, kwargs, count_calls_of=of)
+            pytest.skip("calls are noted in the interpreter")
+        return interpreter(module, module, args, kwargs, note_calls_of=of)
 
-    return count
+    return calls
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,10 @@
 """Runs kernels in triton's interpreter, in a separate process that conftest.py starts.
 
 Reads requests from standard input: (module of the kernel, function, args, kwargs, whether `dots_in_one_order` applies,
-name of a function whose calls are counted, or None). It answers each request with (result, tensor arguments after the
-call), or with a traceback. If calls are counted, their number replaces the result. A message consists of eight bytes
-with its length, and an object written by torch.save.
+name of a function whose calls are noted, or None). It answers each request with (result, tensor arguments after the
+call), or with a traceback. If calls are noted, a list replaces the result: for each call, the shapes of its arguments
+that are tensors of several elements. A message consists of eight bytes with its length, and an object written by
+torch.save.
 """
 
 import contextlib
@@ -58,15 +59,16 @@ def dots_in_one_order():
 
 
 @contextlib.contextmanager
-def calls_counted(module, name):
-    """Yield a list to which the calls of this function by the kernels of `module` are appended."""
+def calls_noted(module, name):
+    """Yield a list to which each call of this function by the kernels of `module` appends the shapes of its tensors."""
     function, calls = getattr(module, name), []
 
-    def counted(*args, **kwargs):
-        calls.append(name)
+    def noted(*args, **kwargs):
+        shapes = (tuple(map(int, getattr(value, "shape", ()))) for value in (*args, *kwargs.values()))
+        calls.append([shape for shape in shapes if shape])
         return function(*args, **kwargs)
 
-    setattr(module, name, counted)
+    setattr(module, name, noted)
     try:
         yield calls
     finally:
@@ -76,16 +78,16 @@ def calls_counted(module, name):
 def serve(requests, answers):
     torch.set_num_threads(1)
     while (request := receive(requests)) is not None:
-        module, function, args, kwargs, in_one_order, counted = request
+        module, function, args, kwargs, in_one_order, watched = request
         try:
             found = importlib.import_module(f"batch_manager.triton_kernels.{module}")
             with contextlib.ExitStack() as changes:
                 if in_one_order:
                     changes.enter_context(dots_in_one_order())
-                calls = changes.enter_context(calls_counted(found, counted)) if counted else None
+                calls = changes.enter_context(calls_noted(found, watched)) if watched else None
                 result = getattr(found, function)(*args, **kwargs)
             if calls is not None:
-                result = len(calls)
+                result = calls
             send(answers, (result, tensors_of(args, kwargs)))
         except Exception:
             send(answers, traceback.format_exc())

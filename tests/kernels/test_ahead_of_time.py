@@ -120,6 +120,19 @@ def test_context_attention_uses_the_matrix_units(compiled):
     assert all(record["MFMA"] > 0 for record in of_kernel(compiled["gfx942"], "_decode_kernel"))
 
 
+def test_the_scale_of_the_softmax_is_part_of_the_exponents_multiply_add(compiled):
+    """The loop over keys multiplies the accumulated values, and the maximum of each row's scores; not the scores."""
+    records = of_kernel(compiled["sm_90"], "_decode_kernel") + of_kernel(compiled["sm_90"], "_context_kernel")
+    plain = [record for record in records if not re.search("softcap|slopes|D256", record["case"])]
+    assert len(plain) > 12
+    for record in plain:
+        head_size = 1 << (int(re.search(r"D(\d+)", record["case"])[1]) - 1).bit_length()
+        is_tile = record["kernel"] == "_context_kernel" and "uniform" not in record["case"]
+        values = (128 if is_tile else 16) * head_size // (32 * record["warps"])           # per thread
+        assert record["FMUL in loops"]
+        assert all(values <= count <= values + 4 for count in record["FMUL in loops"]), record
+
+
 def test_deterministic_products_use_the_matrix_units(compiled):
     narrow = [record for record in of_kernel(compiled["sm_90"], "_deterministic_linear_kernel")
               if "float32" not in record["case"]]
@@ -129,8 +142,8 @@ def test_deterministic_products_use_the_matrix_units(compiled):
 
 def test_fused_products_load_the_weight_in_the_widest_pieces_several_ahead(compiled):
     for record in of_kernel(compiled["sm_90"], "_fused_linear_kernel"):
-        if record["case"] == "fused 100":                  # its rows do not begin at multiples of 16 bytes
-            continue
+        if "rows" in record["case"] or record["case"] == "fused 100":
+            continue          # tiles of rows are tested below; rows of 100 do not begin at multiples of 16 bytes
         # A piece: 512 bytes of 16 rows of x and of some rows of the weight, 16 bytes per thread. Norm vectors are
         # narrower.
         rows = 80 if "head" in record["case"] else 48 if "gate up" in record["case"] else 32
@@ -141,9 +154,19 @@ def test_fused_products_load_the_weight_in_the_widest_pieces_several_ahead(compi
         assert in_flight_bytes >= 24 * 1024, record
 
 
+def test_fused_products_of_many_rows_load_several_pieces_ahead(compiled):
+    found = [record for record in of_kernel(compiled["sm_90"], "_fused_linear_kernel") if "6 rows" in record["case"]]
+    assert len(found) == 4
+    for record in found:
+        # A piece: 128 bytes of 64 rows of x and of at least 32 rows of the weight.
+        assert record["LDGSTS.narrower"] == 0 and record["LDGSTS.128"] >= 6 * (record["stages"] - 1), record
+        assert (record["stages"] - 1) * (64 + 32) * 128 >= 36 * 1024 and record["shared_bytes"] <= 100 * 1024, record
+
+
 def test_fused_products_use_the_matrix_units(compiled):
     for record in of_kernel(compiled["sm_90"], "_fused_linear_kernel"):
-        assert record["HMMA"] > 0 or "float32" in record["case"]
+        unit = "HGMMA" if "rows" in record["case"] else "HMMA"           # tiles are large enough for a warp group
+        assert record[unit] > 0 or "float32" in record["case"]
     assert all(record["MFMA"] > 0 for record in of_kernel(compiled["gfx942"], "_fused_linear_kernel"))
 
 
@@ -162,6 +185,6 @@ def test_where_an_index_tensor_begins_does_not_compile_a_kernel_again(compiled):
         "_prepare_step_kernel": 1, "_sample_piece_kernel": 1, "_sample_digit_kernel": 1, "_sample_mass_kernel": 1,
         "_sample_token_kernel": 1,
         "_token_penalties_kernel": 1, "_ban_ngrams_kernel": 1, "_ban_words_kernel": 1, "_match_stop_words_kernel": 1,
-        "_deterministic_linear_kernel": 1, "_fused_linear_kernel": 1,
+        "_deterministic_linear_kernel": 1, "_fused_linear_kernel": 2,        # for few rows, and for tiles of rows
         "_beam_block_kernel": 1, "_beam_row_kernel": 1, "_beam_group_kernel": 1,
     }

@@ -1,10 +1,18 @@
 import pytest
 import torch
 
-from batch_manager.triton_kernels.fused_linear_settings import MOST_ROWS, fused_linear_settings, is_fused
+from batch_manager.triton_kernels.fused_linear_settings import (
+    FEW_ROWS,
+    MOST_ROWS,
+    ROW_COUNTS,
+    TILE_ROWS,
+    fused_linear_settings,
+    is_fused,
+)
 
 # Input sizes and rows of the weight that do and do not divide a program's tiles.
 SIZES = [(64, 32), (576, 80), (100, 70), (33, 5), (16, 16)]
+MANY_ROWS = [17, 32, 33, 64, 100, 256]               # in one or several tiles, some of them not full
 ROUNDINGS = {"none": 1, "norm": 8, "both": 12}       # a rounded norm is multiplied, a rounded product activated
 
 
@@ -44,6 +52,16 @@ def test_products_behind_a_norm(assert_equals_oracle, made, dtype, rows, in_size
     assert result.isfinite().all()
 
 
+@pytest.mark.parametrize("rows", MANY_ROWS)
+@pytest.mark.parametrize("in_size, weight_rows", [(576, 80), (100, 70)])
+@pytest.mark.parametrize("norm", ["none", "rms", "layer"])
+def test_products_of_many_rows(assert_equals_oracle, made, dtype, rows, in_size, weight_rows, norm):
+    result = assert_equals_oracle("fused_linear", *made(rows, in_size, weight_rows, rows == 33, norm),
+                                  roundings=ROUNDINGS["none" if norm == "none" else "norm"], reduction=2 * in_size,
+                                  dtype=dtype)
+    assert result.isfinite().all()
+
+
 def test_what_is_added_to_the_weight_of_the_norm(assert_equals_oracle, made, dtype):
     assert_equals_oracle("fused_linear", *made(2, 40, 24, norm="rms"), weight_offset=1.0,
                          roundings=ROUNDINGS["norm"], reduction=80, dtype=dtype)
@@ -52,17 +70,19 @@ def test_what_is_added_to_the_weight_of_the_norm(assert_equals_oracle, made, dty
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_new", "relu"])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("bias, norm", [(True, "layer"), (False, "rms")])
-def test_activations(assert_equals_oracle, made, dtype, kind, gated, bias, norm):
-    result = assert_equals_oracle("fused_linear", *made(5, 70, 84, bias, norm), activation=kind, gated=gated,
+@pytest.mark.parametrize("rows", [5, 100])
+def test_activations(assert_equals_oracle, made, dtype, kind, gated, bias, norm, rows):
+    result = assert_equals_oracle("fused_linear", *made(rows, 70, 84, bias, norm), activation=kind, gated=gated,
                                   roundings=ROUNDINGS["both"], reduction=200, dtype=dtype)
-    assert result.shape == (5, 42 if gated else 84)
+    assert result.shape == (rows, 42 if gated else 84)
 
 
 @pytest.mark.parametrize("norm", ["none", "rms"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_product_is_added_to_a_residual_in_place(assert_equals_oracle, made, random, dtype, norm, bias):
-    residual = poisoned(random(16, 70, dtype=dtype))
-    result = assert_equals_oracle("fused_linear", *made(16, 100, 70, bias, norm), residual=residual,
+@pytest.mark.parametrize("rows", [16, 100])
+def test_a_product_is_added_to_a_residual_in_place(assert_equals_oracle, made, random, dtype, norm, bias, rows):
+    residual = poisoned(random(rows, 70, dtype=dtype))
+    result = assert_equals_oracle("fused_linear", *made(rows, 100, 70, bias, norm), residual=residual,
                                   roundings=ROUNDINGS["none" if norm == "none" else "norm"], reduction=200,
                                   dtype=dtype)
     assert result.data_ptr() == residual.data_ptr() or result.device.type == "cpu"
@@ -78,9 +98,10 @@ def test_strided_rows_into_strided_rows(assert_equals_oracle, random):
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_it_is_what_separate_launches_give(run_kernel, is_recording, made, dtype, norm):
+@pytest.mark.parametrize("rows", [7, 70])
+def test_it_is_what_separate_launches_give(run_kernel, is_recording, made, dtype, norm, rows):
     """The fused kernel rounds where separate launches round. The results differ only by the order of sums."""
-    x, weight, bias, norm_weight, norm_bias, epsilon = made(7, 200, 96, True, norm)
+    x, weight, bias, norm_weight, norm_bias, epsilon = made(rows, 200, 96, True, norm)
     if norm == "rms":
         normed = run_kernel("rms_norm", x, norm_weight, epsilon)
     else:
@@ -94,11 +115,25 @@ def test_it_is_what_separate_launches_give(run_kernel, is_recording, made, dtype
     assert is_recording or (found == expected).double().mean() > (0.9 if dtype != torch.float32 else 0.1)
 
 
-def test_a_row_that_is_not_finite_is_alone(run_kernel, random):
-    x = random(4, 48)
+@pytest.mark.parametrize("rows", [4, 65])
+def test_a_row_that_is_not_finite_is_alone(run_kernel, random, rows):
+    x = random(rows, 48)
     x[1, 7], x[2, 0] = torch.nan, torch.inf
     found = run_kernel("fused_linear", x, random(20, 48), None, random(48), None, 1e-5)
-    assert found.isfinite().all(1).tolist() == [True, False, False, True]
+    assert found.isfinite().all(1).tolist() == [True, False, False] + [True] * (rows - 3)
+
+
+def test_the_bits_of_a_row_do_not_depend_on_the_rows_of_other_tiles(run_kernel, random):
+    """All row counts up to a multiple of TILE_ROWS have the same settings, and rows of other tiles do not matter."""
+    x, weight, norm_weight = random(256, 96), random(40, 96), random(96)
+
+    def product(x):
+        return run_kernel("fused_linear", x, weight, None, norm_weight, None, 1e-5, dots_in_one_order=True)
+
+    of_all = product(x)
+    others = torch.cat([random(TILE_ROWS, 96), x[TILE_ROWS:]])
+    assert torch.equal(product(others)[TILE_ROWS:], of_all[TILE_ROWS:])
+    assert torch.equal(product(x[:200]), of_all[:200])
 
 
 def test_nothing_to_do(run_kernel, random):
@@ -122,9 +157,11 @@ class Limits:
 @pytest.mark.parametrize("in_size, out_size, gated", [
     (4096, 6144, False), (4096, 14336, True), (576, 960, False), (4096, 128256, False), (5, 3, False), (8, 40, True)])
 def test_settings_fit_the_device_and_cover_it(limits, element_size_bytes, in_size, out_size, gated):
-    columns, step, _, num_stages = fused_linear_settings(in_size, out_size, gated, element_size_bytes, limits)
+    rows, columns, step, _, num_stages = fused_linear_settings(FEW_ROWS, in_size, out_size, gated, "rms",
+                                                               element_size_bytes, limits)
+    assert rows == FEW_ROWS
     weight_rows = columns * (1 + gated)
-    pieces = num_stages * (weight_rows + MOST_ROWS) * step * element_size_bytes
+    pieces = num_stages * (weight_rows + rows) * step * element_size_bytes
     assert num_stages >= 1 and pieces < limits.shared_bytes
     assert 16 <= step <= 512 // element_size_bytes and (step == 16 or step < 2 * in_size)
     programs = -(-out_size // columns)
@@ -133,14 +170,56 @@ def test_settings_fit_the_device_and_cover_it(limits, element_size_bytes, in_siz
     assert gated or columns == 64 or out_size / (2 * columns) < 2 * limits.multiprocessors
 
 
-def test_which_products_are_fused():
+@pytest.mark.parametrize("limits", [Limits(227, 132), Limits(163, 108), Limits(64, 304)])
+@pytest.mark.parametrize("element_size_bytes", [2, 4])
+@pytest.mark.parametrize("in_size, out_size, gated", [
+    (2048, 8192, True), (576, 960, False), (576, 1536, True), (576, 49152, False), (5, 3, False), (8, 40, True)])
+def test_settings_of_many_rows_fit_the_device_and_are_those_of_their_tiles(limits, element_size_bytes, in_size,
+                                                                           out_size, gated):
+    found = [fused_linear_settings(rows, in_size, out_size, gated, "rms", element_size_bytes, limits)
+             for rows in range(FEW_ROWS + 1, MOST_ROWS + 1)]
+    assert len(set(found)) <= len(ROW_COUNTS) - 1
+    for index, settings in enumerate(found):
+        assert settings == found[min(-(-(FEW_ROWS + 1 + index) // TILE_ROWS) * TILE_ROWS, MOST_ROWS) - FEW_ROWS - 1]
+        weight_rows = settings.columns * (1 + gated)
+        pieces = settings.num_stages * (weight_rows + settings.rows) * settings.step * element_size_bytes
+        assert settings.rows == TILE_ROWS and settings.columns >= 16 and settings.step >= 16
+        assert settings.num_stages >= 1 and pieces < limits.shared_bytes
+
+
+def test_which_products_of_few_rows_are_fused():
     limits = Limits(227, 132)
-    assert is_fused(16, 4096, 6144, False, "rms", 2, limits) and not is_fused(17, 4096, 6144, False, "rms", 2, limits)
+    assert is_fused(16, 4096, 6144, False, "rms", 1, 2, limits)
     # A layer norm reads x three times: with few weight rows per program, fusing pays only for fewer rows of x.
-    assert is_fused(10, 768, 2304, False, "layer", 2, limits) and not is_fused(11, 768, 2304, False, "layer", 2, limits)
-    assert is_fused(16, 4096, 128256, False, "layer", 2, limits)
+    assert is_fused(10, 768, 2304, False, "layer", 1, 2, limits)
+    assert not is_fused(11, 768, 2304, False, "layer", 1, 2, limits)
+    assert is_fused(16, 4096, 128256, False, "layer", 1, 2, limits)
     for gated in (False, True):
         for norm in ("none", "rms", "layer"):
-            fused = [is_fused(rows, 576, 960, gated, norm, 2, limits) for rows in range(1, 40)]
-            assert fused[0] and not any(fused[16:])
-            assert fused == sorted(fused, reverse=True)      # what is fused for some rows is fused for fewer
+            fused = [is_fused(rows, 576, 960, gated, norm, 1, 2, limits) for rows in range(1, FEW_ROWS + 1)]
+            assert fused[0] and fused == sorted(fused, reverse=True)      # what is fused for some rows is for fewer
+
+
+# name -> (columns of the input, columns of the result, gated, saved launches), largest number of rows that are fused
+OF_THE_GOALS = {
+    "qkv 135M": ((576, 960, False, 1), 256), "gate up 135M": ((576, 1536, True, 2), 256),
+    "head 135M": ((576, 49152, False, 1), FEW_ROWS),
+    "qkv 0.6B": ((1024, 4096, False, 1), FEW_ROWS), "gate up 0.6B": ((1024, 3072, True, 2), 128),
+    "qkv 1B": ((2048, 3072, False, 1), FEW_ROWS), "gate up 1B": ((2048, 8192, True, 2), 64),
+    "qkv 8B": ((4096, 6144, False, 1), FEW_ROWS), "gate up 8B": ((4096, 14336, True, 2), FEW_ROWS),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_GOALS)
+def test_up_to_how_many_rows_the_products_of_the_goals_are_fused_on_an_h100(name):
+    (in_size, out_size, gated, saved), most = OF_THE_GOALS[name]
+    fused = [is_fused(rows, in_size, out_size, gated, "rms", saved, 2, Limits(227, 132))
+             for rows in range(1, 2 * MOST_ROWS)]
+    assert fused == [rows <= most for rows in range(1, 2 * MOST_ROWS)]
+
+
+def test_what_is_saved_decides_and_float32_is_never_fused_for_many_rows():
+    limits = Limits(227, 132)
+    assert is_fused(256, 768, 3072, False, "layer", 2, 2, limits)
+    assert not is_fused(256, 768, 3072, False, "layer", 1, 2, limits)
+    assert not is_fused(17, 576, 1536, True, "rms", 2, 4, limits) and is_fused(16, 576, 1536, True, "rms", 2, 4, limits)

@@ -81,25 +81,47 @@ def test_short_and_long_chunks_together(check, dtype, group, more):
 
 
 @pytest.mark.parametrize("group, uniform_rows", [(1, None), (3, None), (4, 16), (8, None), (17, 16)])
-def test_programs_walk_keys_for_full_tiles_of_queries(count_calls, paged_cache, random, integers, group, uniform_rows):
+def test_programs_walk_keys_for_full_tiles_of_queries(calls_within, paged_cache, random, integers, group, uniform_rows):
     """A chunk of few tokens reads the keys once for all heads of a group."""
     tile_rows = uniform_rows or context_tile_rows(16, 4)
     lengths = lengths_around_tiles(tile_rows, group)
     kv_lengths = [length + 9 * number for number, length in enumerate(lengths)]
     cache = paged_cache(kv_lengths, 1, 16, B, torch.float32)
-    key_tiles = count_calls(
+    key_tiles = len(calls_within(
         "paged_attention_context", random(sum(lengths), group, 16), cache.pool, cache.block_table,
         integers([0, *np.cumsum(lengths)]), cache.kv_lengths,
         integers(context_work_list(lengths, kv_lengths, tile_rows).work_list), 0.2, uniform_rows=uniform_rows,
         softcap=1.0,
         of="soft_cap",                                     # called once per tile of keys in each program
-    )
+    ))
     expected = 0
     for length, kv_length in zip(lengths, kv_lengths):
         for first_query in range(0, length * group, tile_rows):
             last_token = (min(first_query + tile_rows, length * group) - 1) // group
             expected += -(-(kv_length - length + last_token + 1) // B)
     assert key_tiles == expected
+
+
+@pytest.mark.parametrize("tokens, heads, kv_heads, programs", [
+    (16, 32, 8, 8), (1, 8, 2, 2), (32, 8, 2, 2), (33, 8, 2, 4), (128, 4, 1, 4), (129, 3, 1, 4), (100, 2, 2, 2)])
+@pytest.mark.parametrize("uniform_rows", [None, 16])
+def test_a_program_computes_a_tile_of_the_queries_of_all_heads_of_a_group(
+        calls_within, paged_cache, random, integers, tokens, heads, kv_heads, programs, uniform_rows):
+    """The tokens x heads queries of a kv head take as few programs as there are tiles of queries.
+
+    With one program per query head and tile of tokens, 16 tokens with 32 heads would take 32 programs."""
+    tile_rows = uniform_rows or context_tile_rows(16, 2)
+    cache = paged_cache([tokens], kv_heads, 16, B, torch.float16)
+    walks = calls_within(
+        "paged_attention_context", random(tokens, heads, 16, dtype=torch.float16), cache.pool, cache.block_table,
+        integers([0, tokens]), cache.kv_lengths, integers(context_work_list([tokens], [tokens], tile_rows)), 0.2,
+        uniform_rows=uniform_rows, of="_walk_tiles")       # without a window, each program with queries calls it twice
+    if uniform_rows is None:
+        assert len(walks) == 2 * programs
+    assert len(walks) == 2 * kv_heads * -(-tokens * heads // kv_heads // tile_rows)
+    for shapes in walks:
+        assert (tile_rows, 16) in shapes                   # the queries
+        assert {rows for rows, *_ in shapes} == {tile_rows}
 
 
 def test_several_tiles_of_query_rows(check):

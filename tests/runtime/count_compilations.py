@@ -28,7 +28,7 @@ from batch_manager.models import load_model
 from batch_manager.runtime import layouts
 from batch_manager.runtime.fused_step import FusedStep
 from batch_manager.runtime.native_backend import build_native_backend
-from batch_manager.runtime.step_fusion import COMPARED_TOKENS, record_step
+from batch_manager.runtime.step_fusion import compared_tokens, record_step
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.triton_kernels import dispatch
 from batch_manager.triton_kernels.device_limits import device_limits
@@ -194,7 +194,7 @@ def count_fused(folder):
     recording, gives_logits = record_step(loaded, loaded.spec)
     fused = FusedStep(recording, loaded.device, device_limits(), gives_logits=gives_logits)
     counts = []
-    for numbers_of_rows in (COMPARED_TOKENS, range(1, FusedStep.most_rows + 1)):
+    for numbers_of_rows in (compared_tokens(fused, MAX_BATCH), range(1, fused.most_rows + 1)):
         compiled.clear()
         for rows in numbers_of_rows:
             fused.run(torch.zeros((rows, loaded.spec.hidden_size), dtype=torch.bfloat16),

@@ -32,6 +32,9 @@ SLOTS, BLOCK, BLOCKS = 6, 16, 48
 MIXED = StepShape(8, True, True, 64, MOST_CONTEXTS)
 SHORT, LONG = (1, 40), (90, 127)                  # lengths that attention computes in one part, and in several
 context_work_list.MIN_KEYS_PER_PART = 16          # then attention splits contexts of 32 tokens
+LLAMA_135M = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
+              "vocab_size": engine_modes.VOCAB, "max_position_embeddings": 128, "num_hidden_layers": 1}
+MANY = 72
 SAMPLED = SlotSetup(SamplingConfig(temperature=0.9, top_k=20, top_p=0.9, random_seed=3))
 
 
@@ -55,16 +58,16 @@ def random_batch(draw, num_rows, is_split, contexts=()):
         block_table_updates=BlockTableUpdates(rows, indices, draw.permutation(BLOCKS).astype(np.int32)))
 
 
-def make_steps(checkpoint, dtype="float32"):
+def make_steps(checkpoint, dtype="float32", num_slots=SLOTS, num_blocks=BLOCKS):
     """Return (a backend with a model, its plain steps)."""
     params = TrtGptModelOptionalParams(
         device="cpu", dtype=dtype, num_threads=1,
-        kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=BLOCK * BLOCKS))
+        kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=BLOCK * num_blocks))
     native_backend.may_capture = lambda *_: True                       # only `replays` captures graphs
     native_backend.NativeBackend.capture_graphs, capture = lambda _: None, native_backend.NativeBackend.capture_graphs
-    backend = build_native_backend(checkpoint, params, layout=layouts.fused, num_slots=SLOTS)
+    backend = build_native_backend(checkpoint, params, layout=layouts.fused, num_slots=num_slots)
     native_backend.NativeBackend.capture_graphs = capture
-    backend._plain_steps.pad_to(graph_rows(SLOTS))
+    backend._plain_steps.pad_to(graph_rows(num_slots))
     return backend, backend._plain_steps
 
 
@@ -123,6 +126,7 @@ def recording(backend, steps, expected_shape, first, second):
     found = output(backend, steps, second, shape)
     return {"finding": "recording", "shape": list(shape), "launches": [len(one.entries), len(other.entries)],
             "merges": list(one.launches).count("_merge_kernel"), "has_split_contexts": has_split_contexts,
+            "fused": Counter(one.launches),
             "different": [pair for pair in zip(one.entries, other.entries) if pair[0] != pair[1]][:2],
             "refusals": one.refusals + other.refusals, "replayed": found == expected, "sampled": found[0]}
 
@@ -193,6 +197,31 @@ def launches(folder):
                "around": dict(one - (two - one))}
 
 
+def many_rows(folder):
+    """Yield a finding of a step of MANY rows, in a model of one layer with the sizes of a Llama of 135 million weights.
+
+    The rows are two tiles, the second not full. The finding is a recording of the step, the launches of the step, fused
+    and separate, and the difference of the logits, in float16.
+    """
+    CONFIGS["llama"] |= LLAMA_135M
+    parent = Path(folder) / "135M"
+    parent.mkdir()
+    backend, steps = make_steps(make_checkpoint("llama", parent), "float16", MANY, MANY)
+    slots, draw = np.arange(MANY, dtype=np.int32), np.random.default_rng(8)
+    first, second = (ScheduledBatch(
+        0, block_table_updates=BlockTableUpdates(slots, 0 * slots, slots), generation=GenerationWork(
+            slots[:count], draw.integers(1, BLOCK, count).astype(np.int32))) for count in (MANY, MANY - 5))
+    runner, logits, generate = backend._runner, [], backend._runner.generate
+    runner.generate = lambda *given: logits.append(generate(*given)) or logits[-1]
+    found = recording(backend, steps, StepShape(MANY, False, False), first, second)
+    runner.fused = None
+    separate = Counter(record(backend, steps, second)[1].launches)
+    # The replay has overwritten the first logits. The last rows are padding.
+    _, fused_logits, separate_logits = (rows[: MANY - 5].float() for rows in logits)
+    yield {**found, "finding": "many rows", "separate": separate, "scale": separate_logits.abs().max().item(),
+           "difference": (fused_logits - separate_logits).abs().max().item()}
+
+
 def replays(folder):
     """Yield the answers of an engine that replays graphs."""
     native_backend.may_capture = lambda *_: True
@@ -204,8 +233,8 @@ def replays(folder):
 if __name__ == "__main__":
     # The warm-up and the comparison of fused products take most of the time, and other tests cover them.
     native_backend.NativeBackend.warm_up = lambda *_: None
-    step_fusion.COMPARED_TOKENS = ()
+    step_fusion.compared_tokens = lambda *_: ()
     made = make_steps(engine_modes.checkpoint(sys.argv[1]))
     for finding in chain(recordings(*made), planted(*made), replays(sys.argv[1]), launches(sys.argv[1]),
-                         counted(sys.argv[1])):
+                         counted(sys.argv[1]), many_rows(sys.argv[1])):
         print(json.dumps(finding), flush=True)

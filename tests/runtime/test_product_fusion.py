@@ -29,7 +29,8 @@ from batch_manager.runtime.kv_pool import make_kv_pool
 from batch_manager.runtime.launch_recording import Activation, LaunchRecording, Norm, Product, Sum
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.runtime.product_fusion import FusedProduct, fuse
-from batch_manager.runtime.step_fusion import WrongStepError, make_fused_step, record_step
+from batch_manager.runtime.step_fusion import WrongStepError, compared_tokens, make_fused_step, record_step
+from batch_manager.triton_kernels import dispatch
 from batch_manager.triton_kernels.device_limits import DeviceLimits
 from batch_manager.weights.json_file import Fields
 from tests.deterministic import differential
@@ -162,10 +163,31 @@ def test_what_shares_a_launch_gives_what_separate_launches_give(operate, expecte
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
+LLAMA_135M = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype, most_rows", [(torch.bfloat16, 256), (torch.float32, 16)])
+def test_up_to_how_many_rows_a_layer_of_a_small_llama_takes_five_launches(monkeypatch, dtype, most_rows):
+    monkeypatch.setitem(CONFIGS, "llama", {**CONFIGS["llama"], **LLAMA_135M})
+    loaded = load("llama", monkeypatch, dtype)
+    recording, gives_logits = record_step(loaded, loaded.spec)
+    fused = FusedStep(recording, CPU, LIMITS, gives_logits=gives_logits)
+    assert fused.most_rows == most_rows
+    for rows in (1, 16, most_rows):
+        assert kinds(fused._steps(rows))[:-1] == 2 * LLAMA_LAYER
+    assert kinds(fused._steps(most_rows + 1)) == [
+        *2 * ["norm", "product", "attend", "product", "norm", "product", "activation", "product"], "norm", "product"]
+    # Each number of row tiles has its own settings, so a step of it is compared, and compiles its kernels.
+    tiled = [64, 128, 192, 256] if most_rows == 256 else []
+    assert compared_tokens(fused, 256) == [1, 5, *tiled]
+    assert compared_tokens(fused, 65) == [1, 5, *tiled[:2]] and compared_tokens(fused, 16) == [1, 5]
+
+
 def test_what_is_asked_of_each_product():
     asked = []
     fuse(recorded(block), lambda *sizes: asked.append(sizes) or True)
-    assert set(asked) == {(12, 10, True, "rms"), (10, 12, False, "none")}
+    assert set(asked) == {(12, 10, True, "rms", 2), (10, 12, False, "none", 1)}
     # If one product cannot take the norm, the norm stays a launch for all of them.
     steps = fuse(recorded(norm_for_two_products), lambda *sizes: len(asked.append(sizes) or asked) % 2 == 1)
     assert kinds(steps) == ["norm", "product", "product", "sum"]
@@ -227,8 +249,8 @@ def test_models_in_fewer_launches_give_their_own_logits(family, monkeypatch):
     assert kinds(fuse(recording, lambda *sizes: True)) == MODELS[family]
     fused = FusedStep(recording, CPU, LIMITS, gives_logits=gives_logits)
     monkeypatch.setitem(step_fusion.TOLERANCES, torch.float32, 1e-5)
-    for count in (1, 3, 16):
-        step = first_step(count, loaded.spec.vocab_size)
+    for count in (1, 3, 16, 100):
+        step = first_step(count, loaded.spec.vocab_size, BLOCK_TOKENS)
         step_fusion._compare(fused, loaded, attention_of(loaded), Uploads(CPU), step)
 
 
@@ -256,7 +278,7 @@ def test_slopes_are_the_attentions_and_sink_logits_reach_it(monkeypatch):
     fused = FusedStep(recording, CPU, LIMITS, gives_logits=gives_logits)
     monkeypatch.setitem(step_fusion.TOLERANCES, torch.float32, 1e-5)
     step_fusion._compare(fused, loaded, make_attention(spec, pool_of(loaded)), Uploads(CPU),
-                         first_step(3, spec.vocab_size))
+                         first_step(3, spec.vocab_size, BLOCK_TOKENS))
 
 
 @torch.inference_mode()
@@ -264,7 +286,21 @@ def test_in_bfloat16_the_two_agree_to_within_rounding(monkeypatch):
     loaded = load("llama", monkeypatch, torch.bfloat16)
     monkeypatch.setitem(step_fusion.TOLERANCES, torch.bfloat16, 0.02)
     monkeypatch.setattr("batch_manager.triton_kernels.device_limits.device_limits", lambda: LIMITS)
-    assert make_fused_step(loaded, loaded.spec, attention_of(loaded), Uploads(CPU), BLOCK_TOKENS).gives_logits
+    assert make_fused_step(loaded, loaded.spec, attention_of(loaded), Uploads(CPU), BLOCK_TOKENS, 256).gives_logits
+
+
+@torch.inference_mode()
+def test_a_tile_of_rows_in_the_place_of_another_is_refused(monkeypatch):
+    monkeypatch.setitem(CONFIGS, "llama", {**CONFIGS["llama"], **LLAMA_135M})
+    loaded = load("llama", monkeypatch, torch.bfloat16)
+    monkeypatch.setattr("batch_manager.triton_kernels.device_limits.device_limits", lambda: LIMITS)
+    made = (loaded, loaded.spec, attention_of(loaded), Uploads(CPU), BLOCK_TOKENS, 256)
+    assert make_fused_step(*made).most_rows == 256
+    linear = dispatch.kernel("fused_linear", CPU)
+    monkeypatch.setattr(dispatch, "kernel", lambda name, device: lambda x, weight, residual=None, **options: linear(
+        x[torch.arange(len(x)) % 64], weight, residual=residual, **options))
+    with pytest.raises(WrongStepError, match="a first step of 128 tokens differs from the model's by"):
+        make_fused_step(*made)
 
 
 @torch.inference_mode()
@@ -278,7 +314,7 @@ def test_a_recording_that_gives_something_else_is_refused(monkeypatch):
         return forward(self, hidden, positions, attention)
 
     monkeypatch.setattr("batch_manager.triton_kernels.device_limits.device_limits", lambda: LIMITS)
-    made = (loaded, loaded.spec, attention_of(loaded), Uploads(CPU), BLOCK_TOKENS)
+    made = (loaded, loaded.spec, attention_of(loaded), Uploads(CPU), BLOCK_TOKENS, 256)
     assert isinstance(make_fused_step(*made), FusedStep)
     monkeypatch.setattr(type(loaded.model.layers[0].mlp), "add_to", lambda self, residual, x: residual)
     monkeypatch.setattr(type(loaded.model), "forward", with_more_for_tensors)

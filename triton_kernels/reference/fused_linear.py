@@ -1,4 +1,4 @@
-"""A linear layer for few rows, fused with the norm before it and the activation or residual addition after it.
+"""A linear layer for at most MOST_ROWS rows, fused with the norm before it and the activation or residual sum after it.
 
     n    = x, or RMSNorm of x, or LayerNorm of x, rounded to the dtype of x
     y    = n W^T + bias
