@@ -14,8 +14,9 @@ Shapes      query                    [T, HQ, D]   T packed tokens of C sequences
             cu_seqlens               [C + 1] int32   sequence c owns query rows cu_seqlens[c] .. cu_seqlens[c + 1] - 1
             kv_lengths               [C] int32   keys of each sequence, including those of this step
             work_list                [W, 2] int32   from `context_work_list`, on the queries' device; row (c, m) is the
-                                                    m-th tile of new tokens of sequence c, with as many tokens
-                                                    as a tile of queries has rows; (-1, -1) is padding.
+                                                    m-th tile of new tokens of sequence c. The number of tokens in
+                                                    a tile is `context_tile_rows`, or uniform_rows if it is set.
+                                                    (-1, -1) is padding.
                                                     Ignored by the oracle.
             slots                    [C] int32   row of block_table for each sequence; None: row c
             out                      [T, HQ, D]   None: allocated
