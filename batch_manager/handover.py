@@ -97,7 +97,7 @@ class SlotSetup:
         return self.sampling.beam_width > 1
 
     def continuing(self, tokens: Sequence[int] | np.ndarray) -> "SlotSetup":
-        """Return the setup with these tokens as history, for a sequence that starts, or that continues after a pause."""
+        """Return the setup with these tokens as history, for a sequence that starts, or continues after a pause."""
         return replace(self, history=np.asarray(tokens, np.int32))
 
     def __eq__(self, other: object) -> bool:
