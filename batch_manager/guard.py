@@ -114,7 +114,7 @@ class Guard:
 
 
 class GuardedBlock:
-    """Base class of the two kinds of blocks. A block can be entered any number of times, but not inside itself.
+    """Base class of the two kinds of guarded blocks. A block can be used again, but not while code runs inside it.
 
     seconds   time spent inside; a reader may reset it to zero
     """

@@ -24,7 +24,7 @@ class LogitsPostProcessor:
     request_id   id that identifies the sequence to the function
     function     the function, in one of the two forms in decoding/logits_post_processors.py
     token_ids    () -> per beam, the prompt and the tokens generated so far, as new lists
-    is_batched   the function takes all sequences of a step that share it
+    is_batched   whether one call of the function serves all sequences of a step that use this function
 
     The host passes the object by reference. The device keeps a weak reference only, and the object lives as long as the
     host keeps it.
@@ -97,7 +97,7 @@ class SlotSetup:
         return self.sampling.beam_width > 1
 
     def continuing(self, tokens: Sequence[int] | np.ndarray) -> "SlotSetup":
-        """Return the setup with these tokens as history, for a sequence that starts or continues after a pause."""
+        """Return the setup with these tokens as history, for a sequence that starts, or continues after a pause."""
         return replace(self, history=np.asarray(tokens, np.int32))
 
     def __eq__(self, other: object) -> bool:
@@ -293,7 +293,7 @@ class ScheduledBatch:
         return self.operations[max(num_done - self.first_operation, 0):] if self.operations else ()
 
     def take(self, indices: Sequence[int]) -> "ScheduledBatch":
-        """Return a batch of some of the sequences, without padded rows for the other sequences.
+        """Return a batch of some of the sequences. It has no padded rows for the sequences that are left out.
 
         indices   ascending indices in batch order
         """

@@ -15,7 +15,7 @@ from .errors import ManagerClosedError
 
 
 class Abortable(Protocol):
-    """A WorkerControl, Loading or Link, with the members that this file uses."""
+    """The object that controls one worker: a WorkerControl, a Loading or a Link."""
 
     @property
     def worker(self) -> threading.Thread | None: ...

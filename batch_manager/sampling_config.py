@@ -79,7 +79,7 @@ class Parameter:
 
     @property
     def other(self) -> int | float:
-        """A small value in the range that is not neutral, for warm-up and tests."""
+        """A small allowed value other than the neutral one, for warm-up and tests."""
         return next(value for value in ((2, 3) if self.range.whole else (0.5, 0.25))
                     if value in self.range and value != self.neutral)
 

@@ -25,7 +25,8 @@ class PrefixRouter(FIFOMixin, RequestRouter):
 def ranked(statistics: dict[str, dict], input_ids: list[int]) -> list[str]:
     """Return the names of the replicas for a prompt, best first.
 
-    Replicas with enough free KV cache blocks come first. Apart from this, only the prefix and the names set the order.
+    Replicas with enough free KV cache blocks come first. Otherwise the order depends only on the first tokens of the
+    prompt and on the names of the replicas.
 
     statistics   name -> result of the replica's `record_routing_stats`, empty before the first result
     """

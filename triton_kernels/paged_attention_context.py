@@ -15,9 +15,10 @@ Shapes      query                    [T, HQ, D]   T packed tokens of C sequences
             kv_lengths               [C] int32   keys of each sequence, including those of this step
             work_list                [W, 5] int32   from `context_work_list`, on the queries' device. Row
                                                     (c, m, i, n, r) is part i of n of the keys for the m-th tile
-                                                    of new tokens of sequence c, with as many tokens as a tile of
-                                                    queries has rows. The partial results of the tile start at
-                                                    index r. -1 in the first column is padding
+                                                    of new tokens of sequence c. The number of tokens in a tile is
+                                                    `context_tile_rows`, or uniform_rows if it is set. The partial
+                                                    results of the tile start at index r. -1 in the first column is
+                                                    padding
             slots                    [C] int32   row of block_table for each sequence; None: row c
             out                      [T, HQ, D]   None: allocated
             alibi_slopes             [HQ] float32   None: no ALiBi bias

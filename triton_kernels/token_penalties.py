@@ -71,7 +71,7 @@ def _token_penalties_kernel(
 
 @triton.jit
 def _counts(tokens_ptr, begin, end, first, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Return how often each id first .. first + BLOCK - 1 of the vocabulary occurs in tokens begin .. end - 1."""
+    """Return how often each of the BLOCK ids from `first` on occurs in the tokens begin .. end - 1."""
     counts = tl.zeros([BLOCK], tl.int32)
     for start in range(begin, end, CHUNK):
         index = start + tl.arange(0, CHUNK)

@@ -166,9 +166,9 @@ class LogitsPostProcessors:
         return {}
 
     def _picked(self, logits: torch.Tensor, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a copy of the rows `rows` of `logits`, and `rows` on the device.
+        """Return (copy of the given rows of `logits`, indices of these rows as a tensor on the device).
 
-        If these are all rows of `logits`, return (logits, None).
+        If `rows` are all rows of `logits`, returns (logits, None).
         """
         if len(rows) == len(logits):
             return logits, None

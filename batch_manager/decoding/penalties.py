@@ -12,7 +12,7 @@ from .logits_stage import LogitsStage
 class TokenPenalties(LogitsStage):
     """Lowers the logits of tokens that occur in prompt or output, with the operation `token_penalties`.
 
-    Parameters on the other side of their neutral value raise these logits.
+    A repetition penalty below 1, or a negative presence or frequency penalty, raises these logits.
 
     Presence and frequency penalties ignore the first `prompt_ignore_length` tokens of the prompt, at most the whole
     prompt.

@@ -95,7 +95,7 @@ class SampledStep:
                vocab_size: int) -> dict[str, Any]:
         """Return name -> column of the StepOutput, including generation_logits and failures.
 
-        arrays     the tensors of `tensors`, on the host
+        arrays     the result of the method `tensors`, copied to the host
         failures   slot -> failure found before sampling. The result has these failures and those found in `arrays`
         Mutates    the searches of beams, which advance
         """

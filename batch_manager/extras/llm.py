@@ -119,8 +119,8 @@ class LLM:
 
         If a prompt is invalid or a request fails, only its own completion has an `error`.
 
-        Raises TypeError for an unknown option and if `prompts` has another type, ConfigError for an invalid `stop`, and
-        ManagerClosedError after `close`.
+        Raises TypeError for an unknown option, or if `prompts` is neither a string nor an iterable of prompts;
+        ConfigError for an invalid `stop`; and ManagerClosedError after `close`.
         """
         sampling = Sampling.of(options)
         self._check_open()
@@ -296,7 +296,10 @@ _NO_MORE = object()
 
 
 def _iterator(prompts: Any) -> Iterator[Any]:
-    """Return an iterator over the prompts that `generate` got. Raises TypeError if they have another type."""
+    """Return an iterator over the prompts that `generate` got.
+
+    Raises TypeError for an object that is neither a string nor an iterable of prompts.
+    """
     if isinstance(prompts, str):
         return iter([prompts])
     if isinstance(prompts, Iterable) and not isinstance(prompts, Mapping | bytes | bytearray):
@@ -308,8 +311,8 @@ def _iterator(prompts: Any) -> Iterator[Any]:
 class _Inbox:
     """A queue of mailboxes with new responses. A blocked reader waits in `get`.
 
-    A mailbox holds the unread responses of one request. The queue takes the place of the asyncio event loop of
-    `Mailbox.loop`: the worker passes the mailboxes to `call_soon_threadsafe`.
+    A mailbox holds the unread responses of one request. This queue is its `loop`, in place of an asyncio
+    event loop: the worker passes the mailboxes with new responses to `call_soon_threadsafe`.
     """
 
     def __init__(self) -> None:
@@ -323,14 +326,17 @@ class _Inbox:
         self._queue.put([])
 
     def get(self) -> list[Mailbox]:
-        """Block until responses arrive, and return their mailboxes. Ctrl-C interrupts the wait in the main thread."""
+        """Block until responses arrive, and return the mailboxes of their requests, one for each request.
+
+        Ctrl-C interrupts the wait in the main thread.
+        """
         return self._queue.get()
 
 
 class _Request:
     """One request, and the `Completion` that its responses fill in.
 
-    failure   exception that TextPieces raises once
+    failure   exception that the iterator over the output raises once; None: the request did not fail
     """
 
     def __init__(self, manager: GptManager, switchboard: Switchboard, mailbox: Mailbox, request: InferenceRequest,
@@ -352,7 +358,7 @@ class _Request:
         self._switchboard.check_process()
 
     def read(self) -> str:
-        """Add the output since the last call to the completion, and return its text; "" if there is none.
+        """Add new output to the completion, and return the text of the new output; "" if there is none.
 
         If the request failed, sets `failure` and the completion's error.
         """

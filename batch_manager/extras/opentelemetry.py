@@ -140,10 +140,10 @@ def _global_meter() -> Meter:
 
 
 def _name_and_unit(family: Family) -> tuple[str, str]:
-    """Return the name and the unit of a family.
+    """Return the OpenTelemetry name and the unit of a family.
 
-    From the name and the unit, a Prometheus exporter restores the family name of prometheus.py, without the engine
-    prefix.
+    A Prometheus exporter makes from both the name that prometheus.py gives to the family, with the prefix
+    `batch_manager_` in place of `vllm:`.
     """
     name = family.names[0]
     if family.is_nv_trt_llm:

@@ -52,7 +52,7 @@ LATENCIES = {
 
 
 def latencies(metrics: PerfMetrics, num_tokens: int) -> Iterator[tuple[str, float]]:
-    """Yield (key of LATENCIES, seconds) of a request with `num_tokens` output tokens. Skips missing values."""
+    """Yield (name in LATENCIES, seconds) for each known latency of a request with `num_tokens` output tokens."""
     for name, seconds in (("time_to_first_token", metrics.time_to_first_token_s), ("queue", metrics.queue_s),
                           ("time_per_token", metrics.time_per_output_token_s(num_tokens)),
                           ("end_to_end", metrics.end_to_end_s)):
@@ -61,11 +61,11 @@ def latencies(metrics: PerfMetrics, num_tokens: int) -> Iterator[tuple[str, floa
 
 
 class LatestStatistics:
-    """A statistics callback that keeps the latest record and accumulates the values of SUMMED.
+    """A statistics callback that keeps the latest record and adds up the values that cover one iteration only.
 
     record          the latest record; empty before the first
     received_at_s   arrival time of the latest record, in seconds since the epoch
-    sums            key of SUMMED -> sum since the first record
+    sums            key of such a value, listed in SUMMED -> sum since the first record
 
     Any thread may read. A call parses one record and does a few additions.
 
@@ -107,7 +107,7 @@ class Family:
 
     @property
     def is_nv_trt_llm(self) -> bool:
-        """Whether the family is one of NV_TRT_LLM, which have Triton's labels."""
+        """Whether the family is one of TensorRT-LLM's Triton backend, with that backend's labels."""
         return self.names[0] in NV_TRT_LLM
 
 

@@ -27,7 +27,7 @@ class HostPool:
         return node.host_id is not None and self._nodes.get(node.host_id) is node
 
     def make_way(self, priority: int) -> PrefixNode | None:
-        """Return the node whose host block must be emptied before content of `priority` can be stored.
+        """Return the node of the prefix index whose host block must be emptied to store content of `priority`.
 
         Returns None if a host block is empty, or if all unpinned nodes have a higher priority.
         """
@@ -37,7 +37,10 @@ class HostPool:
         return None if first is None or self._order.priority(first) > priority else self._nodes[first]
 
     def put(self, node: PrefixNode, priority: int) -> int | None:
-        """Assign an empty host block to the content of a node and return its id, or None if no host block is empty."""
+        """Assign an empty host block to the content of a node of the prefix index, and return the id of the block.
+
+        Returns None if no host block is empty.
+        """
         if not self._empty:
             return None
         host_id = self._empty.pop()

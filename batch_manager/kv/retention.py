@@ -12,7 +12,10 @@ from .eviction import DEFAULT_PRIORITY
 
 def ranges_of_blocks(retention: KvCacheRetentionConfig, tokens_per_block: int,
                      seq_len: int) -> list[TokenRangeRetentionConfig | None]:
-    """Return, for each block of a sequence of `seq_len` tokens, the range that contains its first token, or None."""
+    """Return, for each block of a sequence of `seq_len` tokens, its range of `retention`.
+
+    The range of a block contains the block's first token. None: no range contains it.
+    """
     ranges = retention.token_range_retention_configs
     starts = [part.token_start for part in ranges]
     found = []

@@ -15,7 +15,9 @@ ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
 
 
 class GatedMlp:
-    """The gated network down(f(gate(x)) * up(x)). Gate and up are one matrix product; f is one of ACTIVATIONS.
+    """The gated network down(f(gate(x)) * up(x)). Gate and up are one matrix product.
+
+    f is the activation function, one of ACTIVATIONS.
 
     gate_up   names of gate and up in the checkpoint: two tensors, or one tensor with gate before up
     scale     factor on the output; None: no factor
@@ -47,7 +49,11 @@ class GatedMlp:
 
 
 class Mlp:
-    """The network project(f(expand(x))). f is one of ACTIVATIONS; `bias` and `transposed` are as in `Linear`."""
+    """The network project(f(expand(x))). f is the activation function, one of ACTIVATIONS.
+
+    bias         whether both projections have a bias
+    transposed   the checkpoint stores both weights as [in, out] (GPT-2's Conv1D)
+    """
 
     def __init__(self, weights: Weights, context: LayerContext, expand: str, project: str, hidden_size: int,
                  intermediate_size: int, activation: str, transposed: bool = False, bias: bool = True) -> None:

@@ -110,7 +110,7 @@ class Intake:
     def ask(self, room: int | None) -> None:
         """Call the get callback for at most `room` requests, minus the number of queued requests.
 
-        Does nothing once the item that ends the worker was read.
+        Does nothing after an item with the id `terminate_req_id`, which ends the worker, was read.
 
         room   number of further requests that may become active; None: unbounded
         """

@@ -77,5 +77,5 @@ class UnansweredItems:
         del self.undecided[0]
 
     def drop(self) -> None:
-        """Drop the undecided item, whose only purpose is to end the worker."""
+        """Drop the undecided item. Its id, `terminate_req_id`, ends the worker, and it gets no response."""
         del self.undecided[0]

@@ -84,7 +84,7 @@ class Gemma3:
 
 
 def _for_sliding_layers(config: Fields) -> Fields:
-    """Return the configuration with `rope_local_base_freq`, which holds for sliding layers, as its `rope_theta`."""
+    """Return the configuration of sliding layers, in which `rope_theta` has the value of `rope_local_base_freq`."""
     return Fields({**config.values, "rope_theta": config.values.get("rope_local_base_freq")}, config.where)
 
 

@@ -153,5 +153,5 @@ def model_type_of(architecture: str) -> str | None:
 
 
 def is_shipped_type(model_type: str) -> bool:
-    """Whether an architecture of this package has the model type `model_type` in transformers."""
+    """Whether `model_type` is the model type that transformers gives to an architecture of this package."""
     return model_type in _MODEL_TYPES.values()

@@ -1,4 +1,4 @@
-"""Collects the values of a request's beams for its response, except their tokens."""
+"""Collects the log-probabilities and logits of a request's beams for its response."""
 
 from collections.abc import Sequence
 
@@ -55,7 +55,8 @@ class BeamDelivery:
     def end(self, hypotheses: Sequence[Hypothesis], logits: np.ndarray | None, *, is_first: bool) -> None:
         """Replace the live beams by the results of the search. Beams without a result come last.
 
-        logits, is_first   as in `follow`
+        logits      [beams before the step, vocab], if requested
+        is_first    first drop all values, because the search ended in its first step
         """
         if is_first:
             self._start()

@@ -27,10 +27,11 @@ class UniformArray:
 class NamedTensor:
     """A tensor of a response and its name.
 
-    A response has at least seven tensors, of which most receivers read one or two. To save time, a UniformArray becomes
-    an array on first access, and `to_tensor` converts the array to a tensor on first access. If `to_tensor` is None,
-    `tensor` is the given object, or the array of a given UniformArray. Array and tensor share memory. Access is
-    thread-safe: all threads get the object that the first thread made.
+    A response has at least seven tensors, of which most receivers read one or two. To save time, `array` and `tensor`
+    are made on first access. The constructor gets an array, a tensor or a UniformArray, from which `array` is made, and
+    a function `to_tensor`, which makes `tensor` from `array`. If `to_tensor` is None, `tensor` is the object that the
+    constructor got or, for a UniformArray, `array`. Array and tensor share memory. Access is thread-safe: all
+    threads get the object that the first thread made.
 
     name     name of the tensor, such as "output_ids"
     array    the NumPy array
@@ -78,7 +79,7 @@ class NamedTensor:
 class PreparedTensor(NamedTensor):
     """A tensor whose name, value and `to_tensor` are class attributes, so that no Python code runs to create it.
 
-    `prepared` makes the classes. A copy is a NamedTensor.
+    `prepared` makes the classes. Copying or unpickling an instance makes a NamedTensor.
     """
 
     __slots__ = ()

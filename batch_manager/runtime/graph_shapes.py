@@ -55,7 +55,7 @@ class StepShape(NamedTuple):
 def graph_rows(most_rows: int) -> tuple[int, ...]:
     """Return the row counts for which graphs of generation steps are captured, in ascending order.
 
-    The counts end at the first that is `most_rows` or more, at the latest at MOST_ROWS.
+    The last count is the smallest that holds `most_rows` rows, or MOST_ROWS if `most_rows` is larger.
     """
     rows = [*SMALL_ROWS, *range(STEP, LARGE_ROWS, STEP), *range(LARGE_ROWS, MOST_ROWS + 1, LARGE_STEP)]
     return _up_to(rows, most_rows)
@@ -80,9 +80,11 @@ def padded(count: int, sizes: Sequence[int]) -> int | None:
 
 
 def padded_mixed(num_rows: int, num_tokens: int, sizes: frozenset[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the smallest size that holds num_rows generation rows and num_tokens context tokens.
+    """Return the smallest size (generation rows, context tokens) that holds num_rows and num_tokens.
 
-    Returns None if this size is not in `sizes`, a result of `mixed_sizes`.
+    Returns None if no graph is captured for this size.
+
+    sizes   the sizes with a graph, a result of `mixed_sizes`
     """
     size = padded(num_rows, MIXED_ROWS), padded(num_tokens, MIXED_TOKENS)
     return size if size in sizes else None

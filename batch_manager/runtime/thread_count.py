@@ -24,10 +24,10 @@ def compute_threads(device: torch.device, count: int | None,
 
     Restores the count afterwards, except on threads of the engine, where the count stays set for the next step.
 
-    count              None: do not change the calling thread's count
-    is_engine_thread   whether a thread is a thread of the engine
+    count              number of threads; None: leave the count of the calling thread unchanged
+    is_engine_thread   function that returns whether a given thread belongs to the engine
 
-    Raises   ConfigError, see `require_openmp`
+    Raises   ConfigError if torch computes without OpenMP
     """
     before = None if device.type != "cpu" or count is None else torch.get_num_threads()
     if before in (None, count):
@@ -44,12 +44,12 @@ def compute_threads(device: torch.device, count: int | None,
 
 
 def require_openmp() -> None:
-    """Raise ConfigError if this torch computes without OpenMP, which is needed to set the count of one thread."""
+    """Raise ConfigError if this torch has no OpenMP, which is needed to set the thread count for a single caller."""
     _libraries()
 
 
 def has_openmp() -> bool:
-    """Whether this torch computes with OpenMP, which is needed to set the count of one thread."""
+    """Whether this torch computes with OpenMP, which is needed to set the thread count for a single caller."""
     try:
         return bool(_libraries())
     except ConfigError:
@@ -57,9 +57,12 @@ def has_openmp() -> bool:
 
 
 def _set_for_this_thread(count: int, mkl_count: int | None = None) -> int:
-    """Set the calling thread's OpenMP and MKL counts, and return its previous MKL count; 0 without MKL.
+    """Set the numbers of threads with which OpenMP and MKL compute for the calling thread.
 
-    mkl_count   MKL's count; None: the same as `count`; 0: MKL uses the count of OpenMP
+    Returns the previous number for MKL; 0 without MKL.
+
+    count       number for OpenMP
+    mkl_count   number for MKL; None: the same as `count`; 0: MKL uses the number of OpenMP
     """
     openmp, mkl = _libraries()
     openmp.omp_set_num_threads(count)

@@ -40,10 +40,10 @@ def equal_progress(remaining: Sequence[int], unit: int, capacity: int | None,
                    max_context_length: int | None, credits: Sequence[int] | None = None) -> list[int]:
     """Give each request one more block per round, until no request can take another block.
 
-    A round skips requests that cannot take a block. A later, shorter request may still take its last few tokens. A
-    chunk begins at the start of the context, and its cached tokens cost nothing. If the first request gets cached
-    tokens only, the rounds start over after the cached tokens of each request. The cached tokens then do not count
-    towards max_context_length.
+    A round skips requests that cannot take a block. A later, shorter request may still take its last few tokens. The
+    cached tokens of a context are part of its chunk and cost nothing. If the chunk of the first request has cached
+    tokens only, the rounds are run again: the chunk of each request then begins with all its whole cached blocks, and
+    max_context_length does not count cached tokens.
     """
     credits = _none(remaining) if credits is None else credits
     chunks = _rounds([0] * len(remaining), remaining, unit, capacity, [max_context_length] * len(remaining), credits)
@@ -96,7 +96,7 @@ def cost_after_credit(chunk: int, remaining: int, credit: int) -> int:
 
 
 def cost_with_credit(chunk: int, remaining: int, credit: int) -> int:
-    """Number of tokens that are computed for a chunk that begins at the start of the context, with cached tokens."""
+    """Number of tokens that are computed for a chunk that includes the cached tokens at the start of the context."""
     return max(chunk - credit, 0)
 
 

@@ -63,7 +63,7 @@ class _Rows:
     requested: dict[int, RequestedValues]
 
     def of(self, slot: int) -> slice:
-        """Return the indices of the tokens in the row of a slot."""
+        """Return the slice of the output's tokens that belongs to the sequence in a slot."""
         row = self.row_of[slot]
         return slice(int(self.starts[row]), int(self.starts[row + 1]))
 

@@ -77,8 +77,8 @@ def compare_results(a: Paths, b: Paths, *, anyway: bool = False, figures: Sequen
 
     a, b     one or more files of `batch-manager bench --out`, or files with a list of such results. Points of a sweep
              are compared with points of the same load
-    anyway   compare even if a field of SAME differs, or outputs have the wrong length
-    foreign_cores   see `disturbed`
+    anyway   compare even if the workload, precision, model or load differs, or outputs have the wrong length
+    foreign_cores   warn of runs during which other processes and the hypervisor together used more cores than this
 
     Raises ComparisonError for files that cannot be read or compared.
     """
@@ -155,7 +155,7 @@ def _runs_of(result: Any, place: str) -> list[Run]:
 def check_figures(result: Mapping[str, Any], place: str) -> None:
     """Raise ComparisonError for a figure that is not a number of at least 0.
 
-    place   see `Run`
+    place   the file of the result, for the message
     """
     for figure in FIGURES.values():
         if fault := figure.fault(result):
@@ -192,8 +192,8 @@ def _common_loads(report: Report, refusals: list[str]) -> list[tuple[str, list[R
     """Return (load, runs of A, runs of B) for each load that both sides have.
 
     Adds a warning to the report for loads that only one side has. If no load is common, adds a refusal to `refusals`
-    and returns all runs under the load "", or raises ComparisonError if one of the sides has several loads or a search
-    for the saturation.
+    and returns all runs under the load "". Raises ComparisonError instead if a side has several loads, or has runs of a
+    search for the saturation.
     """
     sides = [_by_load(runs) for runs in (report.runs_a, report.runs_b)]
     common = [load for load in sides[0] if load in sides[1]]

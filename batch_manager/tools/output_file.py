@@ -86,7 +86,10 @@ class OutputFiles:
             self._remove()
 
     def _place(self) -> None:
-        """Close all temporary files, which may fail for lack of disk space, and then replace the outputs."""
+        """Close all temporary files, and then replace the outputs.
+
+        Closing a file may fail for lack of disk space. In this case no output has been replaced.
+        """
         for output in self._opened:
             output.file.close()
             if output.part is not None and output.target.exists():

@@ -144,7 +144,7 @@ class GgufWeights:
 
 
 def _fill_vector(target: torch.Tensor, location: Location, vector: torch.Tensor) -> None:
-    """Copy a decoded bias or norm to `target`. For these, the rows and the order of `location` refer to elements."""
+    """Copy a decoded bias or norm to `target`. The rows and the order in `location` refer to its elements."""
     vector = vector if location.rows is None else vector[location.rows.start : location.rows.stop]
     _copy(target, vector if location.order is None else vector[location.order()])
 
@@ -175,7 +175,7 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(target: torch.Tensor, block: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-    """Copy the block into `target`, or into the given rows of `target`.
+    """Copy a block of decoded rows into `target`, or into the given rows of `target`.
 
     On the CPU, numpy copies in one thread. On busy cores, torch's threads would take longer to synchronize than to copy
     a small block.

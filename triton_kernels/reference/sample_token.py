@@ -1,9 +1,11 @@
 """Sample one token per row of logits.
 
     x    = logits / temperature,  p = softmax(x)
-    keep = the top_k largest logits, with all ties of the last; then, by descending renormalized probability, the first
-           of these up to the one at which the sum reaches top_p, with all ties of the last; of these, the logits >=
-           max(logits) + temperature * log(min_p)
+    keep = the tokens that pass three filters in turn:
+           top_k: the top_k largest logits, with all ties of the last
+           top_p: by descending renormalized probability, the tokens up to the one at which the sum reaches top_p, with
+                  all ties of the last
+           min_p: the logits >= max(logits) + temperature * log(min_p)
     u    = uniform(seed, position), from `philox`
     token    = the smallest id whose cumulative kept probability, in id order, exceeds u * (sum of kept probabilities)
     log_prob = log p[token], without any filter
@@ -76,7 +78,7 @@ def sample_token(
 
 
 def record_tokens(tokens, position, slots, end_id, finish, last_tokens):
-    """Write the tokens to `last_tokens`, and to `finish` whether each is the end id. Skips a tensor that is None."""
+    """Store the tokens in `last_tokens`. Set `finish` to 1 for each end id, else 0. Skips a tensor that is None."""
     slots = torch.arange(len(tokens), dtype=torch.int64, device=tokens.device) if slots is None else slots
     if finish is not None:
         finish.copy_(tokens == end_id[slots])

@@ -97,7 +97,7 @@ class Shapes:
         return {"token": text, "logprob": max(value, LEAST_LOG_PROB), "bytes": content}
 
     def _by_text(self, token: int, value: float, others: dict[int, float]) -> dict[str, float]:
-        """Return token text -> log-probability of `token` and the likeliest tokens, `others`, as at OpenAI.
+        """Return text -> log-probability of `token` and of the likeliest tokens `others`, as OpenAI's API does.
 
         If several tokens have the same text, the likeliest determines the value.
         """

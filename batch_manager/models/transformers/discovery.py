@@ -21,7 +21,7 @@ class DiscoveredLayer:
 
     module            name of the calling module
     sizes             (query heads, key heads, head size)
-    score_arguments   see attention_function.score_arguments
+    score_arguments   (scaling, sliding_window, softcap) of the call; None for an argument that is absent
     """
 
     module: str
@@ -31,7 +31,7 @@ class DiscoveredLayer:
 
 
 class _Discovery:
-    """A StepInProgress that checks each attention call and records it as a DiscoveredLayer."""
+    """Takes the attention calls of a forward pass, checks each call and records it as a DiscoveredLayer."""
 
     def __init__(self, model: Any, max_positions: int) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}

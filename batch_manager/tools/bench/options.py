@@ -218,7 +218,7 @@ def _share(text: str) -> float:
 
 
 def _rate(text: str) -> float:
-    """Parse requests/s. Returns 0.0 for all at once."""
+    """Return the rate in requests/s. Returns 0.0 for a negative or infinite rate: all requests arrive at once."""
     value = _number(text)
     if value == 0 or math.isnan(value):
         raise argparse.ArgumentTypeError(f"{text} is not a rate; expected requests/s, or a negative number or "

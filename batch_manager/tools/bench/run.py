@@ -39,7 +39,7 @@ def benchmark(options: argparse.Namespace, workload: dict[str, Any], parts: Part
 
 
 def shared_fields(options: argparse.Namespace, workload: dict[str, Any], session: Session) -> dict[str, Any]:
-    """Return the fields that all runs of a session share."""
+    """Return the fields of a result that are the same for all runs of a session."""
     precision = precision_of(options, session.manager.info.dtype)
     return {
         **provenance(options.command, session.manager.info.device),
@@ -70,7 +70,7 @@ def shared_fields(options: argparse.Namespace, workload: dict[str, Any], session
 
 
 def point_fields(options: argparse.Namespace, workload: Mapping[str, Any], served: Served) -> dict[str, Any]:
-    """Return the fields of one run."""
+    """Return the fields of a result that describe one run."""
     load, receipts = served.load, served.receipts
     offered = load.offered_rate(served.requests)
     return {

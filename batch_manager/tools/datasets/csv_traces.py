@@ -45,7 +45,7 @@ def header_of(line: str) -> list[str]:
 
 
 class CsvRecords:
-    """A RecordReader of one CSV file, which has a row for each request."""
+    """Reads one CSV file, which has a row for each request. Implements `RecordReader`."""
 
     is_whole = False
 

@@ -13,9 +13,9 @@ TOKENS, LENGTHS = "input_ids", ("output_len", "output_tokens")
 
 
 class WorkloadRecords:
-    """The requests of a file of `batch-manager workload`. A RecordReader.
+    """Reads the requests of a file of `batch-manager workload`. Implements `RecordReader`.
 
-    vocab_size   upper bound for token ids; None: no bound except MOST_TOKENS
+    vocab_size   token ids must be below this number; None: at most 2^31 - 1
     """
 
     is_whole = True
@@ -43,7 +43,7 @@ class WorkloadRecords:
 
 
 class SampleRecords:
-    """The samples of a dataset of gptManagerBenchmark. A RecordReader.
+    """Reads the samples of a dataset of gptManagerBenchmark. Implements `RecordReader`.
 
     The file is an array of samples, an object with `metadata` and `samples`, or JSON lines with one sample per line. A
     sample has `input_ids`, and `output_len` or `output_tokens`. Either all samples or none have `delay`, the seconds

@@ -14,7 +14,7 @@ MILLISECONDS = 1000
 
 
 class MooncakeRecords:
-    """The rows of one trace. A RecordReader.
+    """Reads the rows of one trace. Implements `RecordReader`.
 
     An id identifies a block together with all blocks before it in the prompt. The last block may have fewer tokens. Ids
     beyond the end of the prompt are ignored. If a prompt has fewer ids than blocks, the blocks without an id are not

@@ -91,7 +91,7 @@ class ReadReport:
     clipped_outputs: int = 0
 
     def notes(self) -> list[str]:
-        """Return a sentence for each kind of change."""
+        """Return a note for each reason for which requests were left out or truncated, with the number of requests."""
         counts = ((self.empty, "left out: prompt or output without tokens"),
                   (self.dropped, "left out: longer than the limits"),
                   (self.clipped_inputs, "with a prompt truncated to the limit"),

@@ -19,7 +19,7 @@ NOT_CUT = "write or download it again"
 class Source:
     """Context manager for an open file or pipe, which may be compressed with gzip. Methods raise DatasetError.
 
-    path         path of the file, or a name of `SAMPLES`
+    path         path of the file, or the name of a sample trace of this package
 
     name         name in messages
     first_line   the first non-blank line, at most `LONGEST_LOOK` bytes; empty if all lines are blank

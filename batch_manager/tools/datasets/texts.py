@@ -17,7 +17,7 @@ ARRAY_NAMES = ("data", "requests", "samples", "records")
 
 
 class TextRecords:
-    """The encoded prompts of a file of texts. A RecordReader.
+    """Reads and encodes the prompts of a file of texts. Implements `RecordReader`.
 
     A record has the prompt in one of these forms:
 
