@@ -80,7 +80,9 @@ def _walk_tiles(
 ):
     """Attend to key tiles begin .. end - 1 and return the running softmax.
 
-    With SINK, a number n below window_tile means tile n - skipped.
+    With sink tokens, the tiles of the sinks are numbered directly below `window_tile`, the first tile of the window. A
+    number below `window_tile` therefore stands for the tile whose number is smaller by `skipped`, the number of tiles
+    between the sinks and the window.
     """
     TILES_PER_PAGE: tl.constexpr = B // KEYS
     IS_SCALED: tl.constexpr = CAP_LOG2 > 0 or HAS_ALIBI   # scores are scaled before the softmax

@@ -394,12 +394,17 @@ class NativeBackend:
             clear_block(self._pool, 0)
 
     def capture_graphs(self) -> None:
-        """Capture graphs, and replay them in later plain steps; see plain_steps.py. Call after the warm-up."""
+        """Capture the launches of plain steps as graphs, which later plain steps replay. Call after the warm-up.
+
+        step_inputs.py defines plain steps.
+        """
         with on_device(self._device, self._stream), torch.inference_mode():
             self._plain_steps.capture_graphs()
 
     def fuse_steps(self, loaded: LoadedModel, spec: ModelSpec) -> None:
         """Use the fused step for plain generation steps of few rows from now on. Call after the warm-up.
+
+        step_inputs.py defines plain steps.
 
         Has no effect if the device does not run Triton kernels. Logs a message if the model cannot be fused.
 
@@ -493,7 +498,7 @@ class NativeBackend:
 
 
 class NativeStep:
-    """A launched step that is not a plain step.
+    """A launched step that is not a plain step, as step_inputs.py defines it.
 
     sampled   the result of sampling; None: no token is sampled
     """

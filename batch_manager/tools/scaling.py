@@ -56,7 +56,8 @@ HOST_ITERATIONS = 300
 class DecodeSteps:
     """An engine whose iterations are timed while a full batch generates.
 
-    settings   (batch, context) of each later call of `measure`; the KV cache is large enough for all of them
+    settings   (number of requests, prompt length) of each later call of `measure`; the KV cache is large enough for
+               all of them
     """
 
     def __init__(self, options: argparse.Namespace, settings: Sequence[tuple[int, int]]) -> None:

@@ -30,7 +30,7 @@ _SIZES = (("num_hidden_layers", MOST_LAYERS), ("hidden_size", MAX_WIDTH), ("voca
 
 
 def make_configuration(config: Fields, model_type: str) -> Any:
-    """Create transformers' configuration object for a model type in PROVEN, with bounded sizes.
+    """Create transformers' configuration object for a tested model type (PROVEN), with bounded sizes.
 
     Raises ModelLoadError, which names file and field.
     """
