@@ -269,7 +269,8 @@ def context_settings(
     """Return the launch settings. They depend only on shapes.
 
     Shared memory holds a tile of keys and a tile of values per stage. It also holds the queries if matrix instructions
-    read them from shared memory. If these instructions read registers, a tile of 64 keys of a large head does not fit.
+    read them from shared memory. A tile has at most 64 keys. For a large head, it has at most 32 keys in float32, or if
+    matrix instructions read registers, where 64 keys do not fit.
     """
     rows = context_tile_rows(head_size_pow2, element_size_bytes) if uniform_rows is None else uniform_rows
     row_bytes = head_size_pow2 * element_size_bytes
@@ -287,7 +288,7 @@ def paged_attention_context(
     query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None, sink=0,
     uniform_rows=None, softcap=None, alibi_slopes=None, alibi_bfloat16_factor=None, sink_logits=None,
 ):
-    """Attend from several tokens per sequence. Returns out. See the module docstring for shapes."""
+    """Compute the attention of each sequence's new tokens. Returns out. See the module docstring for shapes."""
     num_heads, head_size = query.shape[1:]
     num_kv_heads, tokens_per_block = kv_pool.shape[2:4]
     group = num_heads // num_kv_heads

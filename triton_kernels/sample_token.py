@@ -164,7 +164,7 @@ def _next_digit(histogram, digits, missing, VALUES: tl.constexpr):
 
     histogram  counts or weights, by the next digit, of the logits that begin with `digits`
     digits     digits of the threshold so far; 0 before the first
-    missing    count or weight that the logits beginning with `digits` must contribute
+    missing    count or weight that must be kept among the logits that begin with `digits`
     VALUES     number of values of the next digit
     """
     digit = tl.arange(0, BUCKETS)

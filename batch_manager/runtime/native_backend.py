@@ -214,7 +214,7 @@ def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_row
     """Return an upper estimate of the bytes that a step allocates: hidden states, one layer, and the logits twice.
 
     max_rows    rows of logits in a step: one for each sequence or beam
-    on_triton   whether Triton kernels sample, which need scratch memory of the size of float32 logits
+    on_triton   whether sampling runs in Triton kernels. These kernels need scratch memory of the size of float32 logits
     """
     per_token = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * sum(spec.qkv_sizes)
     rows = min(max_rows, max_num_tokens)
@@ -424,7 +424,7 @@ class NativeBackend:
                 clear_block(self._pool, 0)
 
     def _cached_by_a_long_sequence(self) -> int:
-        """Return a number of cached tokens at which attention splits a sequence into parts, if it splits sequences.
+        """Return a number of cached tokens that is large enough for attention to split a sequence, if it ever does.
 
         The number is a multiple of tokens_per_block if possible: at the first token of a block, a window spans the
         largest number of blocks.

@@ -8,6 +8,7 @@ independently.
     word            = mix(key ^ salt ^ sum of the terms of the history)    all modulo 2^64
     next token      = (word >> 16) % vocab_size                            log-prob = -(word & 0xFFFF) / 4096
     salt            = 0 for a greedy sequence, mix(random_seed ^ A) for a sampled one
+    i               = position of the token in its sequence;  key, A, B: constants
 
 With beams, each beam has as many candidates as the beam search considers, at most vocab_size. The beam search is the
 same as for models:
