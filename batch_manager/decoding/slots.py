@@ -24,7 +24,7 @@ Send = Callable[[Sequence[np.ndarray]], list[torch.Tensor]]
 
 
 def share(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-    """Return CPU tensors that share the memory of the arrays. On a CPU, this function is `SlotState.send`."""
+    """Return CPU tensors that share the memory of the arrays. This is the default of `SlotState.send`."""
     return list(map(torch.from_numpy, arrays))
 
 
