@@ -95,9 +95,11 @@ def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] 
 
 
 def checked_stages(part: Any) -> Callable[..., tuple[Any, ...]] | None:
-    """Return a factory (num_slots, device) that makes and checks the stages in `Parts.stages`, the argument `part`.
+    """Return a factory (num_slots, device) -> the user's stages, which also checks the stages.
 
     Returns None if `part` is None.
+
+    part   the field `Parts.stages`: the stages, or the user's factory of them
     """
     if part is None:
         return None
@@ -170,8 +172,8 @@ def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager
 def _with_defaults(part: Any, default: SimpleScheduler) -> RequestScheduler | None:
     """Return the part as a complete scheduler.
 
-    A capacity scheduler is combined with the default's micro-batch scheduler, and a micro-batch scheduler with the
-    default's capacity scheduler. Returns None for a class, and for an object without the methods of a scheduler. An
+    A capacity scheduler is combined with the micro-batch scheduler of `default`, and a micro-batch scheduler with the
+    capacity scheduler of `default`. Returns None for a class, and for an object without the methods of a scheduler. An
     object that inherits from no scheduler class is recognized by its methods and by the number of arguments of
     `schedule_request`.
     """

@@ -39,7 +39,10 @@ def shown_option(value: Any) -> str:
 
 
 def integer_in_words(minimum: int, maximum: int = MAX_COUNT, refused: int | None = None) -> str:
-    """State the allowed range of an integer. MAX_COUNT is stated only if `refused` exceeds it."""
+    """Return the allowed range of an integer in words.
+
+    The upper limit 2^63-1 is left out unless the refused value exceeds it.
+    """
     if maximum == MAX_COUNT:
         too_large = refused is not None and refused > maximum
         return f"an integer of at least {minimum}" + " and at most 2^63-1" * too_large

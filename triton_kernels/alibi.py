@@ -1,8 +1,10 @@
 """The ALiBi bias (Press et al. 2022) of both attention kernels, whose scores are multiplied by log2(e).
 
-    log2(e) * (f(key position) - f(query position))
-    f(p) = slope * p for a position p                        without alibi_bfloat16_factor
-    f(p) = factor * bfloat16(slope * bfloat16(p))            with it; slopes representable in bfloat16
+    bias * log2(e) = log2(e) * (f(key position) - f(query position))
+    f(p) = slope * p for a position p                        without rounding
+    f(p) = factor * bfloat16(slope * bfloat16(p))            with rounding, as in Falcon. Slopes are bfloat16 numbers
+
+The products are rounded if the kernel's argument alibi_bfloat16_factor is set. It is the factor.
 """
 
 import triton
@@ -15,7 +17,9 @@ from .soft_cap import LOG2_E
 def alibi(key_position, query_position, slope_log2, FACTOR_LOG2: tl.constexpr):
     """Return the bias of each pair of positions, times log2(e). All shapes broadcast.
 
-    slope_log2   slope * log2(e) if FACTOR_LOG2 is 0, else the slope
+    FACTOR_LOG2   0: the products of position and slope are not rounded; otherwise log2(e) times the factor of the
+                  products, which are rounded to bfloat16
+    slope_log2    without rounding, slope * log2(e); with rounding, the slope
     """
     if FACTOR_LOG2 == 0:
         return slope_log2 * (key_position - query_position).to(tl.float32)
@@ -38,6 +42,11 @@ def _rounded(number):
 
 
 def alibi_factors(bfloat16_factor):
-    """Return (factor by which the caller multiplies the slopes, FACTOR_LOG2) for the kernels."""
+    """Return two factors for the kernels, which together multiply the bias by log2(e).
+
+    The caller multiplies the slopes by the first factor, and passes the second to `alibi` as FACTOR_LOG2. Without
+    rounding (`bfloat16_factor` is None), the factors are log2(e) and 0. With rounding, they are 1 and
+    bfloat16_factor * log2(e).
+    """
     assert bfloat16_factor is None or bfloat16_factor > 0
     return (LOG2_E, 0.0) if bfloat16_factor is None else (1.0, bfloat16_factor * LOG2_E)

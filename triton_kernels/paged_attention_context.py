@@ -93,7 +93,9 @@ def _walk_tiles(
 ):
     """Attend to key tiles begin .. end - 1 and return the running softmax.
 
-    With SINK, a number n below window_tile means tile n - skipped.
+    With sink tokens, the tiles of the sinks are numbered directly below `window_tile`, the first tile of the window. A
+    number below `window_tile` therefore stands for the tile whose number is smaller by `skipped`, the number of tiles
+    between the sinks and the window.
     """
     TILES_PER_PAGE: tl.constexpr = B // KEYS
     IS_SCALED: tl.constexpr = CAP_LOG2 > 0 or HAS_ALIBI   # scores are scaled before the softmax
@@ -298,7 +300,8 @@ def context_settings(
     """Return the launch settings. They depend only on shapes.
 
     Shared memory holds a tile of keys and a tile of values per stage. It also holds the queries if matrix instructions
-    read them from shared memory. If these instructions read registers, a tile of 64 keys of a large head does not fit.
+    read them from shared memory. A tile has at most 64 keys. For a large head, it has at most 32 keys in float32, or if
+    matrix instructions read registers, where 64 keys do not fit.
     """
     rows = context_tile_rows(head_size_pow2, element_size_bytes) if uniform_rows is None else uniform_rows
     row_bytes = head_size_pow2 * element_size_bytes
@@ -339,7 +342,7 @@ def paged_attention_context(
     uniform_rows=None, softcap=None, alibi_slopes=None, alibi_bfloat16_factor=None, sink_logits=None,
     part_starts=None, merged_rows=None, num_partials=0,
 ):
-    """Attend from several tokens per sequence. Returns out. See the module docstring for shapes."""
+    """Compute the attention of each sequence's new tokens. Returns out. See the module docstring for shapes."""
     num_heads, head_size = query.shape[1:]
     num_kv_heads, tokens_per_block = kv_pool.shape[2:4]
     group = num_heads // num_kv_heads

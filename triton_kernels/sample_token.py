@@ -85,7 +85,10 @@ def _load_piece(row_ptr, piece, num_tokens, BLOCK: tl.constexpr):
 
 @triton.jit
 def _inverse_log2(temperature):
-    """Return log2(e) / temperature, for exponentials of base 2. Finite, because 0 * inf is NaN."""
+    """Return log2(e) / temperature, for exponentials of base 2; temperature 0 counts as 1.
+
+    The result is limited to 1e38: infinity times a logit difference of 0 would be NaN.
+    """
     divisor = tl.where(temperature == 0.0, 1.0, temperature)
     return tl.minimum(LOG2_E / divisor, 1e38)
 
@@ -97,7 +100,10 @@ def _is_greedy(temperature, top_k, top_p):
 
 @triton.jit
 def _top_of(best_ptr, total_ptr, row, num_pieces, inverse_log2, PIECES: tl.constexpr):
-    """Return (largest logit of a row, sum of its weights). The sum is NaN or 0 if the row is not finite."""
+    """Return (largest logit of a row, sum of exp((logit - largest) / temperature) over the row).
+
+    The sum is NaN or 0 if the row has NaN or +inf, or only -inf.
+    """
     piece = tl.arange(0, PIECES)
     best = tl.load(best_ptr + row * num_pieces + piece, mask=piece < num_pieces, other=LOWEST)
     total = tl.load(total_ptr + row * num_pieces + piece, mask=piece < num_pieces, other=0.0)
@@ -114,7 +120,7 @@ def _order_of(x):
 
 @triton.jit
 def _float_of(order):
-    """Inverse of `_order_of`."""
+    """Return the float32 that `_order_of` maps to the integer `order`."""
     bits = (order - 2147483648).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -142,7 +148,10 @@ def _slot(slot_ptr, row):
 #     counts for top-k, by digit 1 ..; weights of the same logits, by digit 1 ..; weights for top-p, by digit 0, 1 ..
 @triton.jit
 def _histogram_index(filter, digit, DIGITS: tl.constexpr):
-    """Return the index of the histogram that determines digit number `digit` of the threshold of `filter`."""
+    """Return the index of the histogram from which digit number `digit` of a threshold is found.
+
+    filter   whose threshold: TOP_K or TOP_P
+    """
     return tl.where(filter == TOP_K, digit - 1, 2 * DIGITS - 2 + digit)
 
 
@@ -157,7 +166,7 @@ def _next_digit(histogram, digits, missing, VALUES: tl.constexpr):
 
     histogram  counts or weights, by the next digit, of the logits that begin with `digits`
     digits     digits of the threshold so far; 0 before the first
-    missing    count or weight that the logits beginning with `digits` must contribute
+    missing    count or weight that must be kept among the logits that begin with `digits`
     VALUES     number of values of the next digit
     """
     digit = tl.arange(0, BUCKETS)
@@ -169,7 +178,10 @@ def _next_digit(histogram, digits, missing, VALUES: tl.constexpr):
 
 @triton.jit
 def _all_digits(histogram_ptr, digits_ptr, missing_ptr, row, filter, DIGITS: tl.constexpr):
-    """Return all digits of the threshold of `filter`. All digits but the last must be stored already."""
+    """Return all digits of a threshold. Finds the last digit; the digits before it must be stored already.
+
+    filter   whose threshold: TOP_K or TOP_P
+    """
     index = (row * 2 + filter) * DIGITS + DIGITS - 2
     digits = tl.load(digits_ptr + index)
     if digits != KEEPS_ALL:
@@ -191,7 +203,10 @@ def _threshold_of(digits, DIGITS: tl.constexpr):
 
 @triton.jit
 def _kept_by_top_k(histogram_ptr, row, digits, DIGITS: tl.constexpr):
-    """Return [BUCKETS] the weights that top-k keeps, by first digit. `digits` are the digits of top-k's threshold."""
+    """Return, for each value of the first digit, the total weight of the logits with this digit that top-k keeps.
+
+    digits   all digits of top-k's threshold
+    """
     weights = _histogram(histogram_ptr, row, 2 * DIGITS - 2, DIGITS)
     if digits != KEEPS_ALL:
         bucket = tl.arange(0, BUCKETS)

@@ -24,7 +24,7 @@ class Start(NamedTuple):
     """The first message, from which the engine process makes its GptManager.
 
     arguments    keyword arguments of GptManager, without callbacks
-    takes_all    see AsyncEngine.start
+    takes_all    whether the engine takes every request immediately; see AsyncEngine.start
     wants_stats  send statistics records
     log_level    lowest level of log records to send
     """

@@ -99,11 +99,13 @@ class TritonPagedAttention:
 
     @property
     def can_bind(self) -> bool:
-        """Whether `bind` is supported. False with `deterministic`, which runs generation rows as contexts."""
+        """Whether a step can call `bind`. False with `deterministic`, which runs generation rows as contexts."""
         return not self.deterministic
 
     def plan_generation(self, kv_lengths: np.ndarray) -> dict[int | None, tuple[np.ndarray, np.ndarray]]:
-        """Return window -> (work list, part starts) for s generation rows; see `decode_work_list`.
+        """Return window -> (work list, index of each sequence's first partial result) for s generation rows.
+
+        `decode_work_list` describes both arrays.
 
         kv_lengths   [s] tokens of each sequence in the KV cache, including the new token
         """
@@ -130,7 +132,10 @@ class TritonPagedAttention:
         return most_context_work(num_tokens, num_contexts, self.tile_rows, self._context_heads, max_keys)
 
     def bind(self, generation: GenerationInputs, contexts: ContextInputs | None) -> None:
-        """Make `run` read the tensors of `generation` and `contexts`. Replaces `plan` and `receive` in a step."""
+        """Make `run` read the tensors of `generation` and `contexts`.
+
+        A step calls this method instead of `plan` and `receive`.
+        """
         self._generation, self._contexts = generation, contexts
         rows = len(generation.kv_lengths)
         self._generation_rows, self._context_rows = slice(0, rows), slice(rows, None)

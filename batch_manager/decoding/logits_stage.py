@@ -14,14 +14,18 @@ class LogitsStage:
     constructed, a warm-up calls the stage with dummy sequences of request id 0 and prompt [0]. One of these sequences
     has the largest number of beams. If a warm-up call raises, the constructor raises ConfigError.
 
-    reads   fields of SamplingConfig that the stage reads with `LogitsRows.column`; may include `end_id` and
-            `prompt_length` of the setup
+    reads   names of the parameters that the stage reads with `LogitsRows.column`: fields of SamplingConfig, or `end_id`
+            or `prompt_length` of SlotSetup
     """
 
     reads: tuple[str, ...] = ()
 
     def is_active(self, setup: SlotSetup) -> bool:
-        """Whether the stage may change the logits of the sequence. Default: a field in `reads` is not neutral."""
+        """Whether the stage may change the logits of the sequence.
+
+        The default is whether a parameter in `reads` differs from its default in SamplingConfig. A stage that reads
+        `end_id` or `prompt_length` must override the method.
+        """
         return setup.sampling.sets(self.reads)
 
     def needs_history(self, setup: SlotSetup) -> bool:

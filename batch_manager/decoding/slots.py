@@ -24,7 +24,7 @@ Send = Callable[[Sequence[np.ndarray]], list[torch.Tensor]]
 
 
 def share(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-    """Return the arrays as CPU tensors that share their memory: the `Send` of a CPU."""
+    """Return CPU tensors that share the memory of the arrays. This is the default of `SlotState.send`."""
     return list(map(torch.from_numpy, arrays))
 
 
@@ -55,7 +55,7 @@ class SamplingRows:
 
 
 class Plane:
-    """The columns of SlotState with one element size, in one array.
+    """All columns of SlotState whose elements have the same size, in one array.
 
     host     [columns, slots] on the host
     tensor   the copy on the device; on a CPU it shares the memory of `host`
@@ -87,8 +87,9 @@ class SlotState:
     host          column name -> [slots] on the host, a view of its plane
     num_taken     1 + the largest slot that was ever set up
 
-    The columns are parameters of SamplingConfig, SETUP_COLUMNS, and columns that stages and word lists add. `upload`
-    sends all changes to the device in one copy. Capacity doubles when a larger slot is set up.
+    The columns are parameters of SamplingConfig, the fields of SlotSetup that SETUP_COLUMNS lists, and columns that
+    stages and word lists add. `upload` sends all changes to the device in one copy. Capacity doubles when a larger
+    slot is set up.
 
     send   function that uploads arrays in one copy, for which the host does not wait
     """
@@ -112,8 +113,8 @@ class SlotState:
     def add_columns(self, names: Sequence[str], neutral: int | None = None) -> None:
         """Add columns that do not exist yet.
 
-        neutral   value that `set_up` writes; None: the columns are parameters of SamplingConfig or SETUP_COLUMNS, and
-                  `set_up` writes the values of the setup
+        neutral   value that `set_up` writes; None: the columns are named after fields of SamplingConfig or SlotSetup,
+                  and `set_up` writes the sequence's values of these fields
         """
         for name in names:
             if name in self._columns:

@@ -41,7 +41,7 @@ from .top_p_decay import TopPDecay
 
 
 def default_stages(state: SlotState, own: Sequence[LogitsStage] = ()) -> tuple[LogitsStage, ...]:
-    """Return the stages of steps 1 to 4, in order, then the stage that computes the decayed top-p of step 6."""
+    """Return the stages for changes 1 to 4 at the top of this file, in order, then the stage for the decay of top-p."""
     device = state.device
     return (
         EmbeddingBias(state),
@@ -74,7 +74,8 @@ class Stages:
     def set_up(self, slot: int, setup: SlotSetup) -> tuple[int, bool]:
         """Set up a sequence in a slot, in all stages.
 
-        Returns the bits of the stages that are active for the sequence, and whether one of these reads its tokens.
+        Returns the bits of the stages that are active for the sequence, and whether one of them reads the tokens of
+        the sequence.
         """
         bits, needs_history = 0, False
         try:

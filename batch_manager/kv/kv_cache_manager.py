@@ -61,9 +61,9 @@ class KvCacheManager:
     host_blocks                  blocks of a second pool, for content that is evicted from the first
     max_draft_len                largest number of draft tokens that a claim adds to a generating request; if 0, plans
                                  ignore the draft_len of requests
-    unread_steps                 steps of one token that may be claimed before the first of them is read. A sequence can
-                                 always be rewound by `unread_steps` tokens, because a block is released that many
-                                 tokens after it leaves the window
+    unread_steps                 number of steps, each of one token, whose blocks may be claimed before the output of
+                                 the first of these steps is read. A sequence can always be rewound by `unread_steps`
+                                 tokens, because a block is released that many tokens after it leaves the window
     now                          clock in seconds, for priorities with a duration
 
     estimates                    TensorRT-LLM's estimates of block numbers, for conformance tests and custom schedulers
@@ -283,7 +283,7 @@ class KvCacheManager:
         return Claim(updates, copies, slots.astype(np.int32), lengths.astype(np.int32))
 
     def claim_tokens(self, generation: Sequence[LlmRequest], tokens: int) -> None:
-        """Claim room for several more tokens of each generating request, as `tokens` calls of `claim` would.
+        """Claim room for `tokens` more tokens of each generating request, like the same number of calls of `claim`.
 
         The method serves devices without block tables: it does not return the changed entries.
 

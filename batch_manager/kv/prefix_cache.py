@@ -97,7 +97,7 @@ class PrefixCache:
         self._walks.pop(request.request_id, None)
 
     def _keys_of(self, request: LlmRequest, count: int) -> list[BlockKey]:
-        """Return the keys of the first `count` full blocks of the request's tokens."""
+        """Return the cache keys, content and digest, of the first `count` full blocks of the request's tokens."""
         owner, keys = self._keys.get(request.request_id, (None, []))
         if owner is not request:
             keys = []

@@ -94,7 +94,7 @@ class Rows:
         return self.recording.norm(self, weight, bias, epsilon, offset)
 
     def multiplied(self, matrix: Any, outputs: int, adds_to: "Rows | None" = None) -> "Rows":
-        """Record the product with `matrix`, which is WeightForm.matrix of a layer.
+        """Record the product with the weight of a layer. `matrix` is the weight in the form `WeightForm.matrix`.
 
         adds_to   rows to which the product is added; None: the product is written to a new register
         """
@@ -111,7 +111,7 @@ class Recording:
     """The recorded operations of a model's forward, for the compiled step on a CPU.
 
     dtype       dtype of all rows
-    operations  OPERATION_NUMBERS integers for each operation; see step.c
+    operations  a list of integers for each operation, its kind first; all lists are equally long, see step.c
     uses        the registers that each operation uses
     strides     distance from one row of each register to the next, in entries; register 0 is the input, the hidden
                 states
@@ -134,8 +134,9 @@ class Recording:
         return Rows(self, 0, 0, width)
 
     def add(self, kind: int, rows: Sequence[Rows], numbers: Sequence[int] = ()) -> None:
-        """Append an operation of a kind of step.c.
+        """Append an operation.
 
+        kind      number of one of the kinds of operations in step.c
         rows      operands and results of the operation, in the order that step.c expects
         numbers   further arguments of the operation
         """
@@ -278,7 +279,7 @@ def record(forward: Callable[..., Any], hidden_size: int, dtype: torch.dtype, at
 
 
 def record_head(logits: Callable[..., Any], hidden_size: int, dtype: torch.dtype) -> Any:
-    """Return the PackedMatrix of a model's head if its `logits(hidden)` is a single product with it, else None."""
+    """Return the PackedMatrix of a model's head if `logits(hidden)` only multiplies by this matrix, else None."""
     recording = Recording(dtype, strides=[0])           # `hidden` is not register 0, whose rows have no padding
     hidden = recording.register(hidden_size)
     try:

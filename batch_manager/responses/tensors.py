@@ -98,7 +98,8 @@ def build_response(
     cum_log_prob        sum of log-probabilities since the start of the request; None: the sum of `log_probs`
     context_logits      [prompt, vocab], or its chunks in order; None for the dummy, zeros [1, 1, 1]
     generation_logits   [n, vocab] or n rows, of the tokens in `generated`; None for the dummy, zeros [1, 1, 1, 1]
-    top_log_probs       likeliest tokens for the tokens in `generated`, in order; each element is for one or more tokens
+    top_log_probs       likeliest tokens at each position of `generated`. Each element covers the next one or more
+                        positions
     to_tensor           function that converts a new NumPy array to a tensor, such as torch.from_numpy; None: keep the
                         array
 

@@ -52,7 +52,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """result = the attention of `layer` for query, key and value, which it may overwrite."""
+    """result = the attention of `layer` for query, key and value. The operation may overwrite these three."""
 
     layer: int
     query: Rows

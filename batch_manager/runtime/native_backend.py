@@ -418,15 +418,18 @@ class NativeBackend:
             clear_block(self._pool, 0)
 
     def capture_graphs(self) -> None:
-        """Capture graphs, and replay them in later plain steps; see plain_steps.py. Call after the warm-up."""
+        """Capture the launches of plain steps as graphs, which later plain steps replay. Call after the warm-up.
+
+        step_inputs.py defines plain steps.
+        """
         with on_device(self._device, self._stream), torch.inference_mode():
             self._plain_steps.capture_graphs()
 
     def fuse_steps(self, loaded: LoadedModel, spec: ModelSpec) -> None:
         """Use the fused step from now on, for plain generation steps whose number of rows makes fusion pay.
 
-        Call after the warm-up. Has no effect if the device does not run Triton kernels. Logs a message if the model
-        cannot be fused.
+        Call after the warm-up. step_inputs.py defines plain steps. Has no effect if the device does not run Triton
+        kernels. Logs a message if the model cannot be fused.
 
         spec   the model's spec with the effective windows
         """
@@ -444,7 +447,7 @@ class NativeBackend:
                 clear_block(self._pool, 0)
 
     def _cached_by_a_long_sequence(self) -> int:
-        """Return a number of cached tokens at which attention splits a sequence into parts, if it splits sequences.
+        """Return a number of cached tokens that is large enough for attention to split a sequence, if it ever does.
 
         The number is a multiple of tokens_per_block if possible: at the first token of a block, a window spans the
         largest number of blocks.
@@ -518,7 +521,7 @@ class NativeBackend:
 
 
 class NativeStep:
-    """A launched step that is not a plain step.
+    """A launched step that is not a plain step, as step_inputs.py defines it.
 
     sampled   the result of sampling; None: no token is sampled
     """

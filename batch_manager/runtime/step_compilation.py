@@ -25,7 +25,10 @@ TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 def may_compile(params: TrtGptModelOptionalParams, device: torch.device,
                 attention_factory: Callable[..., Attention] | None) -> bool:
-    """Whether to pack matrices for compiled code. Raises ConfigError if cpu_compile is True and this is impossible."""
+    """Whether to pack matrices for compiled code.
+
+    Raises ConfigError if cpu_compile is True, but the forward cannot run as compiled code.
+    """
     obstacle = _obstacle(params, device, attention_factory)
     if obstacle and params.cpu_compile:
         raise ConfigError(f"cpu_compile is True, but {obstacle}", "compiled steps need a CPU with a C compiler and the "

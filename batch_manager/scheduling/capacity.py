@@ -30,7 +30,7 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
     The scheduler first reserves the blocks that started requests may still need, whatever their order. Then it admits
     contexts in order. A context between chunks is always admitted. The first new context that does not fit closes the
     admission gate, so that later, smaller requests cannot overtake it for ever. A context is skipped if its adapter
-    does not fit, or if another request is computing its next block.
+    does not fit, or if another request is computing the context's next block.
 
     Never pauses.
 
@@ -64,7 +64,8 @@ class StaticBatchScheduler(CapacityScheduler):
 
     Never pauses. Source: TensorRT-LLM's STATIC_BATCH, which serves the V1 batching scheme.
 
-    in_line   as in GuaranteedNoEvictScheduler
+    in_line   use TensorRT-LLM's order, in which contexts between chunks are not always admitted; see
+              GuaranteedNoEvictScheduler
     """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,
@@ -89,8 +90,8 @@ class MaxUtilizationScheduler(CapacityScheduler):
     For a request that does not fit, the scheduler picks a victim: the last started request in the line. The victim may
     be the request itself, unless it is the first in line and a step is in flight. The scheduler counts the victim's
     blocks as free, ends the line before the victim, and tries the request again. It never pauses requests before this
-    request, so the first in line always advances. A context is skipped if another request is computing its next block,
-    unless the context is the first in line.
+    request, so the first in line always advances. A context is skipped if another request is computing the context's
+    next block, unless the context is the first in line.
 
     two_step_lookahead   plan two steps of each generating request, which two micro-batches in flight need
     """
@@ -162,7 +163,8 @@ class _AdmissionGate:
 
     promised   requests that come before all contexts. Those that hold blocks keep their adapters, and the gate reserves
                the blocks that they still need
-    in_line    as in GuaranteedNoEvictScheduler. If True, all of `promised` must hold blocks
+    in_line    use TensorRT-LLM's order, in which contexts between chunks are not always admitted; see
+               GuaranteedNoEvictScheduler. If True, all of `promised` must hold blocks
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, peft_cache_manager: PeftCacheManager | None,
@@ -201,7 +203,8 @@ class _AdmissionGate:
 def _generating_first(active_requests: RequestList, max_num_requests: int) -> tuple[RequestList, RequestList]:
     """Return (the first `max_num_requests` generating requests, the contexts).
 
-    If there are that many generating requests, contexts after the last returned generating request are left out.
+    If there are at least `max_num_requests` generating requests, contexts after the last returned generating request
+    are left out.
     """
     generating = [request for request in active_requests if request.state in GENERATING]
     if len(generating) == len(active_requests) <= max_num_requests:

@@ -8,6 +8,7 @@ independently.
     word            = mix(key ^ salt ^ sum of the terms of the history)    all modulo 2^64
     next token      = (word >> 16) % vocab_size                            log-prob = -(word & 0xFFFF) / 4096
     salt            = 0 for a greedy sequence, mix(random_seed ^ A) for a sampled one
+    i               = position of the token in its sequence;  key, A, B: constants
 
 With beams, each beam has as many candidates as the beam search considers, at most vocab_size. The beam search is the
 same as for models:
@@ -306,7 +307,10 @@ class ScriptedBackend:
         return _Layout(slots, table_rows, starts, counts, tokens, positions, owners, pool_slots)
 
     def _sums(self, batch: ScheduledBatch, step: "_Layout") -> np.ndarray:
-        """Return, per sequence, the sum of the terms of all tokens that its last token attends to, itself included."""
+        """Return, per sequence, the sum of the hash terms of all tokens that its last token attends to.
+
+        The last token is included. The module docstring defines the terms.
+        """
         if (self.verify or self.window is not None or batch.generation.beam_width > 1
                 or batch.generation.num_drafts is not None):
             return self._read_back(step.table_rows, step.starts + step.counts)
@@ -320,7 +324,9 @@ class ScriptedBackend:
         return before + terms
 
     def _read_back(self, table_rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Read the pool and return, per row, the sum of the terms of all tokens that the row's last token attends to.
+        """Read the pool and return, per row, the sum of the hash terms of all tokens that its last token attends to.
+
+        The module docstring defines the terms.
 
         lengths   [n] number of tokens of each row
         """
@@ -600,9 +606,14 @@ def _without_repetitions(slots: np.ndarray) -> np.ndarray:
 class _Layout:
     """Layout of a step with n sequences and T tokens. Each beam is a sequence.
 
-    slots, table_rows, starts, counts   [n]
-    tokens, positions, pool_slots       [T]
-    owners   [T], index of each token's sequence; None if every sequence has one token
+    slots        [n] slot of each sequence
+    table_rows   [n] row of the block tables of each sequence
+    starts       [n] position of the first token of each sequence in the step
+    counts       [n] number of tokens of each sequence in the step
+    tokens       [T] input tokens, sequence by sequence
+    positions    [T] position of each token in its sequence
+    owners       [T] index of each token's sequence; None if every sequence has one token
+    pool_slots   [T] index of each token in the pool, counted in tokens
     """
 
     slots: np.ndarray
@@ -629,8 +640,8 @@ def expected_samples(prompt: Sequence[int], count: int, *, vocab_size: int = 100
     end_ids = {end_id} if isinstance(end_id, int) else set(end_id)
 
     def seen_with(token: int) -> int:
-        """Append a token. Returns the change of the sum of the visible terms: the new term, minus the term that leaves
-        the window.
+        """Append a token. Returns the change of the sum of the visible hash terms: the new term, minus the term that
+        leaves the window.
         """
         position = len(terms)
         terms.append(_mix(key + (position + 1) * POSITION_FACTOR + (token + 1) * TOKEN_FACTOR))
@@ -698,7 +709,7 @@ def _mix(word: int) -> int:
 
 
 def _mix_array(words: np.ndarray) -> np.ndarray:
-    """Apply `_mix` to every element of `words`, in place."""
+    """Apply the hash function `_mix` to every element of `words`, in place."""
     words ^= words >> np.uint64(30)
     words *= np.uint64(MIX_1)
     words ^= words >> np.uint64(27)

@@ -50,8 +50,9 @@ WRONG, INTERRUPTED = 2, 130
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The values of one figure in paired runs of two programs.
+    """A comparison of one measured quantity, such as a rate or a latency, in paired runs of two programs.
 
+    figure          name of the quantity in the results
     first, second   median of the runs of each program
     ratios          ratio of the values of each pair of runs, in order; above 1: the first program is better
     """
@@ -104,8 +105,8 @@ def compare(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]],
 
     first, second   results of the two programs; results with the same index are a pair
 
-    Raises ComparisonError if the programs have different numbers of results, if a field of SAME_IN_ALL differs between
-    results, or if no figure is positive in all runs.
+    Raises ComparisonError if the programs have different numbers of results, if results differ in a field that must
+    be equal (SAME_IN_ALL), or if no figure is positive in all runs.
     """
     if len(first) != len(second):
         raise ComparisonError(f"there are {len(first)} results of the first program and {len(second)} of the second; "
@@ -128,7 +129,7 @@ def compare(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]],
 
 
 def name_of(results: Sequence[dict[str, Any]]) -> str:
-    """Return the names of the programs and variants of the results as text."""
+    """Return the names of the programs that the results are of as text, each with its variant if there is one."""
     names = {f"{result['peer']} {result.get('variant', '')}".strip() for result in results}
     return ", ".join(sorted(names))
 

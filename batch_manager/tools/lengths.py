@@ -35,7 +35,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class NormalLengths:
-    """Normal lengths, rounded up, at least 1."""
+    """Normally distributed lengths, rounded up, at least 1."""
 
     mean: float
     deviation: float
@@ -46,7 +46,7 @@ class NormalLengths:
 
 @dataclass(frozen=True, slots=True)
 class UniformLengths:
-    """Uniform lengths from shortest to longest, both included."""
+    """Uniformly distributed lengths from shortest to longest, both included."""
 
     shortest: int
     longest: int

@@ -56,7 +56,8 @@ HOST_ITERATIONS = 300
 class DecodeSteps:
     """An engine whose iterations are timed while a full batch generates.
 
-    settings   (batch, context) of each later call of `measure`; the KV cache is large enough for all of them
+    settings   (number of requests, prompt length) of each later call of `measure`; the KV cache is large enough for
+               all of them
     """
 
     def __init__(self, options: argparse.Namespace, settings: Sequence[tuple[int, int]]) -> None:
@@ -149,9 +150,10 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 
 def measure_waiting(generating: int, waiting: int, iterations: int) -> list[dict[str, Any]]:
-    """Measure the host time of an iteration with `waiting` waiting requests.
+    """Measure the host time of an iteration in which `generating` requests generate and `waiting` others do not run.
 
-    Returns two records: one with active requests that wait, and one with requests in the manager's queue.
+    Returns two records. In the first, the others are active requests beyond a full batch. In the second, they are in
+    the manager's queue.
     """
     rows = []
     for where in ("active", "queued"):

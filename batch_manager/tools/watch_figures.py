@@ -30,13 +30,14 @@ class Figures:
     """Current figures. Missing entries are unknown.
 
     gauges             as in Reading
-    counts             name of COUNTS -> requests in the last period
-    recent             name of COUNTS -> requests in the last window_s
-    window_s           seconds of the window: WINDOW_S, less at first, more if readings are rare; 0: only one reading
+    counts             kind of event, such as "finished" (see COUNTS) -> number of requests in the last period
+    recent             kind of event -> number of requests in the window, which is the last window_s seconds
+    window_s           length of the window: WINDOW_S, less at first, more if readings are rare; 0: only one reading
     tokens_per_s, prompt_tokens_per_s   generated tokens, and tokens of accepted prompts, in the last period
     iteration_share    share of the last period in iterations
     callback_share     share of the last period in callbacks. iteration_share excludes the get and statistics callbacks
-    latencies          name of LATENCIES -> latencies of requests that ended in the window; None: no request ended
+    latencies          kind of latency, such as "first_token" (see LATENCIES) -> latencies of requests that ended in the
+                       window; None: no request ended
     latency_over       period of the latencies, such as "60s"; "start": since the engine's start, because no request
                        ended in the window; "": no latencies
     """

@@ -73,13 +73,16 @@ _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "ou
 
 
 def halves_apart(heads: int, size: int) -> torch.Tensor:
-    """Return Location.order [rows] for Llama's queries or keys: the file interleaves the two halves of each head."""
+    """Return the GGUF row [rows] of each Hugging Face row of Llama's query or key matrix.
+
+    The file interleaves the rows of the two halves of each head.
+    """
     rows = torch.arange(heads * size, dtype=torch.int64, device="cpu")
     return rows.view(heads, size // 2, 2).transpose(1, 2).reshape(-1)
 
 
 def parts_by_key_head(heads: Heads) -> torch.Tensor:
-    """Return Location.order [rows] for a fused projection of queries, keys and values.
+    """Return the GGUF row [rows] of each Hugging Face row of a fused projection of queries, keys and values.
 
     Hugging Face's tensor has the queries, the key and the value of the first key head, then those of the next key head.
     The file has all queries, then all keys, then all values.
@@ -109,7 +112,7 @@ class Names:
     layer       name in a GGUF block, which is a layer -> name in a Hugging Face layer
     layers      prefix of the layer's number in Hugging Face's names, such as "model.layers"
     outside     GGUF name -> Hugging Face's name, for tensors outside the layers
-    rows        (name in a block, heads) -> Location.order of the tensor
+    rows        (name in a block, heads) -> order of the tensor's rows, as `order` of Location
     offset      number to add to the weights of norms in the file
     transposed  names of matrices in a block that the converter transposes
     by_head     names of matrices in a block that Hugging Face splits by row, into one tensor for each head

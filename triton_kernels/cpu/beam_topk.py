@@ -1,7 +1,8 @@
 """The best continuations of groups of beams on a CPU. Same contract as triton_kernels/beam_topk.py.
 
 The best tokens of a row are found by blocks (logit_blocks.py). These candidates are few, so the oracle's code ranks
-them by group. Log-probs are computed only for the candidates, and only in rows without are_log_probs.
+them by group. Log-probs are computed only for the candidates, and only if the logits of some row are not log-probs yet
+(see `are_log_probs` of the kernel).
 """
 
 import torch
@@ -33,7 +34,8 @@ def beam_topk(logits, temperature, cum_log_probs, diversity_rate, group_starts, 
 def _largest_in_order(x: torch.Tensor, blocks: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (values, ids) [r, count] of the largest logits of each row, descending; ties by ascending id.
 
-    blocks   maxima of the blocks of x
+    x        [r, vocab] logits
+    blocks   [r, blocks] largest logit of each block of logits, as `block_maxima` returns them
     """
     values, ids = largest(x, blocks, min(count + 1, x.shape[1]))
     if values.shape[1] > count:
@@ -49,7 +51,12 @@ def _largest_in_order(x: torch.Tensor, blocks: torch.Tensor, count: int) -> tupl
 
 
 def _log_probs(x: torch.Tensor, maxima: torch.Tensor, values: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Return log_softmax(x / temperature) of the logits `values` [r, count] of x. `maxima` [r] are the largest of x."""
+    """Return the entries of log_softmax(x / temperature) for some logits of each row.
+
+    x        [r, vocab] logits
+    maxima   [r] largest logit of each row
+    values   [r, count] logits of x for which to return the entries
+    """
     inverse = inverse_temperature_of(temperature)[:, None]
     total = (x - maxima[:, None]).mul_(inverse).exp_().sum(1, keepdim=True)
     return (values - maxima[:, None]) * inverse - total.log_()

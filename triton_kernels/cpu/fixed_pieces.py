@@ -42,12 +42,15 @@ def in_pieces(operation: Callable[..., torch.Tensor], *operands: torch.Tensor, s
 
 
 def elementwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Return function(x) for an elementwise function, computed in pieces of ELEMENTS elements."""
+    """Apply an elementwise function to x in pieces of ELEMENTS elements, and return the result."""
     return in_pieces(function, x.reshape(-1), sizes=(ELEMENTS,)).view(x.shape)
 
 
 def row_by_row(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """Return function(rows) for a rowwise function of rows [n, size], computed in pieces of about ELEMENTS elements."""
+    """Apply a function to rows [n, size] in pieces of about ELEMENTS elements, and return the result.
+
+    The function must compute each row of its result from the same row of its argument alone.
+    """
     return in_pieces(function, rows, sizes=(max(1, ELEMENTS // rows.shape[1]),))
 
 

@@ -33,7 +33,7 @@ class StepRows:
     def rotate(self, rows, cos_table, sin_table):
         """Rotate `rows` [T, H, D] (queries, keys or both) in place.
 
-        The rows of the tables are gathered once for all calls with the same `cos_table`.
+        The rows of the cosine and sine tables are gathered in the first of successive calls with the same `cos_table`.
         """
         if self._table is not cos_table:
             cos, sin = cos_table.index_select(0, self._positions), sin_table.index_select(0, self._positions)

@@ -28,7 +28,7 @@ def _penalize(logits: np.ndarray, tokens: np.ndarray, counted: np.ndarray, repet
               presence: np.float32, frequency: np.float32) -> None:
     """Change the logits [vocab] of `tokens` [n], which may repeat. Finite logits stay finite.
 
-    counted   [m] the last of `tokens`, which presence and frequency count
+    counted   [m] the last m of `tokens`; presence and frequency penalties count these tokens only
     """
     before = logits[tokens]                             # a repeated token gets the same value each time
     with np.errstate(over="ignore", invalid="ignore"):

@@ -9,7 +9,7 @@ Shapes      x                        [T, K]   T rows of K inputs; contiguous row
 Mutates     out.
 Returns     out.
 
-The oracle is not deterministic itself: torch selects its product by the number of rows.
+The oracle itself is not deterministic: torch selects its routine for the product by the number of rows.
 """
 
 import torch

@@ -30,7 +30,7 @@ _SIZES = (("num_hidden_layers", MOST_LAYERS), ("hidden_size", MAX_WIDTH), ("voca
 
 
 def make_configuration(config: Fields, model_type: str) -> Any:
-    """Create transformers' configuration object for a model type in PROVEN, with bounded sizes.
+    """Create transformers' configuration object for a tested model type (PROVEN), with bounded sizes.
 
     Raises ModelLoadError, which names file and field.
     """
@@ -109,7 +109,7 @@ def refuse_untested_kinds(configuration: Any, where: str) -> None:
 
 
 def _ropes(parameters: Any) -> list[dict[str, Any]]:
-    """Return all sets of rotary parameters: `parameters`, and each set for a kind of layers that it contains.
+    """Return all sets of rotary parameters: `parameters` itself, and each dict in it, the set for a kind of layers.
 
     The list is empty if `parameters` is not a dict.
     """

@@ -44,7 +44,7 @@ class TransformersSpec(ModelSpec):
 
 
 class TransformersModel:
-    """A decoder of transformers, run with the engine's attention and KV cache. PROVEN must list its model type.
+    """A decoder of transformers, run with the engine's attention and KV cache. PROVEN lists the possible model types.
 
     Each layer calls the engine's attention in place of transformers' attention. Nothing else is replaced. The
     constructor computes prompts with both attentions and refuses the model if the logits differ. Rows of a

@@ -33,7 +33,7 @@ def original_figures(result: Result) -> dict[str, float | int | None]:
 
 
 def lines(results: Sequence[Result]) -> str:
-    """Format runs as lines "[BENCHMARK] name value", with one block per run, without unknown figures."""
+    """Format runs as lines "[BENCHMARK] name value", with one block per run. Unknown figures are left out."""
     blocks = []
     for result in results:
         named = [("swept", value) for value in [load_words(result)] if len(results) > 1]
@@ -105,7 +105,7 @@ def sweep_table(results: Sequence[Result]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Format a number with at least three digits, or None as a dash."""
+    """Format a number with two decimals below 10, one below 100, and none from 100 on. None becomes a dash."""
     if value is None:
         return "-"
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2

@@ -37,7 +37,7 @@ class Row:
 class Timeline:
     """A trace as columns, appended iteration by iteration.
 
-    rows         rows in order of arrival; an id that is used again has another row
+    rows         a Row for each request, in order of arrival; requests that use the same id have separate rows
     kinds        kinds of the spans, by index
     numbers      iteration numbers of the trace
     begin_us     start of each iteration, in microseconds since the start of the first iteration; never decreases
@@ -117,7 +117,7 @@ class Timeline:
     def _begin(self, kind: Kind, ids: Sequence[int], index: int, *, may_be_older: bool = True) -> None:
         """Begin a span of `kind` at iteration `index` for each request of `ids` whose current span has another kind.
 
-        may_be_older   False: begin no span for requests that are live already
+        may_be_older   False: begin spans only for requests that are not live yet
         """
         if not ids:
             return

@@ -28,8 +28,8 @@ def fit_cost(traces: Iterable[Iterable[IterationTrace]], about: Mapping[str, Any
     The time of a step is modelled as a sum of terms: a constant, and the seconds per unit of each amount of the step's
     shape. Steps with contexts have separate terms. The fit minimises relative errors by iteratively reweighted
     non-negative least squares (Lawson and Hanson), without outliers. All terms are then scaled so that the predicted
-    and the measured times have the same sum. This sum includes outliers, but not steps longer than INTERRUPTION times
-    their prediction. The model has the scatter around the prediction as quantiles.
+    and the measured times have the same sum. This sum includes outliers, but not steps that took more than
+    INTERRUPTION * the predicted time. The model has the scatter around the prediction as quantiles.
 
     Published serving simulators such as Vidur (MLSys 2024) predict operators, and claim errors below 9 % in end-to-end
     latency.
@@ -90,7 +90,7 @@ class _Terms:
 
     seconds       term -> seconds per unit, without zeros
     spread        as in CostModel
-    interrupted   number of steps that were ignored because they took longer than INTERRUPTION times the prediction
+    interrupted   number of steps that were ignored because they took more than INTERRUPTION * the predicted time
     """
 
     seconds: dict[str, float]
