@@ -77,7 +77,7 @@ class DeviceWork:
         self.has_pending = bool(self._operations)
 
     def done(self, batch: ScheduledBatch) -> None:
-        """Note that the step of this batch, which has operations, was read."""
+        """Stop repeating the operations of this batch, whose step was read. The batch must have operations."""
         end = batch.first_operation + len(batch.operations)
         if end > self._first_operation:
             del self._operations[:end - self._first_operation]
