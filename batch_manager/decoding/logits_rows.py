@@ -44,7 +44,7 @@ class LogitsRows:
         return self._replaced[name] if name in self._replaced else self.column_as_set_up(name)
 
     def on_host(self, name: str) -> np.ndarray:
-        """Return each row's value of a parameter of its sequence, [r] on the host. Ignores values set with `replace`."""
+        """Return each row's value of a parameter, [r] on the host. Ignores values that were set with `replace`."""
         return self._state.host[name][self.slots]
 
     def column_as_set_up(self, name: str) -> torch.Tensor:

@@ -459,7 +459,7 @@ def text_of(pieces: Pieces) -> Text:
 
 
 class Sample(NamedTuple):
-    """Token lists on which a rule is compared with its tokenizer.
+    """Token lists to check whether a Rule decodes them like its tokenizer.
 
     num_tokens   vocabulary size
     special      ids of added tokens; every random list includes one if there are any

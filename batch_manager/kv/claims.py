@@ -119,7 +119,7 @@ class PrefixClaim:
 
     @property
     def needed(self) -> int:
-        """Number of free blocks that `start` takes, plus `taken_elsewhere`."""
+        """Number of free blocks that `start` takes, plus the blocks that it leaves free for the generating requests."""
         return self._left + len(self._unowned)
 
     def start(self) -> list[Start]:

@@ -72,7 +72,7 @@ class DeviceWork:
                        first_operation=self._first_operation)
 
     def launched(self) -> None:
-        """Note that a batch with all pending work was launched."""
+        """Stop repeating the table updates, because a batch with all pending work was launched."""
         self._updates = NO_UPDATES
         self.has_pending = bool(self._operations)
 

@@ -33,7 +33,7 @@ _NEUTRAL: dict[str, tuple | None] = {
 
 
 class GgufFields(Fields):
-    """Fields whose errors name the metadata keys that the values come from.
+    """Configuration fields. An error about a field names the metadata key that its value comes from.
 
     keys   field -> metadata key, for the fields that have one
     """
