@@ -31,7 +31,7 @@ LAST = 1000    # a request with this id makes the worker finish the others and e
 
 
 class ShortestJobFirst(CapacityScheduler):
-    """Starts the requests that were passed over `patience` times first, and then the request with the least work."""
+    """Starts the requests that were passed over `patience` times, then the other requests, least work first."""
 
     def __init__(self, limits, kv_cache_manager, patience: int = 8) -> None:
         self.max_num_requests = limits.max_num_requests

@@ -51,7 +51,7 @@ MOST_DELIVERIES = 10                 # an entry that so many workers got without
 
 @dataclass
 class Entry:
-    """An entry of the stream that runs on this worker.
+    """An entry that this worker has taken from the stream and runs.
 
     num_written   number of the entry's tokens that are in Redis
     """
@@ -115,7 +115,7 @@ class Worker:
         return is_healthy(manager)
 
     def exchange(self, *steps: Callable[[], None]) -> None:
-        """Wait up to 0.1 s for responses if entries run, then call the functions `steps` in order.
+        """Wait up to 0.1 s for responses if the worker has entries, then call the functions `steps` in order.
 
         A Redis error ends the call early and is not raised: the next call does the missing work.
         """
@@ -137,7 +137,7 @@ class Worker:
             self.redis_answers = True
 
     def call(self, command: str, *arguments: str | int, client: redis.Redis | None = None) -> Any:
-        """Run a command of redis_worker.lua, in the pipeline `client` if there is one."""
+        """Run a command of redis_worker.lua; with a Redis pipeline as `client`, append it to the pipeline."""
         return self.script([self.options.stream], [command, GROUP, self.options.consumer, *arguments], client)
 
     def keep(self) -> None:

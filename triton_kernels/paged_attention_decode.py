@@ -273,7 +273,7 @@ def decode_settings(head_size: int, tokens_per_block: int, element_size_bytes: i
 
     Each stage beyond the first holds a page of keys and a page of values. The number of stages is the largest at which
     two programs share a multiprocessor, so that one loads while the other computes. Small pages leave room for more
-    programs, up to four of four warps, which the registers allow.
+    programs, up to four programs of four warps each; the registers allow no more.
     """
     page_bytes = tokens_per_block * _padded(head_size) * element_size_bytes
     fixed_bytes = 10 * 1024

@@ -3,6 +3,7 @@
     without a cap    2^(score * score_factor - top),   score_factor = scale * log2(e)
     with a cap       2^(capped - top),                 capped = CAP_LOG2 * tanh(score * scale / softcap)
                                                        CAP_LOG2 = softcap * log2(e)
+    top is the largest value so far of score * score_factor, or of capped, in the row
 """
 
 import triton
@@ -13,7 +14,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def soft_cap(doubled, CAP_LOG2: tl.constexpr):
-    """Return CAP_LOG2 * tanh(x) for `doubled` = 2 * log2(e) * x.
+    """Return CAP_LOG2 * tanh(x) for `doubled` = 2 * log2(e) * x, where CAP_LOG2 = softcap * log2(e).
 
     If 2^doubled overflows or underflows, the result is CAP_LOG2 or -CAP_LOG2.
     """
@@ -21,9 +22,9 @@ def soft_cap(doubled, CAP_LOG2: tl.constexpr):
 
 
 def score_factors(scale, softcap):
-    """Return (score_factor, CAP_LOG2) for the kernels.
+    """Return (factor by which a kernel multiplies each score, softcap * log2(e)).
 
-    Without a cap, CAP_LOG2 is 0. With a cap, score * score_factor is the argument `doubled` of `soft_cap`.
+    With a cap, the multiplied score is the argument `doubled` of `soft_cap`. Without a cap, the second number is 0.
     """
     assert scale > 0 and (softcap is None or softcap > 0)
     if softcap is None:

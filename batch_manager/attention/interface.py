@@ -151,7 +151,7 @@ class LayerAttention:
 
 
 def refuse_wrong_sink_logits(layer: int, how: LayerAttention, sink_logits: object) -> NoReturn:
-    """Raise ConfigError: `run` got sink logits for a layer without has_sink_logits, or none for a layer with it.
+    """Raise ConfigError, because `run` got sink logits for a layer without has_sink_logits, or none for one with it.
 
     how           the LayerAttention of the layer
     sink_logits   the argument of `run`

@@ -180,9 +180,10 @@ class FixedTileAttention(TorchPagedAttention):
         return attended.div_(total)
 
     def _per_row(self, per_head, count):
-        """Expand `per_head` [kv heads, group], one number per head, to one number per row, [kv heads, count, 1].
+        """Return the entry of `per_head` for the query head of each row, [kv heads, count, 1].
 
-        The numbers in padding rows are arbitrary.
+        per_head   [kv heads, group] a value for each query head, such as its sink logit
+        count      number of rows of each kv head. The entries of padding rows are arbitrary
         """
         head = torch.arange(count, dtype=torch.int64, device=self.device) % self.group
         return per_head[:, head, None]
@@ -246,7 +247,9 @@ class FixedTileAttention(TorchPagedAttention):
         return index + ((first - sinks)[:, None] * (index >= sinks[:, None]))
 
     def _tile_pages(self, step, indices, first_position, length, tiles, window):
-        """Return page numbers of `tiles` [n, m] in layer 0, in the order (key or value, tile, sequence, head, page).
+        """Return the page numbers in layer 0 of the key tiles `tiles` [n, m] of n sequences.
+
+        The order is (key or value, tile, sequence, head, page of the tile).
 
         Blocks past the end of a sequence, and blocks that it no longer sees, may belong to another sequence. They are
         replaced by the last block of the sequence.
@@ -268,7 +271,7 @@ class FixedTileAttention(TorchPagedAttention):
     def _find_counts(self) -> tuple[int, dict[int, tuple[int, ...]]]:
         """Measure which heights of products, and which numbers of products per call, give the bits of a reference.
 
-        The reference is one call of PRODUCT_COUNTS[-1] products that have the height of a context product.
+        The reference is one call of the largest number of products, each with the height of a context product.
 
         Returns   (the lowest height with the bits of the reference, which generation rows use; height -> numbers of
                   products per call with these bits). This mapping has two heights: the lowest, and that of context
@@ -287,8 +290,10 @@ class FixedTileAttention(TorchPagedAttention):
         expected = [in_pieces(product, rows, others, sizes=(count,)) for product, rows, others in kinds]
 
         def agreeing(rows_height):
-            """Return the numbers of products per call at which products of `rows_height` rows give the first rows of
-            `expected`, bit for bit."""
+            """Return the numbers of products per call that give the bits of the reference for `rows_height` rows.
+
+            The rows are the first of each product of the reference. Returns () if no number gives these bits.
+            """
             found = set(PRODUCT_COUNTS)
             for (product, rows, others), whole in zip(kinds, expected):
                 rows = rows[:, :rows_height]

@@ -231,9 +231,9 @@ class TorchPagedAttention:
         return _Context(slice(begin, end), self._pages(blocks[None])[0], tiles)
 
     def _plan_tile(self, row, end, row_to_position, missing, window):
-        """Return the _Tile of packed rows row .. end - 1 of a context.
+        """Return the _Tile of the rows row, ..., end - 1 of the packed step, which belong to one context.
 
-        row_to_position   difference between the position of a row and its packed row
+        row_to_position   number to add to a row to get the position of its token in the sequence
         missing           number of keys that the context does not read, between the sinks and the windows
         """
         first, stop = row + row_to_position, end + row_to_position                    # positions
@@ -256,7 +256,8 @@ class TorchPagedAttention:
 
         members   [n] their indices among the generating sequences
         lengths   tokens of all generating sequences in the KV cache
-        seen      `blocks_seen` of all generating sequences; None without a window
+        seen      result of `blocks_seen`, the numbers of blocks that queries see and skip, for all generating
+                  sequences; None without a window
         """
         lengths, indices = lengths[members, None], step.num_contexts + members
         last = (lengths - 1) // self.block
@@ -286,7 +287,10 @@ class TorchPagedAttention:
                       self._pages(blocks).view(-1), mask.to(self.dtype))
 
     def _pages(self, blocks):
-        """Return the page numbers, in layer 0, of block ids [n, m]: [2, n, kv_heads, m], flattened to one row."""
+        """Return the page numbers in layer 0 for the block ids [n, m], as one row.
+
+        The order is that of an array [2 (key or value), n, kv_heads, m].
+        """
         pages = blocks[:, None] * self.pages_per_block + self._pages_of_layer_0
         return self._upload(pages.reshape(1, -1))
 

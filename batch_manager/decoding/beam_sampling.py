@@ -104,7 +104,7 @@ class SampledBeams:
     def exhausted_slots(self, arrays: dict[str, np.ndarray]) -> list[int]:
         """Return the slots whose beams have no continuation and no finished hypothesis.
 
-        arrays   `tensors` on the host
+        arrays   copies of `tensors` on the host
         """
         has_continuation = np.isfinite(arrays["beam_log_probs"][:, 0])
         return [group.slot for index, group in enumerate(self._groups)
@@ -113,7 +113,7 @@ class SampledBeams:
     def finish(self, arrays: dict[str, np.ndarray], failed: Collection[int]) -> dict[int, BeamStep]:
         """Advance the search of each sequence, and return slot -> BeamStep of the sequence.
 
-        arrays   `tensors` on the host
+        arrays   copies of `tensors` on the host
         failed   slots to skip, because their logits are unusable
         Mutates  the searches, after all operations that can fail
         """
@@ -132,7 +132,7 @@ def to_log_probs(logits: torch.Tensor, temperature: torch.Tensor, rows: BeamRows
     Returns [b] bool: False for a row on which stages act and whose logits are not finite, else True.
 
     send         function that uploads arrays in one copy, for which the host does not wait
-    one_by_one   compute each group separately
+    one_by_one   compute the beams of each sequence separately
     Shapes       logits [b, vocab] float32; temperature [b]
     """
     parts = [np.flatnonzero(rows.is_changed)]
@@ -149,11 +149,12 @@ def to_log_probs(logits: torch.Tensor, temperature: torch.Tensor, rows: BeamRows
 
 def find_candidates(kernel: Callable, logits: torch.Tensor, temperature: torch.Tensor, rows: BeamRows, *,
                     one_by_one: bool = False) -> Sequence[torch.Tensor]:
-    """Return the results of the operation `beam_topk`, which is `kernel`, for the beams of a step.
+    """Return the candidates for the beams of a step: the results of the operation `beam_topk`.
 
+    kernel       implementation of `beam_topk`
     logits       [b, vocab] float32; log-probabilities in the rows on which stages act
     temperature  [b]
-    one_by_one   compute each group separately, which is for a CPU
+    one_by_one   compute the beams of each sequence separately; for a CPU
     """
     count = max(group.search.num_candidates for group in rows.groups)
     if not one_by_one:

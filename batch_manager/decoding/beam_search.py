@@ -83,7 +83,10 @@ class _Trail:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Finished:
-    """A finished hypothesis: the output of beam `row` in the trail `before`, then `token`, which may be an end id."""
+    """A finished hypothesis: the output of beam `row`, then `token`, which may be an end id.
+
+    before   trail that links the tokens of the beams of all earlier steps; None: the output is empty
+    """
 
     score: np.float32
     cum_log_prob: np.float32

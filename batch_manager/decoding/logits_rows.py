@@ -44,7 +44,7 @@ class LogitsRows:
         return self._replaced[name] if name in self._replaced else self.column_as_set_up(name)
 
     def on_host(self, name: str) -> np.ndarray:
-        """Return each row's value of a column, [r] on the host, as it was set up."""
+        """Return each row's value of a parameter, [r] on the host. Ignores values that were set with `replace`."""
         return self._state.host[name][self.slots]
 
     def column_as_set_up(self, name: str) -> torch.Tensor:
@@ -81,5 +81,5 @@ class LogitsRows:
                 self._history.device_rows_of(self._rows), self.device_positions)
 
     def part(self, of: slice) -> "LogitsRows":
-        """Return a slice of the rows as a separate LogitsRows, without the values set with `replace`."""
+        """Return a slice of the rows as a separate LogitsRows. It does not get the values set with `replace`."""
         return LogitsRows(self._rows.part(of), self._state, self._history)

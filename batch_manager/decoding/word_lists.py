@@ -38,7 +38,7 @@ class WordLists:
             self._state.put(slot, **{self._start: self._store(slot), self._count: len(words)})
 
     def lists_of(self, rows: LogitsRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (the heap, start of each row's list [r], number of words in each row's list [r])."""
+        """Return (tensor of all lists, start of each row's list in it [r], number of words in each row's list [r])."""
         return self._heap, rows.column(self._start), rows.column(self._count)
 
     def longest_list(self, rows: LogitsRows) -> int:
@@ -46,7 +46,7 @@ class WordLists:
         return int(self._state.host[self._count][rows.slots].max())
 
     def _store(self, slot: int) -> int:
-        """Write a slot's list to the heap. Returns its start."""
+        """Write a slot's list to the tensor of all lists (the heap). Returns the index of its first entry."""
         array = self._lists[slot]
         if self._heap_used + len(array) > len(self._heap):
             self._move(slot)
@@ -55,7 +55,7 @@ class WordLists:
         return start
 
     def _move(self, newcomer: int) -> None:
-        """Start a new heap with the lists of all other slots, and with room for the list of `newcomer`."""
+        """Start a new heap, the tensor of all lists, with those of the other slots and room for that of `newcomer`."""
         size = sum(len(array) for array in self._lists.values())
         self._heap = torch.zeros(max(2 * size, SMALLEST_HEAP), dtype=torch.int32, device=self._heap.device)
         self._heap_used = 0

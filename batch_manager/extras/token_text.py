@@ -48,7 +48,7 @@ class Text(Protocol):
 
 
 class TextStep(Protocol):
-    """A step over joined text.
+    """A stage of decoding that edits the text joined from all pieces.
 
     feed   take the next piece of text and return the new final text
     rest   return the text that would follow if `text` were the last piece; changes nothing
@@ -147,7 +147,7 @@ class _ReplaceInText:
 
 
 class _CleanUp:
-    """transformers' clean-up of spaces: applies the replacements of CLEAN_UP in order."""
+    """transformers' clean-up of spaces, such as a space before a full stop: a fixed list of replacements, in order."""
 
     def __init__(self) -> None:
         self._steps = [_ReplaceInText(*pair) for pair in CLEAN_UP]
@@ -179,11 +179,11 @@ class _CleanUp:
 class Rule:
     """How a tokenizer converts tokens to text.
 
-    before   steps over each token
+    before   functions (token, whether it is the first of the text) -> token, which are applied to each token in order
     joins    "text": tokens are strings; "bytes": every token is a byte string, as in ByteLevel; "runs": some tokens are
              single bytes, and a run of them is valid only if the whole run is UTF-8, as in ByteFallback
-    after    steps over each token, after runs have been joined
-    steps    factories of steps over the joined text
+    after    the same kind of functions, applied to each token after runs have been joined to one token
+    steps    functions without arguments, each of which creates a TextStep that edits the joined text
     """
 
     before: tuple[Each, ...] = ()
@@ -244,9 +244,10 @@ def _flat(decoder: dict[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 class Pieces(dict):
-    """Cache of token id -> piece, for tokens after the first: str, bytes, int (a byte of a run) or None (no text).
+    """Cache of token id -> piece, which is what the token adds to a text when it is not the first token of the text.
 
-    Filled on lookup, and shared by all texts of a tokenizer.
+    A piece is a str, bytes, an int (the byte of a token such as `<0xE4>`) or None (no text). The cache is filled on
+    lookup, and shared by all texts of a tokenizer.
 
     token_of   function that returns the token string of an id, or None for an unknown id; may raise for an invalid id
     skips      function (id, token) -> whether the token is omitted
@@ -269,8 +270,9 @@ class Pieces(dict):
     def piece(self, token_id: int, is_first: bool = False, is_first_after: bool = False) -> Any:
         """Return the piece of a token.
 
-        is_first         argument of the steps `rule.before`: whether the token is the first of the text
-        is_first_after   argument of the steps `rule.after`: the same, in the text with joined runs
+        is_first         whether the token is the first of the text; passed to the functions `rule.before`
+        is_first_after   whether the token is the first of the text in which runs are joined; passed to the functions
+                         `rule.after`
         """
         token = self._token_of(token_id)
         if token is None or self._skips(token_id, token):
@@ -308,7 +310,8 @@ _BYTES = _byte_alphabet()
 def _bytes_of(token: str) -> bytes:
     """Return the bytes of a token.
 
-    A token with a character outside the alphabet is an added token, which is plain text.
+    In GPT-2's tokenizer, each character of a token represents a byte. A token with any other character is an added
+    token, which is plain text.
     """
     try:
         return bytes([_BYTES[character] for character in token])
@@ -456,7 +459,7 @@ def text_of(pieces: Pieces) -> Text:
 
 
 class Sample(NamedTuple):
-    """Token lists on which a rule is compared with its tokenizer.
+    """Token lists to check whether a Rule decodes them like its tokenizer.
 
     num_tokens   vocabulary size
     special      ids of added tokens; every random list includes one if there are any

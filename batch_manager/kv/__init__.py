@@ -25,5 +25,6 @@ is never exceeded.
     Estimates.*                                estimates             estimate  TensorRT-LLM's, for conformance tests
                                                                                and custom schedulers, never the loop
 
-Only conformance tests and custom schedulers use Estimates and temporary_attention_window.
+Only conformance tests and custom schedulers use Estimates and its option temporary_attention_window, the number of
+tokens by which a prompt may exceed the window.
 """

@@ -119,7 +119,7 @@ class PrefixClaim:
 
     @property
     def needed(self) -> int:
-        """Number of free blocks that `start` takes, plus `taken_elsewhere`."""
+        """Number of free blocks that `start` takes, plus the blocks that it leaves free for the generating requests."""
         return self._left + len(self._unowned)
 
     def start(self) -> list[Start]:
@@ -167,11 +167,11 @@ class PrefixClaim:
         return Start(block_ids, reused_tokens)
 
     def _partial_block(self, node: PrefixNode, num_tokens: int) -> int | None:
-        """Return a private block that begins with the first `num_tokens` tokens of the node.
+        """Return a private block that begins with the first `num_tokens` tokens of the cached block of `node`.
 
-        A block that a sequence holds is copied. A block that no sequence holds is copied only if another node follows
-        it and another block is free; otherwise the block itself leaves the cache and is returned. Content of a host
-        block is copied.
+        A cached block that a sequence holds is copied. A cached block that no sequence holds is copied only if the
+        cache has a continuation of it and another block is free; otherwise the block itself leaves the cache and is
+        returned. Content of a host block is copied.
         """
         source = node.block_id
         if source is None:

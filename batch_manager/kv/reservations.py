@@ -71,7 +71,7 @@ class Reservations:
         return reserved
 
     def kept_blocks(self) -> set[int] | None:
-        """Return the blocks that some sequence holds until its end; None means all held blocks."""
+        """Return the ids of the blocks that at least one sequence holds until its end; None: all held blocks."""
         if not (self._window.slides and self._with_reuse):
             return None
         kept, _ = self._holders()

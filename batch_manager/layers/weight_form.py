@@ -55,7 +55,7 @@ def is_compiled(weight: torch.Tensor, context: LayerContext) -> bool:
 
 
 def make_weight_form(weight: torch.Tensor, bias: torch.Tensor | None, context: LayerContext) -> WeightForm:
-    """Return the fastest form on the device of `context` that satisfies its options."""
+    """Return the fastest form of the matrix that satisfies the options of `context`, on its device."""
     context.refuse("a matrix", "weight_form")
     on_triton = dispatch.use_triton(context.device)
     if context.deterministic:

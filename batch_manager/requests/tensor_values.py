@@ -73,7 +73,10 @@ class Bound:
 
 
 def read_tensor(spec: TensorSpec, value: Any, bound: Bound) -> GivenTensor:
-    """Check type, rank and size of a ROW, TABLE or WORDS tensor. Raises InvalidRequestError."""
+    """Check type, rank and size of a tensor that is a list of values (ROW), a table (TABLE) or a word list (WORDS).
+
+    Raises InvalidRequestError.
+    """
     if type(value) in _LISTS:
         return _read_list(spec, value, bound)
     array = _as_array(spec, value)
@@ -300,7 +303,9 @@ def _read_list(spec: TensorSpec, value: Sequence[Any], bound: Bound) -> GivenTen
 
 def _numbers(spec: TensorSpec, values: Sequence[Any], bound: Bound, before: int = 0,
              bytes_before: int = 0) -> tuple[Any, ...]:
-    """Return the values of a flat list as plain ints and floats. In a TABLE, numpy numbers are not converted.
+    """Return the values of a flat list as plain ints and floats.
+
+    Numpy numbers in a row of a two-dimensional tensor (TABLE) are not converted.
 
     before, bytes_before   elements and bytes of the tensor that were read before this list
     """

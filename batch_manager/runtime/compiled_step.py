@@ -94,7 +94,10 @@ class CompiledStep:
         return self._head.largest(hidden, self.threads)
 
     def _make_room(self, rows: int) -> None:
-        """Allocate zeroed registers for at least `rows` rows. The entries after the last column of a row stay zero."""
+        """Allocate the buffers of a step (registers), filled with zeros, for at least `rows` rows.
+
+        The entries after the last column of a row stay zero.
+        """
         capacity, itemsize = max(rows, 2 * self._capacity), self._recording.dtype.itemsize
         self._memory = allocate(capacity * self._row_entries * itemsize)
         start = self._memory.ctypes.data
@@ -104,6 +107,8 @@ class CompiledStep:
 
 def arrange(recording: Recording) -> tuple[list[int], int]:
     """Return the offset of each register, in entries per row, and the number of entries per row of all registers.
+
+    A register is a buffer with one row for each token of the step.
 
     After the last use of a register, a later register of the same stride can get its memory. A register whose rows end
     in padding keeps its memory, because the padding must stay zero.

@@ -69,7 +69,10 @@ class FusedStep:
         return registers[self._recording.result]
 
     def _prepare(self, num_rows: int) -> list[tuple[Launch, list[int]]]:
-        """Return (launch, registers that no later launch uses) for each launch of a step of num_rows rows."""
+        """Return (launch, buffers that no later launch uses) for each launch of a step of num_rows rows.
+
+        The buffers, called registers, are given by index.
+        """
         steps = self._steps(num_rows)
         last_use = {register: index for index, step in enumerate(steps) for register in _touched_by(step)}
         return [(_launch(step, self._recording.widths, self._device),
@@ -161,7 +164,10 @@ def _fused_launch(step: FusedProduct, device: torch.device) -> Launch:
 
 
 def _reader(rows: Rows, widths: list[int]) -> Callable[[Registers], torch.Tensor]:
-    """Return a function that selects `rows` from the registers, as [r, width]; [r, heads, size] if they have heads."""
+    """Return a function (all registers, which are the step's buffers) -> the part of one register that `rows` names.
+
+    The shape of the part is [r, width], or [r, heads, size] if it is divided into heads.
+    """
     register, begin, end, heads = rows.register, rows.column, rows.column + rows.width, rows.heads
     if is_whole(rows, widths):
         return lambda registers: registers[register]

@@ -23,7 +23,7 @@ from .packing import Padding, pack, padding, prompt_tuning_embeddings
 class ModelCall:
     """One call of the model.
 
-    padding      rows of the packed tokens in a padded call; None: the call is packed
+    padding      where each packed token is in the padded call; None: the call is packed
     embeddings   [v, hidden size] float32: embeddings of the call's v prompt-tuning tokens, in order; None: no such
                  tokens
     """
@@ -51,6 +51,6 @@ def split(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> 
 
 
 def padded(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
-    """Return the calls of `split`, padded."""
+    """Return a padded call for the contexts, then one for the generation rows. Empty calls are left out."""
     return [replace(call, padding=padding(call.step, batch.num_padded_rows * batch.generation.beam_width))
             for call in split(batch, tables, tokens_per_block)]

@@ -136,7 +136,8 @@ class ModelRunner:
     def forward(self, given: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return hidden states [t, hidden size] of a step's tokens. The attention must be bound to the step.
 
-        given       [t, hidden size]: embeddings of the tokens; if `table` is None, the tokens [t] int64
+        given       embeddings of the tokens, [t, hidden size], if the runner has an embedding table (`table`);
+                    otherwise the tokens, [t] int64
         positions   [t] int64 on the device
         """
         return self._model.forward(self._embedded(given), positions, self.attention)

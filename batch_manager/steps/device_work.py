@@ -72,12 +72,12 @@ class DeviceWork:
                        first_operation=self._first_operation)
 
     def launched(self) -> None:
-        """Note that a batch with all pending work was launched."""
+        """Stop repeating the table updates, because a batch with all pending work was launched."""
         self._updates = NO_UPDATES
         self.has_pending = bool(self._operations)
 
     def done(self, batch: ScheduledBatch) -> None:
-        """Note that the step of this batch, which has operations, was read."""
+        """Stop repeating the operations of this batch, whose step was read. The batch must have operations."""
         end = batch.first_operation + len(batch.operations)
         if end > self._first_operation:
             del self._operations[:end - self._first_operation]

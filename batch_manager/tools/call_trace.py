@@ -34,7 +34,7 @@ KERNELS = PACKAGE.parent / "triton_kernels"    # in a checkout
 class Calls:
     """The calls of one iteration.
 
-    calls      (depth, file, function), in order; files are named as by `_file_of`
+    calls      (depth, file, function), in order. A file is a path in this package, or `triton_kernels/...`
     entries    number of calls whose caller is in another listed file
     """
 

@@ -126,7 +126,7 @@ class Difference:
 
 def differences(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]],
                 names: Sequence[str] = tuple(FIGURES)) -> list[Difference]:
-    """Return the differences of those figures of `names` that are positive in all runs.
+    """Return a Difference for each figure in `names` that is positive in all runs.
 
     a, b   results of the runs of each side
     """
@@ -139,7 +139,7 @@ def differences(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]],
 
 
 def left_out(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """Return the figures of `names` that are positive in some runs, and 0 or missing in other runs."""
+    """Return the names in `names` whose figures are positive in some runs, and 0 or missing in other runs."""
     is_positive = {name: [(FIGURES[name].value(result) or 0) > 0 for result in [*a, *b]] for name in names}
     return [name for name, each in is_positive.items() if any(each) and not all(each)]
 

@@ -177,7 +177,7 @@ class Clients:
 
 
 def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, Clients]:
-    """Return a loop whose phases the stopwatch times, and its callbacks.
+    """Return a loop and its callbacks. The stopwatch measures the phases of the loop.
 
     The first iteration computes the contexts of a full batch.
     """

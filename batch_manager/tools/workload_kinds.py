@@ -51,7 +51,7 @@ depends on the options only.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the kind that the first argument names, and return the exit status."""
+    """Write a workload of the kind that the first argument names, and return the exit status."""
     parser = CommandParser(prog="batch-manager workload")
     kinds = parser.add_subparsers(dest="kind", required=True)
     for name, (add_arguments, description, _) in KINDS.items():

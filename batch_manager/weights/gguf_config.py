@@ -33,7 +33,7 @@ _NEUTRAL: dict[str, tuple | None] = {
 
 
 class GgufFields(Fields):
-    """Fields whose errors name the metadata keys that the values come from.
+    """Configuration fields. An error about a field names the metadata key that its value comes from.
 
     keys   field -> metadata key, for the fields that have one
     """
@@ -308,9 +308,9 @@ def _longrope(metadata: Metadata, scaling: dict[str, Any], values: dict[str, Any
 
 
 def _frequency_factors(metadata: Metadata, heads: Heads, factors: Callable[[str], list[float]]) -> dict[str, Any]:
-    """Return `rope_scaling` with Llama 3.1's divisors of the frequencies, as short factors of a longrope.
+    """Return the field `rope_scaling` for a file with a divisor for each rotary frequency, as for Llama 3.1.
 
-    This longrope does not extend the context.
+    The field has the type longrope, with the divisors as short and long factors, and does not extend the context.
     """
     numbers = factors("rope_freqs.weight")
     if len(numbers) != heads.size // 2 or not all(MIN_NUMBER <= number <= MAX_NUMBER for number in numbers):
@@ -322,9 +322,10 @@ def _frequency_factors(metadata: Metadata, heads: Heads, factors: Callable[[str]
 
 
 def _layer_types(metadata: Metadata, period: int) -> list[str]:
-    """Return the field `layer_types`, from the file's pattern.
+    """Return the field `layer_types`: for each layer, sliding-window or full attention.
 
-    If the file has no pattern, every `period`-th layer has full attention.
+    The metadata has a flag for each layer, or a number n: every n-th layer has full attention. If it has neither, n is
+    `period`.
     """
     layers, name = metadata.count("block_count"), "attention.sliding_window_pattern"
     pattern = metadata.get(name)

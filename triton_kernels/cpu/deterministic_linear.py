@@ -38,7 +38,7 @@ def deterministic_linear(x, weight, bias=None, out=None):
 
 
 def _find_sizes(x, weight, bias):
-    """Measure and return the usable sizes of pieces.
+    """Measure and return the numbers of rows per product that give the same bits; rows are multiplied in such pieces.
 
     The engine makes the first call at startup, with the number of threads of all later steps.
     """

@@ -86,7 +86,7 @@ def register(library: Any) -> None:
 
 
 def score_arguments(keywords: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the values of the keyword arguments in SCORE_KEYWORDS, in this order; None for an absent one."""
+    """Return the values of the keyword arguments that change scores, in a fixed order; None for an absent argument."""
     return tuple(keywords.get(name) for name in SCORE_KEYWORDS)
 
 
@@ -99,7 +99,8 @@ def unknown_keyword(keywords: dict[str, Any]) -> str | None:
 class RunningStep:
     """A step whose attention calls go to the engine's attention.
 
-    layers   id of an attention module -> (layer, its `score_arguments` when the spec was read)
+    layers   id of an attention module -> (layer, the values of its arguments that change scores, as `score_arguments`
+             returned them when the spec was read)
     """
 
     __slots__ = ("_layers", "_attention")

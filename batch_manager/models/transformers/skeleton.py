@@ -1,4 +1,7 @@
-"""Creates a model of transformers on the meta device, without memory for its parameters and with bounded size."""
+"""Creates a model of transformers on the meta device, without memory for its parameters.
+
+A model that is too large is refused.
+"""
 
 from typing import Any
 

@@ -16,7 +16,7 @@ MOST_SECONDS = 1e10        # 300 years
 class Record:
     """One request of a file. Its lists are not shared with other records.
 
-    position        argument for the reader's `place`
+    position        position in the file, which the reader's `place` converts to `FILE:LINE`
     number          index of the record in the file
     time_s          seconds, from an arbitrary zero; None: the file has no times
     input_tokens, output_tokens   numbers of tokens; 0 in a trace: the request failed

@@ -21,7 +21,10 @@ LARGEST = 2**53 - 1              # larger integers are not exact in a browser
 
 
 def pack(timeline: Timeline, about: dict) -> bytes:
-    """Return the bytes of a timeline. `about` is added to the header. Raises ValueError for numbers beyond LARGEST."""
+    """Return the bytes of a timeline. `about` is added to the header.
+
+    Raises ValueError for a number above 2^53 - 1 in absolute value.
+    """
     columns = dict(_columns(timeline))
     header = orjson.dumps(about | {
         "kinds": [{"kind": kind, "reason": reason} for kind, reason in timeline.kinds],

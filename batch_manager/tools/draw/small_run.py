@@ -25,7 +25,7 @@ FOR_TEXT = Bounds("text", 5_000, 500)         # larger runs need too much scroll
 
 
 class SmallRun:
-    """A list of iterations that refuses a run beyond its bounds."""
+    """Collects the iterations of a run, and refuses a run with more iterations or requests than `bounds` allows."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.iterations: list[IterationTrace] = []

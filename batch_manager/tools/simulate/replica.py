@@ -94,7 +94,7 @@ class Replica:
             self._leap = possible_leap(self._loop, self.backend)
 
     def _leave_off(self, count: int) -> None:
-        """Carry out the first `count` iterations of the pending leap, and drop its other iterations."""
+        """Carry out the first `count` of the precomputed iterations (the pending leap), and drop the others."""
         leap, self._leap = self._leap, None
         assert leap is not None
         carry_out(leap, count, self._loop, self.backend)

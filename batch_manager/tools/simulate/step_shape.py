@@ -48,7 +48,7 @@ def shape_of_batch(batch: ScheduledBatch, found_tokens: np.ndarray) -> StepShape
 
 
 def shared_tokens(found: np.ndarray) -> int:
-    """Return the amount `shared_tokens` of a step.
+    """Return how many cached tokens of a step repeat: `shared_tokens` of its StepShape.
 
     Sequences that found the same number of tokens are assumed to share these tokens, because a trace has no token ids.
 
