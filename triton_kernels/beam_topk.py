@@ -45,7 +45,10 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def _inverse_log2(temperature_ptr, row):
-    """Return log2(e) / temperature, for exponentials of base 2. Finite, because 0 * inf is NaN."""
+    """Return log2(e) / temperature, for exponentials of base 2; temperature 0 counts as 1.
+
+    The result is at most 1e38, because an infinite factor would turn a logit of 0 into NaN.
+    """
     temperature = tl.load(temperature_ptr + row)
     return tl.minimum(LOG2_E / tl.where(temperature == 0.0, 1.0, temperature), 1e38)
 

@@ -13,7 +13,7 @@ Oracle      triton_kernels/reference/paged_attention_merge.py
 Source      split-KV attention (Flash-Decoding, Dao et al. 2023); written for this project.
 
 One program per head and sequence. It reads the partial results 16 at a time and keeps a running softmax. The kernel
-reads the number of parts from device memory, so it is not recompiled when that number changes.
+reads the number of partial results from device memory, so it is not recompiled when that number changes.
 """
 
 import triton
@@ -61,7 +61,7 @@ def _merge_kernel(
 
 
 def paged_attention_merge(partial_out, partial_lse, part_starts, out):
-    """Compute the weighted mean of the parts. Returns out. See the module docstring for shapes."""
+    """Combine the partial results of each sequence. Returns out. See the module docstring for shapes."""
     num_heads, head_size = partial_out.shape[1:]
     assert partial_out.is_contiguous() and partial_lse.is_contiguous() and heads_contiguous(out)
     assert part_starts.is_contiguous()

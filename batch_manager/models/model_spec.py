@@ -434,7 +434,10 @@ def read_window(config: Fields) -> int | None:
 
 
 def read_layer_types(config: Fields, default: list[str]) -> list[str]:
-    """Return the field `layer_types`, or `default` if the file has none. Both must have the same number of entries."""
+    """Return the field `layer_types`, or `default` if the file has none.
+
+    Raises ModelLoadError if the field does not have as many entries as `default`, which has one for each layer.
+    """
     kinds = config.texts("layer_types", default)
     if len(kinds) != len(default):
         raise config.fault("layer_types", f"{counted(len(default), 'entry', 'entries')}, one for each layer")

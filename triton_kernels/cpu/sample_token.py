@@ -240,7 +240,9 @@ def _smallest_of_row(logits: np.ndarray, inverse_temperature: np.float32, top_k:
 
 
 def _smallest_kept(values: torch.Tensor, weights: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return [n, 1]: the value of each row at which the cumulative sum of `weights` reaches `target`, or the last one.
+    """Return [n, 1]: for each row, the first value at which the cumulative sum of `weights` reaches `target`.
+
+    If the sum of all weights is less than `target`, return the last value of the row.
 
     values   [n, m] descending
     """
