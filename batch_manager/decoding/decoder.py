@@ -229,7 +229,7 @@ class GptDecoder:
     def _given_finite(self, logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
         """Return [r] bool: whether the logits of each row are finite before the stages.
 
-        The value may be False for a finite row that no stage changes.
+        On a CPU, rows that no stage changes are not checked, and their value is False.
         """
         changed = rows.active(STAGES)
         if logits.device.type != "cpu" or changed.all():

@@ -60,7 +60,7 @@ class KvLedger:
             self._kept_by_plan.update(found[self._reservations.kept_columns(starting):])
 
     def is_refundable(self, request: LlmRequest) -> bool:
-        """Whether a plan may count on the blocks of this request, because no step in flight may be reading them."""
+        """Whether the plan may pause this request and spend its blocks: only if it is in no step in flight."""
         return request.request_id not in self._inflight_request_ids
 
     def refund(self, request: LlmRequest) -> None:

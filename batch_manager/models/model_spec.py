@@ -517,7 +517,9 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
 
 
 def rope_fields_by_kind(config: Fields) -> tuple[Fields, Fields]:
-    """Return (rotary parameters of full layers, those of sliding layers), for a family with a table for each kind.
+    """Return the rotary parameters of full layers, and those of sliding layers.
+
+    This function is for families whose two kinds of layers have different rotary tables.
 
     `rope_parameters` contains the parameters by kind of layer. Older files have `rope_scaling`, which applies to full
     layers only.

@@ -141,7 +141,7 @@ class _Batch:
 
 
 def _by_count(batch: _Batch) -> torch.Tensor:
-    """Return the tokens [n] of rows with top-k, sampled from what top-k and then top-p and min-p keep."""
+    """Return the tokens [n] of rows with top-k, sampled from the tokens that top-k, then top-p and min-p keep."""
     few = batch.top_k <= CANDIDATES
     if few.all():
         tokens, solved = _from_largest(batch)
@@ -181,7 +181,7 @@ def _from_largest(batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _by_mass(batch: _Batch) -> torch.Tensor:
-    """Return the tokens [n] of rows without top-k, sampled from what top-p and min-p keep."""
+    """Return the tokens [n] of rows without top-k, sampled from the tokens that top-p and min-p keep."""
     blocks = block_maxima(batch.logits)
     all_weights = batch.weights(batch.logits, blocks.amax(1))
     target = batch.top_p * block_sums(all_weights).double().sum(1)
