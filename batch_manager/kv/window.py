@@ -61,8 +61,8 @@ class AttentionWindow:
         """The largest number of blocks that one beam of a sequence longer than the window holds.
 
         The beam holds this many after a claim has taken new blocks and before it releases the oldest ones. A claim
-        releases only the blocks that the first token of its step does not need. Before the next claim releases
-        blocks, the drafts of that step may have been accepted, and the next claim has taken blocks for its own drafts.
+        releases only the blocks that the first token of its step does not need. Until the next release, the sequence
+        may grow by the accepted drafts of that step, and the next claim takes blocks for its own drafts.
         """
         tokens = self.size + self.unread_steps + 2 * self.max_draft_len
         return -(-tokens // self.tokens_per_block) + self.sink_blocks + 1

@@ -220,7 +220,7 @@ class Resources:
         )
 
     def publish(self, contexts: Sequence[LlmRequest]) -> None:
-        """Make the full prompt blocks of these contexts reusable that were computed in steps already read.
+        """Publish the full prompt blocks of these contexts that were computed in steps already read.
 
         Does nothing without block reuse.
         """
