@@ -15,8 +15,8 @@ Oracle      triton_kernels/reference/paged_attention_merge.py
 Source      split-KV attention (Flash-Decoding, Dao et al. 2023); written for this project.
 
 One program per head and sequence. It reads the partial results 16 at a time and keeps a running softmax. The kernel
-reads the number of parts from device memory, so it is not recompiled when that number changes. For contexts, what is
-called a sequence here is a token whose keys were split.
+reads the number of partial results from device memory, so it is not recompiled when that number changes. For contexts,
+what is called a sequence here is a token whose keys were split.
 """
 
 import triton
@@ -68,7 +68,7 @@ def _merge_kernel(
 
 
 def paged_attention_merge(partial_out, partial_lse, part_starts, out, merged_rows=None):
-    """Compute the weighted mean of the parts. Returns out. See the module docstring for shapes."""
+    """Combine the partial results of each sequence. Returns out. See the module docstring for shapes."""
     num_heads, head_size = partial_out.shape[1:]
     assert partial_out.is_contiguous() and partial_lse.is_contiguous() and heads_contiguous(out)
     assert part_starts.is_contiguous() and (merged_rows is None or merged_rows.is_contiguous())

@@ -14,9 +14,10 @@ def num_digits(element_size_bytes: int) -> int:
 
 
 def num_histograms(digits: int) -> int:
-    """Return the number of histograms of a row whose logits have `digits` digits, without the counts by first digit.
+    """Return the number of 64-bit histograms for a row whose logits are divided into `digits` digits each.
 
-    They are counts and weights for top-k by each digit after the first, and weights for top-p by each digit.
+    Top-k needs two histograms, of counts and of weights, for each digit after the first. Top-p needs one, of weights,
+    for each digit. The counts of the first digits are not included: they are a separate array.
     """
     return 3 * digits - 2
 

@@ -79,7 +79,7 @@ class EngineProcess:
 
     @property
     def info(self) -> EngineInfo:
-        """See GptManager.info."""
+        """Vocabulary, lengths, blocks, device and end ids of the engine, as in GptManager.info."""
         return self._info
 
     def notify(self) -> None:
@@ -106,7 +106,10 @@ class EngineProcess:
                 "engine_process_id": link.process.pid, "seconds_since_heard": seconds}
 
     def shutdown(self, drain: bool = True, timeout: float | None = None) -> bool:
-        """See GptManager.shutdown. The process is killed if it has not ended 10 seconds after the timeout."""
+        """End the engine as GptManager.shutdown does, and its process.
+
+        The process is killed if it has not ended 10 seconds after the timeout.
+        """
         self._check_process()
         check_drain(drain)
         timeout = checked_timeout(timeout)
@@ -180,7 +183,7 @@ class Link:
         self.work.set()
 
     def ask_to_abort(self) -> None:
-        """Ask the engine process to abort. The process is killed after SECONDS_TO_END. Never blocks."""
+        """Ask the engine process to abort. The process is killed if it still runs 10 seconds later. Never blocks."""
         self._kill_at = time.monotonic() + SECONDS_TO_END
         self.ask_to_end(End(drain=False, timeout=None))
 
@@ -190,7 +193,10 @@ class Link:
         return {**health, "callback_failures": {**health.get("callback_failures", {}), **self._guard.failures}}
 
     def join(self, timeout: float | None) -> bool:
-        """Wait for `ended`, and for the worker thread to end. Returns False after the timeout, else True."""
+        """Wait until the engine process has ended, its requests are answered, and the receiving thread has ended.
+
+        Returns False after the timeout, else True.
+        """
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while not self.ended.wait(min(SECONDS_BETWEEN_LOOKS, max(until - time.monotonic(), 0))):
             if time.monotonic() >= until:

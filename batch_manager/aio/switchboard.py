@@ -72,7 +72,7 @@ class Switchboard:
 
     @property
     def has_stops(self) -> bool:
-        """Whether `poll` would return any id."""
+        """Whether there are stopped requests that `poll` has not reported yet."""
         return bool(self._stops)
 
     def hooked_into(self, parts: Parts) -> Parts:

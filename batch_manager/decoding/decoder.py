@@ -167,9 +167,9 @@ class GptDecoder:
         self.state.last_tokens.put(rows.device_slots, rows.device_positions, sampled.tokens.long())
 
     def plain_counts(self, num_rows: int) -> torch.Tensor:
-        """Allocate the tensor `counts` for `sample_plain`, which needs it unless all rows are greedy.
+        """Allocate the scratch memory `counts` that `sample_plain` needs unless all rows are greedy.
 
-        The caller must set the tensor to zeros.
+        The caller must set it to zeros.
         """
         return torch.empty((num_rows, BUCKETS), dtype=torch.int32, device=self.state.device)
 
@@ -229,7 +229,7 @@ class GptDecoder:
     def _given_finite(self, logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
         """Return [r] bool: whether the logits of each row are finite before the stages.
 
-        The value may be False for a finite row that no stage changes.
+        On a CPU, rows that no stage changes are not checked, and their value is False.
         """
         changed = rows.active(STAGES)
         if logits.device.type != "cpu" or changed.all():

@@ -24,8 +24,8 @@ class TopRows:
 
     slots     slot of each row
     counts    number of tokens that each row asked for
-    tensors   tensors to read back: top_ids [q, k] int32 and top_log_probs [q, k] float32, where k is the largest of
-              `counts`
+    tensors   tensors to read back: top_ids [q, k] int32 and top_log_probs [q, k] float32, for q rows, where k is the
+              largest of `counts`
     """
 
     slots: list[int]
@@ -34,7 +34,7 @@ class TopRows:
 
     @staticmethod
     def joined(parts: "Sequence[TopRows | None]") -> "TopRows | None":
-        """Concatenate the rows of all parts. Returns None if no part has rows."""
+        """Concatenate the rows of several reports, each None if it has no rows. Returns None if all are None."""
         parts = [part for part in parts if part is not None]
         if not parts:
             return None
@@ -47,7 +47,7 @@ class TopRows:
     def by_slot(self, arrays: Mapping[str, np.ndarray]) -> dict[int, TopLogProbs]:
         """Return slot -> likeliest tokens of the slot's row, with their log-probs.
 
-        arrays   `tensors` on the host
+        arrays   the arrays of `tensors`, copied to the host
         """
         ids, log_probs = arrays["top_ids"], arrays["top_log_probs"]
         return {slot: TopLogProbs(ids[row: row + 1, :count], log_probs[row: row + 1, :count])
@@ -82,8 +82,9 @@ def report(logits: torch.Tensor, rows: LogitsRows, tokens: torch.Tensor, log_pro
     logits      [r, vocab], after the stages
     tokens      [r], the sampled tokens
     log_probs   [r] float32, the log-probs of the sampled tokens; None: no request asked for log-probs
-    raw         [q, vocab] float32: the result of `raw_log_probs`; None: no row asked for raw log-probs
-    Mutates     log_probs, in the rows with a feature in REPORTED
+    raw         [q, vocab] float32: the result of `raw_log_probs`, for the q rows that asked for raw log-probs; None: no
+                row asked
+    Mutates     log_probs, in the rows that asked for likeliest tokens or raw log-probs
     """
     asked = np.flatnonzero(rows.active(REPORTED))
     is_top, is_raw = rows.active(TOP_LOG_PROBS)[asked], rows.active(RAW_LOG_PROBS)[asked]

@@ -48,7 +48,7 @@ class PrometheusStatistics(LatestStatistics):
             self._histograms[name].add(seconds)
 
     def exposition(self) -> bytes:
-        """Return the body for /metrics, in CONTENT_TYPE."""
+        """Return the current metrics as the body for /metrics, whose content type is CONTENT_TYPE."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return generate_latest(registry)
@@ -81,7 +81,7 @@ class PrometheusStatistics(LatestStatistics):
 
 
 class _Histogram:
-    """A histogram of seconds, with the bucket bounds SECONDS."""
+    """A histogram of times, with fixed bucket bounds from 1 ms to 120 s."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(SECONDS) + 1)

@@ -138,7 +138,7 @@ class Sampling:
         return ids
 
     def _output_length(self, prompt_ids: Sequence[int], info: EngineInfo) -> int:
-        """Return `max_tokens`, or for None the rest of max_seq_len, but at least 1.
+        """Return `max_tokens`. If it is None, return how many tokens the prompt leaves of max_seq_len, but at least 1.
 
         The engine refuses a prompt that leaves no room for an output.
         """

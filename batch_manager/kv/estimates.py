@@ -2,8 +2,8 @@
 
 The estimates serve conformance tests and schedulers written for TensorRT-LLM. The loop and the built-in policies do
 not use them. A claim may take more or fewer blocks than estimated if a prompt is longer than its window, if two first
-chunks share a prefix, or if a request to pause holds a part of the prefix. ledger.py has the exact numbers, and
-reservations.py has the bounds.
+chunks share a prefix, or if a request that will be paused holds a part of the prefix. ledger.py has the exact numbers,
+and reservations.py has the bounds.
 
 Source: TensorRT-LLM's getNeededBlocksOneStep and getRemainingBlocksToCompletion.
 """

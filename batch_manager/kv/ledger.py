@@ -60,7 +60,7 @@ class KvLedger:
             self._kept_by_plan.update(found[self._reservations.kept_columns(starting):])
 
     def is_refundable(self, request: LlmRequest) -> bool:
-        """Whether a plan may count on the blocks of this request, because no step in flight may be reading them."""
+        """Whether the plan may pause this request and spend its blocks: only if it is in no step in flight."""
         return request.request_id not in self._inflight_request_ids
 
     def refund(self, request: LlmRequest) -> None:
@@ -91,7 +91,8 @@ class KvLedger:
 
     def blocks_for_next_step_of_generating(self, requests: Sequence[LlmRequest],
                                            two_step_lookahead: bool = False) -> int:
-        """The sum of `blocks_for_next_step` over generating requests."""
+        """Number of free blocks that these generating requests together take in their next step; with look-ahead, in
+        their next two steps. Assumes that every draft is accepted."""
         tokens: int | np.ndarray = 1
         if self._reservations.max_draft_len and any(map(_draft_len, requests)):
             tokens = 1 + np.fromiter(map(_draft_len, requests), np.int64, len(requests))
@@ -121,7 +122,8 @@ class KvLedger:
         return self._reservations.of_all_owners()
 
     def _in_use(self, request: LlmRequest) -> list[tuple[int, PrefixNode]]:
-        """Return (index, node) for each cached block of the prompt that another sequence will hold at the claim."""
+        """Return (index, node) for each cached block of the prompt that another sequence will hold when this plan is
+        claimed."""
         if self._cache is None:
             return []
         return [(index, node) for index, node in enumerate(self._cache.shareable(request)) if node in self._shared or (

@@ -21,12 +21,13 @@ class SequenceTable:
 
     owners         [slots] the request of a slot, or None
     kv_lengths     [slots] number of tokens for which room in the KV cache is claimed
-    ends           [slots] blocks per beam for `kv_lengths` tokens, dropped blocks included
-    dropped        [slots] blocks per beam that were released because they left the attention window
-    last_blocks    [slots] blocks per beam at the final length, dropped blocks included
-    beam_widths    [slots] beams of the owner, each in a row of `block_ids`; 0 without an owner
-    reused_tokens  slot -> prompt tokens of its request that were cached when the request started
-    block_ids      [slots * max_beam_width, blocks] in token order; UNUSED for dropped blocks, stale from `ends` on
+    ends           [slots] number of blocks per beam for `kv_lengths` tokens, dropped blocks included
+    dropped        [slots] number of blocks per beam that were released because they left the attention window
+    last_blocks    [slots] number of blocks per beam at the final length, dropped blocks included
+    beam_widths    [slots] number of beams of the owner, each in a row of `block_ids`; 0 without an owner
+    reused_tokens  slot -> number of prompt tokens of its request that were cached when the request started
+    block_ids      [slots * max_beam_width, blocks] in token order; UNUSED for dropped blocks. In each row, the values
+                   from index `ends` on are stale
 
     `Entries` describe changes of `block_ids`: three int32 arrays of rows, indices and block ids, with one element for
     each changed entry.
@@ -89,7 +90,10 @@ class SequenceTable:
         return self._last_slots
 
     def find_slots(self, requests: Sequence[LlmRequest]) -> np.ndarray:
-        """Return the slots as `slots_of` does, in a writable array that the table does not keep."""
+        """Return the slots of started requests, [n], as a new array that the caller may change.
+
+        Raises InternalError if a request holds no blocks.
+        """
         slots = [request.seq_slot for request in requests]
         in_range = not slots or max(slots) < len(self.owners)
         if not in_range or [self.owners[slot] for slot in slots] != list(requests):

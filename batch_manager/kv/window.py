@@ -49,7 +49,7 @@ class AttentionWindow:
 
     @property
     def bubble(self) -> int:
-        """Tokens by which the sink tokens fall short of whole blocks. Estimates count these tokens as stored."""
+        """Number of tokens that would fill the last block of sink tokens. Estimates count these tokens as stored."""
         return -self.sinks % self.tokens_per_block
 
     @property
@@ -58,11 +58,11 @@ class AttentionWindow:
 
     @property
     def most_held(self) -> int:
-        """The largest number of blocks that one sliding beam holds. It holds this many between taking its next blocks
-        and releasing the oldest block.
+        """The largest number of blocks that one beam of a sequence longer than the window holds.
 
-        A claim releases the blocks that the first token of its step does not need. The next claim comes after the
-        accepted drafts of that step, and adds its own drafts.
+        The beam holds this many after a claim has taken new blocks and before it releases the oldest ones. A claim
+        releases only the blocks that the first token of its step does not need. Until the next release, the sequence
+        may grow by the accepted drafts of that step, and the next claim takes blocks for its own drafts.
         """
         tokens = self.size + self.unread_steps + 2 * self.max_draft_len
         return -(-tokens // self.tokens_per_block) + self.sink_blocks + 1
@@ -70,8 +70,8 @@ class AttentionWindow:
     def num_dropped(self, length: Lengths) -> Lengths:
         """Number of blocks after the sink blocks that a sequence of `length` tokens has released.
 
-        `length`, an integer or an array, includes the first token of the newest claimed step. A longer sequence does
-        not need these blocks, and neither does a sequence that is up to `unread_steps` tokens shorter.
+        The sequence does not need these blocks when it grows, nor after a rewind by up to `unread_steps` tokens.
+        `length`, an integer or an array, includes the first token of the newest claimed step.
         """
         return self.num_unseen(length - self.unread_steps)
 

@@ -91,9 +91,9 @@ class FetchedItems:
                           "the first %d items were read and the rest is dropped; return a list", num_read)
 
     def stop_growing(self) -> None:
-        """Limit reading to the number of items that the unread collections have now.
+        """Limit reading to the number of items that the objects returned by the get callback contain now.
 
-        The reading therefore ends even if a client puts refused items back into a collection.
+        The reading therefore ends even if a client puts refused items back into such an object.
         """
         for returned in self._returned:
             if returned.value and returned.is_sized and not (returned.is_copied or returned.size_at_end):

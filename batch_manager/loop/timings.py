@@ -73,7 +73,9 @@ class Timings:
         return 0.0
 
     def note_tokens(self, requests: Iterable[LlmRequest], void: Collection[LlmRequest]) -> None:
-        """Note that a step of `requests`, which are active, was read. Need not be called while `asking` is empty.
+        """Note that a step of `requests`, which are active, was read.
+
+        Only needed while a live request has `return_perf_metrics`.
 
         void   requests with void rows, which got no token
         """
@@ -88,7 +90,7 @@ class Timings:
     def note_pauses(self, paused: Sequence[LlmRequest], kv: KvCacheManager) -> None:
         """Note a pause of the requests in `paused`, before they release their blocks.
 
-        Need not be called while `asking` is empty.
+        Only needed while a live request has `return_perf_metrics`.
         """
         for request in paused:
             metrics = self.asking.get(request.request_id)

@@ -434,7 +434,10 @@ def read_window(config: Fields) -> int | None:
 
 
 def read_layer_types(config: Fields, default: list[str]) -> list[str]:
-    """Return the field `layer_types`, or `default` if the file has none. Both must have the same number of entries."""
+    """Return the field `layer_types`, or `default` if the file has none.
+
+    Raises ModelLoadError if the field does not have as many entries as `default`, which has one for each layer.
+    """
     kinds = config.texts("layer_types", default)
     if len(kinds) != len(default):
         raise config.fault("layer_types", f"{counted(len(default), 'entry', 'entries')}, one for each layer")
@@ -514,7 +517,9 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
 
 
 def rope_fields_by_kind(config: Fields) -> tuple[Fields, Fields]:
-    """Return (rotary parameters of full layers, those of sliding layers), for a family with a table for each kind.
+    """Return the rotary parameters of full layers, and those of sliding layers.
+
+    This function is for families whose two kinds of layers have different rotary tables.
 
     `rope_parameters` contains the parameters by kind of layer. Older files have `rope_scaling`, which applies to full
     layers only.

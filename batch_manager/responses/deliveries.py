@@ -94,10 +94,10 @@ class Deliveries:
         delivery.context_rows = end
 
     def note_tokens(self, request: LlmRequest, output: StepOutput, start: int, stop: int) -> bool:
-        """Keep the values of the tokens with start <= index < stop in the step's output, which were just added to a
-        request in `listeners`.
+        """Keep the values of the tokens that were just added to a request. Returns whether the request streams them.
 
-        Returns whether the request streams these tokens.
+        The tokens are those with start <= index < stop in the step's output. The request must be in `listeners`: it
+        streams, or asked for values other than tokens.
         """
         delivery = self.listeners[request.request_id]
         options = delivery.options

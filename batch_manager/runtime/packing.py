@@ -1,6 +1,6 @@
 """Packs a `ScheduledBatch` into a `PackedStep`: all tokens of a step in one sequence of rows, contexts first.
 
-A padded call has a packed step too; `Padding` lists the rows of its tokens.
+A model that computes a step in padded form gets the packed step too; `Padding` lists the padded rows of its tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -15,9 +15,9 @@ from .block_tables import BlockTables, generation_rows
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """The rows of a padded call.
+    """The rows of a padded call of the model.
 
-    rows       [T] int64: row of each packed token, ascending; all other rows are padding
+    rows       [T] int64: padded row of each packed token, ascending; all other rows are padding
     num_rows   number of rows, padding included
     """
 
@@ -26,9 +26,9 @@ class Padding:
 
 
 def padding(step: PackedStep, num_generation_rows: int) -> Padding | None:
-    """Return the rows of a call padded to the longest context, or to `num_generation_rows` generation rows.
+    """Return where the tokens of a step are in a padded call of the model; None if no row would be padding.
 
-    Returns None if no row would be padding.
+    Contexts are padded to the length of the longest one. Generation rows are padded to `num_generation_rows` rows.
 
     step   contains only contexts, or only generation rows
     """

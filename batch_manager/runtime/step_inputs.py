@@ -75,7 +75,7 @@ class StepInputs:
 
     largest        the shapes that need the largest buffers
     attention      the attention whose work lists are among the arrays
-    block_tables   [rows, m] int32 on the device
+    block_tables   [rows, blocks] int32 on the device: the block table of each sequence
     """
 
     def __init__(self, largest: Sequence[StepShape], attention: BindableAttention, block_tables: torch.Tensor,

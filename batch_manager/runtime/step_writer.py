@@ -27,7 +27,10 @@ class StepWriter:
         self._uploads, self._padding_slot = uploads, padding_slot
 
     def plan(self, generation: GenerationRows, num_rows: int) -> Work:
-        """Return attention's (work list, part starts) of each window, for the generation rows padded to `num_rows`."""
+        """Return (work list, part starts) of the attention kernel for each window.
+
+        The generation rows are padded to `num_rows` rows.
+        """
         return list(self._attention.plan_generation(_padded(generation.kv_lengths, num_rows)).values())
 
     def write(self, shape: StepShape, work: Work, generation: GenerationRows, contexts: ContextRows | None) -> None:

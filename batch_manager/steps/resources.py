@@ -127,7 +127,8 @@ class Resources:
         return figures
 
     def blocks_since_start(self, request: LlmRequest) -> tuple[int, int]:
-        """See KvCacheManager.blocks_since_start."""
+        """Return how many blocks the request has taken from the pool since it started, and how many it found in the
+        cache. A paused request that starts again counts from zero."""
         return self._kv.blocks_since_start(request)
 
     def reject_drafts(self, requests: Sequence[LlmRequest], num_rejected: Sequence[int]) -> None:
@@ -219,7 +220,10 @@ class Resources:
         )
 
     def publish(self, contexts: Sequence[LlmRequest]) -> None:
-        """Make the computed and read blocks of these contexts reusable."""
+        """Publish the full prompt blocks of these contexts that were computed in steps already read.
+
+        Does nothing without block reuse.
+        """
         if self._kv.enable_block_reuse:
             for request in contexts:
                 self._kv.publish_context(request, request.context_read)
@@ -264,7 +268,10 @@ class Resources:
         self._kv.release(request, computed_tokens, is_garbage)
 
     def _computed_tokens(self, request: LlmRequest) -> int:
-        """Return the number of leading tokens whose steps were read; 0 if there are only tokens of reused blocks."""
+        """Return the number of leading tokens that were computed or sampled in steps already read.
+
+        Tokens in reused blocks are included. Returns 0 if the request has computed no token besides them.
+        """
         if request.context_read == request.prompt_len:
             return request.num_tokens
         return request.context_read if request.context_read > self._kv.reused_tokens(request) else 0

@@ -65,9 +65,9 @@ def _microseconds(row: Row) -> Point:
 
 
 def _rate(row: Row) -> Point:
-    """Return a point in tokens/s, computed from the step times of a row.
+    """Return the point of a plot for one measured batch size: its rate in tokens/s at the median step time.
 
-    The bar runs from the rate at the 90th percentile of the time to the rate at the 10th.
+    The bar through the point runs from the rate at the 90th percentile of the step time to the rate at the 10th.
     """
     median, low, high = (1e3 * row["batch"] / row["ms"][name] for name in ("median", "p90", "p10"))
     return Point(row["batch"], median, low, high)

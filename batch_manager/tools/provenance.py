@@ -15,7 +15,10 @@ EXTENSIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd")
 
 
 def machine() -> dict[str, str | int | list[str]]:
-    """Return the name and architecture of the CPU, the number of cores, and the EXTENSIONS that the CPU supports."""
+    """Return the name and architecture of the CPU, the number of cores, and its extensions for matrix products.
+
+    Only the extensions listed in EXTENSIONS are reported, such as AVX2 and AVX-512.
+    """
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -71,7 +71,7 @@ class Life:
 
 
 def lives(iterations: Iterable[IterationTrace]) -> Iterator[Life]:
-    """Yield the lives of the requests that end, in the order of their ends, and then the lives of the other requests.
+    """Yield the history of each request: first the requests that end, in the order of their ends, then the others.
 
     Several requests may have the same id one after the other. A request whose step is still in flight continues its
     span. An iteration lasts until the next iteration begins. The last iteration, and an iteration that leaves the
@@ -89,9 +89,10 @@ def lives(iterations: Iterable[IterationTrace]) -> Iterator[Life]:
 
 
 def _note(iteration: IterationTrace, end_s: float, alive: dict[int, Life]) -> Iterator[Life]:
-    """Add an iteration to the lives in `alive`, and yield the lives that it ends. Mutates `alive`.
+    """Add an iteration to the histories of the open requests, and yield those of the requests that it ends or refuses.
 
     end_s   start of the next iteration; infinite for the last iteration
+    alive   request id -> history, of the open requests; updated in place
     """
     number, begin_s = iteration.iteration, iteration.started_at_s
     did: dict[int, tuple[str, str, int, int]] = {i: (QUEUED, "", 0, 0) for i in iteration.arrived}
@@ -129,7 +130,7 @@ def _note(iteration: IterationTrace, end_s: float, alive: dict[int, Life]) -> It
 
 
 def _ended(iteration: IterationTrace, alive: dict[int, Life]) -> Iterator[Life]:
-    """Yield the lives of the requests that an iteration ended or refused. Removes ended requests from `alive`."""
+    """Yield the histories of the requests that an iteration ended or refused. Removes ended requests from `alive`."""
     reasons: dict[int, list[str]] = {}
     for reason, ids in iteration.end_reasons.items():
         for request_id in ids:

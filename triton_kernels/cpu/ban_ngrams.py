@@ -1,6 +1,7 @@
 """The ban of repeated n-grams on a CPU, row by row. Same contract as triton_kernels/ban_ngrams.py.
 
-All starts of a row are compared at once, token by token, backward from the last token, which rules out most starts.
+For n-grams of n tokens, the last n - 1 tokens of a sequence are compared with all earlier positions at once, token by
+token. The comparison begins with the last token, which rules out most positions.
 """
 
 import numpy as np

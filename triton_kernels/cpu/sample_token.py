@@ -141,7 +141,7 @@ class _Batch:
 
 
 def _by_count(batch: _Batch) -> torch.Tensor:
-    """Return the tokens [n] of rows with top-k, sampled from what top-k and then top-p and min-p keep."""
+    """Return the tokens [n] of rows with top-k, sampled from the tokens that top-k, then top-p and min-p keep."""
     few = batch.top_k <= CANDIDATES
     if few.all():
         tokens, solved = _from_largest(batch)
@@ -181,7 +181,7 @@ def _from_largest(batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _by_mass(batch: _Batch) -> torch.Tensor:
-    """Return the tokens [n] of rows without top-k, sampled from what top-p and min-p keep."""
+    """Return the tokens [n] of rows without top-k, sampled from the tokens that top-p and min-p keep."""
     blocks = block_maxima(batch.logits)
     all_weights = batch.weights(batch.logits, blocks.amax(1))
     target = batch.top_p * block_sums(all_weights).double().sum(1)
@@ -240,7 +240,9 @@ def _smallest_of_row(logits: np.ndarray, inverse_temperature: np.float32, top_k:
 
 
 def _smallest_kept(values: torch.Tensor, weights: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return [n, 1]: the value of each row at which the cumulative sum of `weights` reaches `target`, or the last one.
+    """Return [n, 1]: for each row, the first value at which the cumulative sum of `weights` reaches `target`.
+
+    If the sum of all weights is less than `target`, return the last value of the row.
 
     values   [n, m] descending
     """

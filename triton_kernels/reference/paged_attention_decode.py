@@ -51,7 +51,10 @@ def paged_attention_decode(
     out=None, sink=0, softcap=None, cos_table=None, sin_table=None, alibi_slopes=None, alibi_bfloat16_factor=None,
     sink_logits=None,
 ):
-    """Append and attend from one token per sequence. See the module docstring for shapes."""
+    """Append the newest token of each sequence to its pages, and attend over the pages.
+
+    See the module docstring for shapes.
+    """
     num_sequences, num_heads, head_size = query.shape
     num_kv_heads, tokens_per_block = kv_pool.shape[2:4]
     group = num_heads // num_kv_heads

@@ -39,9 +39,9 @@ class Bounds:
         return self.ttft_ms is not None or self.itl_ms is not None
 
     def keeps(self, stamps: Stamps) -> np.ndarray:
-        """Return [n] bool: whether each request is within the bounds.
+        """Return [n] bool: whether the latencies of each request are within these bounds.
 
-        A request that failed or got no token is not within the bounds.
+        The value is False for a request that failed or got no token.
         """
         kept = stamps.is_served
         if self.ttft_ms is not None:
@@ -67,9 +67,11 @@ def figures(requests: Sequence[Mapping[str, Any]], receipts: Mapping[int, Receip
 
 def figures_of(stamps: Stamps, failures: Sequence[tuple[int, str]], wall_s: float, *, streaming: bool = True,
                bounds: Bounds = Bounds(), counts_early_ends: bool = True) -> dict[str, Any]:
-    """Like `figures`, from `Stamps`.
+    """Return the figures of one run, computed from the time stamps of its requests.
 
     failures   (id, error) of each failed request
+
+    For the other arguments, see `figures`.
     """
     served, generated, prompts = stamps.is_served, int(stamps.tokens.sum()), int(stamps.prompt_tokens.sum())
     gaps, counts, tpot = stamps.gaps_s, stamps.gap_counts, stamps.mean_gaps_s[served]
@@ -118,7 +120,10 @@ def summary(values: np.ndarray) -> dict[str, float] | None:
 
 
 def weighted_summary(values: np.ndarray, counts: np.ndarray) -> dict[str, float] | None:
-    """Like `summary`, with `counts` as the number of occurrences of each value."""
+    """Return the average, minimum, maximum and percentiles of the values by name, or None if there are no values.
+
+    counts   how often each value occurs
+    """
     order = np.argsort(values, kind="stable")
     values, ends = values[order], np.cumsum(counts[order])
     if not len(values):
@@ -146,7 +151,7 @@ def completion_rate(finals_s: np.ndarray) -> float | None:
 
 
 def goodput(stamps: Stamps, wall_s: float, bounds: Bounds) -> dict[str, float | None]:
-    """Return the bounds in milliseconds, the requests/s within the bounds, and the share of requests within them."""
+    """Return the latency bounds in milliseconds, and the requests/s and the share of the requests within them."""
     kept = int(bounds.keeps(stamps).sum())
     return {"ttft_ms": bounds.ttft_ms, "itl_ms": bounds.itl_ms, "requests_s": round(kept / wall_s, 4),
             "share": round(kept / len(stamps), 4)}

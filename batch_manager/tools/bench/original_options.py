@@ -63,8 +63,9 @@ TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 def rewritten(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """Return the arguments with the option names of this program.
 
-    Replaces _ with - in names, names of ALIASES with this program's names, and `--flag=true` and `--flag=false` with
-    `--flag` and `--no-flag`. An unsupported option of gptManagerBenchmark ends the program through the parser.
+    Replaces _ with - in names, replaces names of gptManagerBenchmark with this program's names, and writes `--flag` for
+    `--flag=true` and `--no-flag` for `--flag=false`. For an unsupported option of gptManagerBenchmark, the parser
+    prints an error and ends the program.
     """
     flags = {option for action in parser._actions if action.nargs == 0 for option in action.option_strings}
     out = []

@@ -62,8 +62,7 @@ def _rounded(rate: float) -> float:
 def is_sustained(result: dict[str, Any], bounds: Bounds, share: float) -> bool:
     """Return whether the engine sustained the request rate of a run. A rate with a failed request is not sustained.
 
-    bounds   upper bounds on latencies. Without bounds, the completion rate must be at least SUSTAINED_SHARE of the
-             arrival rate
+    bounds   upper bounds on latencies. Without bounds, the completion rate must be at least 95% of the arrival rate
     share    smallest share of the requests that must be within the bounds
     """
     if result["failed"]:

@@ -7,7 +7,7 @@ from ..svg import BLUE, ORANGE
 
 
 class Colour(NamedTuple):
-    """CSS colours of one kind."""
+    """The CSS colours of one kind of span, on light and on dark pages."""
 
     light: str
     dark: str
@@ -33,5 +33,5 @@ WAITING_FOR: dict[str, Colour] = {
 
 
 def of_waiting(reason: str) -> Colour:
-    """Return the colour of waiting spans with this reason. For a custom scheduler's reason, return WAITING."""
+    """Return the colour of waiting spans with this reason. All reasons of custom schedulers have the same colour."""
     return WAITING_FOR.get(reason, WAITING)

@@ -40,13 +40,13 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
              watch: Callable[[int, float], None] | None = None) -> Run:
     """Serve the traffic until its last final response.
 
-    routing       a name of ROUTING
+    routing       name of a routing rule, a key of ROUTING
     concurrency   number of requests in progress in a closed loop, in which the next request arrives when one is done;
                   None: requests arrive at their times
-    seed          seed of the scatter of step times
+    seed          seed of the random variation of step times
     trace         called with each iteration of the first replica
     leaps         whether to compute many uneventful iterations at once, which is faster and gives the same figures
-    watch         called with (requests done, virtual seconds) after every REQUESTS_BETWEEN_LOOKS requests
+    watch         called with (requests done, virtual seconds) each time that another 100 requests are done
 
     Raises ConfigError for settings that a manager would refuse.
     """

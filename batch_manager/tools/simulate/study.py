@@ -30,7 +30,7 @@ OF_THE_RUN = ("model", "precision", "threads", "kv_precision", "cpu_compile", "m
 class Study:
     """Runs the simulations of a command.
 
-    options   options from `parse_options`, without --fit
+    options   the command's options, as `parse_options` returns them for a command without --fit
     points    figures of the simulations so far
 
     The constructor raises InputError for a cost model or a workload that cannot be read.

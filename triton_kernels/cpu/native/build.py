@@ -60,7 +60,10 @@ def built_library(functions: Sequence[str], check_interruption: Callable[[], Non
 
 
 def _compiler() -> Compiler:
-    """Return $CC, with its options, or the first available of COMPILERS. Raises CannotBuildError."""
+    """Return the command in $CC, with its options, or else the first installed compiler of the list COMPILERS.
+
+    Raises CannotBuildError if there is no compiler.
+    """
     with contextlib.suppress(ValueError):                  # unbalanced quotation marks
         wanted = shlex.split(os.environ.get("CC", ""))
         if wanted and (path := shutil.which(wanted[0])):
