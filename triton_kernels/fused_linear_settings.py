@@ -74,7 +74,7 @@ def fused_linear_settings(num_rows, in_size, out_size, gated, norm, element_size
     limits     a DeviceLimits
     """
     if num_rows <= FEW_ROWS:
-        return _settings_of_few_rows(in_size, out_size, gated, element_size_bytes, limits)
+        return settings_of_few_rows(in_size, out_size, gated, element_size_bytes, limits)
     return _plan(-(-num_rows // TILE_ROWS), in_size, out_size, gated, norm, element_size_bytes, limits)[1]
 
 
@@ -85,7 +85,7 @@ def is_fused(num_rows, in_size, out_size, gated, norm, saved_launches, element_s
     saved_launches   number of launches that the fused launch saves; a norm that several products read counts as a share
     """
     if num_rows <= FEW_ROWS:
-        settings = _settings_of_few_rows(in_size, out_size, gated, element_size_bytes, limits)
+        settings = settings_of_few_rows(in_size, out_size, gated, element_size_bytes, limits)
         return _reads(norm) * num_rows <= MOST_READS * settings.columns * (2 if gated else 1)
     # float32 has no matrix instruction that keeps its precision: large tiles of it are slow.
     if num_rows > MOST_ROWS or element_size_bytes > 2:
@@ -102,7 +102,8 @@ def _reads(norm) -> int:
 
 
 @functools.cache
-def _settings_of_few_rows(in_size, out_size, gated, element_size_bytes, limits) -> FusedLinearSettings:
+def settings_of_few_rows(in_size, out_size, gated, element_size_bytes, limits) -> FusedLinearSettings:
+    """Return the launch settings for up to FEW_ROWS rows. Arguments as in `fused_linear_settings`."""
     columns = next((count for count in COLUMNS if -(-out_size // count) >= WAVES * limits.multiprocessors), COLUMNS[-1])
     if gated and columns > COLUMNS[-1]:
         columns //= 2                                    # each column needs two rows of the weight

@@ -28,7 +28,7 @@ from batch_manager.tools.gpu_report.settings_code import (
 from batch_manager.triton_kernels.context_work_list import context_tile_rows
 from batch_manager.triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS, decode_work_list
 from batch_manager.triton_kernels.device_limits import DeviceLimits
-from batch_manager.triton_kernels.fused_linear_settings import FusedLinearSettings, fused_linear_settings
+from batch_manager.triton_kernels.fused_linear_settings import FusedLinearSettings, settings_of_few_rows
 from batch_manager.triton_kernels.paged_attention_context import ContextSettings, context_settings
 from batch_manager.triton_kernels.paged_attention_decode import DecodeSettings, decode_settings
 
@@ -64,7 +64,7 @@ def test_the_best_settings_are_fastest_over_all_cases_in_which_they_were_timed()
 
 @pytest.mark.parametrize("function, key, settings, others", [
     (decode_settings, (128, 64, 2), DecodeSettings(132, 8, 5), [(64, 64, 2), (128, 32, 2)]),
-    (fused_linear_settings, (576, 960, False, 2), FusedLinearSettings(32, 128, 8, 3), [(576, 960, True, 2)])])
+    (settings_of_few_rows, (576, 960, False, 2), FusedLinearSettings(16, 32, 128, 8, 3), [(576, 960, True, 2)])])
 def test_pasted_code_changes_the_settings_of_its_key_alone(function, key, settings, others):
     changed = pasted(function, code_of(Best(function.__name__, key, settings, 1.1), 132))
     assert changed(*key, H100) == settings != function(*key, H100)
@@ -121,7 +121,7 @@ def test_candidates_begin_with_the_present_settings_and_fit_the_device():
         found = context_candidates(present, 64)
         assert found[0] == present and len(found) >= 8 and all(one.rows >= 64 for one in found)
     for key in ((576, 960, False, 2), (4096, 14336, True, 2), (14336, 4096, False, 2)):
-        present = fused_linear_settings(*key, H100)
+        present = settings_of_few_rows(*key, H100)
         found = fused_candidates(present, *key, H100)
         assert found[0] == present and len(found) >= 5
         for one in found:

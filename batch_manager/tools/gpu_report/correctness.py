@@ -121,9 +121,9 @@ def _deterministic_linear(bench: Bench) -> float:
 
 
 def _fused_linear(bench: Bench) -> float:
-    size, intermediate = bench.pick((4096, 14336), (20, 18))
+    cases = bench.pick(((1, 4096, 14336), (16, 4096, 14336), (100, 576, 1536), (256, 2048, 8192)), ((3, 20, 18),))
     errors = []
-    for rows in bench.pick((1, 16), (3,)):
+    for rows, size, intermediate in cases:
         weight = bench.normal(2 * intermediate, size) / size**0.5
         errors.append(error_of(
             bench, "fused_linear", bench.normal(rows, size), weight, None, bench.normal(size), None, 1e-5,

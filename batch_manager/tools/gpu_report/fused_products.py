@@ -1,4 +1,4 @@
-"""G3-fused: compare one fused launch with separate launches for each matrix product of a layer, with few rows.
+"""G3-fused: compare one fused launch with separate launches for each matrix product of a layer.
 
 The decisions of `triton_kernels/fused_linear_settings.py` rest on estimates. These ratios will replace the estimates.
 """
@@ -10,12 +10,14 @@ import torch
 from torch.nn import functional
 
 from ...triton_kernels.dispatch import kernel
+from ...triton_kernels.fused_linear_settings import FEW_ROWS, ROW_COUNTS
 from .bench import Bench
 from .pages import relative_error
 from .records import FAILED, Record
 from .shapes import LLAMA_1B, LLAMA_8B, LLAMA_135M, TINY, Shape
 
-ROWS = (1, 8, 16)
+ROWS = (1, 8, FEW_ROWS, *ROW_COUNTS[1:])
+MOST_INPUTS_OF_MANY_ROWS = 2048    # with more inputs, fused products of more than FEW_ROWS rows cannot pay
 WEIGHTS_BYTES = 200 << 20          # least size of the matrices in use, more than the cache holds
 MOST_WEIGHTS = 20
 
@@ -45,6 +47,8 @@ def run(bench: Bench) -> Iterator[Record]:
         for product in products_of(shape):
             weights = weights_of(bench, product)
             for rows in ROWS[: bench.pick(None, 1)]:
+                if rows > FEW_ROWS and product.in_size > MOST_INPUTS_OF_MANY_ROWS:
+                    break
                 bench.require(1)
                 yield _measured(bench, f"{shape.name}, {product.name}, {rows} rows", product, weights, rows)
             del weights

@@ -15,7 +15,7 @@ import torch
 
 from ...triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS
 from ...triton_kernels.device_limits import device_limits
-from ...triton_kernels.fused_linear_settings import fused_linear_settings
+from ...triton_kernels.fused_linear_settings import settings_of_few_rows
 from ...triton_kernels.paged_attention_context import context_settings
 from ...triton_kernels.paged_attention_decode import decode_settings
 from .bench import Bench, OutOfTimeError
@@ -152,7 +152,7 @@ def _of_product(bench: Bench, name: str, product: Product) -> Iterator[Trial]:
     limits, weights = device_limits(), weights_of(bench, product)
     out_size = product.weight_rows // (2 if product.is_gated else 1)
     key = (product.in_size, out_size, product.is_gated, bench.dtype.itemsize)
-    present = fused_linear_settings(*key, limits)
+    present = settings_of_few_rows(*key, limits)
     predicted = "" if bench.is_dry else f"{weights[0].nbytes / bench.copy_bytes_s * 1e6:.1f} us at copy bandwidth"
     for rows in FUSED_ROWS[: bench.pick(None, 1)]:
         launch, error_of = _launch_of(bench, product, weights, rows)
@@ -161,7 +161,7 @@ def _of_product(bench: Bench, name: str, product: Product) -> Iterator[Trial]:
             with _replaced("fused_linear", "fused_linear_settings", settings):
                 timing, problem = _timed(bench, lambda made=launch: made, error_of)
             rate = "" if timing is None or bench.is_dry else f"{weights[0].nbytes / timing.median / 1e9:,.0f} GB/s"
-            yield Trial("fused_linear_settings", key, f"fused, {name}, {rows} rows", settings, settings == present,
+            yield Trial("settings_of_few_rows", key, f"fused, {name}, {rows} rows", settings, settings == present,
                         timing, rate, predicted, problem)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from ...triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS
 from ...triton_kernels.fused_linear_settings import (
-    MOST_ROWS,
+    FEW_ROWS,
     MOST_SHARED_BYTES,
     MOST_STAGES,
     FusedLinearSettings,
@@ -47,13 +47,13 @@ def context_candidates(present: ContextSettings, tokens_per_block: int) -> list[
 
 def fused_candidates(present: FusedLinearSettings, in_size: int, out_size: int, gated: bool, element_size_bytes: int,
                      limits: Any) -> list[FusedLinearSettings]:
-    """Change one setting at a time. The number of stages is then the largest that fits."""
+    """Return settings for up to FEW_ROWS rows. Each one changes one of `present`, and has the most stages that fit."""
 
     def with_stages(columns: int, step: int, warps: int, most: int = MOST_STAGES) -> FusedLinearSettings:
-        piece_bytes = (columns * (2 if gated else 1) + MOST_ROWS) * step * element_size_bytes
+        piece_bytes = (columns * (2 if gated else 1) + FEW_ROWS) * step * element_size_bytes
         room = min(MOST_SHARED_BYTES, limits.shared_bytes - 1024)
         stages = max(1, min(most, room // piece_bytes, -(-in_size // step) + 1))
-        return FusedLinearSettings(columns, step, warps, stages)
+        return FusedLinearSettings(FEW_ROWS, columns, step, warps, stages)
 
     found = [present]
     found += [with_stages(columns, present.step, present.num_warps) for columns in (16, 32, 64)

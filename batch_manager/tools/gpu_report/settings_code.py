@@ -17,7 +17,7 @@ FUNCTIONS = {
     "decode_settings": ("paged_attention_decode.py", ("head_size", "tokens_per_block", "element_size_bytes")),
     "context_settings": ("paged_attention_context.py", ("head_size_pow2", "element_size_bytes", "tokens_per_block",
                                                         "uniform_rows")),
-    "fused_linear_settings": ("fused_linear_settings.py", ("in_size", "out_size", "gated", "element_size_bytes")),
+    "settings_of_few_rows": ("fused_linear_settings.py", ("in_size", "out_size", "gated", "element_size_bytes")),
     "decode_work_list": ("decode_work_list.py", ()),
 }
 
