@@ -115,7 +115,7 @@ def test_a_program_computes_a_tile_of_the_queries_of_all_heads_of_a_group(
     walks = calls_within(
         "paged_attention_context", random(tokens, heads, 16, dtype=torch.float16), cache.pool, cache.block_table,
         integers([0, tokens]), cache.kv_lengths, integers(context_work_list([tokens], [tokens], tile_rows).work_list),
-        0.2, uniform_rows=uniform_rows, of="_walk_tiles")       # without a window, each program with queries calls it twice
+        0.2, uniform_rows=uniform_rows, of="_walk_tiles")      # called twice by each program with queries
     if uniform_rows is None:
         assert len(walks) == 2 * programs
     assert len(walks) == 2 * kv_heads * -(-tokens * heads // kv_heads // tile_rows)
