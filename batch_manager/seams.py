@@ -92,7 +92,7 @@ class ModelBackend(Protocol):
         Before the step, apply the block table updates of the batch. Then run its operations in order, except operations
         that ran for an earlier batch (`ScheduledBatch.new_operations`). Table updates take effect once `start` has
         returned, and are not repeated even if the step fails. If `start` raises, the next launch repeats them.
-        Operations are repeated until a step that carries them is read.
+        Later batches contain the same operations again, until a step that contains them is read.
 
         `start` and `finish` may raise any exception. The loop reports MemoryError and torch's out-of-memory errors as
         such. DeviceLostError means that no step can run any more. After an exception, running the batch or a part of it

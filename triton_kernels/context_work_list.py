@@ -1,8 +1,8 @@
 """The work list of `paged_attention_context`: the tiles of new tokens, and the parts of their keys. Host arithmetic.
 
-A program computes a tile of queries, with a fixed number of rows. A tile of new tokens has the same number of tokens.
-Each token has one query per query head. The queries of a full tile of tokens therefore need one program per query head,
-and a row of the list starts this number of programs.
+A program computes a tile of queries. All tiles of queries have the same number of rows, and a full tile of new tokens
+has this number of tokens. Each token has one query per query head. The queries of a full tile of tokens therefore need
+one program per query head, and a row of the list starts this number of programs.
 
 A short chunk of a long sequence has few tiles, and each tile sees many keys. The keys of such a tile are split into
 parts, so that the programs of one chunk fill the device. Each part has a row of the list. `paged_attention_merge`
@@ -34,7 +34,8 @@ class ContextHeads(NamedTuple):
 class ContextTileWork(NamedTuple):
     """The work of `paged_attention_context` for layers of one window.
 
-    A token has m partial results if the keys of its tile are split into m > 1 parts.
+    If the keys of a tile are split into m > 1 parts, the tokens of the tile are called split. A split token has m
+    partial results. S is the number of split tokens.
 
     work_list     [W, WORK_COLUMNS] int32   (sequence, index of the tile in the sequence, index of the part, number of
                                             parts of the tile, index of the first partial result of the tile's first
@@ -113,9 +114,9 @@ def _num_parts(tokens: np.ndarray, keys: np.ndarray, tile_rows: int, heads: Cont
     """Return the number of parts of each tile.
 
     The share of a resident program is the number of keys that it would walk if all programs of the step walked the
-    same number. A part has at least this share and at least MIN_KEYS_PER_PART keys. The programs of split tiles are
-    therefore at most `resident_programs`. A tile is split only if its programs walk at least two shares. Prompts that
-    fill the device are not split, because no tile of a prompt sees twice as many keys as the mean tile.
+    same number. A part has at least this share and at least MIN_KEYS_PER_PART keys. There are therefore at
+    most `resident_programs` programs of split tiles. A tile is split only if its programs walk at least two shares.
+    Prompts that fill the device are not split, because no tile of a prompt sees twice as many keys as the mean tile.
 
     tokens   tokens of each tile
     keys     keys that the last token of each tile sees
@@ -130,7 +131,7 @@ class MostContextTileWork(NamedTuple):
     """Maximum sizes of the arrays of a ContextTileWork.
 
     rows       rows of the work list
-    split      split tokens
+    split      tokens whose keys are split into parts
     """
 
     rows: int
@@ -159,6 +160,6 @@ def most_context_work(num_tokens: int, num_contexts: int, tile_rows: int, heads:
 def most_partials(tile_rows: int, heads: ContextHeads) -> int:
     """Return the maximum number of partial results of a ContextTileWork. A partial result has all heads of a token.
 
-    The programs of split tiles are at most `resident_programs`, and each has at most `tile_rows` queries.
+    There are at most `resident_programs` programs of split tiles, each with at most `tile_rows` queries.
     """
     return heads.resident_programs * tile_rows // heads.num_heads

@@ -26,7 +26,7 @@ def decode_work_list(
     kv_lengths          [S] integers: keys of each sequence
     resident_programs   programs that the device runs at the same time; see `decode_settings`
     window, sink        as in `paged_attention_decode`
-    pages_per_part      maximum pages of a part; None: ROUNDS parts per resident program, with at least 4 pages each
+    pages_per_part      maximum pages of a part; None: about 3 parts per resident program, with at least 4 pages each
     padded_to           minimum number of rows; rows of -1 are appended, whose programs exit immediately
     """
     pages = _visible_pages(np.asarray(kv_lengths, np.int64), tokens_per_block, window, sink)

@@ -295,8 +295,8 @@ def decode_shared_bytes(head_size: int, group: int, tokens_per_block: int, eleme
                         limits: DeviceLimits) -> int:
     """Return the shared memory of one program, with the settings of `decode_settings`.
 
-    On NVIDIA GPUs, a program takes this memory or up to REDUCTION_BYTES less. On AMD GPUs, the number is the memory of
-    the pages alone.
+    On NVIDIA GPUs, a program takes this memory or up to 256 bytes (REDUCTION_BYTES) less. On AMD GPUs, the number is
+    the memory of the pages alone.
 
     group   query heads per kv head
     """
@@ -308,7 +308,7 @@ def decode_shared_bytes(head_size: int, group: int, tokens_per_block: int, eleme
 
 
 def _padded(size: int) -> int:
-    """Return the size of a dimension of a tile for `size` entries."""
+    """Return `size` rounded up to a power of two, at least 16: the size of a dimension of a tile."""
     return max(16, triton.next_power_of_2(size))
 
 

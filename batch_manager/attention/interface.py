@@ -218,7 +218,9 @@ class BindableAttention(Attention, Protocol):
     can_bind: bool
 
     def plan_generation(self, kv_lengths: np.ndarray) -> dict[int | None, tuple[np.ndarray, np.ndarray]]:
-        """Return window -> (work list [W, 4], part starts [s + 1]), on the host, for s generation rows.
+        """Plan the work of s generation rows, on the host.
+
+        Returns, for each window of the layers, (work list [W, 4], part starts [s + 1]) of `decode_work_list`.
 
         kv_lengths   [s] tokens of each sequence in the KV cache, including the new token
         """
@@ -230,7 +232,7 @@ class BindableAttention(Attention, Protocol):
         ...
 
     def plan_contexts(self, query_lengths: np.ndarray, kv_lengths: np.ndarray) -> dict[int | None, ContextTileWork]:
-        """Return window -> work of contexts, on the host.
+        """Plan the work of contexts, on the host. Returns the ContextTileWork for each window of the layers.
 
         query_lengths   new tokens of each context
         kv_lengths      tokens of each context in the KV cache, including the new tokens

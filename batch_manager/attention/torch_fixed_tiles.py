@@ -271,11 +271,12 @@ class FixedTileAttention(TorchPagedAttention):
     def _find_counts(self) -> tuple[int, dict[int, tuple[int, ...]]]:
         """Measure which heights of products, and which numbers of products per call, give the bits of a reference.
 
-        The reference is one call of the largest number of products, each with the height of a context product.
+        The height of a product is its number of query rows. The reference is one call of the largest number of
+        products, each with the height of a context's products.
 
         Returns   (the lowest height with the bits of the reference, which generation rows use; height -> numbers of
-                  products per call with these bits). This mapping has two heights: the lowest, and that of context
-                  products
+                  products per call with these bits). The heights of this mapping are the lowest height and the height
+                  of a context's products
         Raises    ConfigError if the bits depend on the row index
         """
         height, count = self.tile_positions * self.group, PRODUCT_COUNTS[-1]
@@ -290,9 +291,10 @@ class FixedTileAttention(TorchPagedAttention):
         expected = [in_pieces(product, rows, others, sizes=(count,)) for product, rows, others in kinds]
 
         def agreeing(rows_height):
-            """Return the numbers of products per call that give the bits of the reference for `rows_height` rows.
+            """Return the numbers of products per call that give the bits of the reference with `rows_height` rows.
 
-            The rows are the first of each product of the reference. Returns () if no number gives these bits.
+            Each product has only the first `rows_height` query rows of the reference's product. Returns () if the
+            number of products of the reference does not give its bits.
             """
             found = set(PRODUCT_COUNTS)
             for (product, rows, others), whole in zip(kinds, expected):

@@ -82,14 +82,14 @@ class SlotState:
 
     features      [slots] int64 on the host: the feature bits defined in this file, readable without waiting for the
                   device
-    last_tokens   int64 on the device: the newest tokens, by position. A step reads the token before the position that
-                  it samples; `GptDecoder.keep` stores the sampled token
-    host          column name -> [slots] on the host, a view of its plane
-    num_taken     1 + the largest slot that was ever set up
+    last_tokens   int64 on the device: the newest tokens of each slot, stored by position (see PositionRing). A step
+                  reads the token before the position that it samples; `GptDecoder.keep` stores the sampled token
+    host          column name -> [slots] on the host, a view of the array that has the column (see Plane)
+    num_taken     1 + the highest number of a slot that was ever set up
 
     The columns are parameters of SamplingConfig, the fields of SlotSetup that SETUP_COLUMNS lists, and columns that
-    stages and word lists add. `upload` sends all changes to the device in one copy. Capacity doubles when a larger
-    slot is set up.
+    stages and word lists add. `upload` sends all changes to the device in one copy. Capacity at least doubles
+    when the number of a new slot exceeds it.
 
     send   function that uploads arrays in one copy, for which the host does not wait
     """
@@ -170,7 +170,10 @@ class SlotState:
         self._changed.clear()
 
     def locate(self, name: str) -> tuple[Plane, int, bool]:
-        """Return a column's plane, its index in the plane, and whether its values are floats."""
+        """Return the plane that has a column, the column's index in the plane, and whether its values are floats.
+
+        A plane is an array of columns.
+        """
         plane, index, dtype = self._columns[name]
         return plane, index, dtype.kind == "f"
 
@@ -184,7 +187,7 @@ class SlotState:
         return (self.features[slots] & feature) != 0
 
     def _refresh_views(self) -> None:
-        """Recreate the views of the columns after their planes were reallocated."""
+        """Recreate the views of the columns after the arrays that have the columns (the planes) were reallocated."""
         self.host = {name: plane.host[index].view(dtype) for name, (plane, index, dtype) in self._columns.items()}
 
     def _grow(self, num_slots: int) -> None:

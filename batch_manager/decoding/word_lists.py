@@ -55,7 +55,10 @@ class WordLists:
         return start
 
     def _move(self, newcomer: int) -> None:
-        """Start a new heap, the tensor of all lists, with those of the other slots and room for that of `newcomer`."""
+        """Copy the lists of all slots except `newcomer` to a new heap (the tensor of all lists).
+
+        The new heap has room for the list of the slot `newcomer`.
+        """
         size = sum(len(array) for array in self._lists.values())
         self._heap = torch.zeros(max(2 * size, SMALLEST_HEAP), dtype=torch.int32, device=self._heap.device)
         self._heap_used = 0

@@ -122,8 +122,10 @@ class KvLedger:
         return self._reservations.of_all_owners()
 
     def _in_use(self, request: LlmRequest) -> list[tuple[int, PrefixNode]]:
-        """Return (index, node) for each cached block of the prompt that another sequence will hold when this plan is
-        claimed."""
+        """Return the cached blocks of the prompt that another sequence will hold when this plan is claimed.
+
+        Each item is (index of the block in the prompt, its node in the prefix cache).
+        """
         if self._cache is None:
             return []
         return [(index, node) for index, node in enumerate(self._cache.shareable(request)) if node in self._shared or (

@@ -3,7 +3,8 @@
     size            tokens that a query attends to, itself included; without a window, the length of the longest
                     sequence
     sinks           first tokens that stay visible outside the window
-    temporary       tokens by which a context may exceed the window during its computation; only for estimates
+    temporary       tokens by which a context may exceed the window during its computation; only for the estimates of
+                    how many blocks a request needs
     unread_steps    tokens by which a sequence may be rewound; blocks that the shorter sequence needs are kept
     max_draft_len   largest number of draft tokens that a claim adds to a sequence
 """
@@ -44,12 +45,18 @@ class AttentionWindow:
 
     @property
     def longest_stored(self) -> int:
-        """The largest number of tokens of a sequence that the estimates count as stored, without rounding to blocks."""
+        """The largest number of tokens of a sequence that count as stored, not rounded to blocks.
+
+        Only estimates of how many blocks a request needs use this number.
+        """
         return self.size + self.temporary
 
     @property
     def bubble(self) -> int:
-        """Number of tokens that would fill the last block of sink tokens. Estimates count these tokens as stored."""
+        """Number of tokens that would fill the last block of sink tokens.
+
+        Estimates of how many blocks a request needs count these tokens as stored.
+        """
         return -self.sinks % self.tokens_per_block
 
     @property
@@ -76,7 +83,7 @@ class AttentionWindow:
         return self.num_unseen(length - self.unread_steps)
 
     def num_unseen(self, length: Lengths) -> Lengths:
-        """Number of blocks after the sink blocks that no query of a sequence of `length` or more tokens needs.
+        """Number of blocks after the sink blocks that a sequence no longer needs once it has `length` tokens.
 
         `length` is an integer or an array.
         """

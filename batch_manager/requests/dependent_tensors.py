@@ -75,7 +75,7 @@ def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tup
 def _require_both(first: str, second: str, given: set[str], way_out: str = "set {1}, or leave {0} out") -> None:
     """Raise InvalidRequestError if only one of two tensors is in `given`, the names of the tensors that are set.
 
-    way_out   advice for the error, with the name of the tensor that is given as {0} and of the missing one as {1}
+    way_out   advice for the error; {0} in it becomes the name of the tensor that is set, {1} that of the missing one
     """
     if (first in given) != (second in given):
         present, missing = (first, second) if first in given else (second, first)

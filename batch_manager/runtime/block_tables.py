@@ -21,7 +21,7 @@ def generation_rows(batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray, np.n
 class BlockTables:
     """The block ids of each sequence, in order: one row per slot, or per beam of each slot.
 
-    The capacity at least doubles when a larger slot or a longer table arrives.
+    The capacity at least doubles when a slot number or the length of a table exceeds it.
 
     rows     [slots * beams, max_blocks] int32. Entries after the sequence's last block are undefined (any id, or -1),
              and so are entries of blocks that were released when they left the window

@@ -57,9 +57,10 @@ def fuse(recording: LaunchRecording,
         return found[0] if is_taken else None
 
     def launches_after(index: int) -> int:
-        """Return how many launches after the product at `index` a fused product saves: its activation, or its sum.
+        """Return 1 if fusing the operation after the product at `index` saves a launch, otherwise 0.
 
-        A sum without a bias is part of the library's product.
+        Fusing an activation saves a launch, and so does fusing the sum of product, bias and residual. Without a bias,
+        the matrix library adds the residual in the launch of the product.
         """
         product = operations[index]
         adds_both = product.adds and product.matrix.bias is not None

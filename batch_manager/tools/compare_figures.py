@@ -7,7 +7,7 @@ from typing import Any
 
 
 def is_number(value: Any) -> bool:
-    """Return whether the value is an int or float below MOST in absolute value. A bool and NaN are not numbers."""
+    """Return whether the value is an int or float below 1e300 in absolute value. A bool and NaN are not numbers."""
     return type(value) in (int, float) and abs(value) < MOST    # this comparison is false for NaN
 
 

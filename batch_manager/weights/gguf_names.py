@@ -109,14 +109,14 @@ def _fused_rows(name: str, heads: Heads) -> Order:
 class Names:
     """The tensor names of one architecture, and the converter's changes to its tensors.
 
-    layer       name in a GGUF block, which is a layer -> name in a Hugging Face layer
+    layer       GGUF name -> Hugging Face's name, for tensors in a layer, without the prefix of the layer
     layers      prefix of the layer's number in Hugging Face's names, such as "model.layers"
     outside     GGUF name -> Hugging Face's name, for tensors outside the layers
-    rows        (name in a block, heads) -> order of the tensor's rows, as `order` of Location
+    rows        (GGUF name in a layer, heads) -> order of the tensor's rows, as `order` of Location
     offset      number to add to the weights of norms in the file
-    transposed  names of matrices in a block that the converter transposes
-    by_head     names of matrices in a block that Hugging Face splits by row, into one tensor for each head
-    two_norms   changes to `layer` for blocks with two parallel norms
+    transposed  GGUF names of matrices in a layer that the converter transposes
+    by_head     GGUF names of matrices in a layer that Hugging Face splits by row, into one tensor for each head
+    two_norms   changes to `layer` for layers with two parallel norms
     ignored     tensors that only the configuration needs
     """
 

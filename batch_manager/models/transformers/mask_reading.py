@@ -13,9 +13,9 @@ MOST_READ = 2**20                 # keys of one row that are checked
 def read_window(sees: Callable[..., Any], max_positions: int, layer: str) -> int | None:
     """Return the window of a causal mask, in tokens, including the query's own token; None if it has no window.
 
-    max_positions   number of positions of the model. Some rows of the mask are checked, among them the last row, or
-                    row MOST_READ - 1 if the model has more positions than MOST_READ
-    layer           name of the layer, for the error's message
+    max_positions   number of positions of the model. Some of the first 2**20 (MOST_READ) rows of the mask are
+                    checked, always including the last of them
+    layer           name of the layer, for the message of the error
     Raises UnsupportedModelError for any other mask.
     """
     last = min(max_positions, MOST_READ) - 1

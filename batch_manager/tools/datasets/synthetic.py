@@ -71,9 +71,10 @@ class _Conversation:
 
 
 def sample_conversations(count: int, seed: int, shape: TraceShape, chat: ChatShape) -> Iterator[Arrival]:
-    """Yield `count` requests, which are turns of conversations that share a few system prompts, with block ids.
+    """Yield `count` requests, which are turns of conversations that share a few system prompts.
 
-    A prompt is the system prompt and all turns so far, with their answers. The input lengths of `shape` are not used.
+    Each request has the ids of its prompt's blocks. A prompt is the system prompt and all turns so far, with their
+    answers. The input lengths of `shape` are not used.
     """
     random = Random(f"conversations {seed}")
     next_id = 0

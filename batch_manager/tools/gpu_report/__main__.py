@@ -45,7 +45,7 @@ HARD_STOP_SECONDS = 60.0       # after the time limit, in case the device hangs 
 
 
 def run(bench: Any, minutes: float) -> Iterator[Any]:
-    """Run the sections that the goals of the bench need, and yield their records.
+    """Run the sections of the report that the chosen goals need, and yield their records.
 
     An exception ends only its section. The goals that the section has not reported yet get a record with the reason.
     """

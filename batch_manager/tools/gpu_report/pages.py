@@ -145,9 +145,9 @@ class PagedSequences:
             self.heads.scale, out=self.out, **parts)
 
     def decode_error(self, launch: Callable[[int], torch.Tensor]) -> float:
-        """Run the launch on layer 0, and return its relative error on a few sequences. The oracle uses float64.
+        """Call `launch` for layer 0, and return the relative error of its output for a few sequences.
 
-        Returns infinity if any output is not finite.
+        The oracle uses float64. Returns infinity if any output is not finite.
         """
         self.out.fill_(torch.nan)
         result = launch(0)
@@ -160,7 +160,11 @@ class PagedSequences:
         return relative_error(result[some], expected) if result.isfinite().all() else float("inf")
 
     def context_error(self, launch: Callable[[int], torch.Tensor], most_rows: int = 64) -> float:
-        """Like `decode_error`, for the last query tokens, at most `most_rows`, of the first and the last sequence."""
+        """Call `launch` for layer 0, and return the larger relative error of the first and the last sequence.
+
+        Only the last query tokens of a sequence, at most `most_rows`, are compared. The oracle uses float64. Returns
+        infinity if any output is not finite.
+        """
         self.out.fill_(torch.nan)
         result = launch(0)
         rows = min(most_rows, self.new_tokens)

@@ -43,11 +43,11 @@ class Leap:
 
 
 def possible_leap(loop: GenerationLoop, backend: SimulatedBackend) -> Leap | None:
-    """Return a leap, which computes iterations at once, up to before a request ends or blocks may run out.
+    """Return a leap: iterations computed at once, all before the first one that ends a request or may lack blocks.
 
-    Returns None if it would have fewer than SHORTEST iterations, steps are not in lockstep, an active request does not
-    generate in every step, or a request is queued. In all other cases, the leap has exactly the iterations that the
-    loop would run.
+    Returns None if the leap would have fewer than two iterations (SHORTEST), steps are not in lockstep, an active
+    request does not generate in every step, or a request is queued. In all other cases, the leap has exactly the
+    iterations that the loop would run.
     """
     requests = loop.active.in_order
     if loop.limits.window_depth > 1 or loop.window or not requests or len(requests) > loop.limits.max_batch_size:
