@@ -148,7 +148,10 @@ class TritonPagedAttention:
 
     @cached_property
     def _context_heads(self) -> ContextHeads | None:
-        """What `context_work_list` splits tiles by; None with `deterministic`, which splits no tile."""
+        """The numbers from which `context_work_list` decides into how many parts it splits a tile.
+
+        None with `deterministic`: no tile is split.
+        """
         pool = self.layer_pools[0]
         kv_heads, tokens_per_block, head_size = pool.shape[2:]
         return None if self.deterministic else context_heads(self._num_heads, kv_heads, head_size, pool.element_size(),

@@ -16,7 +16,8 @@ class LogitsRows:
                                      sample in this sequence
     device_slots, device_positions   [r] int64 on the device: slots and positions
     beams, device_beams              [r] index of the beam within its sequence; None if no sequence has beams
-    features                         union of the rows' feature bits, see slots.py
+    features                         bitwise or of the feature bits of all rows. Each stage has a bit, and slots.py
+                                     defines the others
     """
 
     __slots__ = ("slots", "positions", "device_slots", "device_positions", "beams", "device_beams", "features",
@@ -36,7 +37,8 @@ class LogitsRows:
         return len(self.slots)
 
     def active(self, feature: int) -> np.ndarray:
-        """Return [r] bool on the host: whether each row has the feature."""
+        """Return [r] bool on the host: whether `feature`, a bit that slots.py defines, is set for each row's sequence.
+        """
         return (self._features & feature) != 0
 
     def column(self, name: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The facade of the KV cache accounting: it claims and releases blocks, and returns the numbers for plans."""
+"""The facade of the KV cache accounting: it claims and releases blocks, and counts blocks for the schedulers."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -355,7 +355,8 @@ class KvCacheManager:
             self.sequences.remove(request)
 
     def fork(self, request: LlmRequest) -> list[BlockCopy]:
-        """Return the copies of the first beam's last prompt block to the last prompt block of each other beam."""
+        """Return the copies that give each beam's last prompt block the content of the first beam's last prompt block.
+        """
         table = self.sequences.table(request)[:, :block_needs.ceil_div(request.prompt_len, self.tokens_per_block)]
         return claims.copies_of_first_beam(table, (request.prompt_len - 1) % self.tokens_per_block + 1)
 

@@ -39,8 +39,9 @@ class FusedStep:
 
     limits         the DeviceLimits of the device
     gives_logits   whether the recording includes the head, so that `run` returns logits; otherwise hidden states
-    row_counts     the entries of ROW_COUNTS at which a product is fused, in ascending order; FEW_ROWS is always one
-    most_rows      the last of them: larger steps gain nothing
+    row_counts     the row counts, out of ROW_COUNTS, with which at least one product is fused, in ascending order. The
+                   smallest row count is always included
+    most_rows      the last of `row_counts`; larger steps gain nothing from fusion
     """
 
     def __init__(self, recording: LaunchRecording, device: torch.device, limits: Any, *, gives_logits: bool) -> None:
@@ -164,9 +165,9 @@ def _fused_launch(step: FusedProduct, device: torch.device) -> Launch:
 
 
 def _reader(rows: Rows, widths: list[int]) -> Callable[[Registers], torch.Tensor]:
-    """Return a function (all registers, which are the step's buffers) -> the part of one register that `rows` names.
+    """Return a function that takes all registers (the buffers of a step) and returns the columns in `rows`.
 
-    The shape of the part is [r, width], or [r, heads, size] if it is divided into heads.
+    The result has the shape [r, width], or [r, heads, size] if the columns are divided into heads.
     """
     register, begin, end, heads = rows.register, rows.column, rows.column + rows.width, rows.heads
     if is_whole(rows, widths):

@@ -1,4 +1,6 @@
-"""CUDA graphs of plain steps. A graph makes the launches of `PlainSteps.run_step` for one shape in a single call.
+"""CUDA graphs of plain steps, which step_inputs.py defines.
+
+A graph makes the launches of `PlainSteps.run_step` for one shape in a single call.
 
 For each row count in graph_shapes.py there is one graph for generation steps in which all rows are greedy, and one for
 all other generation steps. If attention may split sequences into parts at a row count, there are two more graphs for
@@ -27,7 +29,10 @@ WITHOUT_GRAPHS = "steps are launched without graphs: "          # begins the war
 
 def may_capture(params: TrtGptModelOptionalParams, device: torch.device, layout: Layout, has_own_attention: bool
                 ) -> bool:
-    """Whether to capture graphs of plain steps. Raises ConfigError if cuda_graphs is True but graphs are impossible."""
+    """Whether to capture graphs of plain steps (see step_inputs.py).
+
+    Raises ConfigError if cuda_graphs is True but graphs are impossible.
+    """
     if not params.cuda_graphs:         # off by default: replayed steps have not been verified on a GPU
         return False
     obstacle = _obstacle(params, device, layout, has_own_attention)
@@ -53,7 +58,7 @@ def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, layout: L
 
 
 class Graphs:
-    """Captures graphs of plain steps, one for each shape, and replays them.
+    """Captures graphs of plain steps (see step_inputs.py), one for each shape, and replays them.
 
     run_step   (shape) -> None: launches a step. The shape determines all launches
     """

@@ -17,7 +17,7 @@ class Spread:
     """Latencies of a group of requests, in seconds.
 
     count       number of requests
-    quantiles   a latency for each of QUANTILES; None: unknown
+    quantiles   the latencies at the quantiles 0.5, 0.9 and 0.99; None: unknown
     """
 
     count: int
@@ -32,7 +32,7 @@ class Figures:
     gauges             as in Reading
     counts             kind of event, such as "finished" (see COUNTS) -> number of requests in the last period
     recent             kind of event -> number of requests in the window, which is the last window_s seconds
-    window_s           length of the window: WINDOW_S, less at first, more if readings are rare; 0: only one reading
+    window_s           length of the window: 60 seconds, less at first, more if readings are rare; 0: only one reading
     tokens_per_s, prompt_tokens_per_s   generated tokens, and tokens of accepted prompts, in the last period
     iteration_share    share of the last period in iterations
     callback_share     share of the last period in callbacks. iteration_share excludes the get and statistics callbacks
@@ -101,7 +101,7 @@ def _counts(start: Reading, now: Reading) -> dict[str, int]:
 def _latencies(start: Reading | None, now: Reading) -> dict[str, Spread | None]:
     """Return name -> latencies of the requests that ended between two readings, or None if no request ended.
 
-    start   None: count from the engine's start
+    start   the earlier of the two readings; None: count from the engine's start
     """
     found: dict[str, Spread | None] = {}
     for name in (name for name in LATENCIES if name in now.latencies):

@@ -30,7 +30,7 @@ class SourceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """A histogram of latencies in seconds, counted from the engine's start, or from the first record read of a file.
+    """A histogram of all latencies, in seconds, since the engine's start, or since the first record read from a file.
 
     buckets   bound of a bucket -> cumulative count; empty if only sum and count are known
     """

@@ -238,7 +238,10 @@ def _read(options: argparse.Namespace, selection: Selection, output_tokens: int 
 
 
 def _check_kind(options: argparse.Namespace, format: str) -> None:
-    """Raise DatasetError if another kind reads this format. `trace` reads traces, and `dataset` reads other formats."""
+    """Raise DatasetError if a file of this format needs the other KIND on the command line.
+
+    The kind `trace` reads traces, and the kind `dataset` reads all other formats.
+    """
     right = {"": options.kind, "texts": "dataset", "dataset": "dataset", "workload": "dataset"}.get(format, "trace")
     if right != options.kind:
         raise DatasetError(options.file, f"the format is {format}",

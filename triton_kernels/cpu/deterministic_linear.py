@@ -38,9 +38,10 @@ def deterministic_linear(x, weight, bias=None, out=None):
 
 
 def _find_sizes(x, weight, bias):
-    """Measure and return the numbers of rows per product that give the same bits; rows are multiplied in such pieces.
+    """Measure which piece sizes give every row of a product the same bits as the largest size, and return them.
 
-    The engine makes the first call at startup, with the number of threads of all later steps.
+    A piece is a group of rows that are multiplied at once, and its size is the number of rows. The engine makes the
+    first call at startup, with the number of threads of all later steps.
     """
     rows, tried = cancelling(x.shape[1], weight.shape[0], x.dtype)
     if weight.is_mkldnn:
@@ -52,8 +53,8 @@ def _find_sizes(x, weight, bias):
 def cancelling(size, columns, dtype):
     """Return rows [r, size] and a weight [columns, size] whose products are 0 except for rounding errors.
 
-    Each term of a sum is canceled by another term. The remainder depends on the order of the sum in every bit. Rounding
-    a sum far from zero to 16 bits would hide the order.
+    Each term of a sum is canceled by another term. Only rounding errors remain, and every bit of them depends on the
+    order of summation. If the sum were far from zero, rounding it to 16 bits would hide this order.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     order = torch.randperm(size, generator=generator, dtype=torch.int64, device="cpu")

@@ -261,7 +261,7 @@ def _choose_candidate(weights: torch.Tensor, ids: torch.Tensor, uniform: torch.T
 def _choose_by_weight(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return the smallest id whose cumulative weight exceeds uniform * (sum of weights [n, vocab]).
 
-    Chooses the block first, then the id in the block.
+    Chooses a block of 64 ids first, then the id in the block.
     """
     cumulative = block_sums(weights).double().cumsum(1)
     target = uniform[:, None] * cumulative[:, -1:]

@@ -1,4 +1,7 @@
-"""A run as spans and counters. The number of spans grows with the changes, not with requests times iterations."""
+"""A run as spans and counters.
+
+A request gets a new span for each context chunk and whenever its state changes, but not in every iteration.
+"""
 
 from array import array
 from collections.abc import Sequence
@@ -115,9 +118,9 @@ class Timeline:
         return code
 
     def _begin(self, kind: Kind, ids: Sequence[int], index: int, *, may_be_older: bool = True) -> None:
-        """Begin a span of `kind` at iteration `index` for each request of `ids` whose current span has another kind.
+        """Begin a span of `kind` at iteration `index` for each request of `ids`, unless it is in such a span already.
 
-        may_be_older   False: begin spans only for requests that are not live yet
+        may_be_older   False: leave requests alone that already have a row
         """
         if not ids:
             return

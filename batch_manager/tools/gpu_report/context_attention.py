@@ -1,6 +1,6 @@
 """G2, G2b: context attention, compared with a matrix product and with a peer.
 
-Two more records of G2 compare attention in parts with unsplit attention.
+Two more records of G2 compare split attention, whose keys are divided into parts, with unsplit attention.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,9 +30,9 @@ def run(bench: Bench) -> Iterator[Record]:
 
 
 def _of_a_short_chunk(bench: Bench) -> Iterator[Record]:
-    """Compare attention with the engine's parts with unsplit attention, for a chunk of 64 tokens after 16,320 others.
+    """Compare attention that is split as in the engine and unsplit attention, for a chunk of 64 tokens.
 
-    The goal of G2 is for whole prompts, so the records are not judged.
+    The chunk follows 16,320 tokens. The goal of G2 is for whole prompts, so the records are not judged.
     """
     for heads in (WIDE, NARROW)[: bench.pick(2, 1)]:
         if bench.is_dry:

@@ -1,4 +1,7 @@
-"""The goals. Each is a ratio of a measured number and another number, which most goals measure in the same run."""
+"""The performance goals of the GPU report. Each is a ratio of two numbers.
+
+For most goals, the same run of the report measures both numbers.
+"""
 
 from dataclasses import dataclass
 

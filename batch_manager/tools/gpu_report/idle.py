@@ -42,7 +42,7 @@ def _rate(runs: list[Served]) -> tuple[float, float]:
 
 
 def _other_mode(bench: Bench, ahead: Engine, graphs: bool, **options: Any) -> tuple[float, float, str]:
-    """Return (tokens/s, spread, note) of an engine with other options than those of the engine `ahead`."""
+    """Return (tokens/s, spread, note) of a second engine with other options. `ahead` is the engine that runs ahead."""
     bench.require(LOAD_SECONDS + 2 * RUN_SECONDS)
     with engine(bench, LLAMA_135M, kv_tokens=KV_TOKENS, graphs=graphs, **options) as made:
         rate, spread = _rate([made.generate(*bench.pick((BATCH, CONTEXT, STEPS), (2, 4, 3)))

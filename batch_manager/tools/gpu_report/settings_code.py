@@ -1,6 +1,7 @@
 """The outcome of comparing launch settings: a table, and the fastest settings as code.
 
-The code goes into the functions of `triton_kernels` that choose the settings, directly below their docstrings.
+The code goes into the functions of `triton_kernels` that choose the settings, directly below their docstrings. The
+code for `decode_work_list` replaces constants of its file.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,7 @@ FUNCTIONS = {
 
 
 class Parts(NamedTuple):
-    """The constants of decode_work_list.py."""
+    """The constants by which decode_work_list.py decides how many parts decode attention has per sequence."""
 
     min_pages_per_part: int
     rounds: int
@@ -67,7 +68,7 @@ class Trial:
         return ", ".join(f"{name} {value}" for name, value in self.settings._asdict().items())
 
     def is_like(self, other: "Trial") -> bool:
-        """Whether both trials have the same inputs and the same function."""
+        """Whether this trial and `other` have the same function, key and inputs of the kernel."""
         return (self.function, self.key, self.case) == (other.function, other.key, other.case)
 
 
@@ -84,9 +85,10 @@ class Best(NamedTuple):
 
 
 def best_of(trials: Sequence[Trial]) -> Best | None:
-    """Return the fastest settings of trials with the same function and key. They must have been timed in all cases.
+    """Return the fastest of the settings that were timed in every case of the trials.
 
-    Returns None if there are none, or if the present settings were not timed in all cases.
+    All trials must have the same function and key. Returns None if the function's present settings were not timed in
+    every case.
     """
     times = {(trial.case, trial.settings): trial.timing.median for trial in trials if trial.timing is not None}
     cases = list(dict.fromkeys(trial.case for trial in trials))
@@ -103,7 +105,10 @@ def best_of(trials: Sequence[Trial]) -> Best | None:
 
 
 def code_of(best: Best, multiprocessors: int) -> str:
-    """Return Python code that makes the function choose the settings for the key."""
+    """Return Python code to insert into the function `best.function`, so that it returns these settings for the key.
+
+    For decode_work_list, the code is two constants of its file.
+    """
     gain = f"# {best.gain:.2f} times as fast as before"
     if best.function == "decode_work_list":
         return f"{gain}\nMIN_PAGES_PER_PART = {best.settings.min_pages_per_part}\nROUNDS = {best.settings.rounds}\n"

@@ -25,11 +25,12 @@ QUANTILES = 201         # number of quantiles of the spread
 def fit_cost(traces: Iterable[Iterable[IterationTrace]], about: Mapping[str, Any] | None = None) -> CostModel:
     """Fit a cost model on the step times of traces.
 
-    The time of a step is modelled as a sum of terms: a constant, and the seconds per unit of each amount of the step's
-    shape. Steps with contexts have separate terms. The fit minimises relative errors by iteratively reweighted
-    non-negative least squares (Lawson and Hanson), without outliers. All terms are then scaled so that the predicted
-    and the measured times have the same sum. This sum includes outliers, but not steps that took more than
-    INTERRUPTION * the predicted time. The model has the scatter around the prediction as quantiles.
+    The time of a step is modelled as a sum of terms: a constant, and amounts of work, such as the number of context
+    tokens, each multiplied by its seconds per unit. Steps with contexts have separate terms. The fit minimises relative
+    errors by iteratively reweighted non-negative least squares (Lawson and Hanson), without outliers. All terms are
+    then scaled so that the predicted and the measured times have the same sum. This sum includes outliers, but not
+    steps that took more than 20 times the predicted time (INTERRUPTION). The model has the scatter around the
+    prediction as quantiles.
 
     Published serving simulators such as Vidur (MLSys 2024) predict operators, and claim errors below 9 % in end-to-end
     latency.
@@ -66,10 +67,10 @@ def fit_cost(traces: Iterable[Iterable[IterationTrace]], about: Mapping[str, Any
 
 
 def _fit(timed: Sequence[MeasuredStep], steps: Sequence[MeasuredStep]) -> tuple[CostModel, float]:
-    """Return (the model, share of steps that were ignored as interrupted).
+    """Return (the model, share of the timed steps that were ignored as interrupted).
 
-    timed   steps with a known time of the device
-    steps   all steps, for the time of the host
+    timed   the steps whose time on the device is known; the device's terms are fitted to them
+    steps   all steps; the host's terms are fitted to them
     """
     generation = [step for step in timed if not step.shape.context_requests]
     mixed = [step for step in timed if step.shape.context_requests]
@@ -90,7 +91,7 @@ class _Terms:
 
     seconds       term -> seconds per unit, without zeros
     spread        as in CostModel
-    interrupted   number of steps that were ignored because they took more than INTERRUPTION * the predicted time
+    interrupted   number of steps that were ignored because they took more than 20 times the predicted time
     """
 
     seconds: dict[str, float]

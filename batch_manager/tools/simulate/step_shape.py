@@ -48,9 +48,10 @@ def shape_of_batch(batch: ScheduledBatch, found_tokens: np.ndarray) -> StepShape
 
 
 def shared_tokens(found: np.ndarray) -> int:
-    """Return how many cached tokens of a step repeat: `shared_tokens` of its StepShape.
+    """Return the field `shared_tokens` of a step's StepShape.
 
-    Sequences that found the same number of tokens are assumed to share these tokens, because a trace has no token ids.
+    If k sequences found the same prefix in the cache, its tokens count k - 1 times. Sequences that found the same
+    number of tokens are assumed to have found the same prefix, because a trace has no token ids.
 
     found   [n] number of tokens that each generating sequence found in the cache
     """

@@ -20,7 +20,7 @@ class Traffic:
     input_tokens    [n] int64, length of the prompt
     output_tokens   [n] int64, length of the output
     prompt          (index) -> [input tokens] int32, the tokens of the prompt; equal prefixes can be reused
-    prefixes        index -> ids of the prompt's blocks of PREFIX_TOKENS tokens; None: unknown
+    prefixes        index -> ids of the prompt's blocks of 512 tokens (PREFIX_TOKENS); None: unknown
 
     The constructor raises ValueError for columns of different lengths.
     """
@@ -39,7 +39,8 @@ class Traffic:
     def of_records(cls, records: Iterable[Record]) -> "Traffic":
         """Make the traffic of records, which must be in the order of arrival.
 
-        Prompts with tokens keep their tokens. Other prompts share only the blocks with equal prefix ids.
+        If a record has the tokens of its prompt, the prompt keeps them. Other prompts are generated, and share only the
+        blocks with equal prefix ids.
         """
         times, inputs, outputs = array("d"), array("q"), array("q")
         prefixes: list[tuple[int, ...]] = []
@@ -68,9 +69,10 @@ class Traffic:
 
 
 class PromptMaker:
-    """Generates the prompt of a request index. A call costs little more than a copy of the tokens.
+    """Generates the prompt of the request with a given index. A call costs little more than a copy of the tokens.
 
-    The tokens of a block of PREFIX_TOKENS tokens depend on the block's id. All other tokens depend on the request.
+    `prefixes` has ids for blocks of 512 tokens (PREFIX_TOKENS) at the start of a prompt. The tokens of such a block
+    depend on its id only, so prompts with the same ids share them. All other tokens depend on the request.
     """
 
     def __init__(self, input_tokens: np.ndarray, prefixes: Sequence[tuple[int, ...]] | None) -> None:
