@@ -607,7 +607,7 @@ class _Layout:
     """Layout of a step with n sequences and T tokens. Each beam is a sequence.
 
     slots        [n] slot of each sequence
-    table_rows   [n] row of the block tables of each sequence
+    table_rows   [n] row of each sequence in the block tables
     starts       [n] position of the first token of each sequence in the step
     counts       [n] number of tokens of each sequence in the step
     tokens       [T] input tokens, sequence by sequence
