@@ -25,7 +25,7 @@ class Delivery:
     log_probs           log-probability of each generated token not sent yet
     cum_log_prob        sum of the log-probabilities of all generated tokens
     generation_logits   [vocab] row of each generated token not sent yet
-    top_log_probs       likeliest tokens for the generated tokens not sent yet, one entry per step
+    top_log_probs       likeliest tokens at the positions of the generated tokens not sent yet, one entry per step
     context_logits      [prompt, vocab], filled chunk by chunk; None once it is sent
     context_rows        number of rows of context_logits that are filled, from the first on; context_logits is sent when
                         all rows are filled
