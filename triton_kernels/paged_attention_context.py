@@ -96,7 +96,7 @@ def _walk_tiles(
 
     Number n is tile n. With sink tokens, this is true from `window_tile` on, the first tile of the window. A smaller
     number n is a tile with sink tokens: tile `n - skipped`, where `skipped` counts the tiles between the sinks and the
-    window, to which no query attends.
+    window, to which no query of this program attends.
     """
     TILES_PER_PAGE: tl.constexpr = B // KEYS
     IS_SCALED: tl.constexpr = CAP_LOG2 > 0 or HAS_ALIBI   # scores are scaled before the softmax
