@@ -46,7 +46,7 @@ def replicas_for(running: int, least: int, most: int, waiting: float, active: fl
 
     running           current number of replicas
     waiting, active   number of requests on all replicas
-    max_active        most active requests of one replica
+    max_active        limit on the number of active requests of one replica
     """
     if waiting > 0:
         wanted = running + 1

@@ -23,7 +23,7 @@ KINDS = "gelu", "gelu_new", "silu", "relu"
 
 @triton.jit
 def apply_activation(x, KIND: tl.constexpr):
-    """Return f(x) for float32 x and a kind of KINDS. Also used by `gated_activation` and `fused_linear`."""
+    """Return f(x) for float32 x and the function f named KIND. Also used by `gated_activation` and `fused_linear`."""
     if KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == "gelu_new":            # 0.5 (1 + tanh z) is sigmoid(2 z)

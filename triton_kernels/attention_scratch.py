@@ -1,7 +1,8 @@
 """Computes the size of the scratch memory of paged attention, without importing triton, for the memory plan.
 
 The scratch memory holds the partial results of split sequences, in decode attention, and of split tiles of queries, in
-context attention. The launchers allocate it in each layer, so that the layers share it.
+context attention. The launchers allocate it in each layer and free it after the layer, so that all layers use
+the same memory.
 """
 
 from .context_work_list import ContextHeads, context_tile_rows, most_partials

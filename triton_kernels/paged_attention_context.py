@@ -35,10 +35,10 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
             without a window. Positions are absolute: a key is rotated once, by its position, when it is written to the
             pool. It is not rotated again when tokens between it and the query leave the window.
             uniform_rows: rows of a tile, at least 16, which is also the tile height of work_list; None = chosen from
-             the shapes. When set, the bits of a row depend on its query and keys alone. The bits of a token are then
+            the shapes. When set, the bits of a row depend on its query and keys alone. The bits of a token are then
              the same in a generation row (a context of one token) and in the middle of a prompt. No tile may be split.
-             num_partials: number of partial results to allocate memory for; see `most_partials`.
-             The partition of the work list affects only the last bits of the result.
+            num_partials: number of partial results to allocate memory for; see `most_partials`.
+            The partition of the work list affects only the last bits of the result.
 Mutates     out, rows below cu_seqlens[C]. Later rows (generation, padding) are neither read nor written.
 Needs       pages with a visible key hold finite numbers for all B tokens: zero the pool once.
 Oracle      triton_kernels/reference/paged_attention_context.py
@@ -47,8 +47,9 @@ Source      FlashAttention-2 (Dao 2023) over pages (Kwon et al. 2023), a group's
 
 One program per tile of queries of one kv head. It walks the keys in tiles of at most 64 tokens of one page. The queries
 of a kv head are numbered token by token, with the heads of the group next to each other, so that a chunk of few tokens
-needs one tile for the whole group. A row of the work list starts one program per query head. A full tile of tokens
-keeps all these programs busy. With a shorter tile, programs without queries exit immediately.
+needs one tile for the whole group. A row of the work list covers a tile of tokens, and starts as many programs as there
+are query heads. A full tile of tokens keeps all these programs busy. With a shorter tile, programs without queries exit
+immediately.
 
 The program of part i of n walks the i-th of n equal ranges of the key tiles that its queries see. A range can be empty,
 and a query can see no key of a range: its partial result is then zero, with a logarithm of -inf. The first part counts
@@ -91,11 +92,11 @@ def _walk_tiles(
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr, CAP_LOG2: tl.constexpr,
     HAS_ALIBI: tl.constexpr, ALIBI_FACTOR: tl.constexpr,
 ):
-    """Attend to key tiles begin .. end - 1 and return the running softmax.
+    """Attend to the key tiles with the numbers begin .. end - 1 and return the running softmax.
 
-    With sink tokens, the tiles of the sinks are numbered directly below `window_tile`, the first tile of the window. A
-    number below `window_tile` therefore stands for the tile whose number is smaller by `skipped`, the number of tiles
-    between the sinks and the window.
+    Number n is tile n. With sink tokens, this is true from `window_tile` on, the first tile of the window. A smaller
+    number n is a tile with sink tokens: tile `n - skipped`, where `skipped` counts the tiles between the sinks and the
+    window, to which no query of this program attends.
     """
     TILES_PER_PAGE: tl.constexpr = B // KEYS
     IS_SCALED: tl.constexpr = CAP_LOG2 > 0 or HAS_ALIBI   # scores are scaled before the softmax
@@ -300,8 +301,9 @@ def context_settings(
     """Return the launch settings. They depend only on shapes.
 
     Shared memory holds a tile of keys and a tile of values per stage. It also holds the queries if matrix instructions
-    read them from shared memory. A tile has at most 64 keys. For a large head, it has at most 32 keys in float32, or if
-    matrix instructions read registers, where 64 keys do not fit.
+    read them from shared memory. A tile has at most 64 keys. If a key of one head has more than 128 bytes, a
+    tile has at most 32 keys in two cases: the keys are float32, or matrix instructions read their operands from
+    registers, which cannot hold 64 such keys.
     """
     rows = context_tile_rows(head_size_pow2, element_size_bytes) if uniform_rows is None else uniform_rows
     row_bytes = head_size_pow2 * element_size_bytes
@@ -325,9 +327,9 @@ def _shared_bytes(rows: int, keys: int, num_stages: int, row_bytes: int, limits:
 
 def context_heads(num_heads: int, num_kv_heads: int, head_size: int, element_size_bytes: int,
                   tokens_per_block: int, limits: DeviceLimits) -> ContextHeads:
-    """Return what `context_work_list` splits tiles by, on a device with these limits.
+    """Return the numbers of heads, and of programs that the device runs at the same time, for `context_work_list`.
 
-    The number of resident programs is an estimate from shared memory and warps.
+    The number of programs is an estimate from the device's shared memory and warps.
     """
     head_pow2 = max(16, triton.next_power_of_2(head_size))
     settings = context_settings(head_pow2, element_size_bytes, tokens_per_block, limits)

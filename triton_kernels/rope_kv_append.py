@@ -34,7 +34,7 @@ def _rotate_head_rows(
     cos_ptr, sin_ptr,                   # rows of the tables for this position
     HALF: tl.constexpr, HALF_POW2: tl.constexpr, REST: tl.constexpr, REST_POW2: tl.constexpr,
 ):
-    """Copy heads and rotate their leading 2 * HALF entries."""
+    """Copy heads. Rotate entry i of a head with entry HALF + i, for all i < HALF; copy the other entries unchanged."""
     if HALF > 0:
         lane = tl.arange(0, HALF_POW2)[None, :]
         inside = keep & (lane < HALF)

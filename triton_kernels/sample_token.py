@@ -148,9 +148,9 @@ def _slot(slot_ptr, row):
 #     counts for top-k, by digit 1 ..; weights of the same logits, by digit 1 ..; weights for top-p, by digit 0, 1 ..
 @triton.jit
 def _histogram_index(filter, digit, DIGITS: tl.constexpr):
-    """Return the index of the histogram from which digit number `digit` of a threshold is found.
+    """Return the index of the histogram that determines the digit with the number `digit` of a threshold.
 
-    filter   whose threshold: TOP_K or TOP_P
+    filter   the filter that the threshold belongs to: TOP_K or TOP_P
     """
     return tl.where(filter == TOP_K, digit - 1, 2 * DIGITS - 2 + digit)
 
@@ -180,7 +180,7 @@ def _next_digit(histogram, digits, missing, VALUES: tl.constexpr):
 def _all_digits(histogram_ptr, digits_ptr, missing_ptr, row, filter, DIGITS: tl.constexpr):
     """Return all digits of a threshold. Finds the last digit; the digits before it must be stored already.
 
-    filter   whose threshold: TOP_K or TOP_P
+    filter   the filter that the threshold belongs to: TOP_K or TOP_P
     """
     index = (row * 2 + filter) * DIGITS + DIGITS - 2
     digits = tl.load(digits_ptr + index)
@@ -203,7 +203,7 @@ def _threshold_of(digits, DIGITS: tl.constexpr):
 
 @triton.jit
 def _kept_by_top_k(histogram_ptr, row, digits, DIGITS: tl.constexpr):
-    """Return, for each value of the first digit, the total weight of the logits with this digit that top-k keeps.
+    """For each value of a logit's first digit, return the total weight of the logits with this value that top-k keeps.
 
     digits   all digits of top-k's threshold
     """

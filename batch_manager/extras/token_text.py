@@ -51,7 +51,7 @@ class TextStep(Protocol):
     """A stage of decoding that edits the text joined from all pieces.
 
     feed   take the next piece of text and return the new final text
-    rest   return the text that would follow if `text` were the last piece; changes nothing
+    rest   take a piece of text and return the new final text if this piece were the last; changes nothing
     """
 
     def feed(self, text: str) -> str: ...
@@ -323,9 +323,9 @@ def _bytes_of(token: str) -> bytes:
 
 
 class _InPieces:
-    """Base of texts in which each token has a piece that does not depend on its neighbours.
+    """Base of texts in which each token adds a piece of text that does not depend on its neighbours.
 
-    is_first   whether the next token may have another piece because it is the first of the text
+    is_first   whether the next token is the first of the text and may therefore add a different piece
     """
 
     def __init__(self, pieces: Pieces, is_first: bool) -> None:

@@ -84,7 +84,9 @@ def blocks_for_first_chunk(prompt_len: int, draft_len: int, max_new_tokens: int,
 
 def blocks_for_generation_step(kv_length: int, tokens_left: int, draft_len: int, window: AttentionWindow,
                                beam_width: int = 1, two_step_lookahead: bool = False) -> int:
-    """Number of blocks that the next generation step takes (with look-ahead, the next two), if every draft is accepted.
+    """Number of blocks that the next generation step takes if every draft is accepted.
+
+    With `two_step_lookahead`, it is the number for the next two steps.
 
     kv_length     number of tokens in the cache before the step
     tokens_left   prompt_len + max_new_tokens - kv_length

@@ -41,7 +41,7 @@ def choose_implementation(config: Fields, architecture: str, wanted: str) -> str
 
 
 def _has_foreign_type(config: Fields, architecture: str) -> bool:
-    """Whether a class of this package is known for the architecture, but only transformers runs the model type."""
+    """Whether this package has a class for the architecture, but only transformers runs the checkpoint's model type."""
     expected = model_type_of(architecture)
     if expected is None or not is_shipped(architecture, find_model(architecture)):
         return False

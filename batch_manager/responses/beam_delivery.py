@@ -39,7 +39,8 @@ class BeamDelivery:
         parents     [beams] the parent of each beam
         log_probs   [beams] float32, log-probability of each token; -inf for a beam without a continuation
         logits      [beams before the step, vocab], if requested
-        is_first    first drop all values, because the tokens are the first ones of the search
+        is_first    whether the tokens are the first ones of the search. The values of an earlier search, which a pause
+                    ended, are then dropped
         """
         if is_first:
             self._start()
@@ -56,7 +57,8 @@ class BeamDelivery:
         """Replace the live beams by the results of the search. Beams without a result come last.
 
         logits      [beams before the step, vocab], if requested
-        is_first    first drop all values, because the search ended in its first step
+        is_first    whether the search ended in its first step. The values of an earlier search, which a pause ended,
+                    are then dropped
         """
         if is_first:
             self._start()

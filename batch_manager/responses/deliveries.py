@@ -25,10 +25,10 @@ class Delivery:
     log_probs           log-probability of each generated token not sent yet
     cum_log_prob        sum of the log-probabilities of all generated tokens
     generation_logits   [vocab] row of each generated token not sent yet
-    top_log_probs       likeliest tokens for the generated tokens not sent yet, one entry per step
+    top_log_probs       likeliest tokens at the positions of the generated tokens not sent yet, one entry per step
     context_logits      [prompt, vocab], filled chunk by chunk; None once it is sent
-    context_rows        filled rows of context_logits, counted from the first; context_logits is sent when all rows are
-                        filled
+    context_rows        number of rows of context_logits that are filled, from the first on; context_logits is sent when
+                        all rows are filled
     beams               with several beams, their log-probabilities and logits, in place of log_probs, cum_log_prob and
                         generation_logits
     """
@@ -152,7 +152,7 @@ class Deliveries:
         return responses
 
     def tensors_of(self, metrics: PerfMetrics) -> list[NamedTensor]:
-        """The metrics as tensors, which follow the other tensors in a final response."""
+        """The performance metrics of a request as tensors, which follow the other tensors in its final response."""
         return metrics.tensors(self._to_tensor)
 
     def forget(self, request_id: int) -> Delivery | None:

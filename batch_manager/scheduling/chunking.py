@@ -42,8 +42,8 @@ def equal_progress(remaining: Sequence[int], unit: int, capacity: int | None,
 
     A round skips requests that cannot take a block. A later, shorter request may still take its last few tokens. The
     cached tokens of a context are part of its chunk and cost nothing. If the chunk of the first request has cached
-    tokens only, the rounds are run again: the chunk of each request then begins with all its whole cached blocks, and
-    max_context_length does not count cached tokens.
+    tokens only, the rounds are run again: the chunk of each request then begins with all full cached blocks of its
+    context, and max_context_length does not count cached tokens.
     """
     credits = _none(remaining) if credits is None else credits
     chunks = _rounds([0] * len(remaining), remaining, unit, capacity, [max_context_length] * len(remaining), credits)
@@ -114,8 +114,8 @@ def drafts_kept(chunks: Sequence[int], remaining: Sequence[int], drafts: Sequenc
                 capacity: int | None, max_context_length: int | None, used: int | None = None) -> list[int]:
     """For each context, the number of draft tokens to keep.
 
-    After the last chunk of a context, drafts are kept if they fit the chunk's last block and the bounds. A context that
-    has another chunk left keeps all drafts.
+    After the last chunk of a context, as many drafts are kept as fit into the last block of the chunk, into the token
+    budget `capacity`, and into max_context_length. A context that has another chunk left keeps all drafts.
 
     used   cost of the chunks in tokens; None: the sum of their lengths
     """

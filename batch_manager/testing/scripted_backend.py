@@ -402,7 +402,7 @@ class ScriptedBackend:
                           generation_logits=generation_logits, top_log_probs=top_log_probs, failures=failures)
 
     def _top_log_probs(self, slot: int, tokens: np.ndarray, words: np.ndarray) -> TopLogProbs:
-        """Return the likeliest tokens for each of `tokens`: itself and the ids after it, each 1 less in log-prob."""
+        """Return the likeliest tokens at each token's position: the token and the next ids, each 1 less in log-prob."""
         after = np.arange(self._state["top_log_probs"][slot], dtype=np.int32)
         ids = (tokens[:, None] + after) % np.int32(self.info.vocab_size)
         log_probs = _log_probs(words)[:, None] - after.astype(np.float32)
@@ -607,7 +607,7 @@ class _Layout:
     """Layout of a step with n sequences and T tokens. Each beam is a sequence.
 
     slots        [n] slot of each sequence
-    table_rows   [n] row of the block tables of each sequence
+    table_rows   [n] row of each sequence in the block tables
     starts       [n] position of the first token of each sequence in the step
     counts       [n] number of tokens of each sequence in the step
     tokens       [T] input tokens, sequence by sequence

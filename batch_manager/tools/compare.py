@@ -129,7 +129,7 @@ def compare(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]],
 
 
 def name_of(results: Sequence[dict[str, Any]]) -> str:
-    """Return the names of the programs that the results are of as text, each with its variant if there is one."""
+    """Return the names of the programs that were measured, with their variants, as one line of text."""
     names = {f"{result['peer']} {result.get('variant', '')}".strip() for result in results}
     return ", ".join(sorted(names))
 

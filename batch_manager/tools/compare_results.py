@@ -191,9 +191,9 @@ def _load_of(result: Mapping[str, Any]) -> str:
 def _common_loads(report: Report, refusals: list[str]) -> list[tuple[str, list[Run], list[Run]]]:
     """Return (load, runs of A, runs of B) for each load that both sides have.
 
-    Adds a warning to the report for loads that only one side has. If no load is common, adds a refusal to `refusals`
-    and returns all runs under the load "". Raises ComparisonError instead if a side has several loads, or has runs of a
-    search for the saturation.
+    Adds a warning to the report for loads that only one side has. If the sides have no load in common, adds a refusal
+    to `refusals` and returns all runs under the load "". In this case, a side with several loads, or with the result of
+    a search for the saturation rate, raises ComparisonError.
     """
     sides = [_by_load(runs) for runs in (report.runs_a, report.runs_b)]
     common = [load for load in sides[0] if load in sides[1]]

@@ -125,7 +125,7 @@ class GgufWeights:
                                  "check that the file is complete")
 
     def _fill(self, target: torch.Tensor, location: Location) -> None:
-        """Read the tensor at `location` into `target`, which has its shape. On the device "meta" nothing is read."""
+        """Read the tensor at `location` into `target`, of the same shape. On the device "meta" nothing is read."""
         if target.device.type == "meta":
             return
         with self._files.reading(location.tensor) as read:
@@ -144,7 +144,7 @@ class GgufWeights:
 
 
 def _fill_vector(target: torch.Tensor, location: Location, vector: torch.Tensor) -> None:
-    """Copy a decoded bias or norm to `target`. The rows and the order in `location` refer to its elements."""
+    """Copy a decoded bias or norm to `target`. Each element counts as a row for `rows` and `order` of `location`."""
     vector = vector if location.rows is None else vector[location.rows.start : location.rows.stop]
     _copy(target, vector if location.order is None else vector[location.order()])
 

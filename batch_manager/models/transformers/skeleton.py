@@ -41,7 +41,7 @@ def make_skeleton(configuration: Any, architecture: str, where: str, attention: 
     attention   registered name of the model's attention function
     experts     registered name of the model's implementation of experts; None: transformers chooses
     Raises      ModelLoadError, or its subclass UnsupportedModelError if transformers' class for `configuration` is not
-                `architecture`; both name `where`
+                `architecture`; the message begins with `where`
     """
     library = transformers()
     model_class = library.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(configuration), None)

@@ -1,4 +1,4 @@
-"""Measure the goals of engines again without graphs, to show what the graphs gain.
+"""Repeat the measurements that run an engine, without CUDA graphs, to show how much the graphs gain.
 
 Models whose graphs could not be captured are left out: their first measurement was without graphs.
 """

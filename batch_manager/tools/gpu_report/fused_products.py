@@ -1,6 +1,7 @@
-"""G3-fused: compare one fused launch with separate launches for each matrix product of a layer.
+"""G3-fused: time each matrix product of a layer, fused with its neighbours in one launch, and in separate launches.
 
-The decisions of `triton_kernels/fused_linear_settings.py` rest on estimates. These ratios will replace the estimates.
+The neighbours are a norm before the product, and an activation or a sum after it. The decisions of
+`triton_kernels/fused_linear_settings.py` rest on estimates. The measured ratios will replace the estimates.
 """
 
 from collections.abc import Callable, Iterator

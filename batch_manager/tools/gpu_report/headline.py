@@ -20,7 +20,7 @@ PEER_SECONDS, PEER_LOAD_SECONDS = 45, 15        # the peer stops when this time 
 
 
 def run(bench: Bench, graphs: bool = True) -> Iterator[Record]:
-    """Yield the records of G6 and G6b. Without graphs, only those of G6."""
+    """Yield the records of the goals G6 (other engines) and G6b (transformers). Without graphs, only those of G6."""
     bench.require(LOAD_SECONDS + 2 * RUN_SECONDS)
     shape = bench.pick(QWEN3_600M, TINY)
     workload = headline_workload(shape, bench.pick(COUNT, 2), *bench.pick((SHORTEST, LONGEST), (3, 5)))
@@ -53,7 +53,9 @@ def headline_workload(shape: Shape, count: int, shortest: int, longest: int) -> 
 
 def _against_results(bench: Bench, case: str, ours: float, spread: float,
                      workload: dict[str, Any], note: str = "") -> Iterator[Record]:
-    """Yield a record for each peer's result of `workload`. The user must have measured the results on the same device.
+    """Yield a record for each result that the user has of another engine (a peer) for `workload`.
+
+    The user must have measured these results on the same device.
 
     ours           this engine's output tokens/s
     spread, note   see `Record`
@@ -67,7 +69,7 @@ def _against_results(bench: Bench, case: str, ours: float, spread: float,
 
 
 def peer_results(folder: Path | None, workload: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield (name, output tokens/s) of each result of this workload in the folder of peers.
+    """Yield (name, output tokens/s) of each result for this workload in `folder`, which has results of other engines.
 
     The results are in the format of batch_manager.tools.benchmark.
     """

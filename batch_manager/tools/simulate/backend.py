@@ -25,8 +25,9 @@ class SimulatedBackend:
 
     steps     number of launched steps
     busy_s    total time of the steps in seconds
-    beyond    name of an amount in StepShape -> number of steps in which the amount exceeded the range of the fit
-    steps_beyond    number of steps in which any amount exceeded the range of the fit
+    beyond    name of an amount in StepShape -> number of steps in which the amount exceeded the largest one that the
+              cost model was fitted to
+    steps_beyond    number of steps in which any amount exceeded the largest one that the cost model was fitted to
     reused_tokens   prompt tokens found in the KV cache
     """
 
