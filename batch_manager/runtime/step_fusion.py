@@ -46,9 +46,10 @@ def make_fused_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, 
 
 
 def compared_tokens(fused: FusedStep, num_rows: int) -> list[int]:
-    """Return the token counts of compared steps. They compile every kernel variant of steps of up to `num_rows` rows.
+    """Return the token counts of the steps in which the fused step is compared with the model.
 
-    Beyond FEW_ROWS, the settings change with the number of row tiles, so there is one step per number of row tiles.
+    These steps compile every kernel variant of steps of up to `num_rows` rows. Beyond FEW_ROWS rows, launch settings
+    change with the number of row tiles, so one step is compared for each number of row tiles.
     """
     tiled = [count for count in fused.row_counts if count > FEW_ROWS and count - TILE_ROWS < num_rows]
     return [*COMPARED_TOKENS, *(tiled if num_rows > FEW_ROWS else ())]

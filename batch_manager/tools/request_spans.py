@@ -73,9 +73,9 @@ class Life:
 def lives(iterations: Iterable[IterationTrace]) -> Iterator[Life]:
     """Yield the history of each request: first the requests that end, in the order of their ends, then the others.
 
-    Several requests may have the same id one after the other. A request whose step is still in flight continues its
-    span. An iteration lasts until the next iteration begins. The last iteration, and an iteration that leaves the
-    engine idle, last until their phases have ended.
+    Several requests may have the same id one after the other. While a step of a request is in flight, the current span
+    of the request continues. An iteration lasts until the next iteration begins. The last iteration, and an iteration
+    that leaves the engine idle, last until their phases have ended.
     """
     alive: dict[int, Life] = {}
     last: IterationTrace | None = None

@@ -1,4 +1,4 @@
-"""G9: four workloads of TensorRT-LLM's published table. This engine runs them in bfloat16, and the table is for FP8.
+"""Goal G9: four workloads of TensorRT-LLM's published table. This engine runs them in bfloat16; the table is for FP8.
 
 The table is of version 1.0: Llama 3.1 8B in FP8 on one H200, `trtllm-bench throughput`, 1,500 to 30,000 requests of
 equal lengths, all at once. This report serves only one full batch of requests, so that steps with a partial batch take
