@@ -66,7 +66,7 @@ def record_step(loaded: LoadedModel, spec: ModelSpec) -> tuple[LaunchRecording, 
 
 
 def _record_head(model: Model, recording: LaunchRecording) -> bool:
-    """Add the head to the recording. Returns False, and adds nothing, if the head cannot be recorded."""
+    """Add the model's head to the recording of its forward. Returns False, and adds nothing, if this is impossible."""
     num_operations, num_registers = len(recording.operations), len(recording.widths)
     try:
         logits = model.logits(Rows(recording, recording.result, 0, recording.widths[recording.result]))

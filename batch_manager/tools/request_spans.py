@@ -20,7 +20,7 @@ class Span:
 
     kind        CONTEXT, GENERATION, PAUSED, CLIENT (arrived, but not accepted), QUEUED (accepted, but not active) or
                 WAITING (active, but in no step)
-    reason      reason of WAITING, one of batch_manager/scheduling/waiting.py
+    reason      why the request was WAITING: one of REASONS in batch_manager/scheduling/waiting.py
     begin_s, end_s   seconds of the engine's clock: start of the span's first iteration, and start of the next span
     iterations  number of iterations
     tokens      number of computed context tokens
