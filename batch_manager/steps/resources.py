@@ -233,8 +233,8 @@ class Resources:
         """Release everything that the request holds. Does nothing if the request holds nothing.
 
         keep_computed   keep the computed blocks for reuse by prompts that begin with the same tokens
-        clear_blocks    clear the request's unshared, unpublished blocks before the next read, because a step may have left
-                        any values in them; keep no block for reuse
+        clear_blocks    clear the request's unshared, unpublished blocks before the next read, because a step may have
+                        left any values in them; keep no block for reuse
         is_in_flight    clear the entries that a step in flight still writes. This is enough: the step runs before all
                         steps of the request that gets the blocks next
         """
