@@ -66,7 +66,10 @@ class Engine:
             yield {"tokens": [], "error": str(error), "is_retryable": error.is_retryable}
 
     async def health(self, tensors: dict) -> dict:
-        """Return the health of this replica. The router chooses the replica by `tensors`, as for `stream`."""
+        """Return the health of this replica.
+
+        `tensors` is for the router only: it chooses the replica by the prompt in `tensors`, as for `stream`.
+        """
         return self._engine.health()
 
     def check_health(self) -> None:

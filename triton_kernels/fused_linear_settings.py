@@ -15,7 +15,8 @@ multiprocessors, of which the busiest runs s = ceil(programs / M) programs, a pr
 
 `reads` is how often a program reads its rows of x: once, and once or twice more for an RMS or layer norm. A library
 uses the best of LIBRARY_TILES, and each norm, activation or sum of its own takes LAUNCH_US, and the time to read and
-write its rows in the L2 cache. Half-empty tiles count as full ones, so all row counts of a tile get one decision.
+write its rows in the L2 cache. Half-empty tiles count as full ones, so all row counts with the same number of tiles get
+the same decision.
 
 The constants are estimates for an H100, from vendors' bandwidths and latencies, not measured on a GPU.
 `python -m batch_manager.tools.gpu_report` times fused against separate launches; its ratios replace the constants here.
@@ -67,7 +68,9 @@ class FusedLinearSettings(NamedTuple):
 
 
 def fused_linear_settings(num_rows, in_size, out_size, gated, norm, element_size_bytes, limits) -> FusedLinearSettings:
-    """Return the launch settings. They are the same for all row counts up to FEW_ROWS, and of the same row tiles.
+    """Return the launch settings.
+
+    All row counts up to FEW_ROWS get the same settings. So do all larger row counts with the same number of row tiles.
 
     out_size   columns of the result: half of the rows of the weight when gated
     norm       the fused norm: "none", "rms" or "layer"
@@ -82,7 +85,7 @@ def is_fused(num_rows, in_size, out_size, gated, norm, saved_launches, element_s
     """Whether the fused launch is expected to be faster than separate launches, for a step of `num_rows` rows.
 
     norm             the fused norm: "none", "rms" or "layer"
-    saved_launches   number of launches that the fused launch saves; a norm that several products read counts as a share
+    saved_launches   number of launches that the fused launch saves; a norm that n products read counts as 1 / n
     """
     if num_rows <= FEW_ROWS:
         settings = settings_of_few_rows(in_size, out_size, gated, element_size_bytes, limits)

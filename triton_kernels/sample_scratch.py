@@ -23,7 +23,7 @@ def num_histograms(digits: int) -> int:
 
 
 def scratch_bytes(num_rows: int, vocabulary: int, element_size_bytes: int) -> int:
-    """Return the bytes of scratch memory for `num_rows` rows of logits if `only_greedy` is not set."""
+    """Return the bytes of scratch memory for `num_rows` rows of logits that may be sampled at random."""
     digits, pieces = num_digits(element_size_bytes), -(-vocabulary // MAX_BLOCK)
     histograms = 4 * BUCKETS + num_histograms(digits) * BUCKETS * LONG
     return num_rows * (histograms + 4 * digits * LONG + 4 * (4 * pieces + 1))

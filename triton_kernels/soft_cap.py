@@ -24,7 +24,7 @@ def soft_cap(doubled, CAP_LOG2: tl.constexpr):
 def score_factors(scale, softcap):
     """Return (factor by which a kernel multiplies each score, softcap * log2(e)).
 
-    With a cap, the multiplied score is the argument `doubled` of `soft_cap`. Without a cap, the second number is 0.
+    With a cap, the kernel passes the multiplied score to `soft_cap`. Without a cap, the second number is 0.
     """
     assert scale > 0 and (softcap is None or softcap > 0)
     if softcap is None:

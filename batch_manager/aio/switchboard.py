@@ -52,7 +52,10 @@ class Switchboard:
         return next(self._ids)
 
     def submit(self, mailbox: Mailbox, request: Any) -> None:
-        """Queue a request, which `get` returns later. For an engine process, it is a PackedRequest."""
+        """Queue a request until `get` returns it.
+
+        request   a PackedRequest if the engine runs in its own process, otherwise an InferenceRequest
+        """
         self._mailboxes[mailbox.request_id] = mailbox
         self._submitted.append((mailbox, request))
         if self.closed is not None:            # checked after queueing; `end` sets it before it drains the queue

@@ -175,7 +175,10 @@ class GptDecoder:
 
     def sample_plain(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
                      counts: torch.Tensor | None, results: torch.Tensor) -> None:
-        """Sample and store a token for each row of a plain step; see plain_sampling.py for the arguments."""
+        """Sample and store a token for each row of a plain step (see step_inputs.py).
+
+        plain_sampling.py describes the arguments.
+        """
         sample_plain(self.state, self._sample_token, SAMPLED_BY, logits, slots, positions, counts, results)
 
     def _find_candidates(self, logits: torch.Tensor, rows: BeamRows) -> Sequence[torch.Tensor]:

@@ -65,7 +65,7 @@ class LatestStatistics:
 
     record          the latest record; empty before the first
     received_at_s   arrival time of the latest record, in seconds since the epoch
-    sums            key of such a value, listed in SUMMED -> sum since the first record
+    sums            key -> sum since the first record, for the values of one iteration, whose keys are in SUMMED
 
     Any thread may read. A call parses one record and does a few additions.
 

@@ -53,7 +53,7 @@ def retain_prompt(pool: BlockPool, request: LlmRequest, block_ids: Sequence[int]
 
 
 def retain_generated(pool: BlockPool, request: LlmRequest, block_id: int) -> None:
-    """Set the priority of a block for generated tokens, to the default if the request configures none."""
+    """Set the priority of a block of generated tokens. If the request configures none, the block gets the default."""
     retention = request.retention
     if retention is None:
         pool.set_priority(block_id, DEFAULT_PRIORITY)

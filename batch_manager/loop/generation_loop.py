@@ -305,7 +305,9 @@ class GenerationLoop:
         self._expire()
 
     def _expire(self) -> None:
-        """End requests whose deadline has passed, then send the held finals of a static batch without running members.
+        """End requests whose deadline has passed.
+
+        Then, if no request of a static batch is running, send the final responses that were held for the batch.
 
         A request with generated tokens ends as timed out. A request without tokens gets an error.
         """

@@ -18,10 +18,10 @@ prompt. Row i of generation_logits has the logits of generated token i, before p
 changes. Log-probabilities are taken after these changes and before top-k and top-p (triton_kernels/sample_token.py), or
 from the unchanged logits with `raw_log_probs`.
 
-With beams, biases, penalties and bans change the log-probabilities after the temperature. The exponentials then need
-not sum to one over the vocabulary (decoding/stages.py). Beams come best first, ranked by cum_log_probs after
-len_penalty. cum_log_probs includes the end id, which is in no other tensor. A beam without a possible output has
-finish_reason 0, no tokens and cum_log_probs -inf.
+For requests with beams, the temperature applies before biases, penalties and bans, which change the log-probabilities.
+The exponentials then need not sum to one over the vocabulary (decoding/stages.py). Beams come best first, ranked by
+cum_log_probs after len_penalty. cum_log_probs includes the end id, which is in no other tensor. A beam without a
+possible output has finish_reason 0, no tokens and cum_log_probs -inf.
 
 In a streamed response, *generated* is the number of its new tokens. Concatenating a tensor over all streamed responses
 gives the tensor of a response that is not streamed, except for cum_log_probs, which always sums from the start of the

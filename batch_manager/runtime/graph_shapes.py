@@ -1,5 +1,7 @@
 """The padded shapes for which graphs of plain steps are captured, and the choice of one for a step. Pure arithmetic.
 
+step_inputs.py defines plain steps.
+
 A padding row costs as much as a real row in matrix products, and nothing elsewhere. The row counts of shapes are
 therefore close together. A generation step has fewer padding rows than real rows. From 8 rows on it has at most
 7 padding rows, and from 256 rows on at most 31.
@@ -27,7 +29,7 @@ MOST_OPERATIONS = 12 * 10**11
 
 
 class StepShape(NamedTuple):
-    """The padded shape of a plain step. It determines the step's addresses, sizes and launches.
+    """The padded shape of a plain step (see step_inputs.py). It determines the step's addresses, sizes and launches.
 
     rows             number of generation rows, padding included
     is_split         whether attention may split generating sequences into parts

@@ -1,6 +1,6 @@
 """Packs a `ScheduledBatch` into a `PackedStep`: all tokens of a step in one sequence of rows, contexts first.
 
-A model that computes a step in padded form gets the packed step too; `Padding` lists the padded rows of its tokens.
+For a padded call of the model, the step is packed as well, and `Padding` has the row of each packed token in the call.
 """
 
 from dataclasses import dataclass, replace

@@ -32,7 +32,7 @@ def fuse(recording: LaunchRecording,
 
     pays   (columns of the product's input, columns of the result, whether a gated activation is fused, fused norm:
            "none", "rms" or "layer", number of launches saved) -> whether the fused product is faster than separate
-           launches. A norm that several products read counts as a share of a launch for each of them
+           launches. A norm that n products read counts as 1 / n of a launch for each of them
     """
     operations, widths = recording.operations, recording.widths
     readers: dict[int, list[int]] = {}

@@ -46,9 +46,10 @@ def make_fused_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, 
 
 
 def compared_tokens(fused: FusedStep, num_rows: int) -> list[int]:
-    """Return the token counts of compared steps. They compile every kernel variant of steps of up to `num_rows` rows.
+    """Return the token counts of the steps in which the fused step is compared with the model.
 
-    Beyond FEW_ROWS, the settings change with the number of row tiles, so there is one step per number of row tiles.
+    These steps compile every kernel variant of steps of up to `num_rows` rows. Beyond FEW_ROWS rows, launch settings
+    change with the number of row tiles, so one step is compared for each number of row tiles.
     """
     tiled = [count for count in fused.row_counts if count > FEW_ROWS and count - TILE_ROWS < num_rows]
     return [*COMPARED_TOKENS, *(tiled if num_rows > FEW_ROWS else ())]
@@ -65,7 +66,7 @@ def record_step(loaded: LoadedModel, spec: ModelSpec) -> tuple[LaunchRecording, 
 
 
 def _record_head(model: Model, recording: LaunchRecording) -> bool:
-    """Add the head to the recording. Returns False, and adds nothing, if the head cannot be recorded."""
+    """Add the model's head to the recording of its forward. Returns False, and adds nothing, if this is impossible."""
     num_operations, num_registers = len(recording.operations), len(recording.widths)
     try:
         logits = model.logits(Rows(recording, recording.result, 0, recording.widths[recording.result]))

@@ -98,7 +98,7 @@ class StepInputs:
         return self._of(shape)[1]
 
     def send(self, shape: StepShape) -> None:
-        """Send the arrays that `arrays(shape)` returned to the device in one copy, without waiting for the copy."""
+        """Start one copy to the device of the arrays that `arrays(shape)` has returned. Does not wait for the copy."""
         num_bytes = self._of(shape)[2]
         self._uploads.into(self._buffer[:num_bytes], self._staging[:num_bytes])
 
@@ -160,7 +160,7 @@ class StepInputs:
 
 def _context_work(tensors: dict[str, torch.Tensor], index: int
                   ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the context work of the window with this index; see ContextInputs."""
+    """Return the work lists of context attention for the window with this index; see `ContextInputs.work`."""
     merged_rows = tensors[f"merged_rows_{index}"]
     may_split = len(merged_rows) > 0
     return (tensors[f"context_work_{index}"], tensors[f"context_starts_{index}"] if may_split else None,

@@ -1,4 +1,7 @@
-"""Writes the arrays of a plain step, with padding, into the host memory that is sent to the device."""
+"""Writes the arrays of a plain step, with padding, into the host memory that is sent to the device.
+
+step_inputs.py defines plain steps.
+"""
 
 import numpy as np
 
@@ -14,7 +17,7 @@ Work = list[tuple[np.ndarray, np.ndarray]]         # one for each window, see Bi
 
 
 class StepWriter:
-    """Writes the arrays of plain steps.
+    """Writes the arrays of plain steps, which step_inputs.py defines.
 
     tables         the host's block tables
     resident       the copy of these tables on the device

@@ -69,7 +69,7 @@ class Resources:
         self._prompt_tables: dict[int, PromptTable] = {}
 
     def admit(self, admitted: Admitted) -> None:
-        """Keep the setup that the device needs when the request starts, and its prompt-tuning table if it has one."""
+        """Store the slot setup of a request, for its start on the device, and its prompt-tuning table if it has one."""
         request_id = admitted.request.request_id
         self._setups[request_id] = admitted.setup
         if admitted.prompt_table is not None:
@@ -233,9 +233,10 @@ class Resources:
         """Release everything that the request holds. Does nothing if the request holds nothing.
 
         keep_computed   keep the computed blocks for reuse by prompts that begin with the same tokens
-        clear_blocks    a step may have left any values in the blocks: clear them before the next read and keep nothing
-        is_in_flight    a step in flight still writes to the blocks, but runs before every step of their next owner:
-                        clear the entries that the step in flight writes
+        clear_blocks    clear the request's unshared, unpublished blocks before the next read, because a step may have
+                        left any values in them; keep no block for reuse
+        is_in_flight    clear the entries that a step in flight still writes. This is enough: the step runs before all
+                        steps of the request that gets the blocks next
         """
         if clear_blocks:
             # Shared and published blocks were written by earlier steps.

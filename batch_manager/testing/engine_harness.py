@@ -114,7 +114,10 @@ class EngineHarness:
         audit(self._loop.kv)
 
     def close(self) -> None:
-        """End open requests with SHUTDOWN, and close the backend. Idempotent. Raises RuntimeError in a callback."""
+        """End open requests with SHUTDOWN, and close the backend. Idempotent.
+
+        Raises RuntimeError if a callback or hook calls this method.
+        """
         self._refuse_in_callback("close")
         self._loop.answer_the_rest(ManagerClosedError(
             "the harness was closed before the request ended", "requests must end before close()",

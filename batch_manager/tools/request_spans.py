@@ -20,7 +20,7 @@ class Span:
 
     kind        CONTEXT, GENERATION, PAUSED, CLIENT (arrived, but not accepted), QUEUED (accepted, but not active) or
                 WAITING (active, but in no step)
-    reason      reason of WAITING, one of batch_manager/scheduling/waiting.py
+    reason      why the request was WAITING: one of REASONS in batch_manager/scheduling/waiting.py
     begin_s, end_s   seconds of the engine's clock: start of the span's first iteration, and start of the next span
     iterations  number of iterations
     tokens      number of computed context tokens
@@ -73,9 +73,9 @@ class Life:
 def lives(iterations: Iterable[IterationTrace]) -> Iterator[Life]:
     """Yield the history of each request: first the requests that end, in the order of their ends, then the others.
 
-    Several requests may have the same id one after the other. A request whose step is still in flight continues its
-    span. An iteration lasts until the next iteration begins. The last iteration, and an iteration that leaves the
-    engine idle, last until their phases have ended.
+    Several requests may have the same id one after the other. While a step of a request is in flight, the current span
+    of the request continues. An iteration lasts until the next iteration begins. The last iteration, and an iteration
+    that leaves the engine idle, last until their phases have ended.
     """
     alive: dict[int, Life] = {}
     last: IterationTrace | None = None

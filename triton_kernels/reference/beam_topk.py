@@ -71,9 +71,12 @@ def best_of_groups(row, token, log_prob, rank, cum_log_probs, diversity_rate, gr
 
 
 def _ranked(bin, value, num_bins, *columns):
-    """Sort the entries by bin, then by descending value. The sort is stable.
+    """Sort entries by bin, then by descending value. The sort is stable.
 
-    Returns each of `columns` in this order, then the rank of each entry in its bin.
+    Returns the sorted columns, then the rank of each sorted entry in its bin.
+
+    bin, value   [n] index of each entry's bin, below num_bins, and its value
+    columns      arrays [n] with one element per entry
     """
     order = value.argsort(descending=True, stable=True)
     order = order[bin[order].argsort(stable=True)]

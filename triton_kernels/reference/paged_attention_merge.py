@@ -9,7 +9,8 @@ Shapes      partial_out              [P, HQ, D] float32   P partial results of H
             part_starts              [S + 1] int32   ascending
             out                      [S, HQ, D]
             merged_rows              [S] int32   row of out for each sequence, with out of any length; None: row s
-Needs       one partial_lse of each sequence and head that is not -inf. A partial result with -inf does not count.
+Needs       for each sequence with partial results, and each head, at least one partial_lse above -inf. Partial results
+            with -inf are ignored.
 Mutates     out, except for sequences without partial results.
 Returns     out.
 """

@@ -99,8 +99,7 @@ def unknown_keyword(keywords: dict[str, Any]) -> str | None:
 class RunningStep:
     """A step whose attention calls go to the engine's attention.
 
-    layers   id of an attention module -> (layer, the values of its arguments that change scores, as `score_arguments`
-             returned them when the spec was read)
+    layers   id() of an attention module -> (index of its layer, expected result of `score_arguments` for its calls)
     """
 
     __slots__ = ("_layers", "_attention")

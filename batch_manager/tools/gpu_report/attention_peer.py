@@ -25,7 +25,7 @@ FILE = "attention.py"
 
 
 class AttentionPeer:
-    """Returns launches of the peer's functions on the same sequences as the kernels of this package."""
+    """The other attention kernel. Its methods return launches on the sequences that this package's kernels also get."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self.name = module, str(module.NAME)
@@ -42,7 +42,10 @@ class AttentionPeer:
 
 
 def attention_peer(folder: Path | None) -> AttentionPeer | None:
-    """Load the attention peer of a folder. Returns None if there is no peer. Raises the errors of importing it."""
+    """Load `attention.py`, the attention kernel to compare with, from the folder of peers.
+
+    Returns None without a folder or file. Raises the errors of importing the file.
+    """
     if folder is None or not (folder / FILE).exists():
         return None
     spec = importlib.util.spec_from_file_location("batch_manager_attention_peer", folder / FILE)

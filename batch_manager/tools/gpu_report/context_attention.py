@@ -1,4 +1,4 @@
-"""G2, G2b: context attention, compared with a matrix product and with a peer.
+"""Goals G2 and G2b: context attention, compared with a matrix product and with a peer.
 
 Two more records of G2 compare split attention, whose keys are divided into parts, with unsplit attention.
 """

@@ -1,4 +1,4 @@
-"""G1, G1b, G1c: decode attention, compared with the memory bandwidth and with a peer."""
+"""Goals G1, G1b and G1c: decode attention, compared with the memory bandwidth and with a peer."""
 
 from collections.abc import Iterator
 

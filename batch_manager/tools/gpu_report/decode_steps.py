@@ -1,4 +1,4 @@
-"""G3, G3b: the time of an engine's decode step, compared with the least time that its bytes and operations take."""
+"""Goals G3 and G3b: time of an engine's decode step, compared with the least time for its bytes and operations."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,12 @@ from .shapes import LLAMA_1B, LLAMA_8B, LLAMA_135M, Shape
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Sequences and mean tokens of each during the measured steps, and the estimated seconds of one run."""
+    """The size of a measurement.
+
+    batch     number of sequences
+    context   mean number of tokens of a sequence during the measured steps
+    seconds   estimated seconds of one measurement
+    """
 
     batch: int
     context: int
@@ -24,7 +29,7 @@ class Case:
 
     seconds     estimated seconds until an engine is warm, including the compilation of its kernels
     runs        number of measurements of each size
-    predicted   time of a step that a model of the GPU predicts
+    predicted   text with the predicted time of a step; empty: none
     """
 
     goal: str

@@ -1,4 +1,4 @@
-"""Measure the memory bandwidth and the matrix rate of this GPU, which are denominators of the goals."""
+"""Measure the memory bandwidth and the matrix rate of this GPU. The goals are ratios to such rates."""
 
 from collections.abc import Iterator
 

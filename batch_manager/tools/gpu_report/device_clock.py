@@ -137,9 +137,11 @@ class GpuClock:
 
 
 def activity_of(spans: list[tuple[float, float, str]]) -> DeviceActivity:
-    """Return the activity of kernels and copies, given as (begin, end, name). Times are microseconds.
+    """Return the activity of the device, computed from the time spans of its kernels and copies.
 
     The time of overlapping spans counts once.
+
+    spans   (begin, end, name) of each kernel and copy, in microseconds
     """
     busy, reached = 0.0, float("-inf")
     for begin, end, _ in sorted(spans):

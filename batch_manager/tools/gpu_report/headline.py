@@ -1,4 +1,4 @@
-"""G6, G6b: tokens/s of 256 simultaneous requests of very different lengths, compared with other engines."""
+"""Goals G6 and G6b: tokens/s of 256 simultaneous requests of very different lengths, compared with other engines."""
 
 import json
 from collections.abc import Iterator

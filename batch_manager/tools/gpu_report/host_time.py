@@ -1,4 +1,4 @@
-"""G5, G5b: host time of an iteration with 256 requests, around a model that takes no time."""
+"""Goals G5 and G5b: host time of an iteration with 256 requests, around a model that takes no time."""
 
 from collections.abc import Iterator
 

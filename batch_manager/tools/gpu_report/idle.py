@@ -1,4 +1,4 @@
-"""G4: idle time of the GPU between decode steps. G8: gain from running ahead, and from two micro-batches."""
+"""Goal G4: idle time of the GPU between decode steps. Goal G8: gain from running ahead, and from two micro-batches."""
 
 import threading
 from collections.abc import Iterator

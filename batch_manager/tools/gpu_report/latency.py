@@ -1,4 +1,4 @@
-"""G7: variation of the time between tokens while requests arrive and their contexts are computed in chunks."""
+"""Goal G7: variation of the time between tokens while requests arrive and their contexts are computed in chunks."""
 
 from collections.abc import Iterator
 

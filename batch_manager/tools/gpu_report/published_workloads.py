@@ -1,4 +1,6 @@
-"""G9: four workloads of TensorRT-LLM's published throughput table, which is for FP8. This engine runs them in bfloat16.
+"""Goal G9: four workloads of TensorRT-LLM's published throughput table, which is for FP8.
+
+This engine runs them in bfloat16.
 
 The table is of version 1.0: Llama 3.1 8B in FP8 on one H200, `trtllm-bench throughput`, 1,500 to 30,000 requests of
 equal lengths, all at once. This report serves only one full batch of requests, so that steps with a partial batch take

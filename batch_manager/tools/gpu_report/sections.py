@@ -1,7 +1,7 @@
 """The sections of a report, in the order in which they run, with their time budgets.
 
-Prerequisites come first, followed by the goals. Engines of these sections capture graphs. The sections at the end have
-no budget: they run in the time that is left when every goal has its figure.
+Prerequisites come first, followed by the goals. The engines in these sections capture CUDA graphs. The sections at the
+end have no budget: they run in the time that is left when every goal has its figure.
 """
 
 from collections.abc import Callable, Iterator, Sequence

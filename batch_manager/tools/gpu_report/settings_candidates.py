@@ -47,7 +47,11 @@ def context_candidates(present: ContextSettings, tokens_per_block: int) -> list[
 
 def fused_candidates(present: FusedLinearSettings, in_size: int, out_size: int, gated: bool, element_size_bytes: int,
                      limits: Any) -> list[FusedLinearSettings]:
-    """Return settings for up to FEW_ROWS rows. Each one changes one of `present`, and has the most stages that fit."""
+    """Return `present`, the current settings for up to FEW_ROWS rows, and settings that differ from it.
+
+    Each of the others changes the columns, the step or the warps, and has as many stages as fit. The last one has
+    fewer stages instead.
+    """
 
     def with_stages(columns: int, step: int, warps: int, most: int = MOST_STAGES) -> FusedLinearSettings:
         piece_bytes = (columns * (2 if gated else 1) + FEW_ROWS) * step * element_size_bytes

@@ -54,7 +54,7 @@ class CostModel:
     generation_s    term of GENERATION_TERMS -> seconds per unit, for steps without contexts
     mixed_s         term of MIXED_TERMS -> seconds per unit, for steps with contexts
     host_s          term of HOST_TERMS -> seconds per unit, for the host's part of an iteration
-    most            amount -> largest value in the steps of the fit
+    most            name of an amount of work -> its largest value in the steps of the fit
     generation_spread, mixed_spread   equally spaced quantiles of measured / predicted time, from the minimum to the
                     maximum; their mean is 1. Empty: no scatter
     is_asynchronous   whether the host plans a step while the device computes the previous step
