@@ -31,7 +31,7 @@ def findings(tmp_path_factory):
     done = subprocess.run(
         [sys.executable, "-m", "tests.quick_interpreter", "tests.runtime.recorded_steps", folder], cwd=REPOSITORY,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True,
-        timeout=300)
+        timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     found = {}
     for line in map(json.loads, done.stdout.splitlines()):
