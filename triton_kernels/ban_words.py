@@ -14,7 +14,7 @@ Shapes      logits                   [R, V]   float32, R rows of V tokens, conti
             list_start               [R] int32   start of the row's list
             count                    [R] int32   number of words in the row's list
             max_count                at least the largest count
-Neutral     a row whose words all have one token: its history is not read, and history_row is arbitrary
+Unused      history and history_row of a row whose words all have one token; history_row is then arbitrary
 Mutates     logits. Ids must be below V.
 Oracle      triton_kernels/reference/ban_words.py
 Source      TensorRT-LLM's rule and the idea of its packing; written for this project.

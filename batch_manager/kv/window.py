@@ -47,7 +47,7 @@ class AttentionWindow:
     def longest_stored(self) -> int:
         """The largest number of tokens of a sequence that count as stored, not rounded to blocks.
 
-        Only estimates of how many blocks a request needs use this number.
+        The number is for estimates of the blocks that a request needs, and for nothing else.
         """
         return self.size + self.temporary
 

@@ -380,7 +380,7 @@ class NativeBackend:
             one with all features
             one that is sampled, without other features
             one without features, whose context and generation steps are long enough for attention to split them
-            if max_beam_width > 1: one with 2, 4, 8, ... beams each, and one with max_beam_width beams
+            if max_beam_width > 1: one with 2 beams, one with 4, one with 8 and so on, and one with max_beam_width beams
 
         The steps compile the kernels of all variants of a step, so that no kernel is compiled while requests wait.
         """

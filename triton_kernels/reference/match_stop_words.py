@@ -10,7 +10,7 @@ Shapes      token                    [R]   any integer dtype: the sampled token 
             list_start               [R] int32   start of the row's list
             count                    [R] int32   number of words in the row's list
             the result               [R] bool
-Neutral     a row whose words all have one token: its history is not read, and history_row is arbitrary
+Unused      history and history_row of a row whose words all have one token; history_row is then arbitrary
 """
 
 import torch
