@@ -83,5 +83,5 @@ class LogitsRows:
                 self._history.device_rows_of(self._rows), self.device_positions)
 
     def part(self, of: slice) -> "LogitsRows":
-        """Return a slice of the rows as a separate LogitsRows. It does not get the values set with `replace`."""
+        """Return a slice of the rows as a separate LogitsRows. Values that `replace` has set so far are not in it."""
         return LogitsRows(self._rows.part(of), self._state, self._history)

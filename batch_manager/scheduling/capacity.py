@@ -60,12 +60,13 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
 class StaticBatchScheduler(CapacityScheduler):
     """Starts the requests of a batch together. The next batch starts once the last member of the batch has ended.
 
-    Once a request generates, only generating requests run: a context between chunks waits for the next batch.
+    Once a request of the batch generates, only generating requests run. A request of the batch whose prompt is computed
+    in part then waits, and continues with the next batch.
 
     Never pauses. Source: TensorRT-LLM's STATIC_BATCH, which serves the V1 batching scheme.
 
-    in_line   use TensorRT-LLM's order, in which contexts between chunks are not always admitted; see
-              GuaranteedNoEvictScheduler
+    in_line   True: start a batch in TensorRT-LLM's order of requests, in which a request whose prompt is computed in
+              part may have to wait again; see GuaranteedNoEvictScheduler
     """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,

@@ -46,7 +46,10 @@ class Shapes:
 
     def last(self, index: int, text: str, log_probs: dict[str, Any] | None, reason: FinishReason,
              usage: dict[str, Any] | None) -> bytes:
-        """Return the chunk that ends an output, with its finish reason. In a chat, a chunk with `text` precedes it."""
+        """Return the end of a streamed output: its last text and its finish reason.
+
+        A chat gets two chunks, one with `text` and one with the finish reason. Other outputs get one chunk with both.
+        """
         reason_json = orjson.dumps(finish_reason(reason))
         if self._is_chat:
             before = self.chunk(index, text, log_probs, usage) if text or log_probs else b""
