@@ -88,7 +88,7 @@ class WorkerControl:
     def claim_the_loop(self) -> bool:
         """Return True in the first thread that calls this method, also in its later calls, and False in other threads.
 
-        The first thread is the worker or the thread of a constructor that fails. It closes the loop.
+        The first thread closes the loop. It is the worker or the thread of a constructor that fails.
         """
         thread = threading.get_ident()
         return self._claimed_by.setdefault("thread", thread) == thread

@@ -222,7 +222,7 @@ def tail(text: str, columns: int) -> str:
 
 
 class PlainView:
-    """Plain lines, for files, pipes and simple terminals."""
+    """Prints the output as plain lines, for files, pipes and simple terminals."""
 
     LINE = 72
 

@@ -11,7 +11,8 @@ LEAST_FREE_SHARE = 0.1      # of the KV cache blocks; a replica with a smaller s
 class PrefixRouter(FIFOMixin, RequestRouter):
     """Sends prompts with the same prefix to the same replica, whose cache has the prefix.
 
-    A replica whose share of free KV cache blocks is below LEAST_FREE_SHARE gets only requests that all others decline.
+    A replica whose share of free KV cache blocks is below LEAST_FREE_SHARE gets only requests that all other replicas
+    decline.
     """
 
     async def choose_replicas(self, candidate_replicas, pending_request=None):

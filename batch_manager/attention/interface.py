@@ -27,7 +27,7 @@ class PackedStep:
                    end of a sequence, and entries of freed blocks outside its window, are arbitrary: do not read them
     num_contexts   c; in a step with draft tokens, generating sequences count as contexts
     logits_rows    [r] int64   packed indices of the tokens whose logits are sampled, in batch order: the last token of
-                   each sequence that yields a token; with draft tokens, also each draft and the token before them
+                   each sequence that yields a token; with drafts, also each draft and the token before the first draft
     num_verifying  in a step with draft tokens, the number of generating sequences. They are the last contexts of the
                    step. The token ids of such a sequence are 0, followed by its drafts, if any. Attention can ignore
                    this field
@@ -248,7 +248,9 @@ class BindableAttention(Attention, Protocol):
         ...
 
     def bind(self, generation: GenerationInputs, contexts: ContextInputs | None) -> None:
-        """Make `run` read the tensors of `generation` and `contexts`. A step calls it instead of `plan` and `receive`.
+        """Make `run` read the tensors of `generation` and `contexts`.
+
+        A step calls `bind` in place of `plan` and `receive`.
 
         The rows of the step are those of `generation`, then those of `contexts`. The launches of `run` depend only on
         the shapes and addresses of the tensors.

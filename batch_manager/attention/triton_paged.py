@@ -148,9 +148,9 @@ class TritonPagedAttention:
 
     @cached_property
     def _context_heads(self) -> ContextHeads | None:
-        """The numbers from which `context_work_list` decides into how many parts it splits a tile.
+        """Return the numbers from which `context_work_list` decides into how many parts it splits a tile.
 
-        None with `deterministic`: no tile is split.
+        Returns None with `deterministic`, which splits no tile.
         """
         pool = self.layer_pools[0]
         kv_heads, tokens_per_block, head_size = pool.shape[2:]

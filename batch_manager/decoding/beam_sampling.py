@@ -85,7 +85,7 @@ class BeamRows:
         return logits[self.device_singles]
 
     def beam_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the rows of beams: `logits` itself if it has no other rows, because a copy is large."""
+        """Return the rows of `logits` that belong to beams. If all rows do, returns `logits` without a copy."""
         return logits[self.device_beams] if len(self.singles) else logits
 
 

@@ -111,7 +111,7 @@ class GuidedDecoding:
         return Grammar(matcher)
 
     def constrain(self, request_id: int, grammar: Grammar) -> None:
-        """Constrain a request from its first generated token on. Replaces an earlier grammar of the same id."""
+        """Constrain the output of a request to `grammar`. Replaces an earlier grammar of the request id."""
         self._sessions[request_id] = _Session(grammar.matcher.deep_copy())
 
     def processor(self, grammar: Grammar) -> Callable[[int, torch.Tensor, list[list[int]]], torch.Tensor]:

@@ -71,7 +71,10 @@ class Reservations:
         return reserved
 
     def kept_blocks(self) -> set[int] | None:
-        """Return the ids of the blocks that at least one sequence holds until its end; None: all held blocks."""
+        """Return the ids of the blocks that at least one sequence holds until the sequence ends.
+
+        Returns None if every held block is such a block.
+        """
         if not (self._window.slides and self._with_reuse):
             return None
         kept, _ = self._holders()

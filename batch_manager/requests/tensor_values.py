@@ -121,7 +121,10 @@ def scalar(spec: TensorSpec, value: Any) -> int | float | bool:
 
 
 def few(spec: TensorSpec, value: Any) -> tuple[int, ...]:
-    """Return the 1 to 8 integers in `value`, without a check of their range. Raises InvalidRequestError."""
+    """Return the integers in `value`, which must contain at least one and at most eight. Does not check their range.
+
+    Raises InvalidRequestError.
+    """
     row = value
     if type(row) in _LISTS and len(row) == 1 and type(row[0]) in _LISTS:
         (row,) = row

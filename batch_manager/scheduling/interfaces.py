@@ -49,9 +49,9 @@ class RequestScheduler(ABC):
         """Return the plan of the next iteration.
 
         active_requests        all active requests, in service order
-        inflight_request_ids   ids of requests in a step in flight that cannot run in this iteration. If a plan pauses a
-                               request in flight, the loop drops the plan and calls the scheduler again once that step
-                               is read
+        inflight_request_ids   ids of requests that cannot run in this iteration, because they are in a step in
+                               flight. If a plan pauses such a request, the loop drops the plan and calls the
+                               scheduler again once that step is read
         """
 
 

@@ -135,7 +135,7 @@ def page(result: Result, folder: str) -> str:
 
 
 def written_into(text: str, part: str) -> str:
-    """Return the page `text` with `part` between its marker lines. Raises ValueError if the lines are missing."""
+    """Return the page `text` with `part` between the page's marker lines. Raises ValueError if they are missing."""
     return written_between(text, BEGIN, f"\n\n{part}\n\n", END, what="the page", belongs="the measurements belong")
 
 

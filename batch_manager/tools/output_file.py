@@ -150,7 +150,7 @@ def _errors_naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def output_file(path: Path, *, source: Path | None = None, mode: str = "w") -> Iterator[IO[Any]]:
-    """Context manager that yields one output file for writing, in the way of `OutputFiles`."""
+    """Context manager that yields one output file for writing. The file behaves as a file of `OutputFiles`."""
     with OutputFiles(source) as files:
         yield files.open(path, mode)
 
