@@ -1,4 +1,4 @@
-"""Loads a model on its own thread.
+"""Loads a model on a separate thread.
 
 The loading is interrupted when its caller is interrupted, and when the interpreter exits.
 

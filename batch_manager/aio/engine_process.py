@@ -106,7 +106,7 @@ class EngineProcess:
                 "engine_process_id": link.process.pid, "seconds_since_heard": seconds}
 
     def shutdown(self, drain: bool = True, timeout: float | None = None) -> bool:
-        """End the engine as GptManager.shutdown does, and its process.
+        """End the engine, as GptManager.shutdown does, and end the engine's process.
 
         The process is killed if it has not ended 10 seconds after the timeout.
         """

@@ -151,10 +151,10 @@ class LayerAttention:
 
 
 def refuse_wrong_sink_logits(layer: int, how: LayerAttention, sink_logits: object) -> NoReturn:
-    """Raise ConfigError, because `run` got sink logits for a layer without has_sink_logits, or none for one with it.
+    """Raise ConfigError, because the sink logits passed to `run` contradict has_sink_logits of the layer.
 
     how           the LayerAttention of the layer
-    sink_logits   the argument of `run`
+    sink_logits   the argument of `run`; None: no sink logits
     """
     passed = "without" if sink_logits is None else "with"
     raise ConfigError(f"the attention of layer {layer} was called {passed} sink_logits",

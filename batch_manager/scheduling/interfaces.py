@@ -1,8 +1,8 @@
 """The interfaces of schedulers, with TensorRT-LLM's names and signatures.
 
-Subclassing is optional: any object with the method works. An object is a RequestScheduler if its `schedule_request` has
-two parameters, and a CapacityScheduler if it has one parameter. A scheduler changes neither requests nor blocks, and
-returns the same result for the same arguments.
+Subclassing is optional: any object with the interface's method works. An object is a RequestScheduler if its
+`schedule_request` has two parameters, and a CapacityScheduler if it has one parameter. A scheduler changes neither
+requests nor blocks, and returns the same result for the same arguments.
 """
 
 from abc import ABC, abstractmethod

@@ -238,7 +238,7 @@ def _read(options: argparse.Namespace, selection: Selection, output_tokens: int 
 
 
 def _check_kind(options: argparse.Namespace, format: str) -> None:
-    """Raise DatasetError if a file of this format needs the other KIND on the command line.
+    """Raise DatasetError if the KIND on the command line does not read files of this format.
 
     The kind `trace` reads traces, and the kind `dataset` reads all other formats.
     """

@@ -66,7 +66,7 @@ def _attend(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, val
 
 @dataclass(frozen=True, slots=True)
 class MaskDescription:
-    """Stands for an attention mask: the function with which transformers would compute the mask.
+    """Stands for an attention mask, and holds the function with which transformers would compute the mask.
 
     sees   (batch, head, query position, key position) -> whether the query sees the key; all are integer tensors
     """

@@ -113,7 +113,7 @@ class Session:
         return keep_and_watch
 
     def serve(self, load: Load) -> Served:
-        """Serve the workload under this load.
+        """Serve the workload with the arrival process `load`.
 
         Each run has its own cache salt, so that it does not reuse KV cache blocks of other runs.
 

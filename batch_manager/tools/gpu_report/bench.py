@@ -84,7 +84,7 @@ class Bench:
         self._estimated += seconds
 
     def has_time(self, seconds: float) -> bool:
-        """Announce a measurement like `require`, and return whether enough time of the section is left for it."""
+        """Announce a measurement of about `seconds`, and return whether the section has that much time left."""
         try:
             self.require(seconds)
         except OutOfTimeError:

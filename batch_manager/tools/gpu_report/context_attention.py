@@ -30,7 +30,7 @@ def run(bench: Bench) -> Iterator[Record]:
 
 
 def _of_a_short_chunk(bench: Bench) -> Iterator[Record]:
-    """Compare attention that is split as in the engine and unsplit attention, for a chunk of 64 tokens.
+    """Compare unsplit attention with attention that is split as in the engine, for a chunk of 64 tokens.
 
     The chunk follows 16,320 tokens. The goal of G2 is for whole prompts, so the records are not judged.
     """
