@@ -109,7 +109,7 @@ def train_tokenizer(passages, vocabulary_size):
 
 
 def encode_passages(tokenizer, passages):
-    """Return one tensor with the tokens of `<s> text </s>` for each passage."""
+    """Return a list with one tensor per passage: the tokens of `<s> text </s>`."""
     end = tokenizer.token_to_id(END)
     return [torch.tensor(encoding.ids + [end]) for encoding in tokenizer.encode_batch(passages)]
 

@@ -99,7 +99,7 @@ class ContextInputs:
 
 
 class RotaryTable(Protocol):
-    """Cosines and sines of the rotary position embedding. `layers.Rotary` satisfies it.
+    """Cosines and sines of the rotary position embedding. `layers.Rotary` satisfies this protocol.
 
     cos, sin   [max positions, rotary dimensions / 2] float32 on the device, for the half-split ("NeoX") rotation. They
                include the amplitude factor of scaled variants (yarn)

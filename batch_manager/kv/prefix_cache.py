@@ -67,7 +67,7 @@ class PrefixCache:
         return self._keys_of(request, matched + 1)[matched].digest
 
     def will_publish_more(self, request: LlmRequest) -> bool:
-        """Whether the first full block of the prompt that is not cached is published once it is computed.
+        """Whether the first uncached full block of the prompt is published once the block is computed.
 
         The block of the last prompt token is not published while the request runs.
         """
@@ -97,7 +97,7 @@ class PrefixCache:
         self._walks.pop(request.request_id, None)
 
     def _keys_of(self, request: LlmRequest, count: int) -> list[BlockKey]:
-        """Return the cache keys, content and digest, of the first `count` full blocks of the request's tokens."""
+        """Return the cache key of each of the first `count` full blocks of the request's tokens."""
         owner, keys = self._keys.get(request.request_id, (None, []))
         if owner is not request:
             keys = []

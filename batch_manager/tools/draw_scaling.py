@@ -3,7 +3,7 @@
     python -m batch_manager.tools.draw_scaling scaling.json --out FOLDER                      four files, tables printed
     python -m batch_manager.tools.draw_scaling scaling.json --out FOLDER --page PERFORMANCE.md
 
---page writes links to the plots, the tables and the command of the measurement into a Markdown file, between two marker
+--page writes the tables, the command of the measurement and links to the plots into a Markdown file, between two marker
 lines. The same measurements always give the same files. Exit status 1: a file cannot be read or written, or has no
 measurements.
 """

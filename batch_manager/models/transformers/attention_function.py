@@ -91,7 +91,7 @@ def score_arguments(keywords: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def unknown_keyword(keywords: dict[str, Any]) -> str | None:
-    """Return the name of a keyword argument that is unknown here and could change scores; None if there is none."""
+    """Return the name of a keyword argument that this file does not handle and that could change scores, or None."""
     return next((name for name, value in keywords.items() if value is not None and name != SINK_LOGITS
                  and name not in SCORE_KEYWORDS and name not in _IGNORED_KEYWORDS), None)
 

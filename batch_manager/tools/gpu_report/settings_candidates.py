@@ -47,10 +47,10 @@ def context_candidates(present: ContextSettings, tokens_per_block: int) -> list[
 
 def fused_candidates(present: FusedLinearSettings, in_size: int, out_size: int, gated: bool, element_size_bytes: int,
                      limits: Any) -> list[FusedLinearSettings]:
-    """Return `present`, the current settings for up to FEW_ROWS rows, and settings that differ from it.
+    """Return the settings to try for up to FEW_ROWS rows: `present`, the current settings, and then variants of it.
 
-    Each of the others changes the columns, the step or the warps, and has as many stages as fit. The last one has
-    fewer stages instead.
+    Each variant but the last changes the columns, the step or the warps, and has as many stages as fit. The last
+    variant has the columns, the step and the warps of `present`, and one stage less.
     """
 
     def with_stages(columns: int, step: int, warps: int, most: int = MOST_STAGES) -> FusedLinearSettings:
