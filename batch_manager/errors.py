@@ -117,7 +117,7 @@ class SchedulerContractError(BatchManagerError):
 
 
 class DeviceLostError(BatchManagerError):
-    """The device's context is lost. Nothing can run on it in this process any more."""
+    """The device's context is lost. Nothing can run on the device in this process any more."""
 
 
 class ManagerClosedError(BatchManagerError):

@@ -273,7 +273,7 @@ class LiveView:
         self.next_frame = 0.0
 
     def frame(self, columns: int) -> list[str]:
-        """Return the lines of the table, each shorter than `columns` without colour codes."""
+        """Return the lines of the table. Each displays fewer than `columns` characters; colour codes do not count."""
         client, lines = self.client, []
         for job in client.jobs.values():
             head = f"[{job.id}]".rjust(4) + f" {job.state:<11} {len(job.tokens):>3} "

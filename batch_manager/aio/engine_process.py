@@ -304,7 +304,10 @@ class Link:
             self.work.set()
 
     def _finish(self) -> None:
-        """Wait for the exit of the process, or kill it. Then end all remaining requests and call the hook `at_end`."""
+        """Wait for the process to exit, and kill the process if it does not exit in time.
+
+        Then end all remaining requests and call the hook `at_end`.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(SECONDS_TO_EXIT if self._has_ended_message else 0.5)
         if self.process.poll() is None:

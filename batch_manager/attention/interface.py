@@ -200,7 +200,7 @@ class Attention(Protocol):
 
         Shapes   query [T, heads, head_size]; key, value [T, kv_heads, head_size]; result [T, heads * head_size];
                  sink_logits [heads] float32, contiguous, only for layers with has_sink_logits. Models without such
-                 layers omit the argument, so an implementation that serves only them need not accept it
+                 layers omit the argument. An attention that serves only such models may lack the parameter
         Mutates  the pages of this layer in the pool; may overwrite query and key
         Raises   ConfigError if sink_logits contradicts LayerAttention.has_sink_logits
         """

@@ -81,7 +81,7 @@ class Reservations:
         return set(np.flatnonzero(kept).tolist())
 
     def kept_columns(self, request: LlmRequest) -> int:
-        """Index of the first block of the request that never leaves the window."""
+        """Index of the first block that stays in the window until the end of the longest output of the request."""
         if not self._window.slides:
             return 0
         return int(self._window.num_dropped(request.prompt_len + request.max_new_tokens))

@@ -28,7 +28,8 @@ class DuplicateDelay:
         """Whether `request` is a context that holds no blocks and must wait, because another context computes its next
         block.
 
-        If no other context computes this block, and it will become reusable, `request` is recorded as computing it.
+        If no other context computes this block, and the block will become reusable, `request` is recorded as the
+        context that computes the block.
         """
         return (self._cache is not None and request.is_context and self._is_computed_by_another(request)
                 and not self._owns(request))

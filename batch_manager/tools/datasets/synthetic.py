@@ -37,7 +37,7 @@ class ChatShape:
 
     continued        probability that a request continues an open conversation, if there is one
     open_at_most     largest number of open conversations; the newest conversations stay open
-    system_tokens    length of each system prompt in tokens; a prompt is half as frequent as the previous one
+    system_tokens    length of each system prompt in tokens; each is half as frequent as the system prompt before it
     turn_median, turn_sigma   median and sigma of the log-normal lengths of user turns, in tokens
     longest          most tokens of a prompt; a conversation ends before its prompt exceeds this number
     """
@@ -73,8 +73,8 @@ class _Conversation:
 def sample_conversations(count: int, seed: int, shape: TraceShape, chat: ChatShape) -> Iterator[Arrival]:
     """Yield `count` requests, which are turns of conversations that share a few system prompts.
 
-    Each request has the ids of its prompt's blocks. A prompt is the system prompt and all turns so far, with their
-    answers. The input lengths of `shape` are not used.
+    Each request has the ids of its prompt's blocks. A prompt is the system prompt, the earlier turns with their answers,
+    and the new turn. The input lengths of `shape` are not used.
     """
     random = Random(f"conversations {seed}")
     next_id = 0

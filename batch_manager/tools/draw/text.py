@@ -75,7 +75,7 @@ def _time_right(picture: Picture, width: int) -> list[str]:
 
 
 def _line_of_numbers(head: str, picture: Picture, stave: list[tuple[int, str, int]], width: int) -> str:
-    """Return the first line of a stave, one section of the wrapped picture.
+    """Return the first line of a stave. A stave is one section of the wrapped picture.
 
     The line has the number of each iteration above its column, if there is room for the number.
     """
