@@ -65,7 +65,7 @@ def _microseconds(row: Row) -> Point:
 
 
 def _rate(row: Row) -> Point:
-    """Return the point of a plot for one measured batch size. Its height is the rate in tokens/s at the median step time.
+    """Return the point of a plot for one measured batch size: the rate in tokens/s at the median step time.
 
     The bar through the point runs from the rate at the 90th percentile of the step time to the rate at the 10th.
     """

@@ -109,7 +109,7 @@ def refuse_untested_kinds(configuration: Any, where: str) -> None:
 
 
 def _ropes(parameters: Any) -> list[dict[str, Any]]:
-    """Return all sets of rotary parameters: `parameters`, and each dict in `parameters`, which is for a kind of layers.
+    """Return all sets of rotary parameters: `parameters`, and each dict among its values (a set for one kind of layer).
 
     The list is empty if `parameters` is not a dict.
     """

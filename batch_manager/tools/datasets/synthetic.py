@@ -73,8 +73,8 @@ class _Conversation:
 def sample_conversations(count: int, seed: int, shape: TraceShape, chat: ChatShape) -> Iterator[Arrival]:
     """Yield `count` requests, which are turns of conversations that share a few system prompts.
 
-    Each request has the ids of its prompt's blocks. A prompt is the system prompt, the earlier turns with their answers,
-    and the new turn. The input lengths of `shape` are not used.
+    Each request has the ids of its prompt's blocks. A prompt is the system prompt, the earlier turns with their
+    answers, and the new turn. The input lengths of `shape` are not used.
     """
     random = Random(f"conversations {seed}")
     next_id = 0

@@ -50,7 +50,7 @@ def fused_candidates(present: FusedLinearSettings, in_size: int, out_size: int, 
     """Return the settings to try for up to FEW_ROWS rows: `present`, the current settings, and then variants of it.
 
     Each variant but the last changes the columns, the step or the warps, and has as many stages as fit. The last
-    variant has the columns, the step and the warps of `present`, and one stage less.
+    variant has the columns, the step and the warps of `present`, and fewer stages.
     """
 
     def with_stages(columns: int, step: int, warps: int, most: int = MOST_STAGES) -> FusedLinearSettings:
