@@ -156,7 +156,7 @@ class GuardedBlock:
 
 
 class ContainingBlock(GuardedBlock):
-    """A block that counts, logs and drops exceptions, made by `Guard.containing`."""
+    """The guarded block that `Guard.containing` returns. It counts, logs and drops exceptions."""
 
     __slots__ = ("_on_failure",)
 
@@ -172,7 +172,7 @@ class ContainingBlock(GuardedBlock):
 
 
 class RaisingBlock(GuardedBlock):
-    """A block that raises ForeignCodeError from an exception, made by `Guard.raising`."""
+    """The guarded block that `Guard.raising` returns. It raises ForeignCodeError from an exception."""
 
     __slots__ = ("_passing",)
 

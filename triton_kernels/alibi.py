@@ -4,7 +4,7 @@
     f(p) = slope * p for a position p                        without rounding
     f(p) = factor * bfloat16(slope * bfloat16(p))            with rounding, as in Falcon. Slopes are bfloat16 numbers
 
-The products are rounded if the kernel's argument alibi_bfloat16_factor is set. It is the factor.
+The products are rounded if the kernel's argument alibi_bfloat16_factor is set. The argument is the factor.
 """
 
 import triton

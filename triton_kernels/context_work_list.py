@@ -140,11 +140,11 @@ class MostContextTileWork(NamedTuple):
 
 def most_context_work(num_tokens: int, num_contexts: int, tile_rows: int, heads: ContextHeads | None = None,
                       max_keys: int = 0) -> MostContextTileWork:
-    """Return the maximum sizes of the work of a step with at most `num_tokens` new tokens of `num_contexts` contexts.
+    """Return the maximum array sizes for steps with up to `num_tokens` new tokens of `num_contexts` contexts.
 
     The maximum number of tiles occurs when all contexts but one have a single token.
 
-    heads      None: no tile is split
+    heads      determines how many parts a tile is split into; None: no tile is split
     max_keys   keys of the longest sequence
     """
     num_sequences = min(num_contexts, num_tokens)

@@ -1,22 +1,23 @@
 """Decides whether a linear layer is fused with its norm and activation, and computes its launch settings, on the host.
 
 Up to FEW_ROWS rows, a product takes as long as reading its weight. A fused product reads the weight at the same speed,
-so it pays as long as its programs do not read x too often: see MOST_READS.
+so it pays if its programs together read at most MOST_READS times as many bytes of x as of the weight.
 
 With more rows, a fused product is a little slower than a library's, because each of its programs computes the norm of
-its rows again. It pays if the launches that it saves take longer. The estimate divides a product into tiles of R rows
-of x and C rows of the weight, one per program. With T rows, K inputs, a weight of W rows, elements of e bytes and M
-multiprocessors, of which the busiest runs s = ceil(programs / M) programs, a product takes the longest of these times:
+its rows again. It pays if its additional time is shorter than the time of the launches that it saves. The estimate
+divides a product into tiles of R rows of x and C rows of the weight, one per program. With T rows, K inputs, a weight
+of W rows, elements of e bytes and M multiprocessors, of which the busiest runs s = ceil(programs / M) programs, a
+product takes the longest of these times:
 
     W K e / MEMORY                                            the device reads the weight from memory once
     (reads T ceil(W / C) + ceil(T / R) W) K e / (M CACHE)     all programs read their tiles from the L2 cache
     s (reads R + C) K e / PORT                                the busiest multiprocessor reads its tiles
     s 2 R C K / (MATRIX share)                                and multiplies them, at a share of the peak
 
-`reads` is how often a program reads its rows of x: once, and once or twice more for an RMS or layer norm. A library
-uses the best of LIBRARY_TILES, and each norm, activation or sum of its own takes LAUNCH_US, and the time to read and
-write its rows in the L2 cache. Half-empty tiles count as full ones, so all row counts with the same number of tiles get
-the same decision.
+`reads` is how often a program reads its rows of x: 1 without a norm, 2 with an RMS norm, 3 with a layer norm. A library
+uses the fastest tile size of LIBRARY_TILES. Each separate launch of a norm, activation or sum takes LAUNCH_US. A norm
+and a gated activation also take the time to read and write their rows in the L2 cache. Half-empty tiles count as full
+ones, so all row counts with the same number of tiles get the same decision.
 
 The constants are estimates for an H100, from vendors' bandwidths and latencies, not measured on a GPU.
 `python -m batch_manager.tools.gpu_report` times fused against separate launches; its ratios replace the constants here.

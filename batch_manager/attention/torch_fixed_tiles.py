@@ -11,7 +11,7 @@ A tile that a row does not see adds zeros, which leaves the bits unchanged. Rows
 share products. Generation rows and rows of a prompt go through the same stages. Everything is computed in float32.
 
 The products are batched torch products. The height of a product is its number of query rows. `_find_counts` measures on
-this machine which heights, and which numbers of products per call, give the same bits. No others are used.
+this machine which heights, and which numbers of products per call, give the same bits. Attention uses only these.
 """
 
 from dataclasses import dataclass
@@ -247,7 +247,7 @@ class FixedTileAttention(TorchPagedAttention):
         return index + ((first - sinks)[:, None] * (index >= sinks[:, None]))
 
     def _tile_pages(self, step, indices, first_position, length, tiles, window):
-        """Return the page numbers in layer 0 of the key tiles `tiles` [n, m] of n sequences.
+        """Return the page numbers of the key tiles `tiles` [n, m] of n sequences, for layer 0.
 
         The order is (key or value, tile, sequence, head, page of the tile).
 
@@ -291,10 +291,10 @@ class FixedTileAttention(TorchPagedAttention):
         expected = [in_pieces(product, rows, others, sizes=(count,)) for product, rows, others in kinds]
 
         def agreeing(rows_height):
-            """Return the numbers of products per call that give the bits of the reference with `rows_height` rows.
+            """Return the numbers of products per call that give the bits of the reference in products of fewer rows.
 
-            Each product has only the first `rows_height` query rows of the reference's product. Returns () if the
-            number of products of the reference does not give its bits.
+            A product has the first `rows_height` query rows of a product of the reference. Returns () if such products
+            do not give these bits when a call has as many products as the reference.
             """
             found = set(PRODUCT_COUNTS)
             for (product, rows, others), whole in zip(kinds, expected):

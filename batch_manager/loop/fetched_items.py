@@ -133,7 +133,7 @@ class _Returned:
 
     @property
     def is_nothing(self) -> bool:
-        """Whether the object is None or an empty built-in collection, or was not returned yet. Runs no user code."""
+        """Whether get has not returned yet, or has returned None or an empty built-in collection. Runs no user code."""
         if not self.value:
             return True
         items = self.value[0]

@@ -1,4 +1,6 @@
-"""Static batching (TrtGptModelType.V1) in the loop: the running batch, and finals held back until its last member ends.
+"""Static batching (TrtGptModelType.V1) in the loop: the running batch, and the final responses of its members.
+
+The final responses are held back until the last member ends.
 
 scheduling/lockstep.py schedules static batches. runtime/layouts.py has the padded layout of their steps.
 """

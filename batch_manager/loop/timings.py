@@ -75,7 +75,7 @@ class Timings:
     def note_tokens(self, requests: Iterable[LlmRequest], void: Collection[LlmRequest]) -> None:
         """Note that a step of `requests`, which are active, was read.
 
-        Only needed while a live request has `return_perf_metrics`.
+        A call is needed only while a live request has `return_perf_metrics`.
 
         void   requests with void rows, which got no token
         """
@@ -90,7 +90,7 @@ class Timings:
     def note_pauses(self, paused: Sequence[LlmRequest], kv: KvCacheManager) -> None:
         """Note a pause of the requests in `paused`, before they release their blocks.
 
-        Only needed while a live request has `return_perf_metrics`.
+        A call is needed only while a live request has `return_perf_metrics`.
         """
         for request in paused:
             metrics = self.asking.get(request.request_id)

@@ -197,7 +197,7 @@ class LlmRequest:
         self.state = LlmRequestState.GENERATION_COMPLETE
 
     def pause(self, max_input_len: int) -> None:
-        """Return to the context phase. The output becomes part of the context.
+        """Move the request back to the context phase. The output becomes part of the context.
 
         Drops the generated tokens after the first max_input_len tokens of the sequence. With beams, drops all generated
         tokens.

@@ -23,7 +23,7 @@ class ResidentTables:
 
     @property
     def spare_entry(self) -> int:
-        """Index of an entry of the flat table that no sequence uses."""
+        """Index of an unused entry of the flat table."""
         return self._num_rows * self._max_blocks
 
     def note(self, updates: BlockTableUpdates) -> None:

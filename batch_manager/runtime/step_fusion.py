@@ -26,7 +26,7 @@ class WrongStepError(NotRecordableError):
 
 def make_fused_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, uploads: Uploads,
                     tokens_per_block: int, num_rows: int) -> FusedStep:
-    """Fuse a model's forward, check its results against the model itself, and return it.
+    """Return the fused form of a model's forward, after a check that its results agree with those of the model.
 
     The fused step includes the model's head if the head can be recorded.
 

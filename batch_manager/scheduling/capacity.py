@@ -35,8 +35,8 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
     Never pauses.
 
     in_line   use TensorRT-LLM's order: only generating requests go first. Contexts between chunks take their turn among
-              the other contexts. A new context before them may get the blocks that they wait for, and a closed gate
-              stops them too. With priorities, requests may then deadlock
+              the other contexts. A new context before a context between chunks may take the blocks that the latter
+              needs, or may close the gate for it. With priorities, requests may then deadlock
     """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,
@@ -58,10 +58,10 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
 
 
 class StaticBatchScheduler(CapacityScheduler):
-    """Starts the requests of a batch together. The next batch starts once the last member of the batch has ended.
+    """Starts the requests of a batch together. The next batch starts once no request is generating any more.
 
-    Once a request of the batch generates, only generating requests run. A request of the batch whose prompt is computed
-    in part then waits, and continues with the next batch.
+    Once a request generates, only generating requests run. A request whose prompt is computed in part at that time
+    waits, and belongs to the next batch.
 
     Never pauses. Source: TensorRT-LLM's STATIC_BATCH, which serves the V1 batching scheme.
 
@@ -162,8 +162,8 @@ class MaxUtilizationScheduler(CapacityScheduler):
 class _AdmissionGate:
     """Admits contexts that can run to their last token within the budgets of blocks and adapter pages.
 
-    promised   requests that come before all contexts. Those that hold blocks keep their adapters, and the gate reserves
-               the blocks that they still need
+    promised   requests of which those that hold blocks come before all other contexts. These requests keep their
+               adapters, and the gate reserves the blocks that they still need
     in_line    use TensorRT-LLM's order, in which contexts between chunks are not always admitted; see
                GuaranteedNoEvictScheduler. If True, all of `promised` must hold blocks
     """

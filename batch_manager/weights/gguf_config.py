@@ -1,8 +1,8 @@
 """Translates the metadata of a GGUF file into the fields of Hugging Face's config.json.
 
-The family's model class reads and checks the values, as it does for a config.json. This module refuses a file with a
-metadata key of the architecture that it did not read. Values that GGUF files never state, such as the activation, are
-the family's defaults in transformers.
+The family's model class reads and checks the values, as it does for a config.json. This module refuses a file if it
+leaves a metadata key of the architecture unread, unless the key changes nothing. Values that GGUF files never state,
+such as the activation, are the family's defaults in transformers.
 """
 
 from collections.abc import Callable, Mapping
@@ -102,7 +102,7 @@ class Metadata:
         return name in self.tensors
 
     def refuse_unread_keys(self) -> None:
-        """Raise ModelLoadError for a key of the architecture that was not read, unless the key changes nothing."""
+        """Raise ModelLoadError for an unread key of the architecture, unless its value leaves the results unchanged."""
         for key, value in self.header.metadata.items():
             name = key.removeprefix(f"{self.architecture}.")
             if name == key or key in self._read:

@@ -94,7 +94,8 @@ class GgufWeights:
     def finish(self, harmless: Iterable[str] = ()) -> None:
         """Raise ModelLoadError if a tensor was never requested.
 
-        `harmless` is ignored, because converters write no tensors that a model does not need.
+        `harmless`, patterns of tensors that may stay unrequested, is ignored: converters write only tensors that a
+        model needs.
         """
         left = sorted(self._locations.keys() - self._used)
         if left:

@@ -1,6 +1,6 @@
 """Read the long array of a JSON file item by item, with line numbers.
 
-The text of the file is in memory as a whole, but only one parsed item at a time.
+The whole text of the file is in memory. Only one parsed item at a time is in memory.
 """
 
 import json
@@ -42,7 +42,7 @@ class JsonDocument:
     def items(self, array_names: Collection[str]) -> Iterator[tuple[int, Any]]:
         """Yield (position in the text, item) for each item of the array.
 
-        array_names   names of the array, if the document is an object
+        array_names   permitted names of the array, if the document is an object; exactly one of them must be there
         """
         start = self._skip(0)
         if self._text.startswith("[", start):

@@ -32,7 +32,7 @@ class Cell:
 class Picture:
     """A table of iterations x requests. `rows[i][j]` shows request `request_ids[j]` in iteration `iterations[i]`.
 
-    A request is WAITING in every iteration between its arrival and its end in which it has no other kind. If the trace
+    Between its arrival and its end, a request is WAITING in every iteration in which it has no other kind. If the trace
     has no arrival of a request, the first iteration that names the request counts as its arrival. A request that uses
     the id of an ended request has the same column.
     """

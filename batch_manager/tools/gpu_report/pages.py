@@ -162,7 +162,7 @@ class PagedSequences:
     def context_error(self, launch: Callable[[int], torch.Tensor], most_rows: int = 64) -> float:
         """Call `launch` for layer 0, and return the larger relative error of the first and the last sequence.
 
-        Only the last query tokens of a sequence, at most `most_rows`, are compared. The oracle uses float64. Returns
+        At most the last `most_rows` query tokens of a sequence are compared. The oracle uses float64. Returns
         infinity if any output is not finite.
         """
         self.out.fill_(torch.nan)
