@@ -31,7 +31,7 @@ class ContextChunkingPolicy(IntEnum):
     """How to divide a token budget that is too small for all waiting prompts.
 
     FIRST_COME_FIRST_SERVED   each prompt, in order, takes as many tokens as are left
-    EQUAL_PROGRESS            all prompts take one block after another, in turn
+    EQUAL_PROGRESS            the prompts take turns, with one block per turn
     """
 
     FIRST_COME_FIRST_SERVED = 0

@@ -269,7 +269,7 @@ class DecodeSettings(NamedTuple):
 
 def decode_settings(head_size: int, tokens_per_block: int, element_size_bytes: int,
                     limits: DeviceLimits) -> DecodeSettings:
-    """Return the launch settings. They depend only on shapes, so all steps of an engine use the same.
+    """Return the launch settings. They depend only on shapes, so all steps of an engine use the same settings.
 
     Each stage beyond the first holds a page of keys and a page of values. The number of stages is the largest at which
     two programs share a multiprocessor, so that one loads while the other computes. Small pages leave room for more

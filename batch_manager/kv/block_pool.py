@@ -65,7 +65,7 @@ class BlockPool:
     def set_priority(self, block_id: int, priority: int, duration: float | None = None) -> None:
         """Set the retention priority, 0..100, of a block with an owner.
 
-        duration   seconds after the release of the block for which the priority holds; None: for ever
+        duration   how long the priority holds after the release of the block, in seconds; None: for ever
         """
         self.has_priorities = self.has_priorities or priority != DEFAULT_PRIORITY
         self.has_timed_priorities = self.has_timed_priorities or duration is not None

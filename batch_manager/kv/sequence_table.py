@@ -62,7 +62,7 @@ class SequenceTable:
         return int(((self.ends - self.dropped) * self.beam_widths).sum())
 
     def table(self, request: LlmRequest) -> np.ndarray:
-        """The request's rows of block_ids: a view [beams, blocks], UNUSED for dropped blocks."""
+        """The request's rows of block_ids, as a view [beams, blocks]. Entries of dropped blocks are UNUSED."""
         first = request.seq_slot * self.max_beam_width
         return self.block_ids[first:first + request.beam_width, :self.ends[request.seq_slot]]
 
@@ -151,7 +151,8 @@ class SequenceTable:
     def add(self, request: LlmRequest, block_ids: list[int], last_blocks: int, private: int = 0) -> Entries:
         """Add a request with the blocks of its whole prompt. Returns the changed entries.
 
-        block_ids   in token order; the last `private` ones are the last block of each beam, the others are shared
+        block_ids   in token order; without the last `private` blocks, the blocks that all beams share
+        private     number of beams if each beam has its own last block, or 0 if all blocks are shared
         """
         slot, beams = request.seq_slot, request.beam_width
         shared = len(block_ids) - private

@@ -16,8 +16,8 @@ class StaticBatchStats:
     members                   requests in the batch
     context_tokens            sum of the members' prompt lengths, without padding
     total_generation_tokens   upper bound of the tokens that all members together generate
-    empty_generation_slots    number of padding tokens that result if each member runs up to the largest max_new_tokens
-                              of the batch
+    empty_generation_slots    number of padding tokens if each member generates its max_new_tokens: members with fewer
+                              max_new_tokens than the largest of the batch are padded to the largest
     """
 
     members: int = 0

@@ -37,13 +37,13 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A kernel launched with some settings.
+    """A timed kernel with some settings.
 
     function     name of the function that chooses the settings, one of FUNCTIONS
-    key          arguments of the function for which the settings are
+    key          arguments of the function: it returns the settings for these arguments
     case         the inputs of the kernel
     is_present   whether the function chooses these settings now
-    timing       None: the settings cannot be used
+    timing       times of the kernel with these settings; None: the settings cannot be used
     rate         bandwidth or arithmetic rate, as text
     predicted    what a model of the GPU predicts, as text
     problem      why the settings cannot be used
@@ -105,7 +105,7 @@ def best_of(trials: Sequence[Trial]) -> Best | None:
 
 
 def code_of(best: Best, multiprocessors: int) -> str:
-    """Return Python code to insert into the function `best.function`, so that it returns these settings for the key.
+    """Return Python code to insert into the function `best.function`, so that it returns the settings of `best` for the key of `best`.
 
     For decode_work_list, the code is two constants of its file.
     """
