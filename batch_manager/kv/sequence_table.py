@@ -151,8 +151,8 @@ class SequenceTable:
     def add(self, request: LlmRequest, block_ids: list[int], last_blocks: int, private: int = 0) -> Entries:
         """Add a request with the blocks of its whole prompt. Returns the changed entries.
 
-        block_ids   in token order; without the last `private` blocks, the blocks that all beams share
-        private     number of beams if each beam has its own last block, or 0 if all blocks are shared
+        block_ids   first the blocks that all beams share, in token order, then the `private` blocks
+        private     number of last blocks, one for each beam; 0 if the beams share the last block
         """
         slot, beams = request.seq_slot, request.beam_width
         shared = len(block_ids) - private
@@ -205,8 +205,9 @@ class SequenceTable:
         return rows.astype(np.int32), indices.astype(np.int32), np.array(block_ids, np.int32)
 
     def drop_up_to(self, slot: int, num_dropped: int, kept: int) -> list[list[int]]:
-        """Drop the oldest blocks of a slot, except its first `kept` blocks, until it has dropped `num_dropped` blocks
-        per beam in all. Returns the newly dropped blocks of each beam."""
+        """Drop the oldest blocks of a slot, except its first `kept` blocks. Returns the newly dropped blocks of each beam.
+
+        Afterwards `num_dropped` blocks per beam are dropped, counting those that earlier calls dropped."""
         first, width = slot * self.max_beam_width, self.beam_widths[slot]
         left = self.block_ids[first:first + width, kept + self.dropped[slot]:kept + num_dropped]
         gone: list[list[int]] = left.tolist()

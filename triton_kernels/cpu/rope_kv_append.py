@@ -75,7 +75,10 @@ def rope_kv_append(
     query, key, value, kv_pool, slot_mapping, positions=None, cos_table=None, sin_table=None, query_out=None,
     deterministic=False,
 ):
-    """Rotate queries and keys, then append keys and values. Returns the rotated queries. See triton_kernels/rope_kv_append.py for shapes."""
+    """Rotate queries and keys, then append keys and values. Returns the rotated queries.
+
+    See triton_kernels/rope_kv_append.py for shapes.
+    """
     heads, kv_heads = query.shape[1], key.shape[1]
     step = StepRows(slot_mapping, None if positions is None else positions.long(), kv_pool, deterministic)
     rows = torch.cat([query, key, value], dim=1)

@@ -40,7 +40,7 @@ class Trial:
     """A timed kernel with some settings.
 
     function     name of the function that chooses the settings, one of FUNCTIONS
-    key          arguments of the function: it returns the settings for these arguments
+    key          arguments of the function; the settings are tried for these arguments
     case         the inputs of the kernel
     is_present   whether the function chooses these settings now
     timing       times of the kernel with these settings; None: the settings cannot be used
@@ -105,9 +105,9 @@ def best_of(trials: Sequence[Trial]) -> Best | None:
 
 
 def code_of(best: Best, multiprocessors: int) -> str:
-    """Return Python code to insert into the function `best.function`, so that it returns the settings of `best` for the key of `best`.
+    """Return Python code to insert into the function `best.function`.
 
-    For decode_work_list, the code is two constants of its file.
+    With this code, the function returns `best.settings` for the arguments `best.key`. For decode_work_list, the code is two constants of its file.
     """
     gain = f"# {best.gain:.2f} times as fast as before"
     if best.function == "decode_work_list":
