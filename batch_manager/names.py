@@ -6,7 +6,7 @@ from enum import Enum, IntEnum
 class TrtGptModelType(IntEnum):
     """Batching scheme.
 
-    V1                      a padded static batch runs in lockstep until its last member ends; then its finals are sent
+    V1                      a padded static batch runs in lockstep; all final responses are sent when its last member ends
     InflightBatching        requests join and leave every iteration; context and generation run in two calls
     InflightFusedBatching   requests join and leave every iteration; a step is one packed call
     """

@@ -49,8 +49,8 @@ block tables recompiles the kernel.
 Each program rotates its queries. The program of the last part also rotates the newest key, writes key and value to the
 pool, and starts its running softmax from their values in registers. Loads of pages mask the newest token and all
 positions after it, so a launch never reads a position that it writes, and no ordering between threads or programs is
-needed. A page whose first token is the newest is not loaded at all. The sink logits are counted by the same program,
-because each sequence has exactly one last part.
+needed. A page whose first token is the newest is not loaded at all. The program of the last part counts the sink
+logits, because each sequence has exactly one last part.
 
 With sinks, one loop walks two ranges of pages, those of the sinks and those of the window. The pages of the sinks are
 numbered directly below the first page of the window, so that parts and pipeline stages span the gap. `sink` is a

@@ -83,7 +83,7 @@ class AttentionWindow:
         return self.num_unseen(length - self.unread_steps)
 
     def num_unseen(self, length: Lengths) -> Lengths:
-        """Number of blocks after the sink blocks that a sequence no longer needs once it has `length` tokens.
+        """Number of blocks that a sequence of `length` tokens no longer needs. The sink blocks are always needed.
 
         `length` is an integer or an array.
         """

@@ -107,7 +107,8 @@ def best_of(trials: Sequence[Trial]) -> Best | None:
 def code_of(best: Best, multiprocessors: int) -> str:
     """Return Python code to insert into the function `best.function`.
 
-    With this code, the function returns `best.settings` for the arguments `best.key`. For decode_work_list, the code is two constants of its file.
+    With this code, the function returns `best.settings` for the arguments `best.key`. For decode_work_list, the code is
+    two constants of its file.
     """
     gain = f"# {best.gain:.2f} times as fast as before"
     if best.function == "decode_work_list":
