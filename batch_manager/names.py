@@ -6,7 +6,8 @@ from enum import Enum, IntEnum
 class TrtGptModelType(IntEnum):
     """Batching scheme.
 
-    V1                      a padded static batch runs in lockstep; all final responses are sent when its last member ends
+    V1                      a padded static batch runs in lockstep until its last member ends; all final responses of
+                            the batch are then sent
     InflightBatching        requests join and leave every iteration; context and generation run in two calls
     InflightFusedBatching   requests join and leave every iteration; a step is one packed call
     """
@@ -102,7 +103,7 @@ class ErrorCode(Enum):
 
     @property
     def http_status(self) -> int:
-        """The corresponding HTTP status code."""
+        """The HTTP status code of a response with this error."""
         return _HTTP_STATUS[self]
 
 

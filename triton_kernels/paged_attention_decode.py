@@ -75,7 +75,7 @@ def _rotated(row_ptr, keep, lane, cos, sin, HALF: tl.constexpr):
     """Return rows of heads, loaded as float32, with the leading 2 * HALF entries rotated.
 
     row_ptr    first entry of each row
-    keep       mask of entries that exist
+    keep       mask of the entries to load; the result is 0 in other entries
     lane       indices of the entries
     cos, sin   values for each entry; `sin` negated for the first HALF entries; 1 and 0 for entries that do not rotate
     """

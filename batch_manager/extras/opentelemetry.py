@@ -142,7 +142,7 @@ def _global_meter() -> Meter:
 def _name_and_unit(family: Family) -> tuple[str, str]:
     """Return the OpenTelemetry name and the unit of a family.
 
-    A Prometheus exporter makes from both the name that prometheus.py gives to the family, with the prefix
+    A Prometheus exporter joins the name and the unit. The result is the family's name in prometheus.py, with the prefix
     `batch_manager_` in place of `vllm:`.
     """
     name = family.names[0]

@@ -205,9 +205,10 @@ class SequenceTable:
         return rows.astype(np.int32), indices.astype(np.int32), np.array(block_ids, np.int32)
 
     def drop_up_to(self, slot: int, num_dropped: int, kept: int) -> list[list[int]]:
-        """Drop the oldest blocks of a slot, except its first `kept` blocks. Returns the dropped blocks of each beam.
+        """Drop the oldest blocks of a slot, except its first `kept` blocks.
 
-        Afterwards `num_dropped` blocks per beam are dropped, including the blocks that earlier calls dropped.
+        Afterwards `num_dropped` blocks per beam are dropped, including the blocks that earlier calls dropped. Returns
+        the blocks of each beam that this call dropped.
         """
         first, width = slot * self.max_beam_width, self.beam_widths[slot]
         left = self.block_ids[first:first + width, kept + self.dropped[slot]:kept + num_dropped]
