@@ -68,7 +68,7 @@ class Engine:
     async def health(self, tensors: dict) -> dict:
         """Return the health of this replica.
 
-        Only the router reads `tensors`: as for `stream`, the router chooses the replica by the prompt in `tensors`.
+        The router chooses the replica by the prompt in `tensors`, as for `stream`. The replica ignores `tensors`.
         """
         return self._engine.health()
 

@@ -12,7 +12,7 @@ Per iteration, the callback parses one record and updates a few sums. Gauges and
     gen_ai.server.request.duration
     batch_manager.request_queue_time       histogram: arrival to the first step, in seconds
     nv_trt_llm_*                           gauges; attributes are the labels of prometheus.py
-    batch_manager.*                        the other families of prometheus.py, with the prefix batch_manager:
+    batch_manager.*                        the other families of prometheus.py, each under its first name only:
                                            vllm:prompt_tokens becomes batch_manager.prompt_tokens, and
                                            batch_manager_callback_seconds becomes batch_manager.callback, unit s
 """

@@ -75,7 +75,7 @@ class AttentionWindow:
         return -(-tokens // self.tokens_per_block) + self.sink_blocks + 1
 
     def num_dropped(self, length: Lengths) -> Lengths:
-        """Number of blocks that a sequence of `length` tokens has released. It keeps the sink blocks.
+        """Number of blocks that a sequence of `length` tokens has released. Sink blocks are not released.
 
         The sequence does not need these blocks when it grows, nor after a rewind by up to `unread_steps` tokens.
         `length`, an integer or an array, includes the first token of the newest claimed step.

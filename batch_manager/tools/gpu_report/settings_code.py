@@ -37,7 +37,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A timed kernel with some settings.
+    """The trial of a kernel with some settings.
 
     function     name of the function that chooses the settings, one of FUNCTIONS
     key          arguments of the function; the settings are tried for these arguments
