@@ -6,7 +6,8 @@ from enum import Enum, IntEnum
 class TrtGptModelType(IntEnum):
     """Batching scheme.
 
-    V1                      a padded static batch runs in lockstep until its last member ends; then its finals are sent
+    V1                      a padded static batch runs in lockstep until its last member ends; all final responses of
+                            the batch are then sent
     InflightBatching        requests join and leave every iteration; context and generation run in two calls
     InflightFusedBatching   requests join and leave every iteration; a step is one packed call
     """
@@ -31,7 +32,7 @@ class ContextChunkingPolicy(IntEnum):
     """How to divide a token budget that is too small for all waiting prompts.
 
     FIRST_COME_FIRST_SERVED   each prompt, in order, takes as many tokens as are left
-    EQUAL_PROGRESS            all prompts take one block after another, in turn
+    EQUAL_PROGRESS            the prompts take turns, with one block per turn
     """
 
     FIRST_COME_FIRST_SERVED = 0
@@ -102,7 +103,7 @@ class ErrorCode(Enum):
 
     @property
     def http_status(self) -> int:
-        """The corresponding HTTP status code."""
+        """The HTTP status code of a response with this error."""
         return _HTTP_STATUS[self]
 
 

@@ -68,7 +68,7 @@ class Engine:
     async def health(self, tensors: dict) -> dict:
         """Return the health of this replica.
 
-        `tensors` is for the router only: it chooses the replica by the prompt in `tensors`, as for `stream`.
+        The router chooses the replica by the prompt in `tensors`, as for `stream`. The replica ignores `tensors`.
         """
         return self._engine.health()
 

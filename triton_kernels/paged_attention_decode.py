@@ -49,8 +49,8 @@ block tables recompiles the kernel.
 Each program rotates its queries. The program of the last part also rotates the newest key, writes key and value to the
 pool, and starts its running softmax from their values in registers. Loads of pages mask the newest token and all
 positions after it, so a launch never reads a position that it writes, and no ordering between threads or programs is
-needed. A page whose first token is the newest is not loaded at all. The sink logits are counted by the same program,
-because each sequence has exactly one last part.
+needed. A page whose first token is the newest is not loaded at all. The program of the last part counts the sink
+logits, because each sequence has exactly one last part.
 
 With sinks, one loop walks two ranges of pages, those of the sinks and those of the window. The pages of the sinks are
 numbered directly below the first page of the window, so that parts and pipeline stages span the gap. `sink` is a
@@ -75,7 +75,7 @@ def _rotated(row_ptr, keep, lane, cos, sin, HALF: tl.constexpr):
     """Return rows of heads, loaded as float32, with the leading 2 * HALF entries rotated.
 
     row_ptr    first entry of each row
-    keep       mask of entries that exist
+    keep       mask of the entries to load; the result is 0 in other entries
     lane       indices of the entries
     cos, sin   values for each entry; `sin` negated for the first HALF entries; 1 and 0 for entries that do not rotate
     """
@@ -269,7 +269,7 @@ class DecodeSettings(NamedTuple):
 
 def decode_settings(head_size: int, tokens_per_block: int, element_size_bytes: int,
                     limits: DeviceLimits) -> DecodeSettings:
-    """Return the launch settings. They depend only on shapes, so all steps of an engine use the same.
+    """Return the launch settings. They depend only on shapes, so all steps of an engine use the same settings.
 
     Each stage beyond the first holds a page of keys and a page of values. The number of stages is the largest at which
     two programs share a multiprocessor, so that one loads while the other computes. Small pages leave room for more

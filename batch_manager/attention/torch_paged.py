@@ -301,7 +301,8 @@ class TorchPagedAttention:
 def _softmax(scores: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Tensor:
     """Return the softmax of `scores`, which has three dimensions, over the last dimension.
 
-    sink_logits   one more score for each row, which counts in the sum but has no weight in the result; None: none
+    sink_logits   one more score for each row, which counts in the sum but has no weight in the result; None: no such
+                  score
     """
     if sink_logits is None:
         return scores.softmax(-1)

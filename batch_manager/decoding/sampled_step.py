@@ -33,7 +33,7 @@ class SampledTokens:
 
     @staticmethod
     def joined(parts: "Sequence[SampledTokens]") -> "SampledTokens":
-        """Return the rows of all parts, concatenated."""
+        """Return the rows of all elements of `parts`, concatenated."""
 
         def column(name: str) -> torch.Tensor | None:
             values = [getattr(part, name) for part in parts]

@@ -42,7 +42,7 @@ class WordLists:
         return self._heap, rows.column(self._start), rows.column(self._count)
 
     def longest_list(self, rows: LogitsRows) -> int:
-        """Return the largest number of words in the list of a row."""
+        """Return the number of words in the longest list of these rows."""
         return int(self._state.host[self._count][rows.slots].max())
 
     def _store(self, slot: int) -> int:

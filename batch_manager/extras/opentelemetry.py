@@ -12,7 +12,7 @@ Per iteration, the callback parses one record and updates a few sums. Gauges and
     gen_ai.server.request.duration
     batch_manager.request_queue_time       histogram: arrival to the first step, in seconds
     nv_trt_llm_*                           gauges; attributes are the labels of prometheus.py
-    batch_manager.*                        the other families of prometheus.py, each under one name:
+    batch_manager.*                        the other families of prometheus.py, each under its first name only:
                                            vllm:prompt_tokens becomes batch_manager.prompt_tokens, and
                                            batch_manager_callback_seconds becomes batch_manager.callback, unit s
 """
@@ -142,7 +142,7 @@ def _global_meter() -> Meter:
 def _name_and_unit(family: Family) -> tuple[str, str]:
     """Return the OpenTelemetry name and the unit of a family.
 
-    A Prometheus exporter makes from both the name that prometheus.py gives to the family, with the prefix
+    A Prometheus exporter joins the name and the unit. The result is the family's name in prometheus.py, with the prefix
     `batch_manager_` in place of `vllm:`.
     """
     name = family.names[0]

@@ -65,7 +65,7 @@ class BlockPool:
     def set_priority(self, block_id: int, priority: int, duration: float | None = None) -> None:
         """Set the retention priority, 0..100, of a block with an owner.
 
-        duration   seconds after the release of the block for which the priority holds; None: for ever
+        duration   how long the priority holds after the release of the block, in seconds; None: for ever
         """
         self.has_priorities = self.has_priorities or priority != DEFAULT_PRIORITY
         self.has_timed_priorities = self.has_timed_priorities or duration is not None
@@ -79,8 +79,8 @@ class BlockPool:
     def note_contents_lost(self, block_ids: Iterable[int]) -> None:
         """Note that the prefix cache can no longer find the content of these blocks.
 
-        Free blocks among `block_ids` with another priority than the default get the default priority. They move before
-        all other free blocks of the default priority, lowest id first.
+        A free block of `block_ids` whose priority is not the default gets the default priority. The blocks whose
+        priority changed move before all other free blocks of the default priority, lowest id first.
         """
         free = [block_id for block_id in block_ids if not self._owners[block_id]]
         self.num_cached -= len(free)

@@ -62,7 +62,7 @@ class SequenceTable:
         return int(((self.ends - self.dropped) * self.beam_widths).sum())
 
     def table(self, request: LlmRequest) -> np.ndarray:
-        """The request's rows of block_ids: a view [beams, blocks], UNUSED for dropped blocks."""
+        """The request's rows of block_ids, as a view [beams, blocks]. Entries of dropped blocks are UNUSED."""
         first = request.seq_slot * self.max_beam_width
         return self.block_ids[first:first + request.beam_width, :self.ends[request.seq_slot]]
 
@@ -151,7 +151,8 @@ class SequenceTable:
     def add(self, request: LlmRequest, block_ids: list[int], last_blocks: int, private: int = 0) -> Entries:
         """Add a request with the blocks of its whole prompt. Returns the changed entries.
 
-        block_ids   in token order; the last `private` ones are the last block of each beam, the others are shared
+        block_ids   first the blocks that all beams share, in token order, then the `private` blocks
+        private     number of last blocks, one for each beam; 0 if the beams share the last block
         """
         slot, beams = request.seq_slot, request.beam_width
         shared = len(block_ids) - private
@@ -204,8 +205,11 @@ class SequenceTable:
         return rows.astype(np.int32), indices.astype(np.int32), np.array(block_ids, np.int32)
 
     def drop_up_to(self, slot: int, num_dropped: int, kept: int) -> list[list[int]]:
-        """Drop the oldest blocks of a slot, except its first `kept` blocks, until it has dropped `num_dropped` blocks
-        per beam in all. Returns the newly dropped blocks of each beam."""
+        """Drop the oldest blocks of a slot, except its first `kept` blocks.
+
+        Afterwards `num_dropped` blocks per beam are dropped, including the blocks that earlier calls dropped. Returns
+        the blocks of each beam that this call dropped.
+        """
         first, width = slot * self.max_beam_width, self.beam_widths[slot]
         left = self.block_ids[first:first + width, kept + self.dropped[slot]:kept + num_dropped]
         gone: list[list[int]] = left.tolist()

@@ -55,7 +55,7 @@ class AttentionWindow:
     def bubble(self) -> int:
         """Number of tokens that would fill the last block of sink tokens.
 
-        Estimates of how many blocks a request needs count these tokens as stored.
+        The estimates of a request's blocks include these tokens.
         """
         return -self.sinks % self.tokens_per_block
 
@@ -75,7 +75,7 @@ class AttentionWindow:
         return -(-tokens // self.tokens_per_block) + self.sink_blocks + 1
 
     def num_dropped(self, length: Lengths) -> Lengths:
-        """Number of blocks after the sink blocks that a sequence of `length` tokens has released.
+        """Number of blocks that a sequence of `length` tokens has released. Sink blocks are not released.
 
         The sequence does not need these blocks when it grows, nor after a rewind by up to `unread_steps` tokens.
         `length`, an integer or an array, includes the first token of the newest claimed step.
@@ -83,7 +83,7 @@ class AttentionWindow:
         return self.num_unseen(length - self.unread_steps)
 
     def num_unseen(self, length: Lengths) -> Lengths:
-        """Number of blocks after the sink blocks that a sequence no longer needs once it has `length` tokens.
+        """Number of blocks that a sequence of `length` tokens no longer needs. The sink blocks are always needed.
 
         `length` is an integer or an array.
         """

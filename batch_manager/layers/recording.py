@@ -40,7 +40,7 @@ class NotRecordableError(Exception):
 class Rows:
     """A stand-in for a tensor of hidden states with one row for each token of a step.
 
-    It stands for a range of columns of a register, which is a buffer with these rows.
+    The entries of each row are a range of columns in a register, which is a buffer with one row for each token.
 
     recording   the Recording, or an object with its methods, to which operations on the rows are appended
     heads       number of heads into which the columns are divided, each of `size` entries; None: not divided

@@ -77,5 +77,5 @@ class UnansweredItems:
         del self.undecided[0]
 
     def drop(self) -> None:
-        """Drop the undecided item. Its id, `terminate_req_id`, ends the worker, and it gets no response."""
+        """Drop the undecided item, which gets no response: its id is `terminate_req_id`, which ends the worker."""
         del self.undecided[0]

@@ -6,7 +6,7 @@ from ..handover import BlockTableUpdates, ScheduledBatch
 
 
 def generation_rows(batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (slots, numbers of tokens in the KV cache before the step, block table rows) of the generation rows.
+    """Return (slots, KV cache lengths before the step, indices of block table rows) of the generation rows.
 
     Each is an array [g * beam width] int32 for g generation requests, with one entry for each beam.
     """

@@ -16,8 +16,8 @@ class StaticBatchStats:
     members                   requests in the batch
     context_tokens            sum of the members' prompt lengths, without padding
     total_generation_tokens   upper bound of the tokens that all members together generate
-    empty_generation_slots    number of padding tokens that result if each member runs up to the largest max_new_tokens
-                              of the batch
+    empty_generation_slots    number of padding tokens if each member generates its max_new_tokens: members with fewer
+                              max_new_tokens than the largest of the batch are padded to the largest
     """
 
     members: int = 0
@@ -58,7 +58,7 @@ class IterationStats:
     new_requests, refused_requests   requests accepted and requests refused since the last record
     prompt_tokens           prompt tokens of accepted requests, since construction
     lookup_tokens, hit_tokens   prompt tokens looked up in the cache, and those found in it, since construction
-    oldest_wait_seconds     time since the arrival of the first accepted request that was never in a step
+    oldest_wait_seconds     time since the arrival of the first accepted live request that was in no step yet
     started_requests, queue_seconds, longest_queue_seconds   since the last record: requests in a step for the first
                             time, the sum of their times from arrival to this step, and the longest of these times
     reasons                 name of a statistic, such as "Finals Length" -> final responses for this reason, since

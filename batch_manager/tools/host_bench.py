@@ -225,7 +225,10 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
 
 
 def _requests(setting: Setting, turns: int):
-    """Yield the requests of a full batch, then waiting and queued requests, then replacements for requests that end.
+    """Yield the requests of a full batch, then more requests.
+
+    The next `setting.waiting` requests become active, `setting.queued` requests stay in the manager's queue, and the
+    others replace requests that end.
 
     Prompt lengths differ, so that not all requests need a new block in the same iteration. If requests end, the
     requests of the first batch end one after the other.

@@ -9,9 +9,9 @@ from .svg import FAINT, document
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A span of time.
+    """A span of time in a plot.
 
-    amounts   amount of each layer from `begin` to `end`, lowest layer first
+    amounts   amount of each layer of the plot from `begin` to `end`, lowest layer first
     """
 
     begin: float

@@ -16,6 +16,6 @@ FUNCTIONS = {
 
 
 def activation(hidden, kind, out=None, deterministic=False):
-    """Compute f(hidden) elementwise. Returns out. See the kernel for shapes."""
+    """Compute f(hidden) elementwise. Returns out. See triton_kernels/activation.py for shapes."""
     result = elementwise(FUNCTIONS[kind], hidden) if deterministic else FUNCTIONS[kind](hidden)
     return result if out is None else out.copy_(result)

@@ -12,7 +12,7 @@ import torch
 class StepRows:
     """The rows of the rotary tables and of the pool for the tokens of one step.
 
-    slot_mapping    [T] int64   as in the kernel; `kv_rows` is undefined for entries of -1
+    slot_mapping    [T] int64   as in triton_kernels/rope_kv_append.py; `kv_rows` is undefined for entries of -1
     positions       [T] int64   None: no rotation
     kv_pool         [N, 2, HK, B, D]   the view of any layer: all layers have the same strides
     deterministic   make the bits of a row depend on that row alone, by avoiding `addcmul`, which rounds once in the
@@ -75,7 +75,10 @@ def rope_kv_append(
     query, key, value, kv_pool, slot_mapping, positions=None, cos_table=None, sin_table=None, query_out=None,
     deterministic=False,
 ):
-    """Rotate queries and keys, then append keys and values. Returns the rotated queries. See the kernel for shapes."""
+    """Rotate queries and keys, then append keys and values. Returns the rotated queries.
+
+    See triton_kernels/rope_kv_append.py for shapes.
+    """
     heads, kv_heads = query.shape[1], key.shape[1]
     step = StepRows(slot_mapping, None if positions is None else positions.long(), kv_pool, deterministic)
     rows = torch.cat([query, key, value], dim=1)

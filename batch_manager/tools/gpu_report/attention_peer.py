@@ -25,7 +25,10 @@ FILE = "attention.py"
 
 
 class AttentionPeer:
-    """The other attention kernel. Its methods return launches on the sequences that this package's kernels also get."""
+    """The attention kernel to compare with.
+
+    Its methods return launches of this kernel on sequences that this package's kernels also get.
+    """
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self.name = module, str(module.NAME)

@@ -37,13 +37,13 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A kernel launched with some settings.
+    """The trial of a kernel with some settings.
 
     function     name of the function that chooses the settings, one of FUNCTIONS
-    key          arguments of the function for which the settings are
+    key          arguments of the function; the settings are tried for these arguments
     case         the inputs of the kernel
     is_present   whether the function chooses these settings now
-    timing       None: the settings cannot be used
+    timing       times of the kernel with these settings; None: the settings cannot be used
     rate         bandwidth or arithmetic rate, as text
     predicted    what a model of the GPU predicts, as text
     problem      why the settings cannot be used
@@ -105,9 +105,10 @@ def best_of(trials: Sequence[Trial]) -> Best | None:
 
 
 def code_of(best: Best, multiprocessors: int) -> str:
-    """Return Python code to insert into the function `best.function`, so that it returns these settings for the key.
+    """Return Python code to insert into the function `best.function`.
 
-    For decode_work_list, the code is two constants of its file.
+    With this code, the function returns `best.settings` for the arguments `best.key`. For decode_work_list, the code is
+    two constants of its file.
     """
     gain = f"# {best.gain:.2f} times as fast as before"
     if best.function == "decode_work_list":

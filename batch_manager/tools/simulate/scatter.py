@@ -26,7 +26,7 @@ class Scatter:
         return float(_at(spread, self._draws_for(step, 1))[0])
 
     def generation_factors(self, step: int, count: int) -> np.ndarray:
-        """Return the factors [count] on the times of `count` steps from number `step` on, all without contexts."""
+        """Return the factors [count] of steps `step` .. `step + count - 1`, all without contexts."""
         return _at(self._generation, self._draws_for(step, count))
 
     def _draws_for(self, step: int, count: int) -> np.ndarray:

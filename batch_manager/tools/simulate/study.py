@@ -53,7 +53,7 @@ class Study:
     def run(self, files: OutputFiles) -> dict[str, Any]:
         """Run all simulations and return the result.
 
-        files   output files of the command; the trace of --trace is added to them
+        files   output files of the command; `run` opens the trace file of --trace through this object
 
         Raises ConfigError for settings that a manager would refuse, InputError for an invalid size of the pool, and
         OSError if the trace cannot be written.

@@ -57,7 +57,7 @@ def load_library(check_interruption: Callable[[], None] = lambda: None) -> ctype
     check_interruption   called periodically while the compiler runs; if it raises, the compiler is killed and the
                          exception propagates
 
-    Raises CannotCompileError.
+    Raises CannotCompileError if the library cannot be built.
     """
     if not _loaded:
         _loaded.append(_load(check_interruption))
