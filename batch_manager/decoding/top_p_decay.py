@@ -23,8 +23,8 @@ class TopPDecay(LogitsStage):
 
     The value depends on the output alone. A resumed sequence and a step that runs twice therefore get the same value.
 
-    _current   float32 on the device, by position: the top-p for sampling the token at each position. `keep` writes the
-               value for the next position
+    _current   float32 on the device, by slot and position: the top-p for sampling the token at each position. `keep`
+               writes the value for the next position
     """
 
     reads = ("top_p", "top_p_decay", "top_p_min", "top_p_reset_ids")

@@ -71,7 +71,8 @@ def read_workload(path: str | os.PathLike, selection: Selection | None = None, *
 
     vocab_size   vocabulary size of the model
 
-    `read_arrivals` describes the other parameters. Raises DatasetError with the position.
+    `read_arrivals` describes the other parameters. Raises DatasetError, with the position of the fault in
+    the file.
     """
     if type(vocab_size) is not int or vocab_size < 1:
         raise DatasetError("", f"the size of the vocabulary is {quoted(vocab_size)}", "expected at least 1",

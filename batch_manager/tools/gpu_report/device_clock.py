@@ -152,7 +152,7 @@ def activity_of(spans: list[tuple[float, float, str]]) -> DeviceActivity:
 
 
 class DryClock:
-    """A substitute without a GPU: everything runs on the CPU, and every duration is one second."""
+    """A substitute for GpuClock that needs no GPU: everything runs on the CPU, and every duration is one second."""
 
     is_dry = True
 
