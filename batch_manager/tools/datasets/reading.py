@@ -37,7 +37,8 @@ def read_arrivals(path: str | os.PathLike, selection: Selection | None = None, *
     output_tokens   output length of texts that do not specify a length
     report          receives the counts of kept and changed requests; None: no report
 
-    The iteration, and not the call, raises DatasetError with the position, also if the file does not exist.
+    The iteration, and not the call, raises DatasetError if the file is invalid or does not exist. The message has the
+    position of the fault.
     """
     blocks = BlockIds()
     for record in read_records(path, selection, format=format, tokenizer=tokenizer, output_tokens=output_tokens,
