@@ -67,7 +67,7 @@ class _Rows:
     processor: LogitsPostProcessor
 
     def token_ids(self) -> list[list[int]]:
-        """Return prompt and output of each row. After a context there is one row, even with several beams."""
+        """Return prompt and output of each row. The first token after the prompt has one row, even with beams."""
         return self.processor.token_ids()[: self.end - self.first]
 
 
