@@ -60,7 +60,7 @@ def _abort_all_workers() -> None:
 
 
 def _forget_all_workers() -> None:
-    """Clear the list in a forked child, which has no workers."""
+    """Clear the list of workers in a forked child, which has no workers."""
     _controls.clear()
 
 

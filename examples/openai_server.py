@@ -33,7 +33,7 @@ SECONDS_BETWEEN_LOOKS = 0.05
 
 
 def make_app(model: str, *, served_model_name: str | None = None, block_reuse: bool = True, **params) -> Starlette:
-    """Build the application. A process loads the model when the application starts, so a server may fork before that.
+    """Build the application. The model is loaded when the application starts, so a server may fork before the start.
 
     params   fields of TrtGptModelOptionalParams
     """

@@ -1,4 +1,4 @@
-"""An asyncio interface to the engine: requests are async iterators instead of callbacks.
+"""An asyncio interface to the engine: the responses of a request come from an async iterator, not a callback.
 
 Owns     AsyncEngine, the mailbox of each request, and waking event loops
 Not      models, schedules or blocks: this package uses the public API of GptManager, as any host does

@@ -10,8 +10,8 @@ stream as the current stream.
                     The function changes the tensor and returns it, or returns another tensor of the same shape, dtype
                     and device
     batched         (request_ids: list[int], logits [n, 1, beams, vocab], token_ids: list[list[list[int]]]) -> None
-                    One call serves all requests of a step with this function. It changes the tensor in place.
-                    logits[i] is the tensor [1, beams, vocab] of request i
+                    One call serves all requests of a step with this function. The function changes the tensor in
+                    place. logits[i] is the tensor [1, beams, vocab] of request i
 
 token_ids has prompt and output, one list per beam. The function may keep the lists. For the first token after the
 prompt there is one beam, even if the request has several.
@@ -67,7 +67,7 @@ class _Rows:
     processor: LogitsPostProcessor
 
     def token_ids(self) -> list[list[int]]:
-        """Return prompt and output of each row. After a context there is one row, even with several beams."""
+        """Return prompt and output of each row. The first token after the prompt has one row, even with beams."""
         return self.processor.token_ids()[: self.end - self.first]
 
 
@@ -96,8 +96,8 @@ class LogitsPostProcessors:
     def apply(self, logits: torch.Tensor, slots: np.ndarray) -> PostProcessed | None:
         """Run the post-processors on `logits` [r, vocab] float32, in place. Row i belongs to slots[i].
 
-        Returns None if no row has a function. Raises ForeignCodeError if a batched function raised in a call for
-        several requests.
+        Returns the changed rows; None if no row has a post-processor. Raises ForeignCodeError if a batched
+        function raised in a call for several requests.
         """
         parts = list(self._rows(slots.tolist()))
         if not parts:

@@ -76,12 +76,12 @@ class LogitsRows:
     def history(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (tokens [h, c] int32, row [r] int64, length [r] int64), on the device.
 
-        The prompt and output of row i of the logits are tokens[row[i], :length[i]]. They are defined only if a stage
-        with `needs_history` is active for the sequence.
+        The prompt and output of row i of the logits are tokens[row[i], :length[i]]. These tokens are defined only
+        if a stage with `needs_history` is active for the sequence.
         """
         return (self._history.up_to(int(self.positions[self.active(HISTORY)].max(initial=0))),
                 self._history.device_rows_of(self._rows), self.device_positions)
 
     def part(self, of: slice) -> "LogitsRows":
-        """Return a slice of the rows as a separate LogitsRows. Values that `replace` has set so far are not in it."""
+        """Return a slice of the rows as a separate LogitsRows. In the slice, no values are replaced yet."""
         return LogitsRows(self._rows.part(of), self._state, self._history)

@@ -1,7 +1,7 @@
-"""Top-p decay lowers top-p with each sampled token and resets it after the token `top_p_reset_ids`.
+"""Top-p decay lowers top-p with each sampled token and resets it after the request's reset token.
 
-    after the reset id       top_p = its initial value
-    after any other token    top_p = max(top_p * decay, min)
+    after the token top_p_reset_ids   top_p = its initial value
+    after any other token             top_p = max(top_p * top_p_decay, top_p_min)
 
 Source   Lee et al., "Factuality enhanced language models for open-ended text generation", 2022. The rule is
          TensorRT-LLM's. TensorRT-LLM applies it only without top-k; here top-k may be set too.
@@ -23,8 +23,8 @@ class TopPDecay(LogitsStage):
 
     The value depends on the output alone. A resumed sequence and a step that runs twice therefore get the same value.
 
-    _current   float32 on the device, by position: the top-p for sampling the token at each position. `keep` writes the
-               value for the next position
+    _current   float32 on the device, by slot and position: the top-p for sampling the token at each position. `keep`
+               writes the value for the next position
     """
 
     reads = ("top_p", "top_p_decay", "top_p_min", "top_p_reset_ids")

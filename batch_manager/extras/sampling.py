@@ -92,7 +92,7 @@ class Sampling:
         return cls(**options)
 
     def tensors(self, prompt_ids: Sequence[int], info: EngineInfo) -> dict[str, Any]:
-        """Return the tensors of a request for one output.
+        """Return the request tensors for one output.
 
         Raises InvalidRequestError if logit_bias or stop_token_ids has a wrong type, if there are more than 8 end ids,
         or if logit_bias has a token outside the vocabulary or a value out of range. The engine validates all other

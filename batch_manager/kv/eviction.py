@@ -89,7 +89,7 @@ class EvictionOrder:
                 heapify(self._deadline_heap)
 
     def set_priority(self, block_id: int, priority: int, duration: float | None = None) -> None:
-        """Set the priority of a block that is not in the order, and the duration that begins when it is appended."""
+        """Set the priority of a block that is not in the order. `duration` begins when the block is appended."""
         if priority == DEFAULT_PRIORITY:
             self._priorities.pop(block_id, None)
         else:

@@ -1,4 +1,4 @@
-"""The budget of blocks for one scheduling pass. It counts the blocks that a claim of the plan will take."""
+"""The budget of blocks for one scheduling pass. The ledger counts the blocks that a claim of the plan will take."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence

@@ -18,7 +18,7 @@ class Embedding:
     """An embedding table, whose rows are looked up by index.
 
     name        full name of the tensor: "model.embed_tokens.weight". (`Linear` takes the prefix before `.weight`)
-    scale       factor on the rows, rounded to the dtype of the context; None: no factor
+    scale       factor on the rows, rounded to the layer's dtype; None: no factor
     first_row   row of the stored tensor that index 0 refers to; the tensor has first_row + rows rows
     """
 

@@ -60,10 +60,10 @@ class Linear:
         return self._multiply(x, *self._multiply_arguments)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return residual + x W^T + b. May overwrite `residual`. Faster than adding the layer's output to it.
+        """Return residual + x W^T + b. May overwrite `residual`. Faster than adding the layer's output to `residual`.
 
-        The sum is rounded once if the WeightForm supports this. With a deterministic context, the product is rounded
-        before it is added.
+        The sum is rounded once if the WeightForm supports this. If the layer is deterministic, the product is rounded
+        before the addition.
         """
         if isinstance(x, Rows):
             return x.multiplied(self._matrix, self._outputs, adds_to=residual)

@@ -114,7 +114,7 @@ def _row_by_row(weight: torch.Tensor, bias: torch.Tensor | None) -> WeightForm:
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:
-    """Return the weight packed for oneDNN if that is supported and faster, else the weight."""
+    """Return the weight packed for oneDNN if packing is supported and faster, else the weight."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return weight
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():

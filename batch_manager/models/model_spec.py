@@ -111,7 +111,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The sizes and options of one model. A family with more of them adds fields in a subclass.
+    """The sizes and options of one model. A family with more sizes or options adds fields in a subclass.
 
     head_size                entries of one attention head; hidden_size / num_heads unless the configuration states it
     vocab_size               rows of the embedding

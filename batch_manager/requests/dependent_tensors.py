@@ -15,8 +15,8 @@ def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tup
                             values: Mapping[str, Any], end_ids: Sequence[int], limits: Limits) -> None:
     """Raise InvalidRequestError if tensors of a request do not fit together.
 
-    This is so if a tensor is set without the tensor that it needs, if the sizes of two tensors do not agree, or if
-    tensors together exceed a limit: prompt and draft tokens, or the candidates of the beam search.
+    The faults are a tensor without another tensor that it needs, two tensors whose sizes do not agree, too many prompt
+    and draft tokens together, and too many candidates for a beam search.
 
     scalars   numbers and flags of the request, by name
     shapes    shapes of the request's other tensors, by name

@@ -1,4 +1,4 @@
-"""Packs a `ScheduledBatch` into a `PackedStep`: all tokens of a step in one sequence of rows, contexts first.
+"""Packs a `ScheduledBatch` into a `PackedStep`: all tokens of a step in one list of rows, contexts first.
 
 For a padded call of the model, the step is packed as well, and `Padding` has the row of each packed token in the call.
 """

@@ -98,7 +98,7 @@ class StepInputs:
         return self._of(shape)[1]
 
     def send(self, shape: StepShape) -> None:
-        """Start one copy to the device of the arrays that `arrays(shape)` has returned. Does not wait for the copy."""
+        """Start copying the arrays of `arrays(shape)` to the device, in one copy. Does not wait for the copy."""
         num_bytes = self._of(shape)[2]
         self._uploads.into(self._buffer[:num_bytes], self._staging[:num_bytes])
 

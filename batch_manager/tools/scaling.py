@@ -167,9 +167,10 @@ def measure_waiting(generating: int, waiting: int, iterations: int) -> list[dict
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure all three series, and return them with the machine and the model.
+    """Measure the three series of the module docstring, and return them with the machine and the model.
 
-    Raises the errors of building an engine.
+    Raises ValueError if a request would exceed the model's positions, RuntimeError if a request fails, and the
+    exceptions of building an engine.
     """
     spec = read_spec(options.model)
     settings = [(batch, options.batch_context) for batch in options.batches]

@@ -35,7 +35,7 @@ def open_records(source: Source, format: str | None, *, vocab_size: int | None, 
 
     format   name of the format; None: detect it
 
-    Raises DatasetError.
+    Raises DatasetError for an unknown format, and for a fault in the part of the file that was read.
     """
     if format is not None and format not in FORMATS:
         raise DatasetError("", f"the format is {quoted(format)}", f"expected one of {', '.join(FORMATS)}",

@@ -37,7 +37,8 @@ def read_arrivals(path: str | os.PathLike, selection: Selection | None = None, *
     output_tokens   output length of texts that do not specify a length
     report          receives the counts of kept and changed requests; None: no report
 
-    The iteration, and not the call, raises DatasetError with the position, also if the file does not exist.
+    Raises DatasetError, with the position of the fault. The iteration, and not the call, raises the error, even if the
+    file does not exist.
     """
     blocks = BlockIds()
     for record in read_records(path, selection, format=format, tokenizer=tokenizer, output_tokens=output_tokens,
@@ -71,7 +72,8 @@ def read_workload(path: str | os.PathLike, selection: Selection | None = None, *
 
     vocab_size   vocabulary size of the model
 
-    `read_arrivals` describes the other parameters. Raises DatasetError with the position.
+    `read_arrivals` describes the other parameters. Raises DatasetError, with the position of a fault in the
+    file.
     """
     if type(vocab_size) is not int or vocab_size < 1:
         raise DatasetError("", f"the size of the vocabulary is {quoted(vocab_size)}", "expected at least 1",

@@ -118,9 +118,9 @@ class Timeline:
         return code
 
     def _begin(self, kind: Kind, ids: Sequence[int], index: int, *, may_be_older: bool = True) -> None:
-        """Begin a span of `kind` at iteration `index` for each request of `ids`, unless it is in such a span already.
+        """Begin a span of `kind` at iteration `index` for each request of `ids` that is not in such a span.
 
-        may_be_older   False: leave requests alone that already have a row
+        may_be_older   whether a request may already have a row; False: requests with a row are skipped
         """
         if not ids:
             return

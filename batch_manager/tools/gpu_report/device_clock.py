@@ -30,7 +30,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Relative difference between the medians of the first and the second half of the repetitions, at least 0."""
+        """Relative difference of the medians of both halves of the repetitions: larger / smaller - 1."""
         half = len(self.seconds) // 2
         if not half:
             return 0.0
@@ -152,7 +152,7 @@ def activity_of(spans: list[tuple[float, float, str]]) -> DeviceActivity:
 
 
 class DryClock:
-    """A substitute without a GPU: everything runs on the CPU, and every duration is one second."""
+    """A substitute for GpuClock that needs no GPU: everything runs on the CPU, and every duration is one second."""
 
     is_dry = True
 

@@ -11,8 +11,8 @@ class Goal:
     """One goal.
 
     text      definition of the ratio
-    floor     smallest ratio that meets the goal; None: the ratio is only reported
-    lower_is_better   True: the floor is the largest ratio that meets the goal
+    floor     limit of the ratio: the smallest ratio that meets the goal, or with lower_is_better the largest;
+              None: the ratio is only reported
     """
 
     name: str

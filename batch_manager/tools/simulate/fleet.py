@@ -106,9 +106,10 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
 def _few_collections() -> Iterator[Callable[[], None]]:
     """Turn automatic garbage collection off within the context.
 
-    Yields a function to call after each step. Every STEPS_BETWEEN_COLLECTIONS calls, it collects the youngest garbage.
+    Yields a function to call after each step. Every STEPS_BETWEEN_COLLECTIONS calls, the function collects the
+    youngest garbage.
 
-    Automatic collection scans all live requests again and again, which takes a fifth of the time.
+    Automatic collection scans all live requests again and again, which takes a fifth of the simulation's time.
     """
     was_enabled, steps = gc.isenabled(), 0
 
