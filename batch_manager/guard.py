@@ -156,7 +156,7 @@ class GuardedBlock:
 
 
 class ContainingBlock(GuardedBlock):
-    """A block that counts, logs and drops exceptions, made by `Guard.containing`."""
+    """The guarded block that `Guard.containing` returns. It counts, logs and drops exceptions."""
 
     __slots__ = ("_on_failure",)
 

@@ -1,7 +1,7 @@
 """RMSNorm on a CPU. Same contract as triton_kernels/rms_norm.py.
 
-The norm takes five torch operations, or six for 16-bit dtypes. The formula as written would take eight. The norm is at
-least as fast as torch's own, and faster for few rows.
+The norm takes five torch operations, or six for 16-bit dtypes. One torch operation for each operation of the formula
+would make eight. The norm is at least as fast as torch's own, and faster for few rows.
 """
 
 import functools
