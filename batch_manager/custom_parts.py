@@ -36,7 +36,7 @@ def _made(name: str, factory: Callable[..., Any], *given: Any, **options: Any) -
 
 
 def _a_class(name: str, part: type, expected: str, instead: str) -> ConfigError:
-    """Return the error for a field of Parts whose value is a class that cannot be used as a factory.
+    """Return the error for a class in a field of Parts that cannot be used as a factory.
 
     instead   the words after "pass" in the message
     """

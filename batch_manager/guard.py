@@ -156,7 +156,7 @@ class GuardedBlock:
 
 
 class ContainingBlock(GuardedBlock):
-    """The guarded block that `Guard.containing` returns. It counts, logs and drops exceptions."""
+    """A block that counts, logs and drops exceptions, made by `Guard.containing`."""
 
     __slots__ = ("_on_failure",)
 

@@ -1,7 +1,7 @@
 """Translates the metadata of a GGUF file into the fields of Hugging Face's config.json.
 
-The family's model class reads and checks the values, as it does for a config.json. This module refuses a file if it
-leaves a metadata key of the architecture unread, unless the key changes nothing. Values that GGUF files never state, such as the activation, are
+The family's model class reads and checks the values, as it does for a config.json. This module refuses a file with a
+metadata key of the architecture that it did not read. Values that GGUF files never state, such as the activation, are
 the family's defaults in transformers.
 """
 

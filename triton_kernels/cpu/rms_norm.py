@@ -29,7 +29,7 @@ def rms_norm(hidden, weight, epsilon, residual=None, weight_offset=0.0, out=None
 
 
 def _in_pieces(rows, weight, epsilon):
-    """Normalize with the bits of a row depending on that row alone.
+    """Normalize so that the bits of a row depend on that row alone.
 
     Sums are computed in pieces of fixed shape. All other operations are correctly rounded.
     """

@@ -326,7 +326,7 @@ class Answer:
     def _usage(self) -> dict[str, Any]:
         """Return the usage object.
 
-        `cached_tokens` is the sum over the first output of each prompt. It is None until all first outputs have metrics.
+        `cached_tokens` counts the first output of each prompt only. It is omitted until all first outputs have metrics.
         """
         all_metrics = [choice.metrics for choice in self._choices[:: self._parsed.count]]
         cached = None if None in all_metrics else sum(metrics.cached_tokens for metrics in all_metrics)

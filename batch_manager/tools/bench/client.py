@@ -178,7 +178,7 @@ class Client:
         return self._receipts
 
     def count(self) -> Count:
-        """Return the progress of the run. Any thread may call this method, which does not slow the worker down."""
+        """Return the progress. Any thread may call this method, which does not slow the worker down."""
         receipts = self._receipts
         now = time.perf_counter() - self._started
         arrived = (len(receipts) - len(self._backlog) if self._backlog
