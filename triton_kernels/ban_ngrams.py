@@ -8,7 +8,7 @@ Shapes      logits                   [R, V]   float32, R rows of V tokens, conti
             history_row              [R] int64   row of `history` with the sequence of each row of logits
             length                   [R] int64   number of tokens of the sequence in its row of `history`, at most C
             size                     [R] int32   n; 0: off; 1: forbid all tokens of the sequence
-Neutral     a row of size 0 is unchanged, and its history is not read: history_row and length are arbitrary
+No effect   size 0: the row is unchanged, and its history is not read. history_row and length are then arbitrary
 Mutates     logits
 Oracle      triton_kernels/reference/ban_ngrams.py
 Source      the rule is that of fairseq and transformers; written for this project.

@@ -94,9 +94,10 @@ def _walk_tiles(
 ):
     """Attend to the key tiles with the numbers begin .. end - 1 and return the running softmax.
 
-    Number n is tile n. With sink tokens, this is true from `window_tile` on, the first tile of the window. A smaller
-    number n is a tile with sink tokens: tile `n - skipped`, where `skipped` counts the tiles between the sinks and the
-    window, to which no query of this program attends.
+    Without sink tokens, the number of a tile is its index in the sequence. With sink tokens, this applies to numbers
+    from `window_tile` on, the first tile of the window. A smaller number n belongs to the tile with index n - skipped,
+    which has sink tokens. `skipped` counts the tiles between the sinks and the window, to which no query of this
+    program attends.
     """
     TILES_PER_PAGE: tl.constexpr = B // KEYS
     IS_SCALED: tl.constexpr = CAP_LOG2 > 0 or HAS_ALIBI   # scores are scaled before the softmax
@@ -327,9 +328,9 @@ def _shared_bytes(rows: int, keys: int, num_stages: int, row_bytes: int, limits:
 
 def context_heads(num_heads: int, num_kv_heads: int, head_size: int, element_size_bytes: int,
                   tokens_per_block: int, limits: DeviceLimits) -> ContextHeads:
-    """Return the numbers of heads, and of programs that the device runs at the same time, for `context_work_list`.
+    """Return the argument `heads` of `context_work_list`.
 
-    The number of programs is an estimate from the device's shared memory and warps.
+    Its number of programs that the device runs at the same time is an estimate from shared memory and warps.
     """
     head_pow2 = max(16, triton.next_power_of_2(head_size))
     settings = context_settings(head_pow2, element_size_bytes, tokens_per_block, limits)

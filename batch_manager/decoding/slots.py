@@ -48,7 +48,7 @@ class SamplingRows:
         return len(self.slots)
 
     def part(self, of: slice) -> "SamplingRows":
-        """Return a slice of the rows."""
+        """Return the rows in the slice `of`."""
         return SamplingRows(self.slots[of], self.positions[of], self.device_slots[of], self.device_positions[of],
                             None if self.beams is None else self.beams[of],
                             None if self.device_beams is None else self.device_beams[of])
@@ -161,7 +161,7 @@ class SlotState:
         self._changed.append(slot)
 
     def upload(self) -> None:
-        """Send the changed columns to the device."""
+        """Copy all columns of the changed slots to the device."""
         if self._changed and self.device.type != "cpu":
             planes, slots = list(self._planes.values()), np.unique(self._changed)
             device_slots, *parts = self.send([slots.astype(np.int64), *(plane.host[:, slots] for plane in planes)])
@@ -170,7 +170,7 @@ class SlotState:
         self._changed.clear()
 
     def locate(self, name: str) -> tuple[Plane, int, bool]:
-        """Return the plane that has a column, the column's index in the plane, and whether its values are floats.
+        """Return the plane that has column `name`, the column's index in the plane, and whether the column has floats.
 
         A plane is an array of columns.
         """

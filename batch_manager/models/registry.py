@@ -18,12 +18,12 @@ class Model(Protocol):
     """The protocol of model classes. An object is one model on one device, used by one thread at a time.
 
     harmless_tensors   regular expressions for tensors that a checkpoint may contain but the model does not need, such
-                       as "model.rotary.inv_freq"; an expression matches the whole name. Any other tensor that
-                       `__init__` does not request is refused by name
+                       as "model.rotary.inv_freq"; an expression matches the whole name. A checkpoint with any other
+                       tensor that `__init__` does not request is refused, with an error that names the tensor
     understands        optional. Fields of config.json that change what a model computes and that `read_spec` reads,
                        such as "sliding_window". The tables in model_spec.py list all fields that change what a model
-                       computes. A checkpoint is refused if a field of the tables that is missing here has a value
-                       that changes the computation
+                       computes. A checkpoint is refused if a field that is in the tables, but not in `understands`,
+                       has a value that changes the computation
     prompt_tuning_scale   optional; absent means 1. Factor of prompt-tuning rows, which replace rows of `embed`. A
                        prompt-tuning table contains embeddings before the model scales them
     deterministic      optional; absent means False. True if the class computes only with layers of

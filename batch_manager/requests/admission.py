@@ -148,7 +148,7 @@ class Admission:
     max_request_bytes         largest number of bytes of one request's tensors
     gather_context_logits, gather_generation_logits   whether requests may ask for these logits
     exclude_input_in_output   responses that are not streamed leave the prompt out
-    logits_post_processor_batched   the post-processor that requests name "batched", or None
+    logits_post_processor_batched   the post-processor that requests select with "batched"; None: there is none
     static_batching           requests run in static batches. Each request gets a batch_key. A streaming request
                               gets a single response, which leaves the prompt out
     blocks_of                 function of a request: the largest number of KV cache blocks that it holds at a time;
@@ -214,7 +214,7 @@ class Admission:
         raise type(error)(where + error.fact, error.expectation, error.fix)
 
     def _read_guarded(self, item: object) -> "_RawRequest | InvalidRequestError":
-        """Read an item in a guarded block. Only this method runs code of the user's classes."""
+        """Read an item in a guarded block. Only this method and `usable_id` run code of the user's classes."""
         try:
             with self._in_request:
                 return self._read(item)

@@ -49,7 +49,7 @@ def plan_host_blocks(host_cache_size: int, *, block_bytes: int, free_bytes: int)
 
 def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, step_bytes: int, on_gpu: bool,
                 max_seq_len: int, max_num_sequences: int | None) -> MemoryPlan:
-    """Return the size of the KV cache pool.
+    """Return the number and size of the blocks of the KV cache pool, with the reason for the number.
 
     block_bytes         bytes of one block over all layers
     free_bytes          bytes that are free after the weights were loaded

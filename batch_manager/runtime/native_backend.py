@@ -228,7 +228,7 @@ def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_row
 
     max_rows     rows of logits in a step: one for each sequence or beam
     processors   multiprocessors of a GPU whose Triton kernels sample and attend; 0: no Triton kernels. Sampling needs
-                 scratch memory of the size of float32 logits. Attention needs it for the parts of long sequences
+                 scratch memory for float32 logits. Attention needs scratch memory for the parts of long sequences
     """
     per_token = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * sum(spec.qkv_sizes)
     rows, scratch = min(max_rows, max_num_tokens), 0
@@ -521,7 +521,7 @@ class NativeBackend:
 
 
 class NativeStep:
-    """A launched step that is not a plain step, as step_inputs.py defines it.
+    """A launched step other than the plain steps that step_inputs.py defines.
 
     sampled   the result of sampling; None: no token is sampled
     """

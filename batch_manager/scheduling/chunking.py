@@ -76,7 +76,7 @@ def _rounds(chunks: list[int], remaining: Sequence[int], unit: int, capacity: in
 
 def force_chunk(remaining: Sequence[int], unit: int, capacity: int | None, max_context_length: int | None,
                 credits: Sequence[int] | None = None) -> list[int]:
-    """Give each request one block after its cached tokens, even if all prompts fit."""
+    """Compute at most one block of tokens of each request, after its cached tokens, even if all prompts fit."""
     assert max_context_length is None or max_context_length >= unit
     left = inf if capacity is None else capacity
     chunks = []
@@ -142,7 +142,7 @@ DIVISIONS: dict[ContextChunkingPolicy, Callable[..., list[int]]] = {
 class ContextChunking:
     """How to cut contexts into chunks.
 
-    divide               one of the policies above, or a function with the same parameters
+    divide               a policy of this module, or a function with the same parameters
     unit                 tokens per block
     max_context_length   longest chunk; None: no bound
     """

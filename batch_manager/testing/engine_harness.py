@@ -45,8 +45,8 @@ class EngineHarness:
     clock      the ManualClock
     backend    the backend in use
 
-    Raises ConfigError as GptManager does. Close the harness, or use it as a context manager. Closing ends open requests
-    with SHUTDOWN.
+    Raises ConfigError as GptManager does. Close the harness, or use it as a context manager. Closing answers live
+    requests with an error of code SHUTDOWN.
     """
 
     def __init__(self, get: Callable[[int], Iterable[Any]], send: Callable[[int, list, bool, str], None],
@@ -114,7 +114,7 @@ class EngineHarness:
         audit(self._loop.kv)
 
     def close(self) -> None:
-        """End open requests with SHUTDOWN, and close the backend. Idempotent.
+        """Answer live requests with an error of code SHUTDOWN, and close the backend. Idempotent.
 
         Raises RuntimeError if a callback or hook calls this method.
         """

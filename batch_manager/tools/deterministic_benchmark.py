@@ -1,4 +1,4 @@
-"""Measure the cost of the option `deterministic`: time steps of one model with and without this option.
+"""Measure the cost of the option `deterministic`, by running steps of one model with and without this option.
 
     python -m batch_manager.tools.deterministic_benchmark --model FOLDER --threads 1
 
@@ -81,7 +81,7 @@ def in_turn(normal: Callable[[], None], deterministic: Callable[[], None], steps
 
 
 def measure(options: argparse.Namespace) -> list[dict]:
-    """Time generation steps of each batch size, and steps that compute the context of one sequence.
+    """Measure the times of generation steps of each batch size, and of steps that compute the context of one sequence.
 
     Returns one record for each batch size, and one for the context steps.
     """

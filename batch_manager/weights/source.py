@@ -39,7 +39,7 @@ class Weights(Protocol):
         ...
 
     def tied(self, name: str, to: str) -> None:
-        """Declare that the model uses the tensor `to` in place of `name`, so that `name` counts as requested.
+        """Declare that the model uses the tensor `to` in place of `name`, and treat `name` as a requested tensor.
 
         Raises ModelLoadError if the checkpoint has a different tensor under `name`.
         """

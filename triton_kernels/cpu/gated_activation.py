@@ -1,6 +1,6 @@
 """The activation of a gated MLP on a CPU. Same contract as triton_kernels/gated_activation.py.
 
-f(gate) is rounded to the dtype before it is multiplied by the other half.
+The activated gate is rounded to the dtype before it is multiplied by `up`.
 """
 
 from .activation import FUNCTIONS, activation

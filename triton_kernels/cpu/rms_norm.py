@@ -1,7 +1,7 @@
 """RMSNorm on a CPU. Same contract as triton_kernels/rms_norm.py.
 
-The norm takes five torch operations, or six for 16-bit dtypes. The formula as written would take eight. The norm is at
-least as fast as torch's own, and faster for few rows.
+The norm takes five torch operations, or six for 16-bit dtypes. One torch operation for each operation of the formula
+would make eight. The norm is at least as fast as torch's own, and faster for few rows.
 """
 
 import functools
@@ -29,7 +29,7 @@ def rms_norm(hidden, weight, epsilon, residual=None, weight_offset=0.0, out=None
 
 
 def _in_pieces(rows, weight, epsilon):
-    """Normalize with the bits of a row depending on that row alone.
+    """Normalize so that the bits of a row depend on that row alone.
 
     Sums are computed in pieces of fixed shape. All other operations are correctly rounded.
     """

@@ -21,7 +21,7 @@ class PromptLogProbs:
 
 
 def prompt_log_probs(logits: np.ndarray, tokens: Sequence[int], count: int) -> PromptLogProbs:
-    """Return the log-probability of each prompt token, given the tokens before it.
+    """Return the log-probability of each prompt token, given the tokens before it, and the likeliest tokens.
 
     logits   [n, vocab] float32; row i has the logits after token i
     tokens   [n]

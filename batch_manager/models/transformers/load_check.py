@@ -1,5 +1,4 @@
-"""Checks, when a model is loaded, that it computes the same logits with the engine's attention as with transformers'.
-"""
+"""Verifies at load time that a model computes the same logits with the engine's attention as with eager attention."""
 
 from typing import Any
 

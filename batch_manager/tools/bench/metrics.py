@@ -151,7 +151,7 @@ def completion_rate(finals_s: np.ndarray) -> float | None:
 
 
 def goodput(stamps: Stamps, wall_s: float, bounds: Bounds) -> dict[str, float | None]:
-    """Return the latency bounds in milliseconds, and the requests/s and the share of the requests within them."""
+    """Return the latency bounds in milliseconds, and the requests/s and share of the requests within the bounds."""
     kept = int(bounds.keeps(stamps).sum())
     return {"ttft_ms": bounds.ttft_ms, "itl_ms": bounds.itl_ms, "requests_s": round(kept / wall_s, 4),
             "share": round(kept / len(stamps), 4)}

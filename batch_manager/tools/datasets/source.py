@@ -52,7 +52,7 @@ class Source:
         self._raw.close()
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Yield (number from 1, text without line end) of every non-blank line."""
+        """Yield (line number, stripped text) of every non-blank line. The first line of the file has number 1."""
         for number, line in enumerate(self._binary_lines(), 1):
             text = self._decoded(line, number).strip()
             if text:

@@ -198,8 +198,8 @@ def _philox(bench: Bench) -> float:
 def _histories(bench: Bench) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
     """Return random inputs of the kernels that read token histories.
 
-    The inputs are (number of rows, logits [rows, vocabulary] float32, [token histories, row of the histories for each
-    row of logits, length of each row's history]).
+    The inputs are (number of rows, logits [rows, vocabulary] float32, [token histories, index of the history of each
+    row of logits, length of the history of each row of logits]).
     """
     rows, vocabulary, longest = bench.pick((8, 32000, 2048), (2, 40, 24))
     history = bench.integers(0, min(vocabulary, 200), rows + 2, longest)

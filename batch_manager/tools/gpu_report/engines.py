@@ -207,7 +207,8 @@ def engine(bench: Bench, shape: Shape, *, max_batch: int, graphs: bool = True, k
            max_num_tokens: int = STEP_TOKENS, **options: Any) -> Iterator[Engine]:
     """Context manager that yields a warm engine with random weights. The end of `with` ends the engine immediately.
 
-    If an engine with graphs cannot be constructed, or captures none, the yielded engine has none, and says why.
+    If an engine with graphs cannot be constructed, or captures no graphs, an engine without graphs is yielded, and its
+    `note` has the reason.
 
     graphs      whether the engine is to capture graphs
     kv_tokens   tokens of the KV cache pool; None: most of the free memory

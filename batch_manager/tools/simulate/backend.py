@@ -91,7 +91,9 @@ class SimulatedBackend:
         return StepShape(generation_requests=len(slots), shared_tokens=shared_tokens(self._found_tokens[slots]))
 
     def generation_seconds(self, shape: StepShape, cached_tokens: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return ([steps] seconds of each of the next generation steps, seconds of the host, the same for each step).
+        """Return (seconds of each of the next generation steps [steps], seconds of the host's part of each iteration).
+
+        The host's part takes the same time in each iteration.
 
         shape           amounts of work in each step, without cached tokens
         cached_tokens   [steps] cached tokens of each step

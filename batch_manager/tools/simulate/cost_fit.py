@@ -89,7 +89,7 @@ def _fit(timed: Sequence[MeasuredStep], steps: Sequence[MeasuredStep]) -> tuple[
 class _Terms:
     """Fitted terms.
 
-    seconds       term -> seconds per unit, without zeros
+    seconds       term -> seconds per unit; has no terms of 0 seconds
     spread        as in CostModel
     interrupted   number of steps that were ignored because they took more than 20 times the predicted time
     """

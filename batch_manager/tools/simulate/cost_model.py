@@ -1,4 +1,4 @@
-"""The time of a step and of the host as a function of the step's shape, and its file format."""
+"""The cost model, which predicts the time of a step and of the host from the step's shape, and its file format."""
 
 import json
 from collections.abc import Mapping
