@@ -53,7 +53,7 @@ requests.put(InferenceRequest(LAST))
 
 
 def timed(request_ids, logits, token_ids):
-    """Call the post-processor, and record the number of requests and its time in seconds."""
+    """Call the post-processor, and record the number of requests and the time of the call in seconds."""
     start = perf_counter()
     guided(request_ids, logits, token_ids)
     calls.append((len(request_ids), perf_counter() - start))

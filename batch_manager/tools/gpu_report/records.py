@@ -1,4 +1,4 @@
-"""The records of a run: one JSON object per case of a goal."""
+"""The records of a GPU report: one JSON object for each case that is measured for a performance goal (goals.py)."""
 
 import json
 from collections.abc import Iterable
