@@ -7,8 +7,8 @@ that no later token can change:
     tokens -> pieces (cached per token id) -> bytes or runs of byte tokens -> text -> steps over the joined text
 
 A step holds back a bounded amount: the bytes of an incomplete character, the current run of byte tokens (one invalid
-byte turns the whole run into U+FFFD), or a space that may be joined with the next token. `WholeText` handles the other
-decoders, which are unknown or hold back an unbounded amount. It decodes everything at the end.
+byte turns the whole run into U+FFFD), or a space that may be joined with the next token. `WholeText` handles
+decoders that are unknown or hold back an unbounded amount: it decodes all tokens at the end.
 """
 
 import codecs

@@ -66,7 +66,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def used_memory(device: torch.device) -> int:
-    """Wait for all launched work, and return the number of bytes in use on the GPU, as the driver reports it; 0 for a CPU."""
+    """Wait for all launched work. Return the number of bytes in use on the GPU, as the driver reports; 0 for a CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -80,7 +80,7 @@ def device_name(device: torch.device) -> str:
 
 
 class AllocatedMemory:
-    """Reads the bytes that torch has allocated to tensors on a GPU in this process; 0 for a CPU.
+    """Reads the number of bytes that torch has allocated to tensors on a GPU in this process; 0 for a CPU.
 
     Reading the value from torch takes 50 microseconds, which is too long for the statistics of every iteration. The
     value is therefore read at most once in MEMORY_SECONDS.

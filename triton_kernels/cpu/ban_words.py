@@ -1,7 +1,7 @@
 """Bad words on a CPU. Same contract as triton_kernels/ban_words.py.
 
-The words of all rows are compared at once, token by token, backward from the second to last token, which rules out most
-words.
+The words of all rows are compared at once, token by token, backward from the next-to-last token. The first comparison
+rules out most words.
 """
 
 import numpy as np
