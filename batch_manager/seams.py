@@ -101,7 +101,7 @@ class ModelBackend(Protocol):
         ...
 
     def memory_usage(self) -> MemoryUsage:
-        """Return the bytes held now."""
+        """Return the number of bytes that the backend holds now, by kind of memory."""
         ...
 
     def close(self) -> None:

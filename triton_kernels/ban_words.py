@@ -1,4 +1,4 @@
-"""Forbid the last token of every word whose other tokens are the last tokens of the sequence.
+"""Forbid the last token of every word of which all tokens but the last are at the end of the sequence.
 
     words = lists[list_start ..] = `count` ends, ascending, then the tokens of all words: word w has the tokens
             ends[w-1] .. ends[w] - 1, with ends[-1] = 0
@@ -20,7 +20,7 @@ Oracle      triton_kernels/reference/ban_words.py
 Source      TensorRT-LLM's rule and the idea of its packing; written for this project.
 
 One program per row and block of its words. It compares all words of the block at once, token by token, backward from
-the second to last token.
+the next-to-last token.
 """
 
 import triton

@@ -9,8 +9,8 @@ Shapes      hidden, out              [..., E]   [T, E] or [T, H, E] for H heads;
             residual                 [T, E]   contiguous rows; None: no addition
             weight                   [E], or [H, E] if hidden is [T, H, E]
             bias                     [E] or None
-Units       deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
-Mutates     residual and out. out can be `hidden`; None: allocated.
+Option      deterministic: make the bits of a row depend on that row alone, as in the Triton kernel
+Mutates     residual and out. `out` can be `hidden`. If `out` is None, the function allocates a tensor.
 Oracle      triton_kernels/reference/layer_norm.py
 Source      Ba, Kiros and Hinton 2016; written for this project.
 
@@ -55,7 +55,7 @@ def _layer_norm_kernel(
 
 
 def layer_norm(hidden, weight, bias, epsilon, residual=None, out=None, deterministic=False):
-    """Normalize over the last dimension. Returns out. See the module docstring for shapes."""
+    """Normalize over the last dimension. Returns `out` or the allocated tensor. See the module docstring for shapes."""
     size = hidden.shape[-1]
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if out is None else out
     assert hidden.dim() in (2, 3) and hidden.stride(-1) == out.stride(-1) == 1

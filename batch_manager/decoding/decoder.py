@@ -51,10 +51,10 @@ assert (NOT_FINISHED, END_ID) == (0, 1)                 # so that a bool is a fi
 class GptDecoder:
     """Samples one token for each row of logits, or finds candidates for beams. Skips features that no row has.
 
-    state           per-slot state; the last operation of `keep` stores the sampled tokens in it
+    state           per-slot state. `keep` stores the sampled tokens in it, after all other changes of `keep`
     searches        beam searches by slot; they advance when the host has read the candidates
-    history         tokens of the sequences with stages or stop words that read tokens. The outputs of beams are written
-                    to it before each step, from the search with which the step starts
+    history         token histories of the sequences that have a stage or stop words that read them. The decoder writes
+                    the outputs of beams to the history in each step, from the beam search as it is before the step
     stages          the changes made to logits before sampling
     own_stages      custom stages, which run between the stages of `stages.default_stages`, see stages.py
     deterministic   the bits of a row do not depend on the other rows. On a CPU, torch splits work by the number of

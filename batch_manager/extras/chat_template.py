@@ -260,7 +260,7 @@ def _environment() -> Any:
     class Generation(jinja2.ext.Extension):
         """The block `{% generation %} ... {% endgeneration %}`, which marks the model's answer for training.
 
-        It renders the content of the block unchanged.
+        The content of the block is rendered unchanged.
         """
 
         tags = {"generation"}

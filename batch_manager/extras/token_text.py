@@ -7,8 +7,8 @@ that no later token can change:
     tokens -> pieces (cached per token id) -> bytes or runs of byte tokens -> text -> steps over the joined text
 
 A step holds back a bounded amount: the bytes of an incomplete character, the current run of byte tokens (one invalid
-byte turns the whole run into U+FFFD), or a space that may be joined with the next token. `WholeText` handles the other
-decoders, which are unknown or hold back an unbounded amount. It decodes everything at the end.
+byte turns the whole run into U+FFFD), or a space that may be joined with the next token. `WholeText` handles
+decoders that are unknown or hold back an unbounded amount: it decodes all tokens at the end.
 """
 
 import codecs
@@ -268,11 +268,11 @@ class Pieces(dict):
         return piece
 
     def piece(self, token_id: int, is_first: bool = False, is_first_after: bool = False) -> Any:
-        """Return the piece of a token.
+        """Return the piece of a token, computed without the cache.
 
-        is_first         whether the token is the first of the text; passed to the functions `rule.before`
-        is_first_after   whether the token is the first of the text in which runs are joined; passed to the functions
-                         `rule.after`
+        is_first         whether the token is the first of the text, for the functions in `rule.before`
+        is_first_after   whether the token is the first of the text after runs of byte tokens are joined, for the
+                         functions in `rule.after`
         """
         token = self._token_of(token_id)
         if token is None or self._skips(token_id, token):
@@ -459,10 +459,10 @@ def text_of(pieces: Pieces) -> Text:
 
 
 class Sample(NamedTuple):
-    """Token lists to check whether a Rule decodes them like its tokenizer.
+    """What `agrees` decodes to compare a Rule with its tokenizer: the token lists in `texts`, and random token lists.
 
     num_tokens   vocabulary size
-    special      ids of added tokens; every random list includes one if there are any
+    special      ids of added tokens; if there are any, every random list includes at least one
     texts        token lists of real texts
     """
 

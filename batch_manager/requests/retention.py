@@ -90,7 +90,7 @@ class KvCacheRetentionConfig:
 
 
 def copied_retention(given: object) -> KvCacheRetentionConfig | None:
-    """Return a checked copy of a request's configuration. Raises InvalidRequestError if it is not valid."""
+    """Return a checked copy of a request's retention configuration. Raises InvalidRequestError if it is not valid."""
     if given is None:
         return None
     if type(given) is not KvCacheRetentionConfig:

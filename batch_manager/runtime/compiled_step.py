@@ -25,8 +25,8 @@ class CompiledStep:
     num_heads     query heads
     head          the packed matrix of the model's head; None: the head is not just a product
     threads       largest number of threads, including the calling thread
-    Raises        CannotCompileError if the library cannot be built; packing the matrices, which comes first, raises
-                  the same error
+    Raises        CannotCompileError if the library cannot be built. The caller packs the matrices before it makes a
+                  CompiledStep, and packing raises the same error
     """
 
     def __init__(self, recording: Recording, kv_pool: torch.Tensor, num_heads: int, head: PackedMatrix | None,

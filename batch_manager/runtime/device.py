@@ -66,7 +66,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def used_memory(device: torch.device) -> int:
-    """Wait for all launched work, and return the bytes that the driver reports as in use on the GPU; 0 for a CPU."""
+    """Wait for all launched work. Return the number of bytes in use on the GPU, as the driver reports; 0 for a CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -80,7 +80,7 @@ def device_name(device: torch.device) -> str:
 
 
 class AllocatedMemory:
-    """Reads the bytes that torch has allocated to tensors on a GPU in this process; 0 for a CPU.
+    """Reads the number of bytes that torch has allocated to tensors on a GPU in this process; 0 for a CPU.
 
     Reading the value from torch takes 50 microseconds, which is too long for the statistics of every iteration. The
     value is therefore read at most once in MEMORY_SECONDS.
@@ -185,7 +185,7 @@ class Uploads:
         self._next = 0
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """Return the arrays as tensors on the device. On a CPU they share the arrays' memory."""
+        """Return the arrays as tensors on the device. On a CPU the tensors share the arrays' memory."""
         if self._shares_memory:
             return list(map(torch.from_numpy, arrays))
 
@@ -227,7 +227,7 @@ class Uploads:
 class CapturedGraph:
     """A CUDA graph: the launches of a function, captured once and replayed in one call.
 
-    memory_of   a graph whose memory pool the new graph shares. Only one of the two graphs may run at a time, and it
+    memory_of   a graph whose memory pool the new graph shares. Only one of the two graphs may run at a time, and each
                 overwrites the other's results in the pool. None: the new graph gets a new pool
 
     A replay uses the addresses of the capture, and reads their contents at the time of the replay.
@@ -291,7 +291,7 @@ class Readback:
         self._done.record(torch.cuda.current_stream(device))
 
     def wait(self) -> dict[str, np.ndarray]:
-        """Wait for the copies and return name -> array. Releases the GIL. Raises the exceptions of `on_device`."""
+        """Wait for the copies and return name -> array. Releases the GIL. Raises the same exceptions as `on_device`."""
         if self._done is not None:
             with on_device(self._device):
                 self._done.synchronize()

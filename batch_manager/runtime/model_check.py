@@ -30,7 +30,7 @@ class CheckedModel:
         return self._checked("logits", self._model.logits(hidden), hidden, self._vocab_size, self._dtypes)
 
     def _checked(self, method: str, found: object, given: torch.Tensor, columns: int, dtypes) -> torch.Tensor:
-        """Return `found` if it is a tensor of the expected shape, dtype and device. Raises ConfigError."""
+        """Return `found` if it is a tensor of the expected shape, dtype and device. Otherwise, raises ConfigError."""
         shape = (len(given), columns)
         if (isinstance(found, torch.Tensor) and found.shape == shape and found.dtype in dtypes
                 and found.device == given.device):

@@ -37,10 +37,11 @@ class CallResult:
 
 
 class ModelRunner:
-    """Runs calls of one model over one KV cache pool.
+    """Runs model calls (`ModelCall`) of one model over one KV cache pool.
 
-    compiled   runs the forward of calls without padding; None: the model's layers run it
-    fused      runs the forward in `generate`, up to `fused.most_rows` rows; None: the model's layers run it
+    compiled   runs the forward pass of model calls that have no padding; None: the model's layers run the forward pass
+    fused      runs the forward pass in `generate`, up to `fused.most_rows` rows; None: the model's layers run the
+               forward pass
     table      [vocab, hidden size]: the embedding table, if the model's `embed` is a plain lookup; otherwise None
     """
 

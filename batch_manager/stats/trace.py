@@ -137,7 +137,7 @@ class TraceFile:
 
 
 class _LineFile:
-    """A locked file with its own buffer, which a forked child drops.
+    """A locked file with its own buffer. A forked child drops the content of the buffer.
 
     With a buffered Python file, the parent and the child would both write the buffer.
     """

@@ -1,4 +1,7 @@
-"""The former name of `batch_manager.tools.bench`, kept for scripts. It prints the result as one line of JSON."""
+"""The former name of `batch_manager.tools.bench`, kept for scripts.
+
+The program prints its result as one line of JSON.
+"""
 
 from collections.abc import Sequence
 

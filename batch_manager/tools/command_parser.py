@@ -9,7 +9,7 @@ WRONG = 2
 class CommandParser(argparse.ArgumentParser):
     """An ArgumentParser that reports a wrong command line in one line on stderr, without the usage.
 
-    It then exits with status 2.
+    After the report, the program exits with status 2.
 
     Line breaks of a description and an epilog are kept, unless `formatter_class` is given.
     """

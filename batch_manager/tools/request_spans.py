@@ -89,7 +89,9 @@ def lives(iterations: Iterable[IterationTrace]) -> Iterator[Life]:
 
 
 def _note(iteration: IterationTrace, end_s: float, alive: dict[int, Life]) -> Iterator[Life]:
-    """Add an iteration to the histories of the open requests, and yield those of the requests that it ends or refuses.
+    """Add an iteration to the histories of the open requests.
+
+    Yields the histories of the requests that the iteration ends or refuses.
 
     end_s   start of the next iteration; infinite for the last iteration
     alive   request id -> history, of the open requests; updated in place

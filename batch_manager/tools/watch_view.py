@@ -53,9 +53,10 @@ class Picture:
 
 
 class View:
-    """One screen.
+    """The content of the live view at one time.
 
     title      name of the source
+    figures    the numbers to show
     rates      generated tokens/s in each of the last periods, oldest first
     problem    why new figures are missing; "": no figures are missing
     note       a warning that is less severe than a problem
@@ -186,7 +187,7 @@ class Bar:
 
 
 def _cells(count: float, most: float, width: int) -> int:
-    """Return the width of the part of a bar for `count`, in cells. The width is at least 1 for a count above 0."""
+    """Return the width, in cells, of the part of a bar that shows `count`. At least 1 for a count above 0."""
     return max(round(count / most * width), 1 if count else 0)
 
 

@@ -1,21 +1,25 @@
 """Bad words on a CPU. Same contract as triton_kernels/ban_words.py.
 
-The words of all rows are compared at once, token by token, backward from the second to last token, which rules out most
-words.
+The words of all rows are compared at once, token by token, backward from the next-to-last token. The first comparison
+rules out most words.
 """
 
 import numpy as np
 
 
 def ban_words(logits, history, history_row, length, lists, list_start, count, max_count):
-    """Set the logits of forbidden tokens to -inf, in place. Returns `logits`. See the kernel for shapes."""
+    """Set the logits of forbidden tokens to -inf, in place. Returns `logits`.
+
+    See triton_kernels/ban_words.py for shapes.
+    """
     rows, tokens = words_lacking_last_token(history, history_row, length, lists, list_start, count)
     logits.numpy()[rows, tokens] = -np.inf
     return logits
 
 
 def words_lacking_last_token(history, history_row, length, lists, list_start, count):
-    """Return (row [n], last token [n]) of each word whose other tokens are the last tokens of its row's history.
+    """Return (row [n], last token [n]) of each word of which all tokens but the last are at the end of its row's
+    history.
 
     The arguments are tensors as in `ban_words`, the results numpy arrays.
     """

@@ -14,7 +14,7 @@ from .sample_token import inverse_temperature_of
 
 def beam_topk(logits, temperature, cum_log_probs, diversity_rate, group_starts, num_candidates, max_rows,
               are_log_probs=None):
-    """Return the best continuations of each group. See the kernel for shapes."""
+    """Return the best continuations of each group. See triton_kernels/beam_topk.py for shapes."""
     x = logits if logits.dtype == torch.float32 else logits.float()
     blocks = block_maxima(x)
     maxima = blocks.amax(1)

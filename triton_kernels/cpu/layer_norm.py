@@ -6,7 +6,10 @@ from .fixed_pieces import row_by_row
 
 
 def layer_norm(hidden, weight, bias, epsilon, residual=None, out=None, deterministic=False):
-    """Normalize over the last dimension. Returns out. See the kernel for shapes."""
+    """Normalize over the last dimension. Returns `out`, or a new tensor without `out`.
+
+    See triton_kernels/layer_norm.py for shapes.
+    """
     if weight is not None and weight.dim() == 2:
         normed = layer_norm(hidden, None, None, epsilon, deterministic=deterministic).mul_(weight)
         normed = normed if bias is None else normed.add_(bias)

@@ -1,4 +1,4 @@
-"""Finds the largest logits of rows, which it divides into blocks of 64 logits.
+"""Finds the largest logits of rows. Each row is divided into blocks of 64 logits.
 
 One vectorized pass computes the maximum of each block. The largest logits are in the few blocks with the largest
 maxima, and only these blocks are searched.
@@ -31,7 +31,10 @@ def _reduce_blocks(rows: torch.Tensor, reduce) -> torch.Tensor:
 
 
 def ids_of(blocks: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Return the token ids [n, m * BLOCK] in `blocks` [n, m]. Ids past the vocabulary become its last id."""
+    """Return the token ids [n, m * BLOCK] of the blocks with the indices `blocks` [n, m].
+
+    Ids past the vocabulary are replaced with the last id of the vocabulary.
+    """
     return (blocks[:, :, None] * BLOCK + OFFSETS).flatten(1).clamp_(max=vocab - 1)
 
 

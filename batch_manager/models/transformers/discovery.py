@@ -115,7 +115,8 @@ def discover(model: Any, base: Any, hidden_size: int, max_positions: int, where:
     """Return how each layer of a model on the meta device attends, in the order of the attention calls.
 
     base   the part of the model that computes hidden states
-    Raises UnsupportedModelError for a model that the engine does not run, or ModelLoadError; both name `where`
+    where  name of the model in error messages
+    Raises UnsupportedModelError for a model that the engine does not run, or ModelLoadError
     """
     discovery = _Discovery(model, max_positions)
     hidden = torch.empty(1, NUM_TOKENS, hidden_size, dtype=torch.float32, device="meta")

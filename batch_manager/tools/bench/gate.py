@@ -8,8 +8,8 @@ class Gate:
     """Holds requests back until the delay has passed and, with batches, a whole batch has arrived.
 
     delay_s     seconds from the start of the run to the first request
-    batch_size  requests per batch; a batch starts when the previous batch is done. 0: no batches
-    timeout_s   an incomplete batch starts when its oldest request has waited this many seconds
+    batch_size  requests per batch. No batch starts before the previous batch is done. 0: no batches
+    timeout_s   an incomplete batch may start once its oldest request has waited this many seconds
     """
 
     delay_s: float = 0.0

@@ -138,7 +138,7 @@ def _draw(options: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def _noted(iterations: Iterable[IterationTrace], *lists: SmallRun | Timeline | None) -> Iterator[IterationTrace]:
-    """Yield the iterations of a trace. Each is first appended to every object of `lists` that is not None.
+    """Yield the iterations of a trace. Each iteration is first appended to every object of `lists` that is not None.
 
     The trace is read only once, because it may not fit into memory.
     """

@@ -33,7 +33,7 @@ class SmallRun:
         self._request_ids: set[int] = set()
 
     def append(self, iteration: IterationTrace) -> None:
-        """Add an iteration. Raises ValueError if the run exceeds its bounds."""
+        """Add an iteration. Raises ValueError if the run now has too many iterations or requests."""
         self.iterations.append(iteration)
         ids = self._request_ids
         ids.update(iteration.arrived, iteration.generation, iteration.paused, iteration.finished,

@@ -1,4 +1,4 @@
-"""The records of a run: one JSON object per case of a goal."""
+"""The records of a GPU report: one JSON object for each case of a performance goal (goals.py)."""
 
 import json
 from collections.abc import Iterable
@@ -118,7 +118,10 @@ def number(value: float | None) -> str:
 
 
 def verdict(line: dict[str, Any]) -> str:
-    """Return whether a measured case meets its goal: "yes", "no" or "-" (not judged). Otherwise return its status."""
+    """Return whether a measured case meets its goal: "yes", "no" or "-" (not judged).
+
+    For a case that was not measured, return its status.
+    """
     if line["status"] != MEASURED:
         return line["status"]
     return {True: "yes", False: "no", None: "-"}[line["met"]]

@@ -167,7 +167,7 @@ def _of_product(bench: Bench, name: str, product: Product) -> Iterator[Trial]:
 
 def _launch_of(bench: Bench, product: Product, weights: list[torch.Tensor],
                rows: int) -> tuple[Launch, Callable[[Launch], float]]:
-    """Return (launch of the fused product, function that returns the launch's relative error)."""
+    """Return (function that launches the fused product, function that returns the relative error of its result)."""
     x, norm_weight = bench.normal(rows, product.in_size), bench.normal(product.in_size)
     residual, sums = bench.normal(rows, product.weight_rows), bench.normal(rows, product.weight_rows)
     fused = fused_launch(bench, product, norm_weight)
@@ -193,7 +193,7 @@ def _replaced(module: str, function: str, settings: Any) -> Iterator[None]:
 
 def _timed(bench: Bench, make: Callable[[], Launch], error_of: Callable[[Launch], float],
            **options: int) -> tuple[Any, str]:
-    """Return (timing of the launch that `make` returns, ""), or (None, why it cannot be used).
+    """Return (timing of the launch that `make` returns, ""), or (None, why the launch is not timed).
 
     error_of   (launch) -> relative error of its result
     """

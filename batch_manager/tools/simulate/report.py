@@ -62,7 +62,8 @@ def warnings(points: Sequence[Result]) -> list[str]:
 def sweep_plots(result: Result) -> dict[str, LinePlot]:
     """Return file name -> plot of a latency by generated tokens/s.
 
-    Each simulation is a point. Each value of the first swept setting is a line, for at most MOST_LINES values.
+    Each simulation is a point. With several swept settings, each value of the first setting is a line; only the first
+    MOST_LINES values are shown. With one swept setting, all points are on one line.
     """
     points = result["points"]
     first, *others = points[0]["settings"]
