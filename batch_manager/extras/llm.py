@@ -256,7 +256,7 @@ class TextPieces:
         return self._request.completion
 
     def cancel(self) -> None:
-        """Stop the request and end the iteration. May be called from any thread; idempotent."""
+        """Stop the request, and end this iterator. May be called from any thread; idempotent."""
         self._request.stop()
         with self._one_at_a_time:
             self._request.end(FinishReason.CANCELLED)

@@ -69,7 +69,7 @@ class History:
             readings.popleft()
 
     def figures(self, period_s: float) -> Figures:
-        """Return the current figures. The period is about period_s, or longer if readings are less frequent."""
+        """Return the current figures, with a last period of about period_s, or longer if readings are less frequent."""
         if not self._readings:
             return Figures()
         now, first = self._readings[-1], self._readings[0]

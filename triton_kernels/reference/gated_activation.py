@@ -4,7 +4,7 @@
 
 Shapes      gate_up                  [T, 2 I]   gate first, then up; contiguous rows, any row stride
             out                      [T, I]   None: allocated
-Units       deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
+Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
 Mutates     out.
 Returns     out.
 """

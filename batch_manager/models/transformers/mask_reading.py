@@ -13,8 +13,8 @@ MOST_READ = 2**20                 # keys of one row that are checked
 def read_window(sees: Callable[..., Any], max_positions: int, layer: str) -> int | None:
     """Return the window of a causal mask, in tokens, including the query's own token; None if it has no window.
 
-    max_positions   number of positions of the model. Some of the first 2**20 (MOST_READ) rows of the mask are
-                    checked, always including the last of them
+    max_positions   number of positions of the model, equal to the number of rows of the mask. The function checks a
+                    few rows, and always the last row, or row 2**20 - 1 if the mask has more rows
     layer           name of the layer, for the message of the error
     Raises UnsupportedModelError for any other mask.
     """
