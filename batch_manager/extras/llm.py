@@ -172,7 +172,7 @@ class LLM:
 
     def chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
              template_options: dict[str, Any] | None = None, **options: Any) -> Completion:
-        """Return the model's answer to a conversation, formatted with the chat template.
+        """Format a conversation with the chat template, and return the model's answer to it.
 
         messages           dictionaries with `role` and `content`
         tools              JSON schemas of functions, for templates that support tools

@@ -433,7 +433,7 @@ class KvCacheManager:
         return self.sequences.add_blocks(slots, taken, counts)
 
     def _leave_window(self, slots: np.ndarray, lengths: np.ndarray) -> None:
-        """Release the blocks of the sequences in `slots` that have left the window.
+        """Release the blocks that have left the window of their sequence, for the sequences in `slots`.
 
         lengths   [n] lengths that include the first token of the step
         """

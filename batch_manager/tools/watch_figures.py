@@ -99,7 +99,7 @@ def _counts(start: Reading, now: Reading) -> dict[str, int]:
 
 
 def _latencies(start: Reading | None, now: Reading) -> dict[str, Spread | None]:
-    """Return name -> latencies of the requests that ended between two readings, or None if no request ended.
+    """Return name -> latencies of the requests that ended between two readings. The value is None if no request ended.
 
     start   the earlier of the two readings; None: count from the engine's start
     """
