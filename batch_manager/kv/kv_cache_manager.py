@@ -282,13 +282,13 @@ class KvCacheManager:
         return Claim(updates, copies, slots.astype(np.int32), lengths.astype(np.int32))
 
     def claim_tokens(self, generation: Sequence[LlmRequest], tokens: int) -> None:
-        """Claim room for `tokens` more tokens of each generating request, like the same number of calls of `claim`.
+        """Claim room for `tokens` more tokens of each generating request, as `tokens` calls of `claim` would.
 
         The method serves devices without block tables: it does not return the changed entries.
 
         Raises OutOfBlocksError if too few blocks are free; expired priorities may have ended by then, but nothing is
-        claimed. Raises InternalError, with nothing changed, if there is an attention window, or if a request would need
-        more blocks than for its final length.
+        claimed. Raises InternalError, with nothing changed, if there is an attention window, or if a request would get
+        more blocks than its final length needs.
         """
         sequences = self.sequences
         slots = sequences.slots_of(generation)
