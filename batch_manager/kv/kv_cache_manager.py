@@ -226,7 +226,7 @@ class KvCacheManager:
         return sum(count == self.pool.owners(block_id) for block_id, count in owners.items())
 
     def reusable_tokens(self, request: LlmRequest) -> int:
-        """Number of cached tokens of a new request's prompt, as `claim` finds them if no other request claims first."""
+        """Least number of cached tokens that the claim of a new request finds, if no other request claims first."""
         if self.cache is None or self.owns(request):
             return 0
         return len(self.cache.shareable(request)) * self.tokens_per_block

@@ -538,7 +538,7 @@ class ScriptedBackend:
         return failures
 
     def _check(self, batch: ScheduledBatch, step: "_Layout") -> None:
-        """Check that the step follows the rules of handover.py. Raises InternalError, because the engine has a bug."""
+        """Check that the step follows the rules of handover.py. Raises InternalError for a bug of the engine."""
         state, size = self._state, self.info.tokens_per_block
         ends = step.starts + step.counts
         _require(len(np.unique(step.table_rows)) == len(step.slots), "a slot occurs twice", step.slots)
