@@ -248,7 +248,7 @@ DeviceOperation = BlockCopy | BlockClear | AdapterLoad
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """All work of one step: contexts before generation, in this order.
+    """All work of one step. The contexts come before the generating sequences.
 
     block_table_updates   updates that the device applies before everything else
     operations            operations of the device before the step, in order. Later batches repeat an operation under

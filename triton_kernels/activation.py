@@ -6,7 +6,7 @@
                               "relu"      max(x, 0)
 
 Shapes      hidden, out              [T, I]   T rows of I entries; contiguous rows, any row stride
-Units       deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
+Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
 Mutates     out, which can be `hidden`; None: allocated.
 Raises      ValueError for an unknown kind.
 Oracle      triton_kernels/reference/activation.py

@@ -9,7 +9,7 @@ Shapes      hidden, out              [..., E]   [T, E] or [T, H, E] for H heads;
             residual                 [T, E]   contiguous rows; None: no addition
             weight                   [E], or [H, E] if hidden is [T, H, E]
             bias                     [E] or None
-Option      deterministic: make the bits of a row depend on that row alone, as in the Triton kernel
+Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
 Mutates     residual and out. `out` can be `hidden`. If `out` is None, the function allocates a tensor.
 Oracle      triton_kernels/reference/layer_norm.py
 Source      Ba, Kiros and Hinton 2016; written for this project.

@@ -9,7 +9,7 @@ Shapes      hidden, out              [..., E]   [T, E] or [T, H, E] for H heads;
                                                 (such as the heads of a packed tensor)
             residual                 [T, E]   contiguous rows; None: no addition
             weight                   [E]
-Units       deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
+Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
 Mutates     residual and out. out can be `hidden`; None: allocated.
 Oracle      triton_kernels/reference/rms_norm.py
 Source      Zhang and Sennrich 2019; written for this project.

@@ -252,7 +252,7 @@ class BeamSearches:
         return found[1] if found is not None and found[0] == position else self._first[slot]
 
     def keep(self, slot: int, position: int, after: BeamSearch) -> None:
-        """Store `after`, the search as it is after the tokens at `position` were sampled."""
+        """Store the state `after` of the search, which results from sampling the tokens at `position`."""
         self._rings[slot].put(0, position + 1, (position + 1, after))
 
     def input_tokens(self, generation: GenerationWork) -> np.ndarray:

@@ -172,7 +172,7 @@ class LLM:
 
     def chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
              template_options: dict[str, Any] | None = None, **options: Any) -> Completion:
-        """Return the model's answer to a conversation, formatted with the chat template.
+        """Format a conversation with the chat template, and return the model's answer to it.
 
         messages           dictionaries with `role` and `content`
         tools              JSON schemas of functions, for templates that support tools
@@ -256,7 +256,7 @@ class TextPieces:
         return self._request.completion
 
     def cancel(self) -> None:
-        """Stop the request and end the iteration. May be called from any thread; idempotent."""
+        """Stop the request, and end this iterator. May be called from any thread; idempotent."""
         self._request.stop()
         with self._one_at_a_time:
             self._request.end(FinishReason.CANCELLED)

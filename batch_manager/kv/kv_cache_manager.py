@@ -157,7 +157,7 @@ class KvCacheManager:
                 and (self.cache is None or self.cache.index.of_block(block_id) is None)]
 
     def leaving_window(self, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
-        """The requests that release blocks when their next token is claimed. All of `requests` must be started."""
+        """Return the requests whose next claim frees blocks that leave the window. All `requests` must be started."""
         if not self._slides or not requests:
             return []
         slots = self.sequences.slots_of(requests)
@@ -226,8 +226,7 @@ class KvCacheManager:
         return sum(count == self.pool.owners(block_id) for block_id, count in owners.items())
 
     def reusable_tokens(self, request: LlmRequest) -> int:
-        """Number of cached tokens that a claim of this first chunk is certain to find, if no other claim comes before.
-        """
+        """Least number of cached tokens that the claim of a new request finds, if no other request claims first."""
         if self.cache is None or self.owns(request):
             return 0
         return len(self.cache.shareable(request)) * self.tokens_per_block
@@ -283,13 +282,13 @@ class KvCacheManager:
         return Claim(updates, copies, slots.astype(np.int32), lengths.astype(np.int32))
 
     def claim_tokens(self, generation: Sequence[LlmRequest], tokens: int) -> None:
-        """Claim room for `tokens` more tokens of each generating request, like the same number of calls of `claim`.
+        """Claim room for `tokens` more tokens of each generating request, as `tokens` calls of `claim` would.
 
         The method serves devices without block tables: it does not return the changed entries.
 
         Raises OutOfBlocksError if too few blocks are free; expired priorities may have ended by then, but nothing is
-        claimed. Raises InternalError, with nothing changed, if there is an attention window, or if a request would need
-        more blocks than for its final length.
+        claimed. Raises InternalError, with nothing changed, if there is an attention window, or if a request would get
+        more blocks than its final length needs.
         """
         sequences = self.sequences
         slots = sequences.slots_of(generation)
@@ -335,8 +334,10 @@ class KvCacheManager:
     def release(self, request: LlmRequest, computed_tokens: int = 0, is_garbage: bool = False) -> None:
         """Release the blocks of the request, if it holds any.
 
-        computed_tokens   with one beam, publish the first computed_tokens - 1 tokens of the request
-        is_garbage        the content of the request's own blocks is undefined: reset their retention priorities
+        computed_tokens   number of leading tokens that were computed or sampled. All but the last of them are
+                          published; with several beams, none
+        is_garbage        whether the content of the request's own blocks is undefined; if so, their retention
+                          priorities are reset
         """
         if self.cache is not None:
             tokens = min(request.num_tokens, computed_tokens, self.kv_length(request) + 1) - 1
@@ -432,7 +433,7 @@ class KvCacheManager:
         return self.sequences.add_blocks(slots, taken, counts)
 
     def _leave_window(self, slots: np.ndarray, lengths: np.ndarray) -> None:
-        """Release the blocks of the sequences in `slots` that have left the window.
+        """Release the blocks that have left the window of their sequence, for the sequences in `slots`.
 
         lengths   [n] lengths that include the first token of the step
         """

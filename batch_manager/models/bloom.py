@@ -46,7 +46,7 @@ class BloomSpec(ModelSpec):
 
 
 class Bloom:
-    """BloomForCausalLM."""
+    """Implements BloomForCausalLM of transformers."""
 
     deterministic = True
     harmless_tensors = ()

@@ -32,7 +32,7 @@ class Cohere2Spec(ModelSpec):
 
 
 class Cohere2:
-    """Cohere2ForCausalLM."""
+    """Implements Cohere2ForCausalLM of transformers."""
 
     deterministic = True
     harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")

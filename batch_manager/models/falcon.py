@@ -46,7 +46,7 @@ class FalconSpec(ModelSpec):
 
 
 class Falcon:
-    """FalconForCausalLM."""
+    """Implements FalconForCausalLM of transformers."""
 
     deterministic = True
     harmless_tensors = (r"(transformer\.)?h\.\d+\.self_attention\.(maybe_rotary|rotary|rotary_emb)\.inv_freq",

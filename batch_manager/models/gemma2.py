@@ -30,7 +30,7 @@ class Gemma2Spec(ModelSpec):
 
 
 class Gemma2:
-    """Gemma2ForCausalLM."""
+    """Implements Gemma2ForCausalLM of transformers."""
 
     deterministic = True
     harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")

@@ -41,7 +41,7 @@ class Gemma3Spec(ModelSpec):
 
 
 class Gemma3:
-    """Gemma3ForCausalLM."""
+    """Implements Gemma3ForCausalLM of transformers."""
 
     deterministic = True
     harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")

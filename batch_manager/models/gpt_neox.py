@@ -30,7 +30,7 @@ class GptNeoXSpec(ModelSpec):
 
 
 class GptNeoX:
-    """GPTNeoXForCausalLM."""
+    """Implements GPTNeoXForCausalLM of transformers."""
 
     deterministic = True
     harmless_tensors = (r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",)

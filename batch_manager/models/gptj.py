@@ -30,7 +30,7 @@ from .model_spec import (
 
 
 class GptJ:
-    """GPTJForCausalLM."""
+    """Implements GPTJForCausalLM of transformers."""
 
     deterministic = True
     harmless_tensors = (r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",)

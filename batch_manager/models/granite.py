@@ -34,7 +34,7 @@ class GraniteSpec(ModelSpec):
 
 
 class Granite:
-    """GraniteForCausalLM."""
+    """Implements GraniteForCausalLM of transformers."""
 
     deterministic = True
     harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")

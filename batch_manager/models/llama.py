@@ -18,7 +18,7 @@ from .model_spec import ModelSpec, layer_count, read_decoder_spec, refuse_window
 
 
 class Llama:
-    """LlamaForCausalLM."""
+    """Implements LlamaForCausalLM of transformers."""
 
     deterministic = True
     harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")

@@ -18,7 +18,7 @@ from .model_spec import ModelSpec, layer_count, read_decoder_spec, refuse_window
 
 
 class Olmo2:
-    """Olmo2ForCausalLM."""
+    """Implements Olmo2ForCausalLM of transformers."""
 
     deterministic = True
     harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")

@@ -37,7 +37,7 @@ class Olmo3Spec(ModelSpec):
 
 
 class Olmo3:
-    """Olmo3ForCausalLM."""
+    """Implements Olmo3ForCausalLM of transformers."""
 
     deterministic = True
     harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")

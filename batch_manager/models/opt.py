@@ -58,7 +58,7 @@ class OptSpec(ModelSpec):
 
 
 class Opt:
-    """OPTForCausalLM."""
+    """Implements OPTForCausalLM of transformers."""
 
     deterministic = True
     harmless_tensors = ()

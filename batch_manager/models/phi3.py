@@ -18,7 +18,7 @@ from .model_spec import ModelSpec, read_decoder_spec, read_uniform_windows
 
 
 class Phi3:
-    """Phi3ForCausalLM."""
+    """Implements Phi3ForCausalLM of transformers."""
 
     deterministic = True
     harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")

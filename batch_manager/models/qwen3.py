@@ -18,7 +18,7 @@ from .model_spec import ModelSpec, layer_count, read_decoder_spec, read_layer_wi
 
 
 class Qwen3:
-    """Qwen3ForCausalLM."""
+    """Implements Qwen3ForCausalLM of transformers."""
 
     deterministic = True
     harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")

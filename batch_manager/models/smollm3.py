@@ -31,7 +31,7 @@ class SmolLm3Spec(ModelSpec):
 
 
 class SmolLm3:
-    """SmolLM3ForCausalLM."""
+    """Implements SmolLM3ForCausalLM of transformers."""
 
     deterministic = True
     harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")

@@ -30,7 +30,7 @@ class StableLmSpec(ModelSpec):
 
 
 class StableLm:
-    """StableLmForCausalLM."""
+    """Implements StableLmForCausalLM of transformers."""
 
     deterministic = True
     harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")

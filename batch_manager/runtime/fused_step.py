@@ -52,9 +52,9 @@ class FusedStep:
         self.most_rows = self.row_counts[-1]
 
     def run(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """Return the logits [r, vocab] of at most `most_rows` rows, or hidden states if `gives_logits` is False.
+        """Run a step, and return its logits [r, vocab], or its hidden states if `self.gives_logits` is False.
 
-        hidden      [r, hidden size]; may be overwritten
+        hidden      [r, hidden size], r <= self.most_rows; may be overwritten
         positions   [r] int64
         attention   planned or bound for the step
         """
@@ -93,7 +93,7 @@ def _touched_by(step: Operation | FusedProduct) -> list[int]:
 
 
 def _launch(step: Operation | FusedProduct, widths: list[int], device: torch.device) -> Launch:
-    """Return a function that launches the operation `step`. Work that does not depend on inputs is done here."""
+    """Do the work of the operation `step` that does not depend on inputs; return a function that launches the rest."""
     result = step.result.register
     match step:
         case FusedProduct():

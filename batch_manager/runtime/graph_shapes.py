@@ -82,9 +82,9 @@ def padded(count: int, sizes: Sequence[int]) -> int | None:
 
 
 def padded_mixed(num_rows: int, num_tokens: int, sizes: frozenset[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the smallest size (generation rows, context tokens) that holds num_rows and num_tokens.
+    """Return the size (generation rows, context tokens) to which a step of num_rows and num_tokens is padded.
 
-    Returns None if no graph is captured for this size.
+    Each number is padded to the next value of MIXED_ROWS or MIXED_TOKENS. Returns None if this size has no graph.
 
     sizes   the sizes with a graph, a result of `mixed_sizes`
     """

@@ -49,7 +49,7 @@ def check_plan(scheduler: object, plan: SchedulerOutput, active_requests: Reques
                inflight_request_ids: Collection[int], kv_cache_manager: KvCacheManager, limits: Limits) -> None:
     """Raise SchedulerContractError if the plan breaks a rule.
 
-    One rule is checked by the loop itself: a request is scheduled, or a step is in flight.
+    This function does not check that a request is scheduled or a step is in flight; the loop checks this rule.
     """
     rule = broken_rule(plan, active_requests, inflight_request_ids, kv_cache_manager, limits)
     if rule is not None:

@@ -39,6 +39,6 @@ class LockstepScheduler(StaticBatchScheduler):
 
 
 def make_static_batch_scheduler(limits: Limits, kv_cache_manager: KvCacheManager) -> RequestScheduler:
-    """Make the scheduler of static batches. Only max_batch_size bounds a padded step; max_num_tokens does not."""
+    """Make the scheduler of static batches. max_batch_size bounds a padded step; max_num_tokens does not."""
     return SimpleScheduler(LockstepScheduler(limits.max_num_requests, kv_cache_manager, limits.max_seq_len),
                            TokenBudgetScheduler(limits.max_batch_size))

@@ -12,9 +12,10 @@ class TokenBudgetScheduler(MicroBatchScheduler):
     """Fills the step in order, up to its limits of requests and tokens.
 
     A generating request costs one token per beam plus its drafts. A context costs its whole prompt. The first request
-    that does not fit ends the step, so that later requests do not overtake it. Generating requests of another beam
-    width than the first one are skipped. With chunking, contexts are first chosen by max_batch_size alone. Then
-    they divide the tokens that the generating requests leave. Cached tokens of a first chunk cost nothing.
+    that does not fit ends the step, so that later requests do not overtake it. A generating request is skipped if its
+    beam width differs from the beam width of the generating requests already in the step. With chunking, contexts are
+    first chosen by max_batch_size alone. Then they divide the tokens that the generating requests leave. Cached tokens
+    of a first chunk cost nothing.
 
     Contexts and generating requests are ordered by adapter, requests without an adapter first. If contexts are cut,
     contexts that run their last chunk come after the others.

@@ -166,7 +166,7 @@ class Resources:
     def follow(self, request: LlmRequest, parents: Sequence[int]) -> None:
         """Let beam b of the request continue from the blocks of beam parents[b].
 
-        Right after the context, when all beams continue from the first beam, copies its last block to the other beams.
+        Right after the context, all beams continue from the first beam: its last block is copied to the other beams.
         """
         if request.num_generated_tokens:
             self.device_work.add(self._kv.reorder(request, parents))

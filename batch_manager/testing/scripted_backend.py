@@ -413,8 +413,8 @@ class ScriptedBackend:
                        failures: dict[int, RowFailure], context_logits: dict[int, np.ndarray]) -> StepOutput:
         """Return the output of a step with drafts.
 
-        Samples a token after the input token and after each draft. Accepts drafts up to the first draft that differs
-        from the token sampled in its position.
+        Samples a token after the input token and after each draft. Accepts the drafts before the first draft that
+        differs from the token sampled in its position.
         """
         rows = {slot: row for row, slot in enumerate(step.slots.tolist())}
         drafts = batch.generation.draft_tokens.tolist()
@@ -538,7 +538,7 @@ class ScriptedBackend:
         return failures
 
     def _check(self, batch: ScheduledBatch, step: "_Layout") -> None:
-        """Check the rules of handover.py. Raises InternalError: a violation is a bug of the engine."""
+        """Check that the step follows the rules of handover.py. Raises InternalError for a bug of the engine."""
         state, size = self._state, self.info.tokens_per_block
         ends = step.starts + step.counts
         _require(len(np.unique(step.table_rows)) == len(step.slots), "a slot occurs twice", step.slots)

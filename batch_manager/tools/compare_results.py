@@ -153,7 +153,7 @@ def _runs_of(result: Any, place: str) -> list[Run]:
 
 
 def check_figures(result: Mapping[str, Any], place: str) -> None:
-    """Raise ComparisonError for a figure that is not a number of at least 0.
+    """Raise ComparisonError for a figure that is not a number >= 0.
 
     place   the file of the result, for the message
     """

@@ -69,7 +69,7 @@ class History:
             readings.popleft()
 
     def figures(self, period_s: float) -> Figures:
-        """Return the current figures. The period is about period_s, or longer if readings are less frequent."""
+        """Return the current figures, with a last period of about period_s, or longer if readings are less frequent."""
         if not self._readings:
             return Figures()
         now, first = self._readings[-1], self._readings[0]
@@ -99,7 +99,7 @@ def _counts(start: Reading, now: Reading) -> dict[str, int]:
 
 
 def _latencies(start: Reading | None, now: Reading) -> dict[str, Spread | None]:
-    """Return name -> latencies of the requests that ended between two readings, or None if no request ended.
+    """Return name -> latencies of the requests that ended between two readings. The value is None if no request ended.
 
     start   the earlier of the two readings; None: count from the engine's start
     """

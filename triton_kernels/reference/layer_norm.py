@@ -9,7 +9,7 @@ Shapes      hidden, out              [..., E]   [T, E] or [T, H, E] for H heads;
             residual                 [T, E]   contiguous rows; None: no addition
             weight                   [E], or [H, E] if hidden is [T, H, E]
             bias                     [E] or None
-Units       deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
+Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
 Mutates     residual and out. out can be `hidden`; None: allocated.
 Returns     out.
 """

@@ -12,7 +12,7 @@ Shapes      query                    [T, HQ, D]   T packed tokens, HQ query head
             positions                [T] int32 or int64   a valid position for every row, padding included
             cos_table, sin_table     [positions, R / 2] float32   None: no rotation
             query_out                [T, HQ, D]   None: rotate the queries in place
-Units       deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
+Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
 Mutates     kv_pool and query_out (or query). No two rows may have the same slot.
 Returns     the rotated queries.
 """

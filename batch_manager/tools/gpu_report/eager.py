@@ -1,4 +1,4 @@
-"""Repeat the measurements that run an engine, without CUDA graphs, to show how much the graphs gain.
+"""Repeat the measurements of engines with CUDA graphs turned off, to show how much the graphs gain.
 
 Models whose graphs could not be captured are left out: their first measurement was without graphs.
 """

@@ -10,9 +10,10 @@ from .bench import Bench
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder model. Sizes are numbers of vector entries.
+    """A decoder model.
 
-    tied   whether the output head is the embedding
+    hidden, intermediate, head_size   sizes of vectors, in elements
+    tied                              whether the output head is the embedding
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Rules that assign requests to replicas, from what a router can observe."""
+"""Rules that assign requests to replicas. The rules use only facts that a router can observe."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class LeastLoaded:
 
 
 class LongestPrefix:
-    """Chooses the replica that got the longest prefix of the prompt before, unless the load is unbalanced.
+    """Chooses the replica that has already received the longest prefix of the prompt, unless the load is unbalanced.
 
     Source: the cache-aware policy of SGLang's router (sgl-router, 2024), which records the prompts sent to each
     replica. A prompt goes to the replica with the longest match if the match covers more than MATCH_SHARE of the
