@@ -262,9 +262,9 @@ def test_options_that_are_no_tensors_are_checked_too(option, wrong, refusal):
 @pytest.mark.parametrize("option, value, says", [
     ("priority", "high", "priority is of type str; it must be a number"),
     ("priority", True, "priority is True; it must be a number"),
-    ("deadline_s", "soon", "deadline_s is of type str; it must be seconds, or None"),
+    ("deadline_s", "soon", "deadline_s is of type str; it must be a number of seconds, or None"),
     ("arrival_time", 5e9, "arrival_time is 5000000000.0; it must be a number in "),
-    ("arrival_time", [1, 2], "arrival_time is of type list; it must be seconds of time.monotonic(), or None"),
+    ("arrival_time", [1, 2], "arrival_time is of type list; it must be a time in seconds of time.monotonic(), or None"),
     ("cache_salt", 3, "cache_salt is of type int; it must be a str, bytes or None"),
     ("cache_salt", "x" * 1025, "cache_salt has 1,025 characters; it must have at most 1,024; pass a digest"),
     ("cache_salt", b"x" * 1025, "cache_salt has 1,025 bytes; ")])

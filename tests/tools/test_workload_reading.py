@@ -212,7 +212,7 @@ def test_files_that_are_compressed_with_gzip(name, write):
     ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-13-16 18:15:46,5,5\n", ":2: TIMESTAMP is '2023-13-16 18:15:46'; "),
     ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,5,5\n", ":2: TIMESTAMP is 'yesterday'; expected a time as in"),
     (b"arrival_s,input_tokens,output_tokens\n\xff,5,3\n", ":2: the line is not UTF-8; "),
-    ('{"timestamp": 0, "input_length": 5}\n', ":1: output_length missing; expected timestamp, input_length"),
+    ('{"timestamp": 0, "input_length": 5}\n', ":1: the line has no output_length; expected timestamp, input_length"),
     (FILES["mooncake"][:-30], ":3:"),
     (FILES["mooncake"].replace("27,", "-27,"), ":2: timestamp is -27; expected a number, 0 to 10000000000"),
     (FILES["mooncake"].replace("27,", "NaN,"), ":2:15: the line is not JSON: "),
