@@ -53,9 +53,10 @@ def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tup
     candidates = num_beam_candidates(width, end_ids, stop_words)
     if (stop_words or len(end_ids) > 1) and 1 < width <= limits.max_beam_width and candidates > MAX_BEAM_CANDIDATES:
         raise InvalidRequestError(
-            f"stop_words_list ends in {len({word[-1] for word in stop_words}):,} different tokens and beam_width is "
-            f"{width:,}, with {counted(len(end_ids), 'end id')}",
-            f"a step of the search would consider {candidates:,} continuations; the limit is {MAX_BEAM_CANDIDATES:,}",
+            f"the words of stop_words_list end in {len({word[-1] for word in stop_words}):,} different tokens, "
+            f"beam_width is {width:,} and the request has {counted(len(end_ids), 'end id')}",
+            f"a step of the beam search would consider {candidates:,} continuations, above the limit of "
+            f"{MAX_BEAM_CANDIDATES:,}",
             "send fewer stop words or end ids, or lower beam_width")
 
     num_drafts = len(values.get("draft_input_ids", ()))

@@ -25,8 +25,8 @@ Value = TypeVar("Value")
 INT32, UINT8 = np.dtype(np.int32), np.dtype(np.uint8)
 NOTHING: dict[int, Any] = {}
 
-NO_LOG_PROB = ("the log-probability of its token is NaN, so its logits were not finite; the request ends here, the "
-               "others go on; check the model")
+NO_LOG_PROB = ("the log-probability of its token is NaN, so its logits were not finite; the request ends here, and "
+               "other requests go on; check the model")
 
 
 class WrongOutputError(Exception):

@@ -474,7 +474,7 @@ class ScriptedBackend:
             else:
                 tokens[row] = 0
                 failures.setdefault(slot, RowFailure(
-                    ErrorCode.INVALID_TOKEN, f"the script returned token {token}; token ids in "
+                    ErrorCode.INVALID_TOKEN, f"the script returned token {token}; expected a token id in "
                     f"0..{self.info.vocab_size - 1}; correct the script"))
 
     def _post_process(self, slots: np.ndarray, tokens: np.ndarray, failures: dict[int, RowFailure]) -> np.ndarray:
@@ -534,7 +534,7 @@ class ScriptedBackend:
             if self._poisoned[self._tables.rows[row, columns]].any():
                 failures[slot] = RowFailure(
                     ErrorCode.NON_FINITE_LOGITS, "a KV cache block of the request contains non-finite values; "
-                    "finite values in all blocks that a step reads; clear blocks before they are reused")
+                    "expected finite values in all blocks that a step reads; clear blocks before they are reused")
         return failures
 
     def _check(self, batch: ScheduledBatch, step: "_Layout") -> None:

@@ -196,8 +196,8 @@ class ReadsTheUnknown(LogitsStage):
 
 @pytest.mark.parametrize("stages, told", [
     (OnlyMultiples({}), "Parts.stages is of type OnlyMultiples"), ("stages", "Parts.stages is of type str"),
-    ([OnlyMultiples], "contains the class OnlyMultiples"), ([NoApply()], "a stage of type NoApply, which has no apply"),
-    ([object()], "which has no is_active, needs_history, set_up, apply, reads"),
+    ([OnlyMultiples], "contains the class OnlyMultiples"), ([NoApply()], "a stage of type NoApply, which lacks apply"),
+    ([object()], "which lacks is_active, needs_history, set_up, apply, reads"),
     ([ReadsTheUnknown()], "ReadsTheUnknown in Parts.stages holds 'warmth'"),
     (lambda num_slots, device: None, "the factory in Parts.stages returned a value of type NoneType"),
     (type("None_", (), {}), "Parts.stages is the class None_; expected a list of LogitsStages; pass [None_(...)]"),

@@ -377,7 +377,7 @@ def test_more_ways_to_end_than_a_search_can_look_at_are_refused_with_the_numbers
     for tensors in (dict(beam_width=160, stop_words_list=words), dict(stop_words_list=words), dict(beam_width=200)):
         assert admit(limits=limits, **tensors).request.beam_width == tensors.get("beam_width", 1)
     text = refusal(limits=limits, beam_width=200, stop_words_list=words)
-    assert "stop_words_list ends in 100 different tokens and beam_width is 200, with 0 end ids" in text
+    assert "the words of stop_words_list end in 100 different tokens, beam_width is 200 and" in text
     assert "20,200 continuations" in text and "16,384" in text
 
 
