@@ -111,7 +111,7 @@ WRONG = {
     "a key that is no text": (with_entry(b"\xff", UINT32, 1), r"a key is b'\\xff'; expected UTF-8"),
     "a key twice": (with_entry("flag", BOOL, True), r"the key 'flag' occurs twice"),
     "a long text": (with_entry("t", TEXT, raw=struct.pack("<Q", HUGE)), r"'t' has a length of 18,446"),
-    "texts together": (with_entry("t", TEXT, "x" * (8 * 2**20 + 1)), r"up to key 't', the strings in the metadata take"),
+    "texts together": (with_entry("t", TEXT, "x" * (8 * 2**20 + 1)), r"up to key 't', the strings in the metadata"),
     "a text that is none": (with_entry("t", TEXT, b"\xc3("), r"'t' is b'\\xc3\('; expected UTF-8"),
     "an unknown value type": (with_entry("v", 13, raw=b""), r"'v' has value type 13"),
     "a flag of two": (with_entry("v", BOOL, raw=b"\2"), r"'v' is a flag with the value 2"),
