@@ -52,12 +52,13 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
             ("poll_stop_signal_cb", poll_cb, ()), ("return_batch_manager_stats_cb", stats_cb, ("json",)), *hooks):
         if returns_before_it_runs(callback, may_yield=name in ("get_inference_requests_cb", "poll_stop_signal_cb")):
             raise ConfigError(f"{name} is an async or a generator function",
-                              "expected a plain function, because the worker never runs the object that it returns",
+                              "expected a plain function, because the worker does not run a returned coroutine or "
+                              "generator",
                               "pass a function, for instance one that uses loop.call_soon_threadsafe")
         if callback is not None and not can_be_called_with(callback, len(takes)):
             raise ConfigError(f"{name} cannot be called with {len(takes)} argument{'s' * (len(takes) != 1)}",
                               f"it is called as {name.rpartition('.')[2]}({', '.join(takes)})",
-                              "accept these parameters, or *args")
+                              "accept these parameters, or *args" if takes else "make every parameter optional")
     last_id = plain_integer(terminate_req_id)
     if terminate_req_id is not None and (last_id is None or not 0 <= last_id <= UINT64_MAX):
         raise ConfigError(f"terminate_req_id is {shown_option(terminate_req_id)}",

@@ -127,7 +127,7 @@ def runs_ahead(params: TrtGptModelOptionalParams, info: BackendInfo, parts: Part
         reason, way_out = "TrtGptModelType.V1 runs one static batch in lockstep", "use InflightFusedBatching"
     elif parts.scheduler is not None and not plans_by_lengths(parts.scheduler):
         reason = "a custom scheduler would see tokens that are one step old"
-        way_out = "set plans_by_lengths = True on it if it does not look at tokens"
+        way_out = "set plans_by_lengths = True on a scheduler that does not look at tokens"
     if params.run_ahead is None:
         return reason is None and info.is_asynchronous and not params.enable_trt_overlap
     if params.run_ahead and reason is not None:
@@ -143,13 +143,13 @@ def plans_by_lengths(scheduler: object) -> bool:
     try:
         value = getattr(scheduler, "plans_by_lengths", False)
     except Exception as error:
-        raise ConfigError(f"plans_by_lengths of the scheduler of type {type_name(scheduler)} raised {type_name(error)}",
-                          "expected True or False",
-                          "make it an attribute") from error
+        raise ConfigError(f"reading plans_by_lengths of the scheduler of type {type_name(scheduler)} raised "
+                          f"{type_name(error)}", "expected True or False",
+                          "make plans_by_lengths a plain attribute") from error
     if type(value) is not bool:
         raise ConfigError(f"plans_by_lengths of the scheduler of type {type_name(scheduler)} is of type "
                           f"{type_name(value)}", "expected True or False",
-                          "set it to True if the scheduler does not look at tokens")
+                          "set plans_by_lengths to True if the scheduler does not look at tokens")
     return value
 
 
@@ -204,9 +204,12 @@ def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, backend: ModelBacke
     window = info.attention_window
     if asked is not None and asked < limits.max_seq_len and (window is None or window > asked
                                                              or info.sink_tokens != kv.sink_token_length):
-        raise ConfigError(f"max_attention_window is {asked} and sink_token_length {kv.sink_token_length}",
-                          f"the backend attends to a window of {window} and {counted(info.sink_tokens, 'sink token')}",
-                          "construct the backend with the same window and state it in its BackendInfo")
+        stated = ("no attention window" if window is None else
+                  f"a window of {counted(window, 'token')} and {counted(info.sink_tokens, 'sink token')}")
+        raise ConfigError(f"max_attention_window is {asked} and sink_token_length is {kv.sink_token_length}",
+                          f"the backend has {stated}",
+                          "construct the backend with the same window and sink tokens, and state both in its "
+                          "BackendInfo")
     sinks = info.sink_tokens
     if window is None or window >= limits.max_seq_len:
         window, sinks = None, 0
@@ -222,8 +225,8 @@ def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, backend: ModelBacke
                                   f"implement BlockCopy and set copies_blocks=True, or {alternative}")
     if kv.host_cache_size and not info.host_blocks:
         raise ConfigError(f"host_cache_size is {kv.host_cache_size:,}", "the backend has no blocks in host memory",
-                          "construct it with host_blocks and state them in its BackendInfo, or leave host_cache_size "
-                          "out")
+                          "give the backend host blocks and set BackendInfo.host_blocks to their number, or leave "
+                          "host_cache_size out")
     return KvCacheManager(
         limits.num_blocks, limits.tokens_per_block, limits.max_seq_len, max_beam_width=limits.max_beam_width,
         window=window, sink_token_length=sinks, unread_steps=limits.window_depth - limits.num_micro_batches,

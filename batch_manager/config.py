@@ -261,16 +261,18 @@ class Parts:
             part = getattr(self, name)
             if part is not None and not callable(part):
                 raise ConfigError(f"Parts.{name} is of type {type(part).__name__}",
-                                  f"expected a callable of ({takes}), or None",
+                                  f"expected a callable with {f'the arguments ({takes})' if takes else 'no arguments'}"
+                                  ", or None",
                                   "pass a function, or leave it None")
         if self.clock is not None and not all(callable(getattr(self.clock, name, None))
                                               for name in ("monotonic", "timestamp")):
             raise ConfigError(f"Parts.clock is of type {type(self.clock).__name__}",
-                              "expected an object with monotonic() and timestamp(), see batch_manager.Clock, or None",
+                              "expected an object with the methods monotonic() and timestamp() of batch_manager.Clock, "
+                              "or None",
                               "give it both methods, or leave it None")
         if self.backend is not None and not callable(self.backend) and not hasattr(self.backend, "start"):
             raise ConfigError(f"Parts.backend is of type {type(self.backend).__name__}",
-                              "expected a ModelBackend, a factory () of one, or None",
+                              "expected a ModelBackend, a function without arguments that returns one, or None",
                               "give it the methods of batch_manager.ModelBackend, or leave it None")
 
 

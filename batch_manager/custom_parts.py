@@ -35,12 +35,12 @@ def _made(name: str, factory: Callable[..., Any], *given: Any, **options: Any) -
                           "expected it to return the part", "correct the factory") from error
 
 
-def _a_class(name: str, part: type, expected: str, instead: str) -> ConfigError:
+def _a_class(name: str, part: type, expected: str, instead: str, verb: str = "is") -> ConfigError:
     """Return the error for a field of Parts whose value is a class that cannot be used as a factory.
 
     instead   the words after "pass" in the message
     """
-    return ConfigError(f"Parts.{name} has the class {part.__name__}", f"expected {expected}", f"pass {instead}")
+    return ConfigError(f"Parts.{name} {verb} the class {part.__name__}", f"expected {expected}", f"pass {instead}")
 
 
 def custom_backend(part: Any, params: TrtGptModelOptionalParams) -> ModelBackend:
@@ -128,16 +128,16 @@ def _check_stage(stage: Any) -> None:
     if not isinstance(reads, list | tuple):
         missing.append("reads")
     if isinstance(stage, type):
-        raise _a_class("stages", stage, "LogitsStages: objects, not classes", f"{stage.__name__}(...)")
+        raise _a_class("stages", stage, "LogitsStages: objects, not classes", f"{stage.__name__}(...)", "contains")
     if missing:
         raise ConfigError(f"Parts.stages holds a stage of type {type_name(stage)}, which lacks {', '.join(missing)}",
                           "expected LogitsStages: objects with reads, is_active, needs_history, set_up and apply",
-                          "inherit LogitsStage")
+                          "inherit from LogitsStage")
     unknown = [name for name in reads if name not in PARAMETERS and name not in ("end_id", "prompt_length")]
     if unknown:
         raise ConfigError(f"`reads` of the stage of type {type_name(stage)} in Parts.stages holds {unknown[0]!r}",
                           f"expected end_id, prompt_length or a field of SamplingConfig: {', '.join(PARAMETERS)}",
-                          "correct `reads`, or use the setup that set_up gets")
+                          "correct `reads`, or read the value from the setup that the engine passes to set_up")
 
 
 def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager) -> RequestScheduler:
@@ -153,8 +153,8 @@ def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager
         return scheduler
     if not callable(part):
         raise ConfigError(f"Parts.scheduler is of type {type_name(part)}",
-                          f"expected {SCHEDULERS}, or a factory (limits, kv_cache_manager)",
-                          "inherit one of them, or leave it None")
+                          f"expected {SCHEDULERS}, or a function (limits, kv_cache_manager) that returns one",
+                          "inherit from one of these classes, or leave it None")
     if isinstance(part, type) and not can_be_called_with(part, 2):
         if not can_be_called_with(part, 0):
             raise _a_class("scheduler", part, "a class whose constructor takes (limits, kv_cache_manager) or no "
@@ -165,7 +165,7 @@ def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager
     scheduler = _with_defaults(made, default)
     if scheduler is None:
         raise ConfigError(f"the factory in Parts.scheduler returned a value of type {type_name(made)}",
-                          f"expected {SCHEDULERS}", "inherit one of them")
+                          f"expected {SCHEDULERS}", "inherit from one of these classes")
     return scheduler
 
 

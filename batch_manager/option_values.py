@@ -77,7 +77,8 @@ def put_seconds(options: Any, name: str, *, positive: bool) -> None:
     seconds = plain_number(value)
     if seconds is None or not 0 <= seconds <= LONGEST_WAIT_S or (positive and seconds == 0):
         raise ConfigError(f"{name} is {shown_option(value)}",
-                          f"expected seconds, {'more than 0' if positive else '0 or more'}, at most {LONGEST_WAIT_S:,}")
+                          f"expected a number of seconds {'above 0 and up' if positive else 'from 0'} to "
+                          f"{LONGEST_WAIT_S:,}")
     object.__setattr__(options, name, seconds)
 
 

@@ -195,8 +195,8 @@ class Stream:
     async def __anext__(self) -> Delta:
         mailbox = self._mailbox
         if mailbox.is_awaited and not self._is_over:
-            raise RuntimeError("another coroutine awaits this stream; one reader at a time; let one coroutine read and "
-                               "pass the deltas on")
+            raise RuntimeError("another coroutine awaits this stream; a stream has one reader at a time; let "
+                               "one coroutine read and pass the deltas on")
         mailbox.loop = asyncio.get_running_loop()
         while not self._is_over:
             taken = mailbox.take()

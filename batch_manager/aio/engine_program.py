@@ -207,4 +207,4 @@ def _sendable(error: BaseException) -> Exception:
             return error
     return ConfigError(f"the engine process could not start: {type_name(error)}: {error}",
                        "GptManager must start in the engine process",
-                       "fix the error; start the engine with process=False to debug it")
+                       "fix the error, or start the engine with process=False to debug it")

@@ -159,7 +159,7 @@ class LogitsPostProcessors:
             return {batch[0].slot: _raised(failure.error)}
         if result is not None and result is not given:
             failure = _failure(f"returned {_type_name(result)}",
-                               "the batched form changes the logits in place and returns None")
+                               "a batched post-processor must change the logits in place and return None")
             return {rows.slot: failure for rows in batch}
         if device_rows is not None:
             logits[device_rows] = picked

@@ -105,7 +105,7 @@ def _plain(value: Any, where: str) -> Any:
         return [_plain(each, f"{where}[{n}]") for n, each in enumerate(value)]
     raise InvalidRequestError(f"{where} is of type {type_name(value)}",
                               "expected dictionaries, lists, strings, numbers, booleans or None",
-                              "convert it first; for a Pydantic model: model_dump()")
+                              "convert it first, for example a Pydantic model with model_dump()")
 
 
 # ---------------------------------------------------------------------- the files of the folder
@@ -254,7 +254,8 @@ def _environment() -> Any:
                           'pip install "batch-manager[text]"') from error
     if _version(jinja2.__version__) < OLDEST_JINJA2:
         raise ConfigError(f"jinja2 is version {jinja2.__version__}",
-                          f"expected at least {'.'.join(map(str, OLDEST_JINJA2))}; older versions have sandbox escapes",
+                          f"expected at least {'.'.join(map(str, OLDEST_JINJA2))}, because older versions have "
+                          "sandbox escapes",
                           "pip install -U jinja2")
 
     class Generation(jinja2.ext.Extension):

@@ -105,8 +105,8 @@ def load_gguf_tokenizer(path: str | os.PathLike) -> Any:
         raise metadata.fault("tokenizer.ggml.model", f"{BYTE_LEVEL!r} or {SENTENCE_PIECE!r}")
     architecture = metadata.text("general.architecture")
     if architecture in _INCOMPLETE_METADATA:
-        raise metadata.fault("general.architecture", "an architecture whose metadata describes the tokenizer; this one "
-                             f"has {_INCOMPLETE_METADATA[architecture]}")
+        raise metadata.fault("general.architecture", "an architecture whose metadata describes the whole tokenizer, "
+                             f"without {_INCOMPLETE_METADATA[architecture]}")
     tokens, kinds = metadata.vocabulary()
     try:
         if model == BYTE_LEVEL:

@@ -189,7 +189,7 @@ def _catch_up(session: _Session, tokens: list[int]) -> None:
         session.matcher.consume_tokens(new)
         session.num_tokens = len(tokens)
     if session.matcher.is_error():
-        raise InvalidRequestError("the tokens do not match the grammar, or it became too complex",
+        raise InvalidRequestError("the tokens do not match the grammar, or the grammar became too complex",
                                   "every token must be allowed by the grammar",
                                   "remove anything else that changes the logits, or simplify the grammar")
 

@@ -29,7 +29,8 @@ class JsonlStatistics:
 
     def __init__(self, path: str | os.PathLike, *, max_bytes: int = 64 << 20, num_kept: int = 3) -> None:
         if max_bytes < 1 or num_kept < 0:
-            raise ValueError(f"max_bytes is {max_bytes} and num_kept is {num_kept}; expected at least 1 and at least 0")
+            raise ValueError(f"max_bytes is {max_bytes} and num_kept is {num_kept}; expected max_bytes of at "
+                             "least 1 and num_kept of at least 0")
         self._path, self._max_bytes, self._num_kept = os.fspath(path), max_bytes, num_kept
         self._lines: list[bytes] = []
         self._flush_at = 0.0

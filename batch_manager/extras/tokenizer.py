@@ -34,7 +34,7 @@ def load_tokenizer(folder: str | os.PathLike) -> Any:
     path = Path(folder) / TOKENIZER_FILE
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {os.fspath(folder)!r}", "expected the folder of a model on this machine",
-                          "pass its path; `hf download NAME` fetches a model from the Hugging Face hub and prints it")
+                          "pass its path, or fetch a model with `hf download NAME` and pass the path that it prints")
     if not path.is_file():
         raise ConfigError(f"there is no file {os.fspath(path)!r}", "expected a model folder with its tokenizer",
                           "pass a tokenizer, or a folder with that file")

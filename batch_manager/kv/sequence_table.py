@@ -143,7 +143,7 @@ class SequenceTable:
                 raise InternalError(f"{request} starts in slot {slot}, which is taken")
             if request.beam_width > self.max_beam_width:
                 raise InternalError(f"{request} has beam width {request.beam_width}",
-                                    f"the block tables hold {self.max_beam_width}")
+                                    f"expected at most {self.max_beam_width}, the beams of a block table")
             taken.add(slot)
 
     # Changing.

@@ -256,7 +256,7 @@ class RecordedAttention:
         expected = ((query, self._query_heads), (key, self._kv_heads), (value, self._kv_heads))
         if not all(isinstance(rows, Rows) and rows.heads == heads and rows.size == self._size
                    for rows, heads in expected):
-            raise NotRecordableError("its attention does not get the heads of recorded rows")
+            raise NotRecordableError("its attention does not get recorded rows that are split into heads")
         return query.recording.attention(layer, query, key, value, rotary, self._layers[layer], self._sink, sink_logits)
 
 

@@ -243,7 +243,7 @@ class GenerationLoop:
             try:
                 batch = self._resources.claim(plan, record.number, record.micro_batch_id)
             except OutOfResourceError as error:
-                raise SchedulerContractError(self.scheduler, f"its plan exceeds a resource: {error}") from error
+                raise SchedulerContractError(self.scheduler, f"its plan exceeds a resource: {error.fact}") from error
             if self._static_batch is not None:
                 batch = self._static_batch.padded(batch, plan)
                 record.static_batch = self._static_batch.stats

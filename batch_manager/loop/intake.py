@@ -171,7 +171,7 @@ class Intake:
         if is_alive(request_id):
             raise DuplicateRequestIdError(
                 f"request {request_id}: a request with this id is alive",
-                "this refusal is for the duplicate; the live request goes on",
+                "this refusal is for the duplicate, and the live request goes on",
                 "wait for the final response of an id before using it again")
         try:
             admitted = self._admission.admit(item)
@@ -181,7 +181,7 @@ class Intake:
             log.error("admission raised %s\n%s", type_name(error), where_raised(error))
             raise InvalidRequestError(f"request {request_id}: it could not be read ({type_name(error)})",
                                       "its values must be torch CPU tensors, numpy arrays, numbers or lists",
-                                      "report it with the log; the others go on") from error
+                                      "report this error with the log") from error
         if admitted.request.request_id != request_id:
             raise InvalidRequestError(f"request {request_id}: its request_id changes between two reads",
                                       "the id must not change", "do not override request_id")

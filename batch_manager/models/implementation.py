@@ -35,7 +35,7 @@ def choose_implementation(config: Fields, architecture: str, wanted: str) -> str
     raise UnsupportedModelError(
         f"{config.where}: the architecture {shown(architecture)} is not known, and model type {shown(model_type)} "
         "does not run through transformers" + ("" if reason is None else f": {reason}"),
-        f"expected an architecture of this package: {', '.join(known_architectures())}; or a model type that runs "
+        f"expected an architecture of this package: {', '.join(known_architectures())}, or a model type that runs "
         f"through transformers: {', '.join(sorted(PROVEN))}",
         "add the architecture with register_model(architecture, model_class)")
 

@@ -80,9 +80,10 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     if deterministic and not getattr(model_class, "deterministic", False):
         raise ConfigError(f"deterministic is True, and the model class is {model_class.__name__}, which does not "
                           "support it",
-                          "expected a class with deterministic = True: it computes only with layers of "
+                          "expected a class with deterministic = True, which computes only with layers of "
                           "batch_manager.layers and element-wise sums and products between them",
-                          "set deterministic = True in the class if this is so, or leave the option out")
+                          "set deterministic = True in the class if it computes only with these, or leave the option "
+                          "out")
 
     context = LayerContext(device=device, dtype=dtype, deterministic=deterministic, compiled_step=compiled_step)
     try:

@@ -255,8 +255,9 @@ class Admission:
 
         raw.is_streaming = bool(scalar(_IS_STREAMING, item.is_streaming) or raw.scalars.get("streaming", False))
         raw.priority = _number(_PRIORITY, item.priority, "a number")
-        raw.deadline_s = _number(_DEADLINE, item.deadline_s, "seconds, or None", optional=True)
-        raw.arrival_time = _number(_ARRIVAL, item.arrival_time, "seconds of time.monotonic(), or None", optional=True)
+        raw.deadline_s = _number(_DEADLINE, item.deadline_s, "a number of seconds, or None", optional=True)
+        raw.arrival_time = _number(_ARRIVAL, item.arrival_time, "a time in seconds of time.monotonic(), or None",
+                                   optional=True)
         raw.cache_salt = item.cache_salt
         salt = raw.cache_salt
         if type(salt) not in (str, bytes, type(None)):
@@ -292,7 +293,8 @@ class Admission:
         except TypeError:
             raise InvalidRequestError("logits_post_processor cannot be called with three arguments",
                                       "it is called with (request_id, logits, token_ids)",
-                                      "give it these parameters; on a GPU the engine's stream is current") from None
+                                      "give it these parameters and no stream: on a GPU the engine's stream is "
+                                      "current") from None
         return given
 
     def _decide(self, request_id: int, raw: _RawRequest) -> Admitted:
@@ -397,7 +399,7 @@ class Admission:
                                       f"max_beam_width is {self.limits.max_beam_width}",
                                       "lower beam_width, or construct the GptManager with a larger max_beam_width")
         if sampling.beam_width > self.limits.max_num_tokens:
-            raise InvalidRequestError(f"beam_width is {sampling.beam_width} and one step runs max_num_tokens = "
+            raise InvalidRequestError(f"beam_width is {sampling.beam_width} and max_num_tokens is "
                                       f"{self.limits.max_num_tokens:,}",
                                       "a step runs one token of each beam, so the request could never run",
                                       "lower beam_width, or raise max_num_tokens")
@@ -485,7 +487,7 @@ class Admission:
 
         if not limits.enable_chunked_context and prompt_len > limits.max_num_tokens:
             raise InvalidRequestError(
-                f"input_ids has {counted(prompt_len, 'token')} and one step runs max_num_tokens = "
+                f"input_ids has {counted(prompt_len, 'token')} and max_num_tokens is "
                 f"{limits.max_num_tokens:,}",
                 "without chunked context a prompt must fit one step",
                 f"set enable_chunked_context, or raise max_num_tokens to {prompt_len:,}")

@@ -46,16 +46,17 @@ def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tup
     _require_both("lora_weights", "lora_config", set(shapes), "leave {0} out")    # a LoRA adapter is refused
     if "lora_config" in shapes:
         _require_equal("columns of lora_config", shapes["lora_config"][1], "module, layer and adapter size", 3)
-        _require_equal("rows of lora_weights", shapes["lora_weights"][0], "rows of lora_config",
+        _require_equal("rows of lora_weights", shapes["lora_weights"][0], "the number of rows of lora_config",
                        shapes["lora_config"][0])
 
     width, stop_words = scalars.get("beam_width", 1), values.get("stop_words_list", ())
     candidates = num_beam_candidates(width, end_ids, stop_words)
     if (stop_words or len(end_ids) > 1) and 1 < width <= limits.max_beam_width and candidates > MAX_BEAM_CANDIDATES:
         raise InvalidRequestError(
-            f"stop_words_list ends in {len({word[-1] for word in stop_words}):,} different tokens and beam_width is "
-            f"{width:,}, with {counted(len(end_ids), 'end id')}",
-            f"a step of the search would consider {candidates:,} continuations; the limit is {MAX_BEAM_CANDIDATES:,}",
+            f"the words of stop_words_list end in {len({word[-1] for word in stop_words}):,} different tokens, "
+            f"beam_width is {width:,} and the request has {counted(len(end_ids), 'end id')}",
+            f"a step of the beam search would consider {candidates:,} continuations, above the limit of "
+            f"{MAX_BEAM_CANDIDATES:,}",
             "send fewer stop words or end ids, or lower beam_width")
 
     num_drafts = len(values.get("draft_input_ids", ()))
@@ -64,8 +65,8 @@ def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tup
             raise InvalidRequestError("draft_logits is set without draft_input_ids",
                                       "draft tokens must be specified when draft logits are given",
                                       "leave draft_logits out")
-        _require_equal("rows of draft_logits", shapes["draft_logits"][0], "draft tokens", num_drafts)
-        _require_equal("columns of draft_logits", shapes["draft_logits"][1], "ids of the vocabulary", vocab)
+        _require_equal("rows of draft_logits", shapes["draft_logits"][0], "the number of draft tokens", num_drafts)
+        _require_equal("columns of draft_logits", shapes["draft_logits"][1], "the vocabulary size", vocab)
     if num_drafts + len(values["input_ids"]) > limits.max_seq_len - 1:
         raise InvalidRequestError(
             f"input_ids has {counted(len(values['input_ids']), 'token')} and draft_input_ids {num_drafts:,}",

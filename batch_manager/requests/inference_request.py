@@ -20,10 +20,10 @@ class Shape(Enum):
 
     SCALAR = "one value: 0-d, [1] or [1, 1]"
     FEW = "1 to 8 values: 0-d, [n] or [1, n]"
-    ROW = "[n] or [1, n]; the batch dimension must be 1"
-    TABLE = "[rows, columns] or [1, rows, columns]; the batch dimension must be 1"
-    WORDS = ("[1, 2, m] or [2, m]: the tokens of all words, then the running sums of the words' lengths, padded with "
-             "-1; or a list of lists of tokens")
+    ROW = "[n] or [1, n] (the batch dimension must be 1)"
+    TABLE = "[rows, columns] or [1, rows, columns] (the batch dimension must be 1)"
+    WORDS = ("[1, 2, m] or [2, m] (the tokens of all words, then the running sums of the words' lengths, padded with "
+             "-1), or a list of lists of tokens")
 
 
 class Content(Enum):
@@ -198,8 +198,8 @@ def checked_request_id(request_id: Any) -> int:
 
 # Names of other engines that are not similar to the name here.
 _WORDS_OF_OTHER_ENGINES = {
-    "stop": "stop_words_list takes the tokens of each stop word, [1, 2, n]",
-    "stop_sequences": "stop_words_list takes the tokens of each stop word, [1, 2, n]",
+    "stop": "stop_words_list takes a list of tokens for each stop word",
+    "stop_sequences": "stop_words_list takes a list of tokens for each stop word",
     "stop_token_ids": "end_id takes up to 8 end ids",
     "eos_token_id": "the tensor is called end_id",
     "prompt": "input_ids takes the tokens of the prompt",
@@ -207,7 +207,7 @@ _WORDS_OF_OTHER_ENGINES = {
     "n": "send one request for each output, with different seeds",
     "best_of": "send one request for each output, with different seeds",
     "seed": "the tensor is called random_seed",
-    "stream": "is_streaming=True, or the tensor streaming",
+    "stream": "set is_streaming=True, or the tensor streaming",
     "logprobs": "return_log_probs=True returns the log-probability of each token, and "
                 "return_top_log_probs=k those of the k likeliest tokens",
     "top_logprobs": "return_top_log_probs=k returns the k likeliest tokens with their log-probabilities",
@@ -215,7 +215,7 @@ _WORDS_OF_OTHER_ENGINES = {
     "ignore_eos": "leave end_id out",
     "min_tokens": "the tensor is called min_length",
     "user": "a request has an id and no user: map ids to users yourself",
-    "priority": "it is not a tensor but an option of InferenceRequest: priority=0.5",
+    "priority": "pass it as an option of InferenceRequest: priority=0.5",
 }
 
 

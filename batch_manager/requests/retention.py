@@ -78,14 +78,14 @@ class KvCacheRetentionConfig:
         for part in ranges:
             if type(part) is not TokenRangeRetentionConfig:
                 raise InvalidRequestError(f"token_range_retention_configs holds an object of type {type_name(part)}",
-                                          "it must hold TokenRangeRetentionConfig objects; objects of subclasses are "
-                                          "refused")
+                                          "it must hold TokenRangeRetentionConfig objects (objects of subclasses are "
+                                          "refused)")
         ranges = tuple(sorted(ranges, key=lambda part: part.token_start))
         for part, following in zip(ranges, ranges[1:], strict=False):
             if part.token_end is None or following.token_start < part.token_end:
                 raise InvalidRequestError(
                     f"the retention range from token {following.token_start} overlaps the one before it",
-                    "ranges must not overlap, and only the last may be open", "shorten one of the two")
+                    "ranges must not overlap, and only the last may have no token_end", "shorten one of the two")
         object.__setattr__(self, "token_range_retention_configs", ranges)
 
 
@@ -95,8 +95,8 @@ def copied_retention(given: object) -> KvCacheRetentionConfig | None:
         return None
     if type(given) is not KvCacheRetentionConfig:
         raise InvalidRequestError(f"kv_cache_retention_config is of type {type_name(given)}",
-                                  "it must be a batch_manager.KvCacheRetentionConfig or None; objects of subclasses "
-                                  "are refused")
+                                  "it must be a batch_manager.KvCacheRetentionConfig or None (objects of subclasses "
+                                  "are refused)")
     ranges = given.token_range_retention_configs
     if type(ranges) is tuple:
         ranges = tuple(TokenRangeRetentionConfig(part.token_start, part.token_end, part.priority, part.duration_ms)

@@ -130,7 +130,7 @@ def few(spec: TensorSpec, value: Any) -> tuple[int, ...]:
         (row,) = row
     if type(row) in _LISTS:
         if len(row) != 1:
-            numbers = _numbers(spec, row, Bound(MAX_FEW, f"it must be {spec.shape.value}", 8 * MAX_FEW))
+            numbers = _numbers(spec, row, Bound(MAX_FEW, f"it must be at most {MAX_FEW}", 8 * MAX_FEW))
             if not numbers:
                 raise _wrong_shape(spec, (0,))
             return numbers
@@ -227,7 +227,7 @@ def _as_array(spec: TensorSpec, value: Any) -> np.ndarray:
             isinstance(value, Sequence) or hasattr(type(value), "__array__"))
         raise InvalidRequestError(
             f"{spec.name} is of type {type_name(value)}",
-            "it must be a torch CPU tensor, a numpy array, a number or a list; objects of subclasses are refused",
+            "it must be a torch CPU tensor, a numpy array, a number or a list (objects of subclasses are refused)",
             "convert it with numpy.array(...)" if is_like_an_array else f"pass {spec.content.value}")
     if array.dtype.kind not in _KINDS[spec.content]:
         raise _wrong_content(spec, _KIND_IN_WORDS.get(array.dtype.kind, f"values of dtype {array.dtype}"[:64]))

@@ -496,7 +496,7 @@ class NativeBackend:
             raise ConfigError(
                 f"the stage {type_name(stage)} of Parts.stages raised {first_line(error)} in the warm-up",
                 "a stage must accept the warm-up's dummy sequence, of request id 0 and prompt [0]",
-                "let the stage accept requests that it does not know; see the exception above") from error
+                "let the stage accept unknown request ids, and see the exception above") from error
 
     def _sample(self, batch: ScheduledBatch, calls: list[CallResult]) -> "NativeStep":
         """Compute logits from the hidden states of `calls`, sample tokens, and start copying the tokens to the host."""

@@ -151,16 +151,15 @@ def _computed_tokens(plan: SchedulerOutput, kv: KvCacheManager) -> list[int]:
 
 def _broken_chunk_rule(plan: SchedulerOutput, limits: Limits) -> str | None:
     if plan.chunk_sizes is not None and len(plan.chunk_sizes) != len(plan.context_requests):
-        return (f"{counted(len(plan.chunk_sizes), 'chunk size')} for "
+        return (f"the plan has {counted(len(plan.chunk_sizes), 'chunk size')} for "
                 f"{counted(len(plan.context_requests), 'context request')}")
     for request, chunk in zip(plan.context_requests, _chunk_sizes(plan), strict=True):
-        if isinstance(chunk, bool) or not isinstance(chunk, Integral) or not 0 < chunk <= request.remaining_context:
-            size = (counted(int(chunk), "token") if isinstance(chunk, Integral)
-                    else f"({type_name(chunk)}) tokens")
-            return (f"a chunk of {size} for {request}, which has "
+        if isinstance(chunk, bool) or not isinstance(chunk, Integral):
+            return f"{request} gets a chunk size of type {type_name(chunk)}, not an integer"
+        if not 0 < chunk <= request.remaining_context:
+            return (f"{request} gets a chunk of {counted(int(chunk), 'token')} and has "
                     f"{counted(request.remaining_context, 'context token')} left")
         if chunk < request.remaining_context and chunk % limits.tokens_per_block:
-            return (f"a chunk of {counted(int(chunk), 'token')} for {request}: it is not the last, so it must be a "
-                    "multiple of "
-                    f"tokens_per_block ({limits.tokens_per_block})")
+            return (f"{request} gets a chunk of {counted(int(chunk), 'token')}, which is not its last and so must be a "
+                    f"multiple of tokens_per_block ({limits.tokens_per_block})")
     return None

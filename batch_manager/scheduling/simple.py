@@ -22,7 +22,8 @@ class SimpleScheduler(RequestScheduler):
         elsewhere: list[RequestList]
         fitting, *elsewhere, paused = self.capacity_scheduler.schedule_request(active_requests)
         if any(elsewhere):
-            raise SchedulerContractError(self.capacity_scheduler, "the second of three returned lists must be empty")
+            raise SchedulerContractError(self.capacity_scheduler, "schedule_request returned three lists, of which "
+                                                                  "the second is not empty")
         fitting = plain_list(fitting, len(active_requests))
         context, generation, *sizes = self.micro_batch_scheduler.schedule(fitting, inflight_request_ids)
         return SchedulerOutput(context, generation, paused, *sizes)

@@ -51,8 +51,8 @@ class StarvationCheck:
             count = (count if progress == before else 0) + (request in passed_over)
             if count == MAX_CHECKS:
                 raise SchedulerContractError(scheduler, f"{request} holds {self._kv.held_blocks(request)} KV cache "
-                                             f"blocks, and {CHECK_EVERY * MAX_CHECKS} plans passed over it although "
-                                             "there was room; schedule it or pause it")
+                                             f"blocks, and {CHECK_EVERY * MAX_CHECKS} plans neither scheduled nor "
+                                             "paused it although there was room")
             if count and self._kv.owns(request):
                 counts[request] = progress, count
         self._passed_over = counts

@@ -276,7 +276,7 @@ def _iteration(record: Any) -> IterationTrace:
     if "format" in record:
         _refuse("a second trace begins here", "one trace per file", "split the file at this line")
     if missing := REQUIRED - record.keys():
-        _refuse(f"{', '.join(sorted(missing))} missing", f"the fields {', '.join(sorted(REQUIRED))}")
+        _refuse(f"the record has no {', '.join(sorted(missing))}", f"the fields {', '.join(sorted(REQUIRED))}")
     return IterationTrace(
         iteration=_count("iteration", record["iteration"]),
         context=_chunks(record["context"]),
@@ -301,7 +301,7 @@ def _check_order(before: IterationTrace, iteration: IterationTrace) -> None:
         _refuse(f"iteration {iteration.iteration} follows iteration {before.iteration}", "rising numbers",
                 "the lines are out of order, or a second run begins here: split the file at this line")
     if iteration.started_at_s < before.started_at_s:
-        _refuse(f"started_at_s is {iteration.started_at_s}, less than {before.started_at_s} in the record before",
+        _refuse(f"started_at_s is {iteration.started_at_s}, less than {before.started_at_s} in the previous record",
                 "times that never fall")
 
 

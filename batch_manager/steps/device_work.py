@@ -37,7 +37,7 @@ class DeviceWork:
         self.has_pending = self.has_pending or bool(self._operations)
         if len(self._operations) > MOST_PENDING_OPERATIONS:
             raise InternalError(f"{len(self._operations):,} operations on KV cache blocks are pending",
-                                f"expected a launch before more than {MOST_PENDING_OPERATIONS:,} are pending",
+                                f"expected the launch of a step after at most {MOST_PENDING_OPERATIONS:,} operations",
                                 "shut the manager down, make a new one, and report the log")
 
     def update_tables(self, updates: BlockTableUpdates, started_rows: Sequence[int]) -> None:

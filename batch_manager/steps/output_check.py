@@ -25,8 +25,8 @@ Value = TypeVar("Value")
 INT32, UINT8 = np.dtype(np.int32), np.dtype(np.uint8)
 NOTHING: dict[int, Any] = {}
 
-NO_LOG_PROB = ("the log-probability of its token is NaN, so its logits were not finite; the request ends here, the "
-               "others go on; check the model")
+NO_LOG_PROB = ("the log-probability of its token is NaN, so its logits were not finite; the request ends here, and "
+               "other requests go on; check the model")
 
 
 class WrongOutputError(Exception):
@@ -317,7 +317,7 @@ def _hypotheses(batch: ScheduledBatch, output: StepOutput,
         if wants is None or wants.beam_width == 1 or slot not in num_tokens:
             if slot in output.failures:
                 continue
-            raise WrongOutputError("hypotheses has a sequence without beams, or without a row")
+            raise WrongOutputError("hypotheses has a slot without beams, or without a row in the batch")
         width, longest = wants.beam_width, num_tokens[slot] + 1 - wants.prompt_length
         if type(results) not in (tuple, list) or not 1 <= len(results) <= width:
             raise WrongOutputError(f"the results of a search are not a list or tuple of 1..{width} hypotheses")
@@ -354,7 +354,7 @@ def _mapping(name: str, given: Mapping[int, Value]) -> Mapping[int, Value]:
 
 def _of(given: Mapping[int, Any], name: str, slot: int) -> Any:
     if slot not in given:
-        raise WrongOutputError(f"{name} of a slot that requests them are missing")
+        raise WrongOutputError(f"{name} are missing for a slot that requests them")
     return given[slot]
 
 

@@ -121,8 +121,8 @@ class StepRunner:
         log.error("a step of one sequence raised %s%s\n%s", type_name(error), fact, where_raised(error))
         code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.MODEL_ERROR
         (slot,) = batch.slots()
-        failure = RowFailure(code, f"the model step raised {type_name(error)} for this request alone; the others "
-                                   "go on; see the log of the engine")
+        failure = RowFailure(code, f"the model step raised {type_name(error)} for this request alone; the other "
+                                   "requests go on; see the log of the engine")
         return replace(StepOutput.merge([], batch.micro_batch_id), failures={slot: failure})
 
 

@@ -474,7 +474,7 @@ class ScriptedBackend:
             else:
                 tokens[row] = 0
                 failures.setdefault(slot, RowFailure(
-                    ErrorCode.INVALID_TOKEN, f"the script returned token {token}; token ids in "
+                    ErrorCode.INVALID_TOKEN, f"the script returned token {token}; expected a token id in "
                     f"0..{self.info.vocab_size - 1}; correct the script"))
 
     def _post_process(self, slots: np.ndarray, tokens: np.ndarray, failures: dict[int, RowFailure]) -> np.ndarray:
@@ -534,7 +534,7 @@ class ScriptedBackend:
             if self._poisoned[self._tables.rows[row, columns]].any():
                 failures[slot] = RowFailure(
                     ErrorCode.NON_FINITE_LOGITS, "a KV cache block of the request contains non-finite values; "
-                    "finite values in all blocks that a step reads; clear blocks before they are reused")
+                    "expected finite values in all blocks that a step reads; clear blocks before they are reused")
         return failures
 
     def _check(self, batch: ScheduledBatch, step: "_Layout") -> None:
@@ -544,7 +544,7 @@ class ScriptedBackend:
         _require(len(np.unique(step.table_rows)) == len(step.slots), "a slot occurs twice", step.slots)
         _require(int(step.slots.max(initial=0)) < len(state) and bool(state["set_up"][step.slots].all()),
                  "a slot was never set up", step.slots)
-        _require(bool((step.counts > 0).all()), "an empty context chunk", step.slots)
+        _require(bool((step.counts > 0).all()), "a context chunk is empty", step.slots)
         lengths = state["length"][step.slots]                     # greater than `start` if the step runs again
         _require(bool((step.starts <= lengths).all()), "a start exceeds the cached length", lengths, step.starts)
         _require(bool((ends <= self._tables.mapped[step.table_rows] * size).all()),
@@ -553,10 +553,11 @@ class ScriptedBackend:
         _require(width <= batch.max_beam_width, "beam_width exceeds max_beam_width")
         for slot in batch.generation.slots.tolist() if self._searches or width > 1 else ():
             search_width = self._searches.width(slot)
-            _require(search_width == width, "the beam width of a slot differs from its step", np.array([search_width]))
+            _require(search_width == width, "the beam width of a slot differs from that of its step",
+                     np.array([search_width]))
         _require(bool((ends <= self.info.max_seq_len).all()), "lengths exceed max_seq_len", ends)
         _require(batch.num_padded_rows in (0, max(batch.num_padded_rows, batch.num_sequences)),
-                 "more sequences than padded rows", batch.num_padded_rows, batch.num_sequences)
+                 "the step has more sequences than padded rows", batch.num_padded_rows, batch.num_sequences)
         _require(len(np.unique(step.pool_slots)) == len(step.tokens), "two tokens write to one pool slot", step.slots)
         _require(bool(((step.tokens >= 0) & (step.tokens < self.info.vocab_size)).all()), "a token id is out of range")
         _require(all(work.is_last_chunk or (work.start + len(work.token_ids)) % size == 0 for work in batch.context),
@@ -724,5 +725,5 @@ def _log_probs(words: np.ndarray) -> np.ndarray:
 
 def _require(holds: bool, rule: str, *numbers: np.ndarray) -> None:
     if not holds:
-        details = " / ".join(str(array.tolist()) for array in numbers)
-        raise InternalError(f"the batch violates a rule of handover.py: {rule} {details}".rstrip())
+        details = " / ".join(str(np.asarray(array).tolist()) for array in numbers)
+        raise InternalError(f"the batch violates a rule of handover.py: {rule}{f': {details}' if details else ''}")

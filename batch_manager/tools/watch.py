@@ -100,7 +100,7 @@ def _seconds(least: float) -> Callable[[str], float]:
     def read(text: str) -> float:
         value = float(text)
         if not (isfinite(value) and value >= least):
-            raise argparse.ArgumentTypeError(f"{text} seconds; expected at least {least:g}")
+            raise argparse.ArgumentTypeError(f"{text} seconds is too short; expected at least {least:g}")
         return value
     read.__name__ = "number of seconds"
     return read

@@ -120,7 +120,7 @@ def read_gguf_array(header: GgufHeader, key: str) -> list[str] | np.ndarray:
 
     Raises ModelLoadError if `key` has no array, a string is not UTF-8, or the file has changed.
     """
-    array, where = header.metadata.get(key), f"{header.file}: {shown(key)}"
+    array, where = header.metadata.get(key), f"{header.file}: key {shown(key)}"
     if not isinstance(array, GgufArray):
         raise ModelLoadError(f"{where} is {shown_entry(header.metadata, key)}", "expected an array")
     try:
@@ -144,7 +144,7 @@ def read_gguf_array(header: GgufHeader, key: str) -> list[str] | np.ndarray:
         try:
             texts.append(data[start:end].decode())
         except UnicodeDecodeError:
-            raise malformed(header.file, f"{shown(key)}[{len(texts)}] is {shown(data[start:end])}",
+            raise malformed(header.file, f"string {len(texts)} of key {shown(key)} is {shown(data[start:end])}",
                             "expected a UTF-8 string") from None
     return texts
 
@@ -200,7 +200,7 @@ class _Reader:
             if key in metadata:
                 raise malformed(self.where, f"the key {shown(key)} occurs twice",
                                 "expected unique keys")
-            metadata[key] = self._value(f"{shown(key)}", self._unsigned(_SHORT_LENGTH, "a value's type"))
+            metadata[key] = self._value(f"key {shown(key)}", self._unsigned(_SHORT_LENGTH, "a value's type"))
         descriptions = {}
         for _ in range(num_tensors):
             name = self._short_text("a tensor's name", MAX_NAME_BYTES)
@@ -291,15 +291,16 @@ class _Reader:
 
     def _description(self, name: str) -> tuple[str, tuple[int, ...], int, int, int]:
         """Read the description of a tensor. Returns (type, shape, bytes per row, total bytes, offset in the data)."""
-        rank = self._unsigned(_SHORT_LENGTH, name)
+        what = f"the description of tensor {shown(name)}"
+        rank = self._unsigned(_SHORT_LENGTH, what)
         if not 1 <= rank <= MAX_RANK:
             raise ModelLoadError(f"{self.where}: tensor {shown(name)} has {counted(rank, 'dimension')}",
                                  f"expected 1 to {MAX_RANK}")
-        shape = tuple(self._unsigned(_LENGTH, name) for _ in range(rank))[::-1]
+        shape = tuple(self._unsigned(_LENGTH, what) for _ in range(rank))[::-1]
         if not all(1 <= size <= MAX_COUNT for size in shape) or math.prod(shape) > MAX_COUNT:
             raise ModelLoadError(f"{self.where}: tensor {shown(name)} has shape {list(shape)}",
                                  f"expected sizes >= 1 with a product of at most {MAX_COUNT:,}")
-        kind = self._unsigned(_SHORT_LENGTH, name)
+        kind = self._unsigned(_SHORT_LENGTH, what)
         if kind not in TENSOR_TYPES:
             removed = f" ({_REMOVED_TYPES[kind]}, which was removed from the format)" if kind in _REMOVED_TYPES else ""
             raise ModelLoadError(f"{self.where}: tensor {shown(name)} has type {kind}{removed}",
@@ -311,7 +312,7 @@ class _Reader:
                             f"in {kind_name}",
                             f"expected a multiple of {block}, the block size of that type")
         row_bytes = shape[-1] // block * block_bytes
-        return kind_name, shape, row_bytes, row_bytes * math.prod(shape[:-1]), self._unsigned(_LENGTH, name)
+        return kind_name, shape, row_bytes, row_bytes * math.prod(shape[:-1]), self._unsigned(_LENGTH, what)
 
     def _alignment(self, metadata: dict[str, Any]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
@@ -334,8 +335,8 @@ class _Reader:
         end, before = 0, ""
         for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
             if tensor.begin < end:
-                raise incomplete(self.where, f"{shown(name)} begins at byte {tensor.begin:,}, before {shown(before)} "
-                                             f"ends at {end:,}")
+                raise incomplete(self.where, f"tensor {shown(name)} begins at byte {tensor.begin:,}, before "
+                                             f"tensor {shown(before)} ends at byte {end:,}")
             end, before = tensor.end, name
 
     # ------------------------------------------------------------------ bytes
@@ -357,8 +358,8 @@ class _Reader:
         takes at least one byte."""
         length = self._unsigned(_LENGTH, what)
         if length > self.file_bytes - self._offset:
-            raise incomplete(self.where, f"{what} has a length of {length:,}, and the rest of the file "
-                                         f"{counted(self.file_bytes - self._offset, 'byte')}")
+            raise incomplete(self.where, f"{what} has a length of {length:,}, but only "
+                                         f"{counted(self.file_bytes - self._offset, 'byte')} follow")
         return length
 
     def _unsigned(self, layout: struct.Struct, what: str) -> int:

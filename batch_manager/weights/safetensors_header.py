@@ -48,7 +48,7 @@ def read_header(checkpoint_file: CheckpointFile) -> dict[str, StoredTensor]:
             (length,) = struct.unpack("<Q", file.read(LENGTH_BYTES))
             if length > file_bytes - LENGTH_BYTES:
                 raise incomplete(where, f"it has {counted(file_bytes, 'byte')}; "
-                                        f"its length field gives a header of {length:,}")
+                                        f"its length field gives a header of {length:,} bytes")
             header = file.read(min(length, MAX_JSON_BYTES + 1))
     except OSError as fault:
         raise ModelLoadError(f"{where} cannot be read ({fault.strerror})", *READABLE) from None

@@ -243,7 +243,7 @@ def test_a_second_reader_of_a_stream_is_told_so_and_the_first_goes_on():
         stream = engine.stream(request(new_tokens=20))
         first = asyncio.create_task(tokens_of(stream))
         await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="another coroutine awaits this stream; one reader at a time; "):
+        with pytest.raises(RuntimeError, match="awaits this stream; a stream has one reader at a time; "):
             await anext(stream)
         assert len(await first) == 20
         with pytest.raises(StopAsyncIteration):

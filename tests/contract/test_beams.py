@@ -476,7 +476,7 @@ def test_beams_that_no_step_has_room_for_are_refused(make_world, new_request):
                        enable_chunked_context=True)
     world.client.pending = [new_request(1, [1], 5, beam_width=8)]
     world.run()
-    assert "beam_width is 8 and one step runs max_num_tokens = 7" in world.client.final(1).error
+    assert "beam_width is 8 and max_num_tokens is 7" in world.client.final(1).error
 
 
 @pytest.mark.parametrize("policy", [MAX, GUARANTEED])

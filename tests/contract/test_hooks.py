@@ -175,7 +175,7 @@ async def wakes_nobody():
     ({"logits_post_processor_batched": lambda request_ids, logits: None},
      r"Parts\.logits_post_processor_batched cannot be called with 3 .*batched\(request_ids, logits, token_ids\)"),
     ({"logits_post_processor_batched": wakes_nobody}, r"Parts\.logits_post_processor_batched is an async or"),
-    ({"at_end": 3}, r"Parts\.at_end is of type int; expected a callable of \(health\)")])
+    ({"at_end": 3}, r"Parts\.at_end is of type int; expected a callable with the arguments \(health\)")])
 def test_hooks_of_another_form_are_refused(make_manager, new_client, parts, named):
     with pytest.raises(ValueError, match=named):
         make_manager(new_client(), parts=parts)

@@ -80,7 +80,7 @@ class TakesFive(InheritsOneAtATime):
 
 
 @pytest.mark.parametrize(("scheduler", "said"), [
-    (TakesFive, "Parts.scheduler has the class TakesFive; expected a class whose constructor takes"),
+    (TakesFive, "Parts.scheduler is the class TakesFive; expected a class whose constructor takes"),
     (5, "Parts.scheduler is of type int"), (SimpleNamespace(), "Parts.scheduler is of type SimpleNamespace"),
     (lambda limits, kv: None, "returned a value of type NoneType"),
     (lambda limits, kv: 1 / 0, "the factory in Parts.scheduler raised ZeroDivisionError: division by zero"),

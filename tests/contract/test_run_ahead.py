@@ -795,9 +795,9 @@ class SaysOne(SaysNothing):
 
 @pytest.mark.parametrize(("scheduler", "text"), [
     (SaysNothing(), "plans_by_lengths of the scheduler of type SaysNothing raised ValueError; expected True or False; "
-                    "make it an attribute"),
+                    "make plans_by_lengths a plain attribute"),
     (SaysOne(), "plans_by_lengths of the scheduler of type SaysOne is of type int; expected True or False; "
-                "set it to True if")])
+                "set plans_by_lengths to True if")])
 def test_a_scheduler_that_does_not_say_what_it_plans_by_is_refused(make_world, scheduler, text):
     with pytest.raises(ConfigError, match=text):
         world_ahead(make_world, parts={"scheduler": scheduler})

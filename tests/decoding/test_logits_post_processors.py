@@ -147,7 +147,7 @@ def test_a_batched_function_that_returns_something_fails_all_that_asked(post_pro
     made = post_processors({slot: processor(lambda ids, x, t: x + 1, slot, is_batched=True) for slot in (0, 1)})
     for slots in ([0], [1]):
         failures = made.apply(logits_of(1), np.array(slots)).failures
-        assert "in place and returns None" in failures[slots[0]].message
+        assert "in place and return None" in failures[slots[0]].message
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -196,11 +196,11 @@ class ReadsTheUnknown(LogitsStage):
 
 @pytest.mark.parametrize("stages, told", [
     (OnlyMultiples({}), "Parts.stages is of type OnlyMultiples"), ("stages", "Parts.stages is of type str"),
-    ([OnlyMultiples], "has the class OnlyMultiples"), ([NoApply()], "a stage of type NoApply, which has no apply"),
-    ([object()], "which has no is_active, needs_history, set_up, apply, reads"),
+    ([OnlyMultiples], "contains the class OnlyMultiples"), ([NoApply()], "a stage of type NoApply, which lacks apply"),
+    ([object()], "which lacks is_active, needs_history, set_up, apply, reads"),
     ([ReadsTheUnknown()], "ReadsTheUnknown in Parts.stages holds 'warmth'"),
     (lambda num_slots, device: None, "the factory in Parts.stages returned a value of type NoneType"),
-    (type("None_", (), {}), "Parts.stages has the class None_; expected a list of LogitsStages; pass [None_(...)]"),
+    (type("None_", (), {}), "Parts.stages is the class None_; expected a list of LogitsStages; pass [None_(...)]"),
     ([LogitsStage()] * 17, "Parts.stages has 17 stages; expected at most 16"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_what_is_no_stage_is_refused_by_name_when_the_manager_is_made(make_manager, new_client, llama_reference, stages,

@@ -56,7 +56,7 @@ def test_a_forgotten_request_is_named_and_everybody_is_answered_and_the_engine_l
     world.run()
     for i in (1, 2, 3):
         error = world.client.final(i).error
-        assert "Forgetful broke the scheduler contract: LlmRequest(1, " in error and "20 plans passed over it" in error
+        assert "Forgetful broke the scheduler contract: LlmRequest(1, " in error and "20 plans neither" in error
     world.loop.scheduler.forgotten = None
     world.client.pending = [new_request(4, [1, 2], 9)]
     world.run()
@@ -72,7 +72,7 @@ def test_the_bound_is_ten_thousand_plans(make_world, new_request):
         world.loop.step(accept_new=True)                           # no audit: it would dominate the run time
         plans += 1
     assert 10_000 <= plans <= 10_000 + 2 * starvation.CHECK_EVERY
-    assert "10000 plans passed over it" in world.client.final(1).error
+    assert "10000 plans neither" in world.client.final(1).error
 
 
 def test_one_who_is_passed_over_and_then_taken_up_is_not_forgotten(make_world, new_request, soon):

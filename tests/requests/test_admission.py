@@ -262,9 +262,9 @@ def test_options_that_are_no_tensors_are_checked_too(option, wrong, refusal):
 @pytest.mark.parametrize("option, value, says", [
     ("priority", "high", "priority is of type str; it must be a number"),
     ("priority", True, "priority is True; it must be a number"),
-    ("deadline_s", "soon", "deadline_s is of type str; it must be seconds, or None"),
+    ("deadline_s", "soon", "deadline_s is of type str; it must be a number of seconds, or None"),
     ("arrival_time", 5e9, "arrival_time is 5000000000.0; it must be a number in "),
-    ("arrival_time", [1, 2], "arrival_time is of type list; it must be seconds of time.monotonic(), or None"),
+    ("arrival_time", [1, 2], "arrival_time is of type list; it must be a time in seconds of time.monotonic(), or None"),
     ("cache_salt", 3, "cache_salt is of type int; it must be a str, bytes or None"),
     ("cache_salt", "x" * 1025, "cache_salt has 1,025 characters; it must have at most 1,024; pass a digest"),
     ("cache_salt", b"x" * 1025, "cache_salt has 1,025 bytes; ")])
@@ -377,7 +377,7 @@ def test_more_ways_to_end_than_a_search_can_look_at_are_refused_with_the_numbers
     for tensors in (dict(beam_width=160, stop_words_list=words), dict(stop_words_list=words), dict(beam_width=200)):
         assert admit(limits=limits, **tensors).request.beam_width == tensors.get("beam_width", 1)
     text = refusal(limits=limits, beam_width=200, stop_words_list=words)
-    assert "stop_words_list ends in 100 different tokens and beam_width is 200, with 0 end ids" in text
+    assert "the words of stop_words_list end in 100 different tokens, beam_width is 200 and" in text
     assert "20,200 continuations" in text and "16,384" in text
 
 
@@ -533,7 +533,7 @@ def test_the_pool_is_compared_with_the_output_after_it_was_cut(admit):
 def test_a_prompt_that_no_step_can_hold_is_refused_unless_it_may_be_chunked(admit, refusal):
     few = {"max_num_tokens": 8}
     text = refusal(input_ids=[1] * 9, limits=few)
-    assert "enable_chunked_context" in text and "max_num_tokens = 8" in text and "raise max_num_tokens to 9" in text
+    assert "enable_chunked_context" in text and "max_num_tokens is 8" in text and "raise max_num_tokens to 9" in text
     admit(input_ids=[1] * 8, limits=few)
     admit(input_ids=[1] * 9, limits=few | {"enable_chunked_context": True})
 
@@ -765,7 +765,7 @@ def test_several_end_ids_are_each_taken_once_and_the_first_pads(admit):
 
 def test_nine_end_ids_and_ids_that_are_none_beside_others_are_told_so(refusal):
     """More than 8 end ids are refused, and so is an end id of -1 beside a valid one."""
-    assert "1 to 8 values" in refusal(end_id=[1] * 9)
+    assert "it must be at most 8" in refusal(end_id=[1] * 9)
     assert "end_id is -1; it must be an integer in 0..99" in refusal(end_id=[3, -1])
 
 

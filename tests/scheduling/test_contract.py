@@ -85,7 +85,7 @@ def test_a_request_that_has_finished(world):
 
 @pytest.mark.parametrize("chunk", [0, -4, 9, 4.0, True, None, "4"])
 def test_a_chunk_that_is_no_part_of_the_context(world, chunk):
-    assert "a chunk of" in broken(world, SchedulerOutput([world.new], [], [], [chunk]))
+    assert "gets a chunk" in broken(world, SchedulerOutput([world.new], [], [], [chunk]))
 
 
 def test_a_chunk_that_ends_inside_a_block(world):

@@ -60,7 +60,7 @@ def test_a_wrong_field_is_named_with_its_line(field, value, told):
 def test_a_missing_field_is_named(field):
     damaged = json.loads(lines_of(record(0))[1])
     del damaged[field]
-    with pytest.raises(ValueError, match=f"line 2: {field} missing"):
+    with pytest.raises(ValueError, match=f"line 2: the record has no {field}"):
         read(HEADER + json.dumps(damaged).encode() + b"\n")
 
 

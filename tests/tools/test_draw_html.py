@@ -219,7 +219,7 @@ def test_a_damaged_trace_leaves_no_file_and_an_older_one_as_it_was(tmp_path, cap
     trace.write_bytes(HEADER + b'{"iteration":0}\n')
     assert main([str(trace), "--html", str(html), "--svg", str(svg)]) == 2
     shown = capsys.readouterr().err
-    assert "trace.jsonl: line 2: arrived, " in shown and shown.count("\n") == 1
+    assert "trace.jsonl: line 2: the record has no arrived, " in shown and shown.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.html", "trace.jsonl"]
     assert html.read_text() == "older"
 

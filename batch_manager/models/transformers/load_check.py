@@ -52,8 +52,8 @@ def refuse_different_logits(wrapped: Any, model: Any, spec: Any, context: LayerC
     if within < share and all(bool(logits.isfinite().all()) for logits in expected):
         raise UnsupportedModelError(
             f"{spec.where}: logits of {type(model).__name__} through the engine's attention differ by up to "
-            f"{float(rows.nan_to_num(torch.inf).max()):.3g} from its own, with a largest logit of {scale:.3g}; "
-            f"{within:.0%} of {len(rows)} tokens differ by at most {tolerance:g} of the largest logit",
+            f"{float(rows.nan_to_num(torch.inf).max()):.3g} from its own, with a largest logit of {scale:.3g}, and "
+            f"only {within:.0%} of {len(rows)} tokens differ by at most {tolerance:g} of the largest logit",
             f"expected {share:.0%} of the tokens",
             "use another model, because this one attends in a way that is not supported")
 

@@ -23,15 +23,15 @@ def read_window(sees: Callable[..., Any], max_positions: int, layer: str) -> int
         row = _row(sees, last)
         window = int(row[: last + 1].sum())
         if not window:
-            raise _unsupported(layer, f"the query at {last:,} sees nothing")
+            raise _unsupported(layer, f"the query at position {last:,} sees no key")
         queries = {0, 1, 2, 7, last // 3, last // 2, last - 1, *(window * times + by for times in (1, 2, 3)
                                                                 for by in (-1, 0, 1))}
         for query in sorted(query for query in queries if 0 <= query <= last) + [last]:
             first = max(query - window + 1, 0)
             row = _row(sees, query)
             if bool(row[:first].any()) or not bool(row[first : query + 1].all()) or bool(row[query + 1 :].any()):
-                raise _unsupported(layer, f"the query at {query:,} does not see the {counted(window, 'token')} "
-                                          "up to itself")
+                raise _unsupported(layer, f"the query at position {query:,} does not see exactly the "
+                                          f"{counted(window, 'token')} up to itself")
     except UnsupportedModelError:
         raise
     except Exception as error:

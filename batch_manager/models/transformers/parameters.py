@@ -30,8 +30,8 @@ def fill(model: Any, weights: Weights, device: torch.device, dtype: torch.dtype,
     left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
             if tensor.device.type == "meta"]
     if left:
-        raise UnsupportedModelError(f"{where}: no value for {counted(len(left), 'tensor')} of the model, the first is "
-                                    f"{left[0]}",
+        raise UnsupportedModelError(f"{where}: the checkpoint leaves {counted(len(left), 'tensor')} of the model "
+                                    f"without a value, the first is {left[0]}",
                                     "expected a tensor of the checkpoint for each parameter",
                                     ANOTHER_TYPE)
 

@@ -1,5 +1,7 @@
 """Errors in files of requests, with their position."""
 
+from collections.abc import Iterable
+
 from ...errors import printable
 
 LONGEST_QUOTE = 60    # characters of a value in a message
@@ -16,6 +18,12 @@ class DatasetError(ValueError):
     def __init__(self, place: str, fact: str, expectation: str, way_out: str = "") -> None:
         text = "; ".join(filter(None, (fact, expectation, way_out)))
         super().__init__(f"{printable(place)}: {text}" if place else text)
+
+
+def named_members(names: Iterable[str]) -> str:
+    """Say which members a JSON object has, as a short text on one line."""
+    joined = ", ".join(names)
+    return f"the members {quoted(joined)}" if joined else "no members"
 
 
 def quoted(value: object) -> str:

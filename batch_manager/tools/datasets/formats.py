@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from .csv_traces import AZURE, BURSTGPT, PLAIN, CsvRecords, header_of
-from .errors import DatasetError, quoted
+from .errors import DatasetError, named_members, quoted
 from .json_document import JsonDocument
 from .json_files import LENGTHS, TOKENS, SampleRecords, WorkloadRecords
 from .json_lines import JsonLines
@@ -108,5 +108,5 @@ def _document_format(document: JsonDocument) -> str:
         return "dataset"
     if keys & set(PROMPT_KEYS):
         return "texts"
-    raise DatasetError(document.place(0), f"the first item has {quoted(', '.join(keys) or 'no members')}",
+    raise DatasetError(document.place(0), f"the first item has {named_members(keys)}",
                        f"expected an item of {', '.join(FORMATS)}", UNKNOWN)

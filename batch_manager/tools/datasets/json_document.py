@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Generator, Iterator
 from typing import Any
 
-from .errors import DatasetError, quoted
+from .errors import DatasetError, named_members, quoted
 from .source import NOT_CUT
 
 BLANK = re.compile(r"[ \t\r\n]*")
@@ -75,7 +75,7 @@ class JsonDocument:
                 self.members[key], at = self._value(at)
             at = self._next(at, "}")
         if not found:
-            raise DatasetError(self.place(start), f"the object has {quoted(', '.join(self.members) or 'no members')}",
+            raise DatasetError(self.place(start), f"the object has {named_members(self.members)}",
                                f"expected an array with the name {' or '.join(array_names)}",
                                "set another format with --format")
         return at + 1

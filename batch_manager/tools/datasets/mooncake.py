@@ -36,7 +36,8 @@ class MooncakeRecords:
             row = parsed_line(line, place)
             missing = [key for key in KEYS if key not in row]
             if missing:
-                raise DatasetError(place, f"{', '.join(missing)} missing", f"expected {', '.join(KEYS)}", FIX_LINE)
+                raise DatasetError(place, f"the line has no {', '.join(missing)}",
+                                   f"expected {', '.join(KEYS)}", FIX_LINE)
             tokens = whole_number(row["input_length"], place, "input_length", 0)
             ids = row.get("hash_ids", [])
             if type(ids) is not list or not all(type(one) is int and one >= 0 for one in ids):

@@ -54,7 +54,7 @@ def fit_cost(traces: Iterable[Iterable[IterationTrace]], about: Mapping[str, Any
         raise InputError(f"the traces have {len(timed)} timed steps; expected at least {FEWEST_STEPS}; "
                          "record a longer run with bench --trace")
     if len(ways) > 1:
-        raise InputError("one trace is of an engine that plans ahead of the device, another of one that does not; "
+        raise InputError("only some of the traces are of an engine that plans ahead of the device; "
                          "expected traces of one engine; fit them separately")
     seen = [step for number, step in enumerate(timed) if number % HELD_OUT]
     held_out = timed[::HELD_OUT]

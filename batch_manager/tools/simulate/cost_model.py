@@ -166,8 +166,8 @@ def _step_seconds(name: str, record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _amounts(record: Mapping[str, Any]) -> dict[str, int]:
-    if not record.keys() <= set(AMOUNTS):
-        raise ValueError(f"the amounts are {', '.join(AMOUNTS)}")
+    if unknown := sorted(record.keys() - set(AMOUNTS)):
+        raise ValueError(f"unknown amount {unknown[0]!r}; the amounts are {', '.join(AMOUNTS)}")
     return {str(name): int(most) for name, most in record.items()}
 
 
