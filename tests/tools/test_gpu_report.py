@@ -114,7 +114,7 @@ def test_it_compares_with_the_peer_and_leaves_the_workload_for_others(dry_run):
 def test_the_fastest_settings_are_written_as_code(dry_run):
     lines, folder, _ = dry_run
     text = (folder / "gpu_settings.md").read_text()
-    for function in ("decode_settings", "context_settings", "fused_linear_settings", "decode_work_list"):
+    for function in ("decode_settings", "context_settings", "settings_of_few_rows", "decode_work_list"):
         assert f"`{function}` in triton_kernels/" in text
     cases = [line["case"] for line in lines if line["goal"] == "settings"]
     assert len(cases) == len(set(cases)) >= 14 and "| rate | predicted |" in text
