@@ -68,9 +68,9 @@ def context_work_list(
 
     query_lengths, kv_lengths   [C] integers: new tokens and keys of each context, including the keys of this step
     padded_to                   minimum number of rows; rows of -1 are appended, whose programs exit immediately
-    heads                       None: no tile is split
+    heads                       ContextHeads, which decide into how many parts a tile is split; None: no tile is split
     window, sink                as in `paged_attention_context`
-    num_parts                   number of parts of each tile; None: as `_num_parts` decides
+    num_parts                   number of parts of every tile, whatever `heads` is; None: `heads` decides
     """
     query_lengths, kv_lengths = np.asarray(query_lengths, np.int64), np.asarray(kv_lengths, np.int64)
     num_tiles = -(-query_lengths // tile_rows)
@@ -144,7 +144,7 @@ def most_context_work(num_tokens: int, num_contexts: int, tile_rows: int, heads:
 
     The maximum number of tiles occurs when all contexts but one have a single token.
 
-    heads      determines how many parts a tile is split into; None: no tile is split
+    heads      ContextHeads, which decide into how many parts a tile is split; None: no tile is split
     max_keys   keys of the longest sequence
     """
     num_sequences = min(num_contexts, num_tokens)

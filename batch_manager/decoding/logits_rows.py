@@ -16,8 +16,8 @@ class LogitsRows:
                                      sample in this sequence
     device_slots, device_positions   [r] int64 on the device: slots and positions
     beams, device_beams              [r] index of the beam within its sequence; None if no sequence has beams
-    features                         bitwise or of the feature bits of all rows. Each stage has a bit, and slots.py
-                                     defines the others
+    features                         bitwise or of the feature bits of all rows. Each stage has a bit; slots.py defines
+                                     the bits that belong to no stage
     """
 
     __slots__ = ("slots", "positions", "device_slots", "device_positions", "beams", "device_beams", "features",

@@ -12,7 +12,7 @@ Per iteration, the callback parses one record and updates a few sums. Gauges and
     gen_ai.server.request.duration
     batch_manager.request_queue_time       histogram: arrival to the first step, in seconds
     nv_trt_llm_*                           gauges; attributes are the labels of prometheus.py
-    batch_manager.*                        the other families of prometheus.py, each under its first name only:
+    batch_manager.*                        the other families of prometheus.py, under the first of their names:
                                            vllm:prompt_tokens becomes batch_manager.prompt_tokens, and
                                            batch_manager_callback_seconds becomes batch_manager.callback, unit s
 """
@@ -50,7 +50,7 @@ class OpenTelemetryStatistics(LatestStatistics):
     """A statistics callback that publishes metrics through an OpenTelemetry meter.
 
     model            value of the attributes `gen_ai.request.model` and `model`; distinguishes engines on one meter
-    meter            None: a meter of the global meter provider, which may be set later
+    meter            the meter to publish through; None: a meter of the global meter provider, which may be set later
     operation_name   value of the attribute `gen_ai.operation.name`: "text_completion", "chat", ...
     tracer           creates a span for each observed request, as a child of the current span; None: no spans
 

@@ -93,9 +93,9 @@ class PrefixNode:
 class PrefixIndex:
     """Finds cached blocks in trees, one tree per domain.
 
-    digest_bits   fewer than 256 only for tests, to provoke collisions
+    digest_bits   length of a digest; fewer than 256 only for tests, to provoke collisions
     nodes         block id -> node, for blocks of the pool
-    version       changes with every insertion and removal
+    version       number that changes with every insertion and removal
     """
 
     def __init__(self, digest_bits: int = DIGEST_BITS) -> None:

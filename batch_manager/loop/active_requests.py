@@ -11,7 +11,7 @@ class ActiveRequests:
     The requests are ordered by priority, larger first, then by arrival. A paused request keeps its position. Freed
     slots are reused first, so the number of slots is the largest number of requests that were active at once.
 
-    in_order   the requests in this order; only this class changes the list
+    in_order   the requests in the order above; only this class changes the list
     """
 
     def __init__(self) -> None:

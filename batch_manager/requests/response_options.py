@@ -9,7 +9,7 @@ class ResponseOptions:
 
     is_streaming     send a response for each new token
     exclude_input    leave the prompt out of output_ids in a response that is not streamed
-    return_log_probs, return_context_logits, return_generation_logits   return these tensors
+    return_log_probs, return_context_logits, return_generation_logits   return the tensors with these values
     top_log_probs    number of likeliest tokens to return with each token; 0: return no likeliest tokens
     return_perf_metrics   add the metrics to the final response
     deadline_s       seconds from arrival; None: no deadline

@@ -38,9 +38,9 @@ class BeamDelivery:
 
         parents     [beams] the parent of each beam
         log_probs   [beams] float32, log-probability of each token; -inf for a beam without a continuation
-        logits      [beams before the step, vocab], if requested
-        is_first    whether the tokens are the first ones of the search. The values of an earlier search, which a pause
-                    ended, are then dropped
+        logits      [beams before the step, vocab], logits of the step; ignored unless the request asked for them
+        is_first    whether the tokens are the first ones of the search; if so, the values of an earlier search, which a
+                    pause ended, are dropped
         """
         if is_first:
             self._start()
@@ -56,9 +56,9 @@ class BeamDelivery:
     def end(self, hypotheses: Sequence[Hypothesis], logits: np.ndarray | None, *, is_first: bool) -> None:
         """Replace the live beams by the results of the search. Beams without a result come last.
 
-        logits      [beams before the step, vocab], if requested
-        is_first    whether the search ended in its first step. The values of an earlier search, which a pause ended,
-                    are then dropped
+        logits      [beams before the step, vocab], logits of the step; ignored unless the request asked for them
+        is_first    whether the search ended in its first step; if so, the values of an earlier search, which a pause
+                    ended, are dropped
         """
         if is_first:
             self._start()

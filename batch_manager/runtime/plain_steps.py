@@ -38,7 +38,7 @@ def can_bind(attention: Attention) -> bool:
 
 
 class PlainSteps:
-    """Runs plain steps of one engine.
+    """Runs plain steps of one engine; step_inputs.py defines them.
 
     attention        an attention for which `can_bind` is true
     decoder          a decoder for num_slots + 1 sequences; padding rows use the last slot

@@ -23,7 +23,7 @@ from .output_check import RequestedValues, StepOutputCheck, WrongOutputError
 class RunningStep:
     """A batch after its launch, which may have failed.
 
-    pending     None if the launch raised
+    pending     the step to wait for; None if the launch raised
     error       exception of the launch or the step, or None
     requested   slot -> which values the request in this slot asked for, at launch. When the step is read, the slot may
                 belong to another request
@@ -43,8 +43,8 @@ class StepRunner:
     A failed batch is bisected, so that only sequences that fail alone are lost. This is possible because a failed step
     does not affect a second run (seams.ModelBackend).
 
-    device_work        pending device work, attached to every launch
-    num_failed_steps   steps that failed
+    device_work        DeviceWork, whose pending work is attached to every launch
+    num_failed_steps   number of failed steps, including failed parts of a bisected batch
     """
 
     def __init__(self, backend: ModelBackend, device_work: DeviceWork, vocab_size: int, guard: Guard) -> None:

@@ -25,7 +25,7 @@ def make_workload(*, count: int = 64, seed: int = 0, vocab_size: int = DEFAULT_V
                   shared_prefix: int = 0, delays: str = "exponential") -> dict[str, Any]:
     """Return a workload in the form of the workload file.
 
-    rate            requests/s, with the first request at 0; 0: all at once
+    rate            requests/s; the first request arrives at time 0. A rate of 0: all requests arrive at time 0
     delays          times between requests: "exponential" (a Poisson process) or "constant"
     shared_prefix   length in tokens of a prefix that all prompts share. Prompts that are shorter consist of the
                     beginning of the prefix

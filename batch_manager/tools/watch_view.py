@@ -57,7 +57,7 @@ class View:
 
     title      name of the source
     figures    the numbers to show
-    rates      generated tokens/s in each of the last periods, oldest first
+    rates      generated tokens/s of the last figures without a problem, oldest first
     problem    why new figures are missing; "": no figures are missing
     note       a warning that is less severe than a problem
     """

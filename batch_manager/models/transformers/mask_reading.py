@@ -13,8 +13,8 @@ MOST_READ = 2**20                 # keys of one row that are checked
 def read_window(sees: Callable[..., Any], max_positions: int, layer: str) -> int | None:
     """Return the window of a causal mask, in tokens, including the query's own token; None if it has no window.
 
-    max_positions   number of positions of the model, and of rows of the mask. A few rows are checked, and always row
-                    min(max_positions, 2**20) - 1; no later row is checked
+    max_positions   number of positions of the model, and of rows of the mask. Only a few rows are checked; the last
+                    of them is row min(max_positions, 2**20) - 1
     layer           name of the layer, for the message of the error
     Raises UnsupportedModelError for any other mask.
     """

@@ -140,8 +140,7 @@ def _over_time(title: str, words: str, y_label: str, layers: Sequence[tuple[str,
 
     words    first part of the text below the title
     layers   (name, amount for each iteration) of each layer
-    count    number of steps to state in the text below the title; None: the number of iterations, inserted idle
-             iterations included
+    count    number of steps to state in the text below the title; None: the length of `iterations`
     """
     unit, scale = _time_unit(iterations[-1].end_s)
     rows = zip(*(over_time(iterations, amounts) for _, amounts in layers))
