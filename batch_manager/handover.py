@@ -23,7 +23,7 @@ class LogitsPostProcessor:
 
     request_id   id that identifies the sequence to the function
     function     the function, in one of the two forms in decoding/logits_post_processors.py
-    token_ids    () -> per beam, the prompt and the tokens generated so far, as new lists
+    token_ids    function () -> for each beam, a new list of the prompt's tokens and the tokens generated so far
     is_batched   whether one call of the function serves all sequences of a step that use this function
 
     The host passes the object by reference. The device keeps a weak reference only, and the object lives as long as the
@@ -119,8 +119,8 @@ class ContextWork:
                     embedding is in `embeddings`
     start           tokens of this sequence already in the KV cache, equal to the position of token_ids[0]. More than 0
                     in a first chunk if the beginning of the prompt was cached
-    is_last_chunk   the step also yields tokens of the sequence
-    setup           set with the first chunk after admission or a pause, else None
+    is_last_chunk   whether the chunk completes the context, so that the step also yields tokens of the sequence
+    setup           options of the sequence, sent with its first chunk and its first chunk after a pause; else None
     embeddings      [v, hidden size] float32, of the v prompt-tuning tokens of the chunk, in order; None if v is 0
     num_drafts      number of draft tokens at the end of a last chunk. The step yields 1 to 1 + num_drafts tokens
     """
@@ -255,8 +255,8 @@ class ScheduledBatch:
                           the same number until a step that carries it is read. The device runs each operation once
     first_operation       number of operations[0], counted over the life of the engine; `new_operations` returns the
                           operations that a device has not run yet
-    num_padded_rows       rows of a padded layout in generation, one for each member of a static batch, finished members
-                          included; 0: one for each sequence. Other layouts ignore the number
+    num_padded_rows       rows for generation in a padded layout: one for each member of a static batch, also for
+                          finished members; 0: one for each generating sequence. Other layouts ignore the number
     max_beam_width        rows of the block tables per slot; the same in every batch
 
     When `start` or `finish` raises, the loop bisects the batch to find the sequences at fault. A failed run must
@@ -325,7 +325,8 @@ class Hypothesis:
     tokens          [n] int32, without the end id; a stop word is part of it
     cum_log_prob    sum of the log-probabilities of its tokens, including the end id
     log_probs       [n] float32, log-probabilities of `tokens`
-    rows            [n] int32: the beam that each token continued, which is the row of the token's logits in its step
+    rows            [n] int32: index of the beam that each token continued; also the row of its logits among the
+                    logits of this step
     finish          FinishReason: END_ID, STOP_WORDS or LENGTH
     """
 
@@ -364,14 +365,14 @@ class StepOutput:
     row_starts          [r + 1] int32: row i has tokens row_starts[i]..row_starts[i + 1]; None: each row has one token
     log_probs           [n] float32; None if no sequence of the batch has beams or asked for log-probabilities. They are
                         taken after all stages and the temperature, and before top-k and top-p. For slots with
-                        `raw_log_probs`, they are taken from the model's unchanged logits. With beams, they are taken
-                        after biases, penalties and bans; -inf for a beam without a continuation
+                        `raw_log_probs`, they are taken from the model's unchanged logits. With beams, biases, penalties
+                        and bans change the log-probabilities themselves; -inf for a beam without a continuation
     parents             [n] int32: with beams, the beam that each token continues; 0 after a context, which has one
                         beam. None: no sequence has beams
     hypotheses          slot -> results of a search that has ended, best first, at most one per beam
     context_logits      slot -> [chunk tokens, vocab] float32, the model's unchanged logits, for slots that asked
     generation_logits   slot -> [row's tokens, vocab] float32, the model's unchanged logits for each token, for slots
-                        that asked and have a row. With beams [beams, vocab], one row per continued beam
+                        that asked and have a row. With beams: [beams before the step, vocab]
     top_log_probs       slot -> TopLogProbs of the row's tokens, for slots that asked and have a row; from the same
                         distribution as log_probs
     failures            slot -> the reason why its row is unusable

@@ -35,8 +35,8 @@ class EngineHarness:
     """Runs an engine, with your callbacks and parts, in the thread that calls `step`.
 
     get, send, poll, stats   the four callbacks of GptManager
-    backend      None: a ScriptedBackend
-    scheduler    as Parts.scheduler; None: the scheduler of the policy
+    backend      the backend to use; None: a new ScriptedBackend
+    scheduler    as Parts.scheduler; None: the scheduler of `policy`
     parts        other parts. The arguments `backend` and `scheduler` and the ManualClock replace those in `parts`
     options      fields of TrtGptModelOptionalParams
 

@@ -16,7 +16,8 @@ class RequestOptions:
     beam_width          beams per request
     context_logits, generation_logits   whether responses include these logits
     timings             whether responses include performance metrics, which are needed for queue times
-    cache_salt          requests reuse cached blocks only of requests with the same salt
+    cache_salt          salt of the requests, which reuse cached blocks only of requests with the same salt; None: no
+                        salt
     """
 
     end_id: int = -1
