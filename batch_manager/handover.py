@@ -325,8 +325,8 @@ class Hypothesis:
     tokens          [n] int32, without the end id; a stop word is part of it
     cum_log_prob    sum of the log-probabilities of its tokens, including the end id
     log_probs       [n] float32, log-probabilities of `tokens`
-    rows            [n] int32: index of the beam that each token continued; also the row of its logits among the
-                    logits of this step
+    rows            [n] int32: index of the beam that each token continued, and of the token's row in the logits of the
+                    step that chose it
     finish          FinishReason: END_ID, STOP_WORDS or LENGTH
     """
 
