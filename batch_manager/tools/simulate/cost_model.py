@@ -58,7 +58,7 @@ class CostModel:
     generation_spread, mixed_spread   equally spaced quantiles of measured / predicted time, from the minimum to the
                     maximum; their mean is 1. Empty: simulated steps take exactly the predicted time
     is_asynchronous   whether the host plans a step while the device computes the previous step
-    error           error of a model fitted without the held-out steps; None: unknown
+    error           error on held-out steps, of a fit without these steps; None: unknown
     about           origin: machine, versions, traces, ...
     """
 
