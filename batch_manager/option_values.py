@@ -54,7 +54,7 @@ def put_count(options: Any, name: str, *, minimum: int = 1, maximum: int = MAX_C
     """Replace the integer in the field `name` of a frozen dataclass with a plain int.
 
     optional   whether the field may be None
-    owner      the name of the class with a dot, if the error is to state it
+    owner      prefix of the field's name in the error, such as "BackendInfo."
 
     Raises ConfigError unless the integer is in minimum..maximum.
     """

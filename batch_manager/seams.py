@@ -21,7 +21,8 @@ class BackendInfo:
     hidden_size           entries of a token's embedding; 0: no prompt-tuning embeddings
     device, dtype         by name, for logs and statistics
     attention_window      tokens that a token attends to, itself included, besides the first `sink_tokens`. Blocks
-                          before the window are freed. None: a token attends to all tokens up to itself
+                          before the window are freed, except those of sink tokens. None: a token attends to all
+                          tokens up to itself
     sink_tokens           first tokens of a sequence that stay visible outside the window
     host_blocks           blocks of a second pool in host memory, for content evicted from the first pool
     is_asynchronous       `start` returns before the step is done, so that the next step can be planned meanwhile

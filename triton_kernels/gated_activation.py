@@ -1,12 +1,12 @@
 """The activation of a gated MLP, on its packed projection.
 
-    out = f(gate_up[:, :I]) * gate_up[:, I:]        f as in `activation`: "silu", "gelu", "gelu_new", "relu"
+    out = f(gate_up[:, :I]) * gate_up[:, I:]        f is named by `kind`: "silu", "gelu", "gelu_new", "relu"
 
 Shapes      gate_up                  [T, 2 I]   gate first, then up; contiguous rows, any row stride
             out                      [T, I]   None: allocated
 Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
 Mutates     out.
-Raises      ValueError for an unknown kind.
+Raises      ValueError for another `kind`.
 Oracle      triton_kernels/reference/gated_activation.py
 Source      Shazeer 2020; written for this project.
 """

@@ -14,7 +14,7 @@ Unused      history and history_row of a row whose words all have one token; his
 Oracle      triton_kernels/reference/match_stop_words.py
 Source      TensorRT-LLM's rule; written for this project.
 
-One program per row. It compares its words a block at a time.
+One program per row, which compares BLOCK words of the row's list at a time.
 """
 
 import torch

@@ -18,8 +18,8 @@ Mutates     kv_pool and query_out (or query). No two rows may have the same slot
 Oracle      triton_kernels/reference/rope_kv_append.py
 Source      rotary embedding (Su et al. 2021) in the half-split arrangement; written for this project.
 
-One program per token and kv head, with the query heads of its group. A program moves G + 2 heads; a step of a single
-token still uses HK programs.
+One program per token and kv head, with the G = HQ / HK query heads of its group. A program moves G + 2 heads; a step
+of a single token still uses HK programs.
 """
 
 import triton

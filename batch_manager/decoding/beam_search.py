@@ -60,7 +60,7 @@ class _Trail:
     """The tokens that one step added to the live beams, linked to the trail of the step before. All arrays are [width].
 
     before    trail of the step before; None: this is the first step
-    parents   the beam of the step before that each token extends
+    parents   index of the beam that each token extends, among the beams of the step before
     """
 
     before: "_Trail | None"

@@ -50,7 +50,7 @@ class GuidedDecoding:
 
     tokenizer    path of the model's tokenizer.json (Hugging Face tokenizers), or a `tokenizers.Tokenizer`
     vocab_size   vocabulary size of the model; may be larger than the tokenizer's
-    end_id       token that ends an output; requests must use the same end id. The grammar treats other end ids of a
+    end_id       token that ends an output; must be an end id of each request. The grammar treats other end ids of a
                  request as ordinary tokens
 
     `regex`, `json_schema` and `lark` compile a grammar, which can be slow. Call them where requests are created, not in
@@ -141,7 +141,8 @@ class GuidedDecoding:
         """Set the logits of disallowed tokens to -inf. Mutates `logits` [n, 1, 1, vocab].
 
         The signature is described in decoding/logits_post_processors.py. Raises InvalidRequestError for a request that
-        has no grammar, has beams, or has tokens that do not match; the engine then ends that request.
+        has no grammar, has several beams, has tokens that its grammar does not allow, or has a grammar that became too
+        complex; the engine then ends that request.
         """
         masks = np.empty((len(request_ids), self._num_words), np.int32)
         for row, (request_id, beams) in enumerate(zip(request_ids, token_ids, strict=True)):

@@ -103,8 +103,8 @@ class PrefixClaim:
 
     Before `start`, the caller checks that at least `needed` blocks are free.
 
-    The claim protects all cached blocks that the chunks reuse before it takes the first new block. New blocks therefore
-    evict none of the blocks that the plan found. The source of a copy stays protected until its destination is taken.
+    The claim protects all cached blocks that the chunks reuse before it takes the first new block. Taking new
+    blocks therefore evicts none of these blocks. The source of a copy stays protected until its destination is taken.
     """
 
     def __init__(self, cache: PrefixCache, requests: Sequence[LlmRequest], taken_elsewhere: int) -> None:

@@ -241,8 +241,8 @@ class KvCacheManager:
         After a claim with reuse, `reused_tokens` returns the number of cached tokens of each prompt. Expired retention
         priorities end before the first block is taken.
 
-        num_drafts   [g] draft tokens of the generating requests, 0..max_draft_len, for which to claim room in addition;
-                     None: no drafts
+        num_drafts   [g] number of draft tokens of each generating request, 0..max_draft_len; room for them is claimed
+                     in addition. None: no drafts
 
         Raises OutOfBlocksError if too few blocks are free; expired priorities may have ended by then, but nothing is
         claimed. Raises InternalError, with nothing changed, for a first chunk without a free slot, a generating request

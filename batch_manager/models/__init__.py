@@ -3,7 +3,7 @@
 Owns     a family's configuration, tensor names and order of operations; `loading` loads a checkpoint
 Not      where keys and values are stored, which tokens run, how tokens are sampled from the logits
 Yours    a new family is one file with a class like Llama's, and a line in registry.py. Outside this package use
-         register_model and public names of batch_manager only. Families of transformers need no file: transformers/
+         register_model and public names of batch_manager only. A model that transformers/ runs needs no file
 """
 
 from .loading import LoadedModel, load_model, read_spec

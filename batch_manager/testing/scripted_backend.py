@@ -66,21 +66,24 @@ class ScriptedBackend:
     """Generates tokens from a hash or a script, and checks each batch against the rules of handover.py.
 
     Supported request options: lengths, `end_id`, `random_seed`, streaming, beams, log-probs, logits, logits
-    post-processors and draft tokens. There are no model logits, so temperature, penalties, stop and bad words,
-    `min_length`, `embedding_bias` and n-gram bans have no effect. A backend object serves one engine.
+    post-processors and draft tokens. There are no model logits, so temperature, penalties, bad words,
+    `min_length`, `embedding_bias` and n-gram bans have no effect. Stop words have an effect only with beams. A backend
+    object serves one engine.
 
-    script            function (history) -> next token, or None to use the hash. The history is the prompt and the
-                      generated tokens. Cannot be combined with beams or a window
-    on_step           function (batch), called once per step, after tokens were written to the cache and before other
-                      state changes. May raise, or return {slot: RowFailure}. NON_FINITE_LOGITS also poisons the blocks
-                      that the step wrote: every sequence with such a block fails until the block is cleared
+    script            function (history) -> next token; if it returns None, the hash determines the token. The history
+                      is the prompt and the generated tokens. Cannot be combined with beams or a window
+    on_step           function (batch), called once per step, after its tokens were written to the cache and before
+                      the next tokens are chosen. May raise, or return {slot: RowFailure}. NON_FINITE_LOGITS also
+                      poisons the blocks that the step wrote: every sequence with such a block fails until the block is
+                      cleared
     on_finish         function (batch), called by `finish`, with the same effects as `on_step`
     is_asynchronous   `start` queues steps, which run in order when `finish` waits for one of them. `finish` raises the
                       exception of its step, even if later steps have been launched
     step_seconds      simulated device time of a step. `finish` waits for it; steps run one after another, and
                       `idle_seconds` accumulates the time between steps
-    window, sink      the part of the history that the hash covers, as in attention/windows.py. The history is then read
-                      back in every step, even without `verify`, and blocks outside the window may be freed
+    window, sink      the part of the history that the hash covers, as in attention/windows.py; window None: all of it.
+                      With a window, the history is read back in every step, even without `verify`, and blocks outside
+                      the window may be freed
     host_blocks       number of blocks in the host pool, for evicted blocks
     verify            read the whole history back in every step, and check each batch. False: keep a running hash per
                       slot and check nothing, for benchmarks of the host; a successful step cannot run again

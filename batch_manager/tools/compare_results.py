@@ -75,7 +75,7 @@ def compare_results(a: Paths, b: Paths, *, anyway: bool = False, figures: Sequen
     The table has the medians of both sides and their ratio. It says whether higher or lower is better, and whether the
     difference exceeds the spread of the runs.
 
-    a, b     one or more files of `batch-manager bench --out`, or files with a list of such results. Points of a sweep
+    a, b     the files of each side: results of `batch-manager bench --out`, or lists of such results. Points of a sweep
              are compared with points of the same load
     anyway   compare even if the workload, precision, model or load differs, or outputs have the wrong length
     foreign_cores   warn of runs during which other processes and the hypervisor together used more cores than this

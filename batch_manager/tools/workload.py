@@ -7,8 +7,8 @@
 
 The first argument may be a kind, which has its own options (batch-manager workload KIND --help):
 
-    token-norm-dist   random tokens, normal lengths
-    token-unif-dist   random tokens, uniform lengths
+    token-norm-dist   random tokens, normally distributed lengths
+    token-unif-dist   random tokens, uniformly distributed lengths
     log-normal        random tokens, log-normal lengths
     dataset           texts and a tokenizer, or token ids
     trace             lengths and times of a trace: Azure, Mooncake, BurstGPT, CSV

@@ -1,6 +1,6 @@
 """The activation of a gated MLP, on its packed projection.
 
-    out = f(gate_up[:, :I]) * gate_up[:, I:]        f as in `activation`: "silu", "gelu", "gelu_new", "relu"
+    out = f(gate_up[:, :I]) * gate_up[:, I:]        f is named by `kind`: "silu", "gelu", "gelu_new", "relu"
 
 Shapes      gate_up                  [T, 2 I]   gate first, then up; contiguous rows, any row stride
             out                      [T, I]   None: allocated

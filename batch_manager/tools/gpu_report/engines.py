@@ -136,7 +136,7 @@ class Served:
 class Engine:
     """One manager, and the client that measures it.
 
-    load_seconds   seconds until the manager was constructed
+    load_seconds   seconds that the construction of the manager took
     label          "graphs" if the engine has captured graphs, otherwise "eager"
     note           why an engine that was to capture graphs has none; otherwise ""
     """

@@ -31,7 +31,7 @@ class Record:
                              smallest - 1, or `Timing.spread`; None: measured once
     judged                   False: the ratio is not comparable with the goal, so `met` stays None
     note                     remark for the reader; for a case without numbers, why it has none
-    figures                  further figures for the note, as text; left out in a dry run
+    figures                  text with further figures, appended to the note except in a dry run
     """
 
     goal: str

@@ -56,9 +56,9 @@ class CostModel:
     host_s          term of HOST_TERMS -> seconds per unit, for the host's part of an iteration
     most            name of an amount of work -> its largest value in the steps of the fit
     generation_spread, mixed_spread   equally spaced quantiles of measured / predicted time, from the minimum to the
-                    maximum; their mean is 1. Empty: no scatter
+                    maximum; their mean is 1. Empty: simulated steps take exactly the predicted time
     is_asynchronous   whether the host plans a step while the device computes the previous step
-    error           error of the fit; None: unknown
+    error           error on held-out steps, of a fit without these steps; None: unknown
     about           origin: machine, versions, traces, ...
     """
 

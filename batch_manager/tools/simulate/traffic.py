@@ -20,7 +20,8 @@ class Traffic:
     input_tokens    [n] int64, length of the prompt
     output_tokens   [n] int64, length of the output
     prompt          (index) -> [input tokens] int32, the tokens of the prompt; equal prefixes can be reused
-    prefixes        index -> ids of the prompt's blocks of 512 tokens (PREFIX_TOKENS); None: unknown
+    prefixes        index -> ids of the prompt's blocks of 512 tokens (PREFIX_TOKENS); equal ids mean equal tokens.
+                    None: unknown
 
     The constructor raises ValueError for columns of different lengths.
     """
