@@ -141,12 +141,12 @@ def run_worker(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_
                num_loops_inside: int = NESTED_WORKER_LOOPS) -> None:
     """The worker's main function: run iterations until the worker is stopped, then answer the requests that are left.
 
-    After an exception, whether of a step or raised by another thread in the worker, this function calls `_serve` again.
+    After an exception, whether of a step or raised in the worker by another thread, this function calls `_serve` again.
     `_serve` fails the engine, which answers all requests with the error, and answers later requests until the worker is
     stopped. The function calls itself to nest its loops. A `try` does not cover the jump from its `except` clause to
     the next round of its loop. If a second exception is raised during this jump, the enclosing loop catches it.
 
-    num_loops_inside   number of calls of this function inside this call; the innermost call runs `_serve`
+    num_loops_inside   number of calls of this function nested in this call; 0: this call runs `_serve`
     """
     while not control.stopped.is_set:
         try:

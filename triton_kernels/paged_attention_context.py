@@ -301,9 +301,9 @@ def context_settings(
 ) -> ContextSettings:
     """Return the launch settings. They depend only on shapes.
 
-    Shared memory holds a tile of keys and a tile of values per stage. It also holds the queries if matrix instructions
-    read them from shared memory. A tile has at most 64 keys. If a key of one head has more than 128 bytes, a
-    tile has at most 32 keys in two cases: the keys are float32, or matrix instructions read their operands from
+    Shared memory holds a tile of keys and a tile of values per pipeline stage. It also holds the queries if matrix
+    instructions read them from shared memory. A tile has at most 64 keys. If a key of one head has more than 128 bytes,
+    a tile has at most 32 keys in two cases: the keys are float32, or matrix instructions read their operands from
     registers, which cannot hold 64 such keys.
     """
     rows = context_tile_rows(head_size_pow2, element_size_bytes) if uniform_rows is None else uniform_rows

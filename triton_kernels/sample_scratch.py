@@ -17,7 +17,7 @@ def num_histograms(digits: int) -> int:
     """Return the number of 64-bit histograms for a row whose logits are divided into `digits` digits each.
 
     Top-k needs two histograms, of counts and of weights, for each digit after the first. Top-p needs one, of weights,
-    for each digit. The counts of the first digits are not included: they are a separate array.
+    for each digit. The counts of the first digit are not included: they are a separate 32-bit array.
     """
     return 3 * digits - 2
 

@@ -28,7 +28,7 @@ class AsyncEngine:
             result = await engine.generate({"input_ids": ids, "request_output_len": 64})
 
     Requests may be submitted from several event loops and threads. An iteration wakes each waiting event loop once, for
-    all its responses. An engine that is garbage-collected ends, like a GptManager.
+    all responses to that loop. An engine that is garbage-collected ends, like a GptManager.
     """
 
     def __init__(self, manager: GptManager | EngineProcess, switchboard: Switchboard,
@@ -57,9 +57,9 @@ class AsyncEngine:
                     (max_queued_requests). Use this in servers. False: requests wait in the AsyncEngine, in order and
                     without a limit, until the engine has room
         process     run the engine in its own process. Host and engine then have separate interpreter locks, and a crash
-                    of the engine fails its streams only. `parts` and logits post-processors are pickled, so they must
-                    be classes and functions of importable modules. Hooks and the statistics callback run in this
-                    process, on an internal thread
+                    of the engine fails its streams only. `parts` without its hooks, and logits post-processors, are
+                    pickled, so their classes and functions must be in importable modules. Hooks and the statistics
+                    callback run in the process that calls `start`, on an internal thread
         Raises      the errors of the constructor of GptManager
         """
         for name, value in (("process", process), ("takes_all", takes_all)):
@@ -89,7 +89,8 @@ class AsyncEngine:
         """Submit a request immediately and return the stream of its output.
 
         tensors, options   arguments of InferenceRequest; the engine chooses the id. `arrival_time`, from which the
-                           queue time and `deadline_s` count, is the time of this call, unless `parts` has a clock
+                           queue time and `deadline_s` count, is by default the time of this call or, if `parts`
+                           has a clock, the time at which the engine takes the request
         Raises   RequestFailed for an unknown tensor name, and if the engine is closed. For an invalid value, the stream
                  raises RequestFailed.
         """

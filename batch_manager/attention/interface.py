@@ -15,19 +15,20 @@ from ..triton_kernels.context_work_list import ContextTileWork, MostContextTileW
 class PackedStep:
     """Host arrays that describe the tokens of one packed step. Contexts come first, then generation rows.
 
-    The step has T tokens of n sequences, of which the first c are contexts. The logits of r tokens are sampled.
+    The step has T tokens of n sequences, of which the first c are contexts. It samples from the logits of r tokens.
 
     token_ids      [T] int32   0 for a generation row, whose token is in the sampler's state of the slot
     positions      [T] int32   position of each token in its sequence
     pool_slots     [T] int64   where the key and value of each token go: block id * tokens_per_block + offset
     slots          [n] int32   slot of each sequence, in batch order; each beam is a sequence and repeats the slot
-    query_starts   [n + 1] int32   offset of each sequence in the packed tokens, and T
+    query_starts   [n + 1] int32   offset of each sequence in the packed tokens, then T
     kv_lengths     [n] int32   tokens of each sequence in the KV cache, including the tokens of this step
     block_tables   [n, m] int32   block ids in order; m is the length of the longest table of the step. Entries past the
                    end of a sequence, and entries of freed blocks outside its window, are arbitrary: do not read them
     num_contexts   c; in a step with draft tokens, generating sequences count as contexts
-    logits_rows    [r] int64   packed indices of the tokens whose logits are sampled, in batch order: the last token of
-                   each sequence that yields a token; with drafts, also each draft and the token before the first draft
+    logits_rows    [r] int64   indices in the packed tokens of the tokens whose logits are sampled, in batch order: the
+                   last token of each sequence that yields a token; with drafts, also each draft and the token before
+                   the first draft
     num_verifying  in a step with draft tokens, the number of generating sequences. They are the last contexts of the
                    step. The token ids of such a sequence are 0, followed by its drafts, if any. Attention can ignore
                    this field
@@ -62,7 +63,7 @@ class GenerationInputs:
 
     kv_lengths     [R] int32   tokens of each sequence in the KV cache, including the token of this step; 0: padding
     table_rows     [R] int32   row of `block_tables` for each sequence; None: row i belongs to sequence i
-    block_tables   [rows, m] int32
+    block_tables   [rows, m] int32   block ids in order, as in PackedStep
     work           window -> (work list [W, 4] int32, part starts [R + 1] int32) of `decode_work_list`. Part starts are
                    None when no sequence is split into parts
     """
@@ -79,14 +80,14 @@ class ContextInputs:
 
     The last tokens and sequences can be padding.
 
-    positions      [T] int32 or int64
+    positions      [T] int32 or int64   position of each token in its sequence
     pool_slots     [T] int64   where the key and value of each token go, as in PackedStep; -1: padding
     query_starts   [C + 1] int32   offset of each sequence in the T tokens; padding sequences are empty
     kv_lengths     [C] int32   tokens of each sequence in the KV cache, including the tokens of this step
     table_rows     [C] int32   row of `block_tables` for each sequence; None: row i belongs to sequence i
-    block_tables   [rows, m] int32
-    work           window -> (work list [W, k] int32, part starts [S + 1] int32, merged rows [S] int32) of
-                   `context_work_list`. The last two are None when no tile is split into parts
+    block_tables   [rows, m] int32   block ids in order, as in PackedStep
+    work           window -> (work list [W, k] int32, part starts [S + 1] int32, merged rows [S] int32), the fields
+                   of ContextTileWork. The last two are None when no tile is split into parts
     """
 
     positions: torch.Tensor
@@ -102,7 +103,7 @@ class RotaryTable(Protocol):
     """Cosines and sines of the rotary position embedding. `layers.Rotary` satisfies this protocol.
 
     cos, sin   [max positions, rotary dimensions / 2] float32 on the device, for the half-split ("NeoX") rotation. They
-               include the amplitude factor of scaled variants (yarn)
+               include the amplitude factor of scaled variants (yarn, longrope)
     """
 
     cos: torch.Tensor
@@ -198,10 +199,12 @@ class Attention(Protocol):
             rotary: RotaryTable | None, sink_logits: torch.Tensor | None = None) -> torch.Tensor:
         """Rotate query and key, write key and value to the pool, and return the attention of the queries.
 
+        rotary   None: query and key are not rotated
+
         Shapes   query [T, heads, head_size]; key, value [T, kv_heads, head_size]; result [T, heads * head_size];
                  sink_logits [heads] float32, contiguous, only for layers with has_sink_logits. Models without such
                  layers omit the argument. An attention that serves only such models may lack the parameter
-        Mutates  the pages of this layer in the pool; may overwrite query and key
+        Mutates  this layer's keys and values in the pool; may overwrite query and key
         Raises   ConfigError if sink_logits contradicts LayerAttention.has_sink_logits
         """
         ...
@@ -248,7 +251,7 @@ class BindableAttention(Attention, Protocol):
         ...
 
     def bind(self, generation: GenerationInputs, contexts: ContextInputs | None) -> None:
-        """Make `run` read the tensors of `generation` and `contexts`.
+        """Make `run` read the tensors of `generation` and `contexts` (None: the step has no contexts).
 
         A step calls `bind` in place of `plan` and `receive`.
 

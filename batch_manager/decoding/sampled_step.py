@@ -56,14 +56,14 @@ class SampledStep:
     tokens            [r] int32 or int64; undefined where not finite
     finish            [r] uint8: finish reasons
     finite            [r] bool: whether a token could be sampled from the row's logits
-    log_probs         [r] float32, 0 in rows that did not ask for them; None: no row asked
+    log_probs         [r] float32: of `tokens`, 0 in rows that did not ask for them; None: no row asked
     emptied           [r] bool: whether the stages left a NaN, a +inf or no token in a row that was finite before the
                       stages; None: no active stage changes logits
     post_processed    the rows that post-processors changed; None: no row has a post-processor
     logits_slots      slots of the rows of `logits`
     logits            [q, vocab] float32: logits to return, as the model computed them; None: no row asked
-    top               likeliest tokens; None: no row asked
-    beams             candidates of beams; None: no sequence has beams
+    top               likeliest tokens of the rows that asked for them; None: no row asked
+    beams             best continuations of the beams of each sequence with beams; None: no sequence has beams
     """
 
     slots: np.ndarray
@@ -93,11 +93,11 @@ class SampledStep:
 
     def output(self, arrays: Mapping[str, np.ndarray], failures: Mapping[int, RowFailure],
                vocab_size: int) -> dict[str, Any]:
-        """Return name -> column of the StepOutput, including generation_logits and failures.
+        """Return name -> value for the fields of a StepOutput that sampling determines.
 
         arrays     the result of the method `tensors`, copied to the host
         failures   slot -> failure found before sampling. The result has these failures and those found in `arrays`
-        Mutates    the searches of beams, which advance
+        Mutates    the beam searches, which advance by a step
         """
         if not arrays["finite"].all() or self.post_processed is not None or self.beams is not None:
             failures = self._failures(arrays, vocab_size) | failures

@@ -2,7 +2,7 @@
 
 The estimates serve conformance tests and schedulers written for TensorRT-LLM. The loop and the built-in policies do
 not use them. A claim may take more or fewer blocks than estimated if a prompt is longer than its window, if two first
-chunks share a prefix, or if a request that will be paused holds a part of the prefix. ledger.py has the exact numbers,
+chunks share a prefix, or if a request that will be paused holds cached prompt blocks. ledger.py has the exact numbers,
 and reservations.py has the bounds.
 
 Source: TensorRT-LLM's getNeededBlocksOneStep and getRemainingBlocksToCompletion.
@@ -54,10 +54,10 @@ class Estimates:
         return 0 if self._cache is None else sum(map(self._cache.is_owned, self._cache.matched(request)))
 
     def reusable_tokens(self, request: LlmRequest, to_completion: bool) -> int:
-        """Number of cached prompt tokens of a first chunk, as TensorRT-LLM estimates it.
+        """Number of prompt tokens that a first chunk finds in the cache, as TensorRT-LLM estimates it.
 
-        to_completion   True: count all cached leading full blocks, up to the length of the window; False: count only
-                        the blocks that running sequences hold
+        to_completion   True: count all cached leading full blocks, up to the most tokens that the window stores;
+                        False: count only those that running sequences hold
         """
         if self._cache is None:
             return 0

@@ -23,8 +23,11 @@ class RotaryParameters:
     theta                     base of the frequencies
     factor                    scaling factor of the context length (linear, llama3, yarn)
     original_max_positions    context length before scaling (llama3, yarn, longrope)
-    low_freq_factor, high_freq_factor   llama3
-    beta_fast, beta_slow, truncate      yarn: the range between interpolation and extrapolation
+    low_freq_factor, high_freq_factor   numbers of rotations in original_max_positions: a frequency with fewer than
+                              low_freq_factor is divided by `factor`, one with more than high_freq_factor stays, and
+                              one between them is interpolated (llama3)
+    beta_slow, beta_fast      the same for yarn, where beta_slow is the lower number
+    truncate                  round the indices of the frequencies at beta_fast and beta_slow, down and up (yarn)
     short_factors             divisor of each frequency, for up to original_max_positions (longrope). The factors for
                               longer contexts are not supported
     amplitude                 factor on cosines and sines, computed from attention_factor or mscale (yarn, longrope)
@@ -47,7 +50,7 @@ class Rotary:
     """The rotary position embedding for `Attention.run`, in the half-split ("NeoX") arrangement.
 
     size       number of leading entries of each head that are rotated; even
-    cos, sin   [max_positions, size / 2] float32 on the device of the context, including the amplitude
+    cos, sin   [max_positions, size / 2] float32 on the device of the LayerContext, including the amplitude
     """
 
     def __init__(self, context: LayerContext, parameters: RotaryParameters, size: int, max_positions: int) -> None:

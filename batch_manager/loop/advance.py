@@ -40,7 +40,7 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
     requests   requests of the batch at its launch, in batch order; ended requests are skipped, even if another request
                has their slot now
     void       requests with void rows, which are skipped as well
-    may_have_ended   False if no request can have ended since the launch
+    may_have_ended   False: no request has ended since the launch; True: some may have
 
     Mutates the requests, except ended ones, requests with void rows, and requests whose slots are in `output.failures`.
     """

@@ -25,7 +25,7 @@ class LoadedModel:
 
     weight_bytes     total size of the weights and of the copies of weights that layers keep for speed
     end_ids          tokens of the vocabulary that end a sequence, from the checkpoint
-    implementation   "native" or "transformers"
+    implementation   "native" or "transformers", as for `load_model`
     """
 
     spec: ModelSpec
@@ -55,7 +55,7 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
                     states none; on a CPU float32
     load_format     "auto": safetensors or GGUF; "dummy": random weights from `seed`, which need only config.json
     deterministic   make a row's bits depend on that row only; ConfigError if the model class does not support this
-    compiled_step   on a CPU: store matrices for the compiled step, see triton_kernels/cpu/native
+    compiled_step   on a CPU: store matrices in the layout of the compiled step, see triton_kernels/cpu/native
     free_bytes      free device memory; larger weights are refused before any allocation. None: no check
     model_implementation   "native": a class of this package, or a registered one; "transformers": transformers' own
                            class with the engine's attention; "auto": "native" if there is such a class for the
@@ -134,7 +134,7 @@ def check_tensors(checkpoint: Checkpoint, model_class: type[Model], spec: ModelS
 
 def refuse_too_many_weights(num_weights: int, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
                            free_bytes: int | None) -> None:
-    """Raise InsufficientMemoryError if `num_weights` weights are larger than the free memory.
+    """Raise InsufficientMemoryError if `num_weights` weights of `dtype` take more than `free_bytes`; None: no check.
 
     The operating system provides the pages of a large allocation only when they are written. An allocation that is too
     large can therefore succeed, and the system would kill the process later, during loading.

@@ -93,7 +93,7 @@ def written_by(operation: Operation) -> list[int]:
 class LaunchRecording:
     """The operations of a model's forward, and of its head if the head is recorded too.
 
-    dtype       dtype of all rows
+    dtype       dtype of all registers
     operations  the operations in order
     widths      columns of each register; register 0 is the input, the hidden states
     result      register of the output

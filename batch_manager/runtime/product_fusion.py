@@ -57,10 +57,10 @@ def fuse(recording: LaunchRecording,
         return found[0] if is_taken else None
 
     def launches_after(index: int) -> int:
-        """Return 1 if fusing the operation after the product at `index` saves a launch, otherwise 0.
+        """Return 1 if fusing what follows the product at `index` saves a launch, otherwise 0.
 
         Fusing an activation saves a launch, and so does fusing the sum of product, bias and residual. Without a bias,
-        the matrix library adds the residual in the launch of the product.
+        an unfused product needs no launch for its residual, which the matrix library adds.
         """
         product = operations[index]
         adds_both = product.adds and product.matrix.bias is not None

@@ -40,22 +40,22 @@ class StepWindow:
     """Holds the steps in flight, at most `depth`, oldest first.
 
     runs_ahead   a request's next step may be launched before the request's previous step is read, because a launch
-                 only needs lengths. False: steps in flight have disjoint requests
+                 needs only the lengths of sequences. False: steps in flight have disjoint requests
 
     With runs_ahead, `depth` is 2, and a request in flight can be in the next step if
 
         the step in flight does not yield the last token of the request,
         nothing on the host needs the tokens of the request first (`LlmRequest.in_lockstep`),
         the request has no draft tokens, and
-        its whole context was read, or its next claim frees no blocks.
+        all steps of its context were read, or its next claim frees no blocks.
 
     When a step is planned, each of its requests is therefore in at most one step in flight.
 
-    A row is dropped if its request has ended since the launch. A failed step runs again without ended requests. The
-    later steps in flight have used its missing results: their rows for the same requests are void, and the claims for
-    these rows are undone.
+    A row is dropped if its request has ended since the launch. A failed step runs again without the requests that
+    have ended. The later steps in flight have used its missing results: their rows for the same requests are void, and
+    the claims for these rows are undone.
 
-    num_discarded_tokens   computed tokens that were dropped, since construction
+    num_discarded_tokens   computed tokens that were dropped, void rows included, since construction
     """
 
     def __init__(self, runner: StepRunner, resources: Resources, depth: int, runs_ahead: bool = False) -> None:

@@ -98,7 +98,7 @@ def native_backend_without_a_model(*, vocab_size: int, max_seq_len: int, num_blo
     """Return a CPU backend that packs, uploads, samples, stores and reads back, without computing a model.
 
     vocab_size   prompts may have token ids below this number; the model has only a few logits
-    replays      whether generation steps replay stubs of CUDA graphs; such a step does not sample and store
+    replays      whether generation steps replay stubs of CUDA graphs; such a step neither samples nor stores tokens
     """
     device = torch.device("cpu")
     spec = SimpleNamespace(vocab_size=vocab_size, hidden_size=1, architecture="StubModel")

@@ -113,11 +113,11 @@ class Names:
     layers      prefix of the layer's number in Hugging Face's names, such as "model.layers"
     outside     GGUF name -> Hugging Face's name, for tensors outside the layers
     rows        (GGUF name in a layer, heads) -> order of the tensor's rows, as `order` of Location
-    offset      number to add to the weights of norms in the file
+    offset      number to add to the file's norm weights, as `offset` of Location
     transposed  GGUF names of matrices in a layer that the converter transposes
     by_head     GGUF names of matrices in a layer that Hugging Face splits by row, into one tensor for each head
-    two_norms   changes to `layer` for layers with two parallel norms
-    ignored     tensors that only the configuration needs
+    two_norms   entries that replace or extend `layer` in models whose layers have two parallel norms
+    ignored     names of GGUF tensors that no Hugging Face tensor needs, because only the configuration reads them
     """
 
     layer: Mapping[str, str]

@@ -22,11 +22,11 @@ class Receipt:
     """The responses to one request. Times are seconds since the start of the run.
 
     tokens      generated tokens; with beams, those of the best beam
-    times       time of arrival of each token
+    times       time at which each token was received
     error       text of an error response; "": no error
     arrival_s   arrival of the request; latencies count from it
     final_s     time of the final response; None: not yet
-    queue_s     seconds from arrival to the first step, if timings were requested
+    queue_s     seconds from arrival to the first step; None: unknown, or timings were not requested
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -56,12 +56,12 @@ class Count:
 
 
 class Client:
-    """The callbacks of one manager, and the arrived requests that the manager has not answered yet.
+    """The callbacks of one manager, and the arrived requests that the manager has not taken yet.
 
     An arrived request waits in the client until the manager has room for it and the run's `Gate` allows it.
 
-    prompts_included   non-streamed responses begin with the prompt (exclude_input_in_output is off)
-    last_response      time of the last response, in seconds since the start of the run
+    prompts_included   whether non-streamed responses begin with the prompt (exclude_input_in_output is off)
+    last_response      time of the latest final response, in seconds since the start of the run
     stats              statistics records of the iterations so far; filled by `keep_stats`, a statistics callback
     """
 

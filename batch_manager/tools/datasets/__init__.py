@@ -1,6 +1,7 @@
 """Read files of requests (published traces, datasets, workloads) as lengths with arrival times, or as a workload.
 
-Owns     the formats and their checks, the selection of requests for a replay, and random prompts for traces of lengths
+Owns     the formats and their checks, the selection of requests for a replay, and random prompts for traces without
+         prompts
 Not      serving and simulation, which use this package; tokenizers, which are in `extras.tokenizer`
 Yours    a new format is one class with the attributes of `records.RecordReader`, and a line in `formats`
 """

@@ -26,7 +26,7 @@ class Selection:
     first               number of requests to skip at the beginning
     count               largest number of requests to take; None: all
     max_input_tokens    most tokens of a prompt; None: no limit. A truncated prompt keeps its beginning, so truncation
-                        raises the shared fraction of prompts
+                        raises the share of prompt tokens that are in common prefixes
     max_output_tokens   most tokens of an output; None: no limit
     longer              "clip": truncate prompts and outputs above the limits; "drop": leave the request out, without
                         counting it towards `count`
@@ -34,7 +34,7 @@ class Selection:
                         decreasing times. JSON files are always read as a whole and sorted
     request_rate        requests/s, which replaces the recorded times; 0: all at once; None: as recorded, or all at once
                         if the file has no times
-    delays              times between requests: "exponential" (a Poisson process) or "constant"
+    delays              times between requests at `request_rate`: "exponential" (a Poisson process) or "constant"
     seed                seed of the delays and of random prompts
     """
 

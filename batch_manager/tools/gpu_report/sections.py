@@ -1,7 +1,7 @@
 """The sections of a report, in the order in which they run, with their time budgets.
 
-Prerequisites come first, followed by the goals. The engines in these sections capture CUDA graphs. The sections at the
-end have no budget: they run in the time that is left when every goal has its figure.
+Prerequisites come first, followed by the sections that measure the goals. The engines in all these sections capture
+CUDA graphs. The sections at the end have no budget: they run in the time that is left when every goal has its figure.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ class Section:
     """One section of a report.
 
     seconds    time budget; 0: the section runs only in the time that all sections with a budget leave
-    goals      goals that the section measures, as for --goal
+    goals      what the section measures: names of goals, SETTINGS or FACTS, as for --goal
     needed_by  further goals for which the section runs, because their measurement needs it
     """
 
@@ -70,7 +70,7 @@ SECTIONS = (
 
 
 def plan(sections: Sequence[Section], minutes: float) -> dict[str, tuple[float, float]]:
-    """Return name of a section -> (its budget, its latest end), in seconds from the start of the report.
+    """Return name of a section -> (its budget in seconds, its latest end in seconds from the start of the report).
 
     A section may use its budget and the time that the sections before it left. Its latest end leaves all later sections
     their budgets. If the budgets exceed `minutes`, all of them shrink by the same factor.

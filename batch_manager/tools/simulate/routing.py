@@ -54,9 +54,9 @@ class LongestPrefix:
 
     Source: the cache-aware policy of SGLang's router (sgl-router, 2024), which records the prompts sent to each
     replica. A prompt goes to the replica with the longest match if the match covers more than MATCH_SHARE of the
-    prompt, otherwise to the least loaded replica. Matches are ignored if loads differ by more than MOST_DIFFERENCE
-    requests and by more than the factor MOST_RATIO. This class compares prompts by the ids of their blocks of
-    PREFIX_TOKENS tokens. For each replica, it remembers the BLOCKS_KEPT most recently sent blocks.
+    prompt, otherwise to the least loaded replica. Matches are ignored if the largest and the smallest load differ by
+    more than MOST_DIFFERENCE requests and by more than the factor MOST_RATIO. This class compares prompts by the ids of
+    their blocks of PREFIX_TOKENS tokens. For each replica, it remembers the BLOCKS_KEPT most recently sent blocks.
     """
 
     MATCH_SHARE = 0.5

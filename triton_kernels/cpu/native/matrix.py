@@ -22,7 +22,7 @@ class PackedMatrix:
 
     Only one thread at a time may call its methods.
 
-    type      type of W, as numbered in vectors.h
+    type      number of the dtype of W in vectors.h
     address   address of the `Matrix` structure that the compiled code reads
     Raises    CannotCompileError if the library cannot be built; MemoryError
     """
@@ -48,20 +48,20 @@ class PackedMatrix:
     def multiply(self, x: torch.Tensor, dtype: torch.dtype | None = None, threads: int | None = None) -> torch.Tensor:
         """Return x W^T + b [T, outputs] for x [T, inputs], accumulated in float32.
 
-        dtype    dtype of the result; None: dtype of the matrix
+        dtype    dtype of the result; None: dtype of W
         threads  number of threads; None: torch.get_num_threads()
-        Raises   ValueError if width or dtype of the rows do not match
+        Raises   ValueError if x does not have the width and dtype of W
         """
         result = torch.empty((len(x), self.outputs), dtype=dtype or self.dtype, device="cpu")
         return self._run(x, result, adds=False, threads=threads)
 
     def largest(self, x: torch.Tensor, threads: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (indices [T] int64, values [T] float32) of the largest output of each row of x W^T + b.
+        """Return (indices [T] int64, values [T] float32) of the largest value of each row of x W^T + b.
 
-        Ties: the lowest index. The value is NaN if any output of the row is NaN.
+        Ties: the lowest index. The value is NaN if any value of the row is NaN.
 
         threads  number of threads; None: torch.get_num_threads()
-        Raises   ValueError if width or dtype of the rows do not match; MemoryError
+        Raises   ValueError if x does not have the width and dtype of W; MemoryError
         """
         x = self._rows(x)
         indices = torch.empty(len(x), dtype=torch.int64, device="cpu")
