@@ -92,8 +92,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     num_slots           number of sequences to allocate state for; the state grows if more arrive
     max_beam_width      largest number of beams of a sequence
     attention_factory   (spec, kv_pool) -> Attention. spec.attention has the effective windows: in each layer, the
-                        smaller of the model's and the configured window. With sink tokens, the factory also gets `sink=`;
-                        a factory without this parameter fails here. None: make_attention
+                        smaller of the model's and the configured window. With sink tokens, the factory also gets
+                        `sink=`; a factory without this parameter fails here. None: make_attention
     own_stages          (num_slots, device) -> custom stages, see decoding/stages.py; None: no custom stages
     is_engine_thread    (threading.Thread) -> whether the thread runs only the engine. The OpenMP and MKL thread counts
                         of such a thread stay at num_threads between steps
