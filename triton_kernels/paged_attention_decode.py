@@ -77,7 +77,8 @@ def _rotated(row_ptr, keep, lane, cos, sin, HALF: tl.constexpr):
     row_ptr    first entry of each row
     keep       mask of the entries to load; the result is 0 in other entries
     lane       indices of the entries
-    cos, sin   values for each entry; `sin` negated for the first HALF entries; 1 and 0 for entries that do not rotate
+    cos, sin   cosine and sine for each entry; the sine is negated in the first HALF entries. Entries that do not rotate
+               have cosine 1 and sine 0
     """
     head = tl.load(row_ptr + lane, mask=keep, other=0.0).to(tl.float32)
     if HALF > 0:
@@ -271,9 +272,10 @@ def decode_settings(head_size: int, tokens_per_block: int, element_size_bytes: i
                     limits: DeviceLimits) -> DecodeSettings:
     """Return the launch settings. They depend only on shapes, so all steps of an engine use the same settings.
 
-    Each stage beyond the first holds a page of keys and a page of values. The number of stages is the largest at which
-    two programs share a multiprocessor, so that one loads while the other computes. Small pages leave room for more
-    programs, up to four programs of four warps each; the registers allow no more.
+    Each stage beyond the first holds a page of keys and a page of values. The number of stages is the largest, up to
+    4, at which two programs share a multiprocessor, so that one loads while the other computes. If two programs do not
+    fit with 2 stages, the number is 2 if one program fits, otherwise 1. Small pages leave room for more programs, up to
+    four programs of four warps each; the registers allow no more.
     """
     page_bytes = tokens_per_block * _padded(head_size) * element_size_bytes
     fixed_bytes = 10 * 1024

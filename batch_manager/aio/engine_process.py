@@ -91,8 +91,8 @@ class EngineProcess:
         """Return the latest GptManager.health of the engine process, with two additional values:
 
         engine_process_id    id of the engine process
-        seconds_since_heard  seconds since the last message of the engine process; less than 1 while the process runs,
-                             0 after the process has ended
+        seconds_since_heard  seconds since the last message of the engine process; less than 1 while the process
+                             responds, 0 after it has ended
         """
         self._check_process()
         link = self._link
@@ -295,7 +295,7 @@ class Link:
                 self._has_ended_message, self.health = True, health
 
     def _pass_stops_on(self) -> None:
-        """Wake the sending thread if there are stops, such as those of dropped streams and closed event loops.
+        """Wake the sending thread if requests must be stopped, such as those of dropped streams and closed event loops.
 
         A dropped stream cannot wake the thread itself, because its finalizer may run in a thread that holds the lock of
         `work`.

@@ -41,8 +41,8 @@ class BeamRows:
     rates                            [groups] float32 on the device: beam_search_diversity_rate of each group
     starts                           [groups + 1] int32 on the device: first row of each group, then b
     is_changed                       [b] bool, on the host and on the device: whether stages act on a row
-    outputs                          (group, outputs of its beams [count, n] int32 on the device) for groups with a
-                                     stage that reads outputs
+    outputs                          list of (group, outputs of its beams [count, n] int32 on the device), for the
+                                     groups with a stage that reads outputs
     """
 
     singles: SamplingRows
@@ -93,7 +93,8 @@ class SampledBeams:
     """The candidates for the beams of a step. `finish` advances the searches when the candidates are on the host.
 
     slots     [b] int32: slot of each of the b rows of beams
-    tensors   tensors to read back: beam_log_probs, beam_parents, beam_tokens [groups, candidates], beam_finite [b] bool
+    tensors   name -> tensor on the device, to be copied to the host: beam_log_probs, beam_parents and beam_tokens
+              [groups, candidates], beam_finite [b] bool
     """
 
     def __init__(self, rows: BeamRows, searches: BeamSearches, tensors: Sequence[torch.Tensor]) -> None:
@@ -129,7 +130,7 @@ def to_log_probs(logits: torch.Tensor, temperature: torch.Tensor, rows: BeamRows
                  one_by_one: bool = False) -> torch.Tensor:
     """Turn the rows of logits on which stages act into log-probabilities, in place.
 
-    Returns [b] bool: False for a row on which stages act and whose logits are not finite, else True.
+    Returns [b] bool: False for a row on which stages act and whose logits contain NaN or +inf, or only -inf; else True.
 
     send         function that uploads arrays in one copy, for which the host does not wait
     one_by_one   compute the beams of each sequence separately

@@ -54,13 +54,14 @@ class Completion:
     """The output for one prompt.
 
     text            text without special tokens, up to a stop string
-    tokens          tokens without the end id, up to the token that completed a stop string
+    tokens          tokens without the end id; the last one may be the token that completed a stop string
     finish_reason   END_ID, STOP_WORDS (also for a stop string), LENGTH, TIMED_OUT or CANCELLED; NOT_FINISHED after an
                     error
     log_probs       log-probability of each token, if requested; otherwise empty
-    top_log_probs   for each token, the likeliest tokens and their log-probabilities, likeliest first, if requested
+    top_log_probs   for each token, the likeliest tokens and their log-probabilities, likeliest first, if requested;
+                    otherwise empty
     error           why the request failed: code, message, is_retryable; None: the request did not fail
-    timings         None if the request never reached the engine
+    timings         latencies of the request; None: the request never reached the engine
     prompt_tokens   number of prompt tokens
     cached_tokens   number of prompt tokens found in the KV cache; None: unknown, because the output ended with a stop
                     string, a cancellation or an error
@@ -83,8 +84,10 @@ class LLM:
     model              folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json), or a .gguf file
     tokenizer          a tokenizer of `tokenizers` or transformers, or the path of its folder or .gguf file; None: the
                        model's tokenizer
-    return_stats       called with each statistics record (JSON) on the engine's thread; see GptManager
-    scheduler_policy, parts   see GptManager
+    return_stats       called with each statistics record (JSON) on the engine's thread, see GptManager; None: no
+                       statistics
+    scheduler_policy, parts   the policy that chooses the requests of a step, and the user's objects that replace the
+                       engine's; see GptManager
     params             fields of TrtGptModelOptionalParams, such as device, max_batch_size and kv_cache_config
 
     A prompt is a string, a list of token ids, or a list of messages for the model's chat template. Sampling options are

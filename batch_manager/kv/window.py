@@ -1,11 +1,11 @@
 """The attention window, and the blocks that no query needs any more. All functions depend on lengths only.
 
-    size            tokens that a query attends to, itself included; without a window, the length of the longest
-                    sequence
-    sinks           first tokens that stay visible outside the window
-    temporary       tokens by which a context may exceed the window during its computation; only for the estimates of
-                    how many blocks a request needs
-    unread_steps    tokens by which a sequence may be rewound; blocks that the shorter sequence needs are kept
+    size            number of tokens that a query attends to, itself included; without a window, the length of the
+                    longest sequence
+    sinks           number of first tokens that stay visible outside the window
+    temporary       number of tokens by which a context may exceed the window during its computation; only for the
+                    estimates of how many blocks a request needs
+    unread_steps    number of tokens by which a sequence may be rewound; blocks that the shorter sequence needs are kept
     max_draft_len   largest number of draft tokens that a claim adds to a sequence
 """
 

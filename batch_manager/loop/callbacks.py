@@ -42,7 +42,7 @@ class GuardedCallbacks:
 
     guard        the engine's guard
     unanswered   items that still need a final response
-    fetched      calls get, and holds the items that no iteration has read yet
+    fetched      the FetchedItems, which call get and hold the items that no iteration has read yet
     wants_stats  whether there is a statistics callback
     """
 

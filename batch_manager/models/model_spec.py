@@ -118,7 +118,7 @@ class ModelSpec:
     max_position_embeddings  number of positions that the model supports; with longrope, the number before scaling
     attention                one LayerAttention for each layer: scale, window, softcap, ALiBi slopes, sink logits
     norm_epsilon             epsilon of all norms
-    tie_word_embeddings      whether the head uses the embedding's matrix
+    tie_word_embeddings      whether the output projection to logits uses the embedding's matrix
     rotary                   parameters of rotary positions. None: the model has learned positions, or ALiBi slopes in
                              `attention`, or transformers computes its positions
     rotary_size              leading entries of each head that are rotated; None: all
@@ -174,7 +174,7 @@ def refuse_unsupported_fields(config: Fields, understood: Collection[str], *, is
     """Raise ModelLoadError if a field changes what the model computes and the model class does not read this field.
 
     understood   `understands` of the model class: the fields that it reads
-    is_shipped   whether the model class is this package's class for the architecture
+    is_shipped   whether the model class is this package's class for the architecture; False: more fields are checked
     """
     for name, neutral in (_NEUTRAL if is_shipped else _NEUTRAL | _NEUTRAL_IF_REGISTERED).items():
         value = config.values.get(name)
@@ -205,7 +205,7 @@ def refuse_unread_aliases(config: Fields, understood: Collection[str]) -> None:
     it read the value under any name of the group.
 
     config       the fields of the file, after the model class has read the fields that it knows
-    understood   as in `refuse_unsupported_fields`
+    understood   `understands` of the model class: the fields that it reads
     """
     for names in _ALIASES:
         seen = [config.values[name] for name in names if name in config and name in config.asked_for]
@@ -243,16 +243,19 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
                       **more_fields: Any) -> Spec:
     """Read the spec of a decoder with rotary positions, such as Llama and its relatives.
 
-    windows                    window of each layer, as in LayerAttention
-    scale, softcap             values for all layers, as in LayerAttention; scale None: head_size ** -0.5
-    activation, norm_epsilon   names of the fields of the activation and of the norms' epsilon
+    windows                    window of each layer in tokens, as in LayerAttention; None: no window in the layer
+    scale, softcap             values for all layers, as in LayerAttention; scale None: head_size ** -0.5; softcap None:
+                               no cap
+    activation, norm_epsilon   names of the fields in the file that state the activation and the norms' epsilon
     head_size, num_kv_heads, tie_word_embeddings, max_positions, default_activation
-                               the family's defaults; num_kv_heads None: the number of attention heads
+                               the family's defaults; head_size None: hidden_size / attention heads; num_kv_heads None:
+                               the number of attention heads
     default_norm_epsilon, default_theta
                                the family's defaults of the norms' epsilon and of `rope_theta`; None: a file without
                                the field is refused
     rope                       the rotary parameters; None: those in `rope_parameters` or `rope_scaling`
-    partial_rotary_factor      the family's default; None: whole heads are rotated, and another factor is refused
+    partial_rotary_factor      the family's default for the rotated fraction of each head; None: whole heads are
+                               rotated, and a file with another factor than 1 is refused
     spec_class, more_fields    the class of the spec, and the values of the fields that it adds to ModelSpec
     Raises ModelLoadError, which names file and field.
     """
@@ -300,9 +303,10 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
 def check_spec(config: Fields, spec: ModelSpec, class_name: str, *, is_shipped: bool) -> None:
     """Raise ModelLoadError or ConfigError if the numbers of a spec do not fit together.
 
-    is_shipped   whether the model class is this package's class for the architecture, which takes all numbers from the
-                 file or from the family's defaults
-    Raises       ModelLoadError for a number from the file; ConfigError, which names the class, for any other number
+    is_shipped   whether the model class is this package's class for the architecture. All numbers of such a class come
+                 from the file or from the family's defaults
+    Raises       ModelLoadError for a class of this package, for a number from the file, or for too many weights;
+                 otherwise ConfigError, which names the class
     """
     def fault(is_from_file: bool, of_file: str, of_spec: str, expected: str, fix: str) -> ConfigError:
         if is_shipped or is_from_file:
@@ -464,7 +468,7 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
                 is_partial: bool = False, rope: Fields | None = None) -> RotaryParameters:
     """Read the rotary parameters from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`.
 
-    default_theta   used if the file has no `rope_theta`; None: the file must have the field
+    default_theta   base of the rotary frequencies if the file has no `rope_theta`; None: the file must have the field
     is_partial      whether the family can rotate a part of each head; False: a file that rotates a part is refused
     rope            the parameters to read, for a family with several sets; None: those in the fields named above
     """
@@ -517,12 +521,12 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
 
 
 def rope_fields_by_kind(config: Fields) -> tuple[Fields, Fields]:
-    """Return the rotary parameters of full layers, and those of sliding layers.
+    """Return the rotary parameters of the layers with full attention, and those of the layers with sliding windows.
 
     This function is for families whose two kinds of layers have different rotary tables.
 
-    `rope_parameters` contains the parameters by kind of layer. Older files have `rope_scaling`, which applies to full
-    layers only.
+    `rope_parameters` contains the parameters by kind of layer. Older files have `rope_scaling`, which applies to layers
+    with full attention only.
     """
     nothing = Fields({}, config.where)
     by_kind = config.fields("rope_parameters", nothing)

@@ -107,12 +107,12 @@ _EXTRA_ID = Range(0, 2**63 - 1, whole=True)
 class Admitted:
     """An accepted request.
 
-    request      the running request
-    setup        options of the request for the device
-    response     options of the request for responses
+    request      the request as schedulers and the loop see it
+    setup        options of the request that the device needs
+    response     options that decide what the request's responses contain, and its deadline
     num_bytes    bytes of the request's tensors, and of the logits and likeliest tokens that the request asks for
     warnings     changes that were necessary to fit the request, one sentence each
-    prompt_table   embeddings of the request's prompt-tuning tokens; None without prompt-tuning tokens
+    prompt_table   embeddings of the request's prompt-tuning tokens; None: the request has no embedding table
     arrival_time   arrival of the request in seconds of the engine's clock; None if the request does not set it
     """
 
@@ -147,10 +147,10 @@ class Admission:
 
     max_request_bytes         largest number of bytes of one request's tensors
     gather_context_logits, gather_generation_logits   whether requests may ask for these logits
-    exclude_input_in_output   responses that are not streamed leave the prompt out
+    exclude_input_in_output   whether responses that are not streamed leave the prompt out
     logits_post_processor_batched   the post-processor that requests select with "batched"; None: there is none
-    static_batching           requests run in static batches. Each request gets a batch_key. A streaming request
-                              gets a single response, which leaves the prompt out
+    static_batching           whether requests run in static batches. If so, each request gets a batch_key, and a
+                              streaming request gets a single response, which leaves the prompt out
     blocks_of                 function of a request: the largest number of KV cache blocks that it holds at a time;
                               None: count the blocks of all its tokens
     guard                     the engine's guard, in which code of the user's classes runs

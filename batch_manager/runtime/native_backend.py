@@ -91,10 +91,10 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     layout              a function of layouts.py, which divides a step into calls of the model
     num_slots           number of sequences to allocate state for; the state grows if more arrive
     max_beam_width      largest number of beams of a sequence
-    attention_factory   (spec, kv_pool) -> Attention. spec.attention has the effective windows, which are the model's
-                        or the configured ones. With sink tokens, the factory also gets `sink=`; a factory without
-                        this parameter fails here
-    own_stages          (num_slots, device) -> custom stages, see decoding/stages.py
+    attention_factory   (spec, kv_pool) -> Attention. spec.attention has the effective windows: in each layer, the
+                        smaller of the model's and the configured window. With sink tokens, the factory also gets
+                        `sink=`; a factory without this parameter fails here. None: make_attention
+    own_stages          (num_slots, device) -> custom stages, see decoding/stages.py; None: no custom stages
     is_engine_thread    (threading.Thread) -> whether the thread runs only the engine. The OpenMP and MKL thread counts
                         of such a thread stay at num_threads between steps
     Raises              ConfigError and its subclasses, after freeing all memory
@@ -226,7 +226,7 @@ def refuse_nondeterministic_parts(device: torch.device, attention_factory: Calla
 def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_rows: int, processors: int) -> int:
     """Return an upper estimate of the bytes that a step allocates: hidden states, one layer, and the logits twice.
 
-    max_rows     rows of logits in a step: one for each sequence or beam
+    max_rows     largest number of rows of logits in a step: one for each sequence, or for each of its beams
     processors   multiprocessors of a GPU whose Triton kernels sample and attend; 0: no Triton kernels. Sampling needs
                  scratch memory for float32 logits. Attention needs scratch memory for the parts of long sequences
     """
@@ -250,11 +250,12 @@ class NativeBackend:
     max_beam_width     largest number of beams of a sequence
     windows            window of each layer in `attention`; None: no window
     sink_tokens        number of sink tokens in `attention`
-    host_pool          blocks in host memory
+    host_pool          the host blocks; empty: evicted blocks are not copied to the host
     num_threads        threads of a step on a CPU; None: torch's setting
-    own_stages         custom stages
+    own_stages         the user's stages (Parts.stages); see decoding/stages.py
     is_engine_thread   (thread) -> whether the thread runs only the engine, see thread_count.py
-    graph_sizes        sizes of the steps with contexts that `capture_graphs` captures, see graph_shapes.py
+    graph_sizes        sizes (generation rows, context tokens) of the steps with contexts that `capture_graphs`
+                       captures, see graph_shapes.py
     """
 
     def __init__(self, loaded: LoadedModel, attention: Attention, pool: torch.Tensor, *, layout: Layout, num_slots: int,
@@ -374,7 +375,7 @@ class NativeBackend:
             self._allocated = AllocatedMemory(self._device)
 
     def warm_up(self, max_beam_width: int = 1) -> None:
-        """Run a context step and a generation step for each of several sequences in block 0, then zero the block.
+        """Run a context step and a generation step for each of several sequences, all in block 0, then zero the block.
 
         The sequences are:
             one with all features
@@ -447,7 +448,7 @@ class NativeBackend:
                 clear_block(self._pool, 0)
 
     def _cached_by_a_long_sequence(self) -> int:
-        """Return a number of cached tokens that is large enough for attention to split a sequence, if it ever does.
+        """Return a number of cached tokens at which attention splits a sequence, if max_seq_len is large enough.
 
         The number is a multiple of tokens_per_block if possible: at the first token of a block, a window spans the
         largest number of blocks.

@@ -15,7 +15,7 @@ class LockstepScheduler(StaticBatchScheduler):
     their order. The sum of the longest prompt and the longest output of a batch is at most max_seq_len, so that one
     request's long prompt does not cut another request's output.
 
-    Never pauses.
+    Never pauses a request.
     """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager, max_seq_len: int) -> None:

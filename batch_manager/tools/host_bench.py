@@ -79,7 +79,7 @@ class Setting:
 
     output_len   number of tokens after which a request ends and another request replaces it; 0: no request ends
     step_ms      milliseconds of a step on an asynchronous device; 0: a synchronous device that takes no time
-    run_ahead    whether to launch the next step before the last one is read; None: if the device is asynchronous
+    run_ahead    whether to launch the next step before the last one is read; None: only if the device is asynchronous
     native       True: the native backend around a model that computes nothing; False: a scripted backend
     replays      whether the native backend replays stubs of graphs
     waiting      number of active requests beyond the full batch

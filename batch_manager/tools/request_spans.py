@@ -20,12 +20,13 @@ class Span:
 
     kind        CONTEXT, GENERATION, PAUSED, CLIENT (arrived, but not accepted), QUEUED (accepted, but not active) or
                 WAITING (active, but in no step)
-    reason      why the request was WAITING: one of REASONS in batch_manager/scheduling/waiting.py
-    begin_s, end_s   seconds of the engine's clock: start of the span's first iteration, and start of the next span
-    iterations  number of iterations
+    reason      why the request was WAITING: one of REASONS in batch_manager/scheduling/waiting.py; "": another kind
+    begin_s, end_s   seconds of the engine's clock: start of the span's first iteration (CLIENT: arrival of the
+                request), and start of the next span or end of the last iteration
+    iterations  number of iterations; 0 for CLIENT
     tokens      number of computed context tokens
     first       position of the first computed context token
-    running     ids of the requests that ran in the steps during a QUEUED or WAITING span
+    running     ids of the requests that ran in the steps during a QUEUED or WAITING span; empty for other kinds
     """
 
     kind: str
@@ -50,7 +51,7 @@ class Life:
                      iteration: number of the first iteration that names the request
     last_iteration   number of the iteration that ended the request, or of the last iteration of the trace
     spans            consecutive spans without gaps; empty for a refused request
-    has_ended        False: the trace ends before the request
+    has_ended        whether the trace contains the end of the request, or its refusal
     end_reason       name of a FinishReason or an ErrorCode; "": the trace does not record it
     """
 

@@ -4,9 +4,8 @@
     x         = residual, or hidden without one
     out       = x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight)
 
-Shapes      hidden, out              [..., E]   [T, E] or [T, H, E] for H heads; the last dimension contiguous, any
-                                                stride in the others
-                                                (such as the heads of a packed tensor)
+Shapes      hidden, out              [..., E]   [T, E] or [T, H, E] for H heads, such as the heads of a packed tensor;
+                                                the last dimension contiguous, any stride in the others
             residual                 [T, E]   contiguous rows; None: no addition
             weight                   [E]
 Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case

@@ -38,9 +38,9 @@ class OpenAIService:
     folder      model folder with tokenizer and chat template, or a `.gguf` file
     names       model names that clients may use. If a body names no model, its answer contains the first name. Empty:
                 the name of the folder
-    tokenizer   None: the tokenizer in the folder
+    tokenizer   a tokenizer of `tokenizers` or transformers; None: the tokenizer in the folder
     observe     called with the PerfMetrics and the number of output tokens of each finished request, as for
-                PrometheusStatistics.observe; not called for an output that a stop string ended
+                PrometheusStatistics.observe; not called for an output that a stop string ended; None: no calls
 
     Set `is_draining` to answer new requests with 503 while running requests continue.
 

@@ -21,7 +21,7 @@ class Source:
 
     path         path of the file, or the name of a sample trace of this package
 
-    name         name in messages
+    name         `path` as a string, for messages
     first_line   the first non-blank line, at most `LONGEST_LOOK` bytes; empty if all lines are blank
     """
 

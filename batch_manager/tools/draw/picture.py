@@ -32,9 +32,9 @@ class Cell:
 class Picture:
     """A table of iterations x requests. `rows[i][j]` shows request `request_ids[j]` in iteration `iterations[i]`.
 
-    Between its arrival and its end, a request is WAITING in every iteration in which it has no other kind. If the trace
-    has no arrival of a request, the first iteration that names the request counts as its arrival. A request that uses
-    the id of an ended request has the same column.
+    Between its arrival and its end, the cell of a request is WAITING in every iteration for which the trace does not
+    record another kind. If the trace has no arrival of a request, the first iteration that names the request counts as
+    its arrival. A request that uses the id of an ended request has the same column.
     """
 
     iterations: list[int]

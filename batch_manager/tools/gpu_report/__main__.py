@@ -12,9 +12,10 @@ measured in the same run. FOLDER/gpu_report.jsonl gets one JSON object per case 
 measured. FOLDER/gpu_report.md has the same cases as a table. Both files also have the cases that were not reached, with
 the reason. FOLDER/gpu_settings.md has the fastest launch settings of the kernels, as code.
 
-Each section of the report has a time budget, which is printed before the first section. Engines capture graphs. In the
-time that is left after all goals, the engines run again without graphs, and launch settings are compared. A dry run
-counts the estimated times of the measurements instead of the time, so it shows whether every goal is reached.
+Each section of the report has a time budget, which is printed before the first section. The engines of the goals
+capture CUDA graphs. In the time that is left after all goals, the engines run again without graphs, and launch settings
+are compared. A dry run charges estimated times to the budgets, not elapsed times, so it shows whether every goal
+is reached.
 
 The folder of peers may have `attention.py` (another attention kernel; see attention_peer.py). It may also have results
 of other engines for the workload FOLDER/headline.json, in the format of batch_manager.tools.benchmark.
