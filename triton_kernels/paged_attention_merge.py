@@ -8,7 +8,8 @@ Shapes      partial_out              [P, HQ, D] float32   P partial results of H
             partial_lse              [P, HQ] float32   base-2 logarithm of this sum
             part_starts              [S + 1] int32   ascending
             out                      [S, HQ, D]
-            merged_rows              [S] int32   row of out for each sequence, with out of any length; None: row s
+            merged_rows              [S] int32   row of out for each sequence s; out may then have any number of rows.
+                                                  None: row s
 Needs       for each sequence with partial results, and each head, at least one partial_lse above -inf. Partial results
             with -inf are ignored.
 Mutates     out, except for sequences without partial results.

@@ -164,9 +164,12 @@ def _histogram(histogram_ptr, row, which, DIGITS: tl.constexpr):
 def _next_digit(histogram, digits, missing, VALUES: tl.constexpr):
     """Find the next digit of a threshold. Returns (digits with the next one appended, new `missing`).
 
-    histogram  counts or weights, by the next digit, of the logits that begin with `digits`
+    If the histogram has less than `missing`, the returned digits are KEEPS_ALL.
+
+    histogram  for each value of the next digit, the count or weight of the logits that begin with `digits` and
+               this value
     digits     digits of the threshold so far; 0 before the first
-    missing    count or weight that must be kept among the logits that begin with `digits`
+    missing    count or weight to keep of the logits that begin with `digits`
     VALUES     number of values of the next digit
     """
     digit = tl.arange(0, BUCKETS)

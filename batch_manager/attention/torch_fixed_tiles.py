@@ -40,8 +40,9 @@ class _RowTile:
     """Consecutive query rows of a context, and the key tiles that they see.
 
     rows    packed rows of the queries
-    keys    range of the gathered key tiles that the rows can see
-    mask    [n, 1, positions, 1, tile] float32 for the last n of these tiles, 0 where visible, -inf elsewhere
+    keys    range of the context's gathered key tiles; it includes all tiles that the rows can see
+    mask    [n, 1, positions, 1, tile] float32 for the last n of these tiles, 0 where visible, -inf elsewhere. The rows
+            see all keys of the tiles before them
     positions   two int64 tensors: positions of the keys [tiles, 1, 1, 1, 1, tile], and of the rows [positions, 1, 1];
                 None: no layer needs them
     """
@@ -140,7 +141,7 @@ class FixedTileAttention(TorchPagedAttention):
 
         planned       the _Group or _RowTile of the queries
         units         (number of sequences, number of kv heads); u is their product
-        sink_logits   [kv heads, group] or None
+        sink_logits   [kv heads, group] the sink logit of each query head; None: no sink logits
         """
         num_tiles, (count, height, _), mask = len(key), queries.shape, planned.mask
         counts = self._counts[height]
@@ -291,10 +292,10 @@ class FixedTileAttention(TorchPagedAttention):
         expected = [in_pieces(product, rows, others, sizes=(count,)) for product, rows, others in kinds]
 
         def agreeing(rows_height):
-            """Return the numbers of products per call that give the bits of the reference in products of fewer rows.
+            """Return the numbers of products per call with which lower products give the bits of the reference.
 
-            A product has the first `rows_height` query rows of a product of the reference. Returns () if such products
-            do not give these bits when a call has as many products as the reference.
+            Each of the lower products has only the first `rows_height` query rows of a product of the reference.
+            Returns () if these rows get other bits in a call with as many products as the reference.
             """
             found = set(PRODUCT_COUNTS)
             for (product, rows, others), whole in zip(kinds, expected):

@@ -42,14 +42,14 @@ class LogitsStage:
     def apply(self, logits: torch.Tensor, rows: LogitsRows, active: np.ndarray) -> None:
         """Change `logits` [r, vocab] float32 in place.
 
-        rows     the sequences of the rows; a sequence with beams has one row for each beam
+        rows     describes the sequence of each row of `logits`; a sequence with beams has one row for each beam
         active   [r] bool on the host: the rows for which the stage is active, at least one. Leave other rows unchanged
 
-        Send arrays to the device with `rows.send`. Another copy makes the host wait for the device.
+        Send arrays to the device with `rows.send`. Any other way of copying makes the host wait for the device.
 
-        The decoder calls the method on the engine's thread, in torch.inference_mode. In a step, one call has all rows
-        of beams and another call has all other rows. With `deterministic` on a CPU, each call has the rows of one
-        sequence. A step may run twice and must give the same result, so do not change the state of the stage here. If a
-        call raises, the step is bisected, and only the requests that fail alone end with an error.
+        The decoder calls the method on the engine's thread, in torch.inference_mode. In a step, one call has the rows
+        of all sequences with beams, and another call has all other rows. With `deterministic` on a CPU, each call has
+        the rows of one sequence. A step may run twice and must give the same result, so do not change the state of the
+        stage here. If a call raises, the step is bisected, and only the requests that fail alone end with an error.
         """
         raise NotImplementedError

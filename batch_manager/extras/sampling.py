@@ -39,10 +39,11 @@ class Sampling:
 
     max_tokens           most tokens to generate; None: as many as max_seq_len leaves
     temperature          0: greedy. 1: sample from the model's own distribution
-    top_p                1: keep all tokens
-    top_k                0 or -1: keep all tokens
-    min_p                0: keep all tokens
-    seed                 None: a fresh seed for every output, so that the same prompt gives different outputs
+    top_p                keep the likeliest tokens that together have at least this probability; 1: keep all tokens
+    top_k                number of likeliest tokens to keep; 0 or -1: keep all tokens
+    min_p                keep tokens with at least this fraction of the largest probability; 0: keep all tokens
+    seed                 seed of the random numbers; None: a fresh seed for every output, so that the same prompt gives
+                         different outputs
     stop                 strings that end the output; the stop string is not part of the text
     stop_token_ids       tokens that end the output and are not part of it, in addition to the checkpoint's end ids
     ignore_eos           do not end at the checkpoint's end ids

@@ -1,7 +1,7 @@
 """The order in which free blocks are allocated and their content is evicted.
 
-    priority    retention priority of a block, 0..100; blocks of low priority go first
-    duration    seconds for which the priority of a block holds after its release; None: for ever
+    priority    retention priority of a block, 0..100; free blocks of low priority are allocated first
+    duration    seconds after the release of a block until its priority becomes the default, 35; None: never
 """
 
 from collections import OrderedDict

@@ -115,9 +115,9 @@ class Recording:
     dtype       dtype of all rows
     operations  a list of integers for each operation, its kind first; all lists are equally long, see step.c
     uses        the registers that each operation uses
-    strides     distance from one row of each register to the next, in entries; register 0 is the input, the hidden
-                states
-    whole       registers whose rows have no padding
+    strides     for each register, the distance from one row to the next, in entries. Register 0 is the input of the
+                forward, the hidden states
+    whole       registers other than register 0 whose rows have no padding
     result      the register of the output
     kept        objects that the operations point to, kept alive
     """

@@ -30,7 +30,8 @@ def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> Inf
     The new request has the same id. Its streamed responses have the tokens after `tokens`. A response that is not
     streamed starts with the prompt and `tokens`, unless the engine has `exclude_input_in_output`. Log-probabilities,
     `cum_log_probs` and generation logits cover the tokens after `tokens`. `deadline_s` counts from the arrival of the
-    new request. A logits post-processor gets `tokens` as a part of the prompt; the caller restores its state.
+    new request. A logits post-processor gets `tokens` as a part of the prompt; the caller must restore the state of the
+    post-processor.
 
     Raises InvalidRequestError for a request that is complete or ended with a stop word. Raises it for beams, context
     logits, draft tokens and a decaying top-p with a reset id, and for tokens that are not a row of integers.

@@ -34,8 +34,8 @@ class NamedTensor:
     threads get the object that the first thread made.
 
     name     name of the tensor, such as "output_ids"
-    array    the NumPy array
-    tensor   the tensor
+    array    the values as a NumPy array
+    tensor   the values in the form that receivers get, such as a torch tensor
     """
 
     __slots__ = ("name", "_given", "_to_tensor", "__dict__")

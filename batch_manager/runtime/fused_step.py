@@ -56,7 +56,7 @@ class FusedStep:
 
         hidden      [r, hidden size], r <= self.most_rows; may be overwritten
         positions   [r] int64
-        attention   planned or bound for the step
+        attention   the Attention of all layers, which has been planned or bound for the step
         """
         launches = self._launches.get(len(hidden))
         if launches is None:

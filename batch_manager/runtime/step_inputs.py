@@ -42,15 +42,15 @@ class StepTensors:
 
     The step has R generation rows, T context tokens of C contexts, and u changes of the block tables.
 
-    slots               [R + C] int64   slots of the tokens to sample
+    slots               [R + C] int64   slot of the sequence of each token to sample
     sampled_positions   [R + C] int32   positions of the tokens to sample
     positions           [R + T] int64   positions of the input tokens
-    table_entries       [u] int64   changed entries of the flat block tables
+    table_entries       [u] int64   indices of the changed entries in the flattened block tables
     table_blocks        [u] int32   new values of these entries
     generation          see GenerationInputs
     input_tokens        [T] int64   tokens of the contexts
-    logits_rows         [R + C] int64   rows of hidden states to sample from; None: all rows
-    contexts            see ContextInputs; None: T is 0
+    logits_rows         [R + C] int64   rows of hidden states to sample from; None if T is 0: sample from all rows
+    contexts            see ContextInputs; None if T is 0
     results             [4, R + C] int32   tokens, finish reasons, whether logits are finite, bits of the log-probs
     context_sums        [T] float32   sum of each context token's hidden state; not finite if any of its values is not
     read_back           [4 * (R + C) + T] int32   results, then the bits of the sums

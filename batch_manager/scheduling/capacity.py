@@ -34,9 +34,9 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
 
     Never pauses.
 
-    in_line   use TensorRT-LLM's order: only generating requests go first. Contexts between chunks take their turn among
-              the other contexts. A new context before a context between chunks may take the blocks that the latter
-              needs, or may close the gate for it. With priorities, requests may then deadlock
+    in_line   True: TensorRT-LLM's order, in which only generating requests go first, and contexts between chunks take
+              their turn among the other contexts. A new context before a context between chunks may take the blocks
+              that the latter needs, or may close the gate for it. With priorities, requests may then deadlock
     """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,
@@ -66,7 +66,8 @@ class StaticBatchScheduler(CapacityScheduler):
     Never pauses. Source: TensorRT-LLM's STATIC_BATCH, which serves the V1 batching scheme.
 
     in_line   True: start a batch in TensorRT-LLM's order of requests, in which a request whose prompt is computed in
-              part may have to wait again; see GuaranteedNoEvictScheduler
+              part may have to wait again; see GuaranteedNoEvictScheduler. False: blocks are reserved for such
+              requests before new requests get any
     """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,
@@ -94,7 +95,8 @@ class MaxUtilizationScheduler(CapacityScheduler):
     request, so the first in line always advances. A context is skipped if another request is computing the context's
     next block, unless the context is the first in line.
 
-    two_step_lookahead   plan two steps of each generating request, which two micro-batches in flight need
+    two_step_lookahead   run a generating request only if the blocks of its next two steps fit, as two micro-batches in
+                         flight need; otherwise, only those of its next step must fit
     """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,
@@ -141,10 +143,10 @@ class MaxUtilizationScheduler(CapacityScheduler):
     def _front_that_fits_at_once(self, line: RequestList, ledger: KvLedger, pages: PageLedger | None) -> int:
         """Spend blocks and pages for the generating requests at the front of the line.
 
-        Returns the number of these requests; 0, with nothing spent, if they do not all fit.
+        Returns the number of these requests, at most `max_num_requests`; 0, with nothing spent, if they do not all fit.
 
         This is a shortcut with the same result as the loop in `schedule_request`, for the common case that all
-        generating requests go on.
+        generating requests fit.
         """
         generating = len([request for request in line if request.state in GENERATING])
         if generating < len(line):
@@ -162,10 +164,11 @@ class MaxUtilizationScheduler(CapacityScheduler):
 class _AdmissionGate:
     """Admits contexts that can run to their last token within the budgets of blocks and adapter pages.
 
-    promised   requests of which those that hold blocks come before all other contexts. These requests keep their
-               adapters, and the gate reserves the blocks that they still need
-    in_line    use TensorRT-LLM's order, in which contexts between chunks are not always admitted; see
-               GuaranteedNoEvictScheduler. If True, all of `promised` must hold blocks
+    promised   requests. For those of them that hold blocks, the gate sets aside their adapters' pages and the blocks
+               that they still need, before it admits any context
+    in_line    True: contexts between chunks must fit like new contexts, as in TensorRT-LLM; see
+               GuaranteedNoEvictScheduler. All of `promised` must then hold blocks. False: contexts between chunks are
+               always admitted
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, peft_cache_manager: PeftCacheManager | None,

@@ -53,7 +53,7 @@ class RequestedValues:
 class _Rows:
     """The rows of an output.
 
-    row_of      slot -> row, in order
+    row_of      slot -> row, in ascending order of rows
     starts      [r + 1] index of the first token of each of the r rows, then the number of tokens
     requested   slot -> requested values, for sequences that request values and whose row did not fail
     """

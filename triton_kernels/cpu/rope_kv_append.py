@@ -13,12 +13,12 @@ class StepRows:
     """The rows of the rotary tables and of the pool for the tokens of one step.
 
     slot_mapping    [T] int64   as in triton_kernels/rope_kv_append.py; `kv_rows` is undefined for entries of -1
-    positions       [T] int64   None: no rotation
-    kv_pool         [N, 2, HK, B, D]   the view of any layer: all layers have the same strides
+    positions       [T] int64   position of each token; None: `rotate` is not called
+    kv_pool         [N, 2, HK, B, D]   the pool of any one layer: all layers have the same strides
     deterministic   make the bits of a row depend on that row alone, by avoiding `addcmul`, which rounds once in the
                     vectorized part of its loop and twice in the tail
 
-    kv_rows         [T, 2 HK] int64: the row of each key and value in `pool_rows` of a layer
+    kv_rows         [T, 2 HK] int64: the row of each key and value in the `pool_rows` of a layer
     """
 
     def __init__(self, slot_mapping, positions, kv_pool, deterministic=False):

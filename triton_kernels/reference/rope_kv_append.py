@@ -6,7 +6,8 @@
 
 Shapes      query                    [T, HQ, D]   T packed tokens, HQ query heads of size D; heads contiguous, any row
                                                   stride
-            key, value               [T, HK, D]   HK key heads; likewise. The three may be views of one packed tensor
+            key, value               [T, HK, D]   HK key heads; strides as for query. All three may be views of one
+                                                  packed tensor
             kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens
             slot_mapping             [T] int64   entry of each token in the pool, block * B + offset; -1 = do not write
             positions                [T] int32 or int64   a valid position for every row, padding included

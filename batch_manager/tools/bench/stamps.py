@@ -11,20 +11,20 @@ from .client import Receipt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stamps:
-    """Token timestamps of all requests, one row per request.
+    """Token timestamps of all requests. All arrays but gaps_s and gap_counts have one entry per request.
 
-    Times are seconds since the start of the run; NaN: no time.
+    Times are seconds since the start of the run, queue_s and gaps_s are durations in seconds; NaN: no value.
 
-    arrival_s         arrival
-    first_s, last_s   first and last token
-    final_s           final response
-    queue_s           seconds from the arrival to the first step (a duration)
+    arrival_s         time of the arrival
+    first_s, last_s   times of the first and the last token
+    final_s           time of the final response
+    queue_s           duration from the arrival to the first step
     tokens            tokens generated
     wanted_tokens     tokens requested
     prompt_tokens     tokens of the prompt
     has_failed        the request ended with an error
-    gaps_s, gap_counts   times between consecutive tokens of requests that did not fail, and the number of occurrences
-                      of each time
+    gaps_s, gap_counts   durations between consecutive tokens of requests that did not fail, and how often each entry
+                      of gaps_s occurred
     """
 
     arrival_s: np.ndarray

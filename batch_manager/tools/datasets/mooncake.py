@@ -16,9 +16,9 @@ MILLISECONDS = 1000
 class MooncakeRecords:
     """Reads the rows of one trace. Implements `RecordReader`.
 
-    An id identifies a block together with all blocks before it in the prompt. The last block may have fewer tokens. Ids
-    beyond the end of the prompt are ignored. If a prompt has fewer ids than blocks, the blocks without an id are not
-    shared.
+    An id in `hash_ids` identifies a block of the prompt together with all blocks before it. The last block may have
+    fewer tokens. Ids beyond the end of the prompt are ignored. If a prompt has fewer ids than blocks, the blocks
+    without an id are not shared.
     """
 
     is_whole = False

@@ -36,8 +36,8 @@ class ChatShape:
     """Parameters of conversations. A request continues an open conversation or begins a new conversation.
 
     continued        probability that a request continues an open conversation, if there is one
-    open_at_most     largest number of open conversations; the newest conversations stay open
-    system_tokens    length of each system prompt in tokens; each is half as frequent as the system prompt before it
+    open_at_most     largest number of open conversations; a new one beyond it closes the oldest
+    system_tokens    length of each system prompt in tokens; each system prompt is half as frequent as the one before it
     turn_median, turn_sigma   median and sigma of the log-normal lengths of user turns, in tokens
     longest          most tokens of a prompt; a conversation ends before its prompt exceeds this number
     """

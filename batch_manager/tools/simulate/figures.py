@@ -13,8 +13,8 @@ from .fleet import Run
 def point_fields(run: Run, load: Load, mode: str, bounds: Bounds, simulated_in_s: float) -> dict[str, Any]:
     """Return the figures of one simulation, with the names of `batch-manager bench`.
 
-    extrapolated   `share`: share of the steps beyond the range on which the cost model was fitted. `steps`: name of a
-                   field of StepShape -> number of steps in which this field exceeds the range
+    extrapolated   two entries. `share`: share of the steps in which any field of StepShape exceeds the largest value to
+                   which the cost model was fitted. `steps`: name of a field -> number of steps in which this field does
     replicas       see `balance`
     """
     stamps = stamps_of(run)

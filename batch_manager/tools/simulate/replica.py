@@ -19,10 +19,11 @@ class Replica:
 
     number       number of the replica, from 0
     on_final     called with (index, virtual seconds) at the final response of a request
-    seed         seed of the scatter of step times, together with `number`
-    leaps        whether to compute many uneventful iterations at once, with the same figures; a trace turns leaps off
+    seed         with `number`, seeds the random scatter of step times
+    leaps        whether to compute many uneventful iterations at once, with the same figures; ignored, and no leaps are
+                 made, if `trace` is given
 
-    unfinished   number of requests without a final response
+    unfinished   number of the replica's requests without a final response
     """
 
     def __init__(self, number: int, settings: EngineSettings, cost: CostModel, traffic: Traffic, log_book: LogBook, *,
