@@ -103,7 +103,7 @@ class TokenBudgetScheduler(MicroBatchScheduler):
 
         The chunk is the whole context, or 0 if the context does not fit. Its cost is the whole prompt with its drafts,
         minus cached tokens, even if a part of the prompt is computed already. A paused context that is longer than any
-        step costs only what the chunk computes: all that is left of the context if it fits, else whole blocks.
+        step gets the uncomputed rest of the context if it fits, else whole blocks, and only this chunk counts as cost.
         """
         whole, drafts, credit = request.remaining_context, request.draft_len, self._credit(request)
         if (request.num_pauses and self.max_num_tokens is not None
