@@ -109,7 +109,7 @@ class Intake:
         return request_id in self._queued_ids
 
     def ask(self, room: int | None) -> None:
-        """Call the get callback for as many requests as `room` exceeds the number of queued requests, or for 0.
+        """Call the get callback for at most `room` - (number of queued requests) requests.
 
         Does nothing after an item with the id `terminate_req_id`, which ends the worker, was read.
 
