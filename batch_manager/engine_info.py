@@ -16,14 +16,14 @@ class EngineInfo:
     end_ids           the checkpoint's end ids: `eos_token_id` of generation_config.json, else of config.json.
                       Ids outside the vocabulary are left out. The engine does not apply end ids: a sequence ends only
                       at the ids in the tensor `end_id` of its request
-    max_seq_len       prompt plus generated tokens of one request
-    max_batch_size    requests in one step
-    max_num_tokens    tokens in one step
+    max_seq_len       largest number of prompt plus generated tokens of one request
+    max_batch_size    largest number of requests in one step
+    max_num_tokens    largest number of tokens in one step
     max_beam_width    largest beam width of a request
-    num_blocks        KV cache blocks
-    tokens_per_block  tokens per block
+    num_blocks        number of KV cache blocks
+    tokens_per_block  number of tokens per block
     device, dtype     by name: "cpu", "cuda:0"; "float32", "bfloat16"
-    dispatch          implementation of the kernels: "triton", "torch", or the value of a custom backend
+    dispatch          implementation of the kernels: "triton", "torch", or the name that a custom backend states
     """
 
     architecture: str

@@ -25,7 +25,7 @@ class Start(NamedTuple):
 
     arguments    keyword arguments of GptManager, without callbacks
     takes_all    whether the engine takes every request immediately; see AsyncEngine.start
-    wants_stats  send statistics records
+    wants_stats  whether to send statistics records
     log_level    lowest level of log records to send
     """
 

@@ -51,8 +51,8 @@ class _Context:
     """The query rows of one context, in tiles, and the pages that they read in layers with one window.
 
     rows    packed rows of the queries
-    pages   [2 * kv_heads * m] int64   page numbers in the order (key or value, head, block); None: nothing is cached,
-            so the sequence attends only to keys of this step
+    pages   [2 * kv_heads * m] int64   page numbers of m blocks, in the order (key or value, head, block); None: nothing
+            is cached, so the sequence attends only to keys of this step
     """
 
     rows: slice
@@ -65,9 +65,10 @@ class _Group:
     """Generation rows of n sequences of similar length, which are computed together in layers with one window.
 
     rows    [n] int64: the packed row of each sequence; a slice if these rows are consecutive
-    pages   [2 * n * kv_heads * m] int64   page numbers in the order (key or value, sequence, head, block)
+    pages   [2 * n * kv_heads * m] int64   page numbers of m blocks per sequence, in the order (key or value, sequence,
+            head, block)
     mask    [n * kv_heads, 1, m * tokens_per_block], 0 where visible, -inf elsewhere; with ALiBi
-            [n * kv_heads, group, m * tokens_per_block], the bias where visible, -inf elsewhere
+            [n * kv_heads, query heads per kv head, m * tokens_per_block], the bias where visible, -inf elsewhere
     """
 
     rows: torch.Tensor | slice
@@ -234,7 +235,7 @@ class TorchPagedAttention:
         """Return the _Tile of the rows row, ..., end - 1 of the packed step, which belong to one context.
 
         row_to_position   number to add to a row to get the position of its token in the sequence
-        missing           number of keys that the context does not read, between the sinks and the windows
+        missing           number of keys between the sinks and the windows that are not gathered for the context
         """
         first, stop = row + row_to_position, end + row_to_position                    # positions
         if window and first - window + 1 > self.sink:
@@ -254,8 +255,8 @@ class TorchPagedAttention:
     def _plan_group(self, step, members, lengths, seen, window, slopes, factor):
         """Return the _Group of some generating sequences.
 
-        members   [n] their indices among the generating sequences
-        lengths   tokens of all generating sequences in the KV cache
+        members   [n] indices of the group's sequences among all generating sequences of the step
+        lengths   number of tokens in the KV cache for each generating sequence of the step
         seen      result of `blocks_seen`, the numbers of blocks that queries see and skip, for all generating
                   sequences; None without a window
         """

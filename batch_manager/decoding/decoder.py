@@ -51,14 +51,14 @@ assert (NOT_FINISHED, END_ID) == (0, 1)                 # so that a bool is a fi
 class GptDecoder:
     """Samples one token for each row of logits, or finds candidates for beams. Skips features that no row has.
 
-    state           per-slot state. `keep` stores the sampled tokens in it, after all other changes of `keep`
+    state           per-slot state. `keep` stores the sampled tokens in it after it has updated histories and stages
     searches        beam searches by slot; they advance when the host has read the candidates
-    history         token histories of the sequences that have a stage or stop words that read them. The decoder writes
-                    the outputs of beams to the history in each step, from the beam search as it is before the step
+    history         token histories of the sequences that have a stage or stop words that read them. In a step
+                    with beams, the decoder writes the beams' outputs so far to the history before the stages read it
     stages          the changes made to logits before sampling
     own_stages      custom stages, which run between the stages of `stages.default_stages`, see stages.py
-    deterministic   the bits of a row do not depend on the other rows. On a CPU, torch splits work by the number of
-                    rows, and the decoder therefore processes each row and the beams of each sequence separately.
+    deterministic   True: the bits of a row do not depend on the other rows. On a CPU, torch splits work by the number
+                    of rows, and the decoder therefore processes each row and the beams of each sequence separately.
                     Triton's kernels and a plain argmax process rows independently in any case
     send            function that uploads arrays in one copy, for which the host does not wait
     """

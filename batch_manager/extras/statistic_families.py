@@ -65,7 +65,7 @@ class LatestStatistics:
 
     record          the latest record; empty before the first
     received_at_s   arrival time of the latest record, in seconds since the epoch
-    sums            key -> sum since the first record, for the values of one iteration, whose keys are in SUMMED
+    sums            key in SUMMED -> sum of its values in all records so far
 
     Any thread may read. A call parses one record and does a few additions.
 
@@ -94,8 +94,8 @@ class Family:
 
     names         names of the metric; it is published under each of them, for dashboards of different engines
     description   help text
-    label         name of the label that distinguishes the values; "": a single value
-    values        function that returns {label value: number}; {}: nothing to publish
+    label         name of the label that distinguishes the values; "": no label, and a single value with the key ""
+    values        function (LatestStatistics) -> {value of the label: number}; {}: nothing to publish
     is_counter    whether values only grow
     """
 

@@ -18,8 +18,8 @@ class PrefixCache:
     of all cached blocks that follow this block.
 
     copies            copies that the device makes before the next step, in order
-    reused_blocks     blocks that prompts found in the cache
-    evicted_blocks    cached blocks whose content was lost
+    reused_blocks     number of blocks that prompts found in the cache
+    evicted_blocks    number of cached blocks whose content was lost
     """
 
     def __init__(self, pool: BlockPool, tokens_per_block: int, *, enable_partial_reuse: bool = True,
@@ -120,7 +120,7 @@ class PrefixCache:
     def publish(self, request: LlmRequest, row: Sequence[int], num_tokens: int, with_rest: bool) -> None:
         """Make the first `num_tokens` tokens of a request, which are computed, reusable by other prompts.
 
-        row         blocks of the request in token order, negative for released blocks
+        row         block ids of the request in token order, negative for released blocks
         with_rest   also publish a partly filled last block, which must not be written afterwards
         """
         full, rest = divmod(num_tokens, self.tokens_per_block)

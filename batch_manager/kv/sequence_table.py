@@ -23,7 +23,7 @@ class SequenceTable:
     kv_lengths     [slots] number of tokens for which room in the KV cache is claimed
     ends           [slots] number of blocks per beam for `kv_lengths` tokens, dropped blocks included
     dropped        [slots] number of blocks per beam that were released because they left the attention window
-    last_blocks    [slots] number of blocks per beam at the final length, dropped blocks included
+    last_blocks    [slots] number of blocks per beam at the largest length of the sequence, dropped blocks included
     beam_widths    [slots] number of beams of the owner, each in a row of `block_ids`; 0 without an owner
     reused_tokens  slot -> number of prompt tokens of its request that were cached when the request started
     block_ids      [slots * max_beam_width, blocks] in token order; UNUSED for dropped blocks. In each row, the values
@@ -152,7 +152,7 @@ class SequenceTable:
         """Add a request with the blocks of its whole prompt. Returns the changed entries.
 
         block_ids   first the blocks that all beams share, in token order, then the `private` blocks
-        private     number of last blocks, one for each beam; 0 if the beams share the last block
+        private     number of last blocks that are not shared: one per beam, or 0 if the beams share the last block
         """
         slot, beams = request.seq_slot, request.beam_width
         shared = len(block_ids) - private

@@ -44,10 +44,11 @@ class Intake:
 
     Items come from `GuardedCallbacks.fetched`. `GuardedCallbacks.unanswered` lists them until their final response.
 
-    num_accepted, num_refused, unaddressable   numbers of items with each decision, since construction
+    num_accepted, num_refused, unaddressable   numbers of items accepted, refused, and without a usable id, since
+                    construction
     arrived         (id, arrival time) of requests accepted since the last call of `take_arrived`
     timings         times of the accepted requests
-    num_prompt_tokens   prompt tokens of the accepted requests, since construction
+    num_prompt_tokens   number of prompt tokens of the accepted requests, since construction
     came_late       whether a request was accepted after its deadline, which counts from its arrival_time; `expired`
                     resets this to False
     num_warnings    number of accepted requests whose output length was cut, so that the sequence fits max_seq_len
@@ -108,7 +109,7 @@ class Intake:
         return request_id in self._queued_ids
 
     def ask(self, room: int | None) -> None:
-        """Call the get callback for at most `room` requests, minus the number of queued requests.
+        """Call the get callback for at most `room` - (number of queued requests) requests.
 
         Does nothing after an item with the id `terminate_req_id`, which ends the worker, was read.
 

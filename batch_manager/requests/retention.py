@@ -25,7 +25,7 @@ class TokenRangeRetentionConfig:
 
     token_start   first token, 0 or more
     token_end     end of the range, exclusive; None: the end of the prompt
-    priority      0..100; blocks of lower priority are evicted first. The default of other blocks is 35
+    priority      0..100; blocks of lower priority are evicted first. Blocks without a stated priority have 35
     duration_ms   whole milliseconds from the release of a block until its priority returns to 35; None: the priority
                   never changes
 
@@ -55,7 +55,7 @@ class KvCacheRetentionConfig:
     token_range_retention_configs   at most 1,024 ranges of the prompt, which must not overlap. Other blocks of the
                                     prompt have priority 35, but reused blocks keep their priority
     decode_retention_priority       priority of blocks whose first token is generated, 0..100
-    decode_duration_ms              duration of this priority, as in TokenRangeRetentionConfig.duration_ms
+    decode_duration_ms              duration of decode_retention_priority, as in TokenRangeRetentionConfig.duration_ms
 
     Raises InvalidRequestError for a value of another type or out of range, and for overlapping ranges.
     """

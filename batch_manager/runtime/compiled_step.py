@@ -22,8 +22,9 @@ class CompiledStep:
 
     recording     recording of a model with packed matrices, see layers/recording.py
     kv_pool       [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]
-    num_heads     query heads
-    head          the packed matrix of the model's head; None: the head is not just a product
+    num_heads     number of query heads
+    head          the packed matrix of the model's head; None: the head does more than multiply, and
+                  this class does not run it
     threads       largest number of threads, including the calling thread
     Raises        CannotCompileError if the library cannot be built. The caller packs the matrices before it makes a
                   CompiledStep, and packing raises the same error

@@ -29,7 +29,8 @@ MOST_OPERATIONS = 12 * 10**11
 
 
 class StepShape(NamedTuple):
-    """The padded shape of a plain step (see step_inputs.py). It determines the step's addresses, sizes and launches.
+    """The padded shape of a plain step (see step_inputs.py). It determines the step's launches and the addresses
+    and sizes of its arrays.
 
     rows             number of generation rows, padding included
     is_split         whether attention may split generating sequences into parts
@@ -66,9 +67,9 @@ def graph_rows(most_rows: int) -> tuple[int, ...]:
 def mixed_sizes(most_rows: int, most_tokens: int, num_weights: int) -> frozenset[tuple[int, int]]:
     """Return the sizes (generation rows, context tokens) for which graphs of steps with contexts are captured.
 
-    most_rows     generation rows of the largest step
-    most_tokens   context tokens of the largest step
-    num_weights   weights of the model, which determine the time per token
+    most_rows     largest number of generation rows in a step
+    most_tokens   largest number of context tokens in a step
+    num_weights   number of weights of the model, which determines the time per token
     """
     return frozenset((rows, tokens) for rows in _up_to(MIXED_ROWS, most_rows)
                      for tokens in _up_to(MIXED_TOKENS, most_tokens)

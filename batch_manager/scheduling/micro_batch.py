@@ -24,7 +24,7 @@ class TokenBudgetScheduler(MicroBatchScheduler):
     max_num_tokens     largest number of tokens in a step; None: no bound
     chunking           how to cut contexts; None: contexts are not cut. The only exception is a paused context that has
                        become longer than any step, which is computed in whole blocks
-    tokens_per_block   tokens of a KV cache block; used for this exception only
+    tokens_per_block   tokens of a KV cache block; used only to cut such a paused context when `chunking` is None
     credit_of          function (request) -> number of tokens of its first chunk that are certain to be cached; None: 0
     """
 
@@ -103,7 +103,7 @@ class TokenBudgetScheduler(MicroBatchScheduler):
 
         The chunk is the whole context, or 0 if the context does not fit. Its cost is the whole prompt with its drafts,
         minus cached tokens, even if a part of the prompt is computed already. A paused context that is longer than any
-        step gets a chunk of whole blocks, which costs its own length.
+        step gets the uncomputed rest of the context if it fits, else whole blocks, and only this chunk counts as cost.
         """
         whole, drafts, credit = request.remaining_context, request.draft_len, self._credit(request)
         if (request.num_pauses and self.max_num_tokens is not None
@@ -147,7 +147,7 @@ class EvenMicroBatches(MicroBatchScheduler):
 
     Without this scheduler, requests that start together would stay together and leave the other micro-batches empty.
 
-    num_micro_batches   steps in flight at a time
+    num_micro_batches   number of micro-batches in flight at a time
     """
 
     def __init__(self, micro_batch_scheduler: MicroBatchScheduler, num_micro_batches: int) -> None:

@@ -44,7 +44,7 @@ class LinePlot:
 
     x_label, y_label   labels with units
     note               text below the title, which explains the points and bars
-    doubles_x          True: a logarithmic x axis, labelled with the x values of the points
+    doubles_x          True: a logarithmic x axis, labelled with the x values of the points; False: a linear one
     """
 
     title: str

@@ -6,7 +6,7 @@ block with the largest maximum, and the K largest logits are in the K blocks wit
     greedy         block maxima, then one block
     top-k <= 64    k candidates from k blocks
     top-p          64 candidates, if their total probability suffices
-    no filter      block sums, then one block
+    no filter      sums of the probabilities in each block, then one block
     otherwise      find the smallest kept value by sorting the values (not the ids) with numpy's vectorized sort: for
                    a larger k, a flatter distribution, or ties at the boundary
 

@@ -19,8 +19,9 @@ class Gate:
     def allows(self, now: float, num_waiting: int, oldest_arrival: float, num_inside: int) -> int:
         """Return the largest number of waiting requests that may start now. It may exceed `num_waiting`.
 
-        now, oldest_arrival   seconds since the start of the run
-        num_inside            requests in the manager without a final response
+        now              current time, in seconds since the start of the run
+        oldest_arrival   arrival of the oldest waiting request, likewise
+        num_inside       requests in the manager without a final response
         """
         if now < self.delay_s:
             return 0

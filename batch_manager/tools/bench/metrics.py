@@ -57,7 +57,8 @@ def figures(requests: Sequence[Mapping[str, Any]], receipts: Mapping[int, Receip
 
     wall_s              seconds from the start to the last response
     streaming           whether every token has its own timestamp
-    counts_early_ends   whether outputs shorter than requested count towards `wrong_length`; False with an end id
+    counts_early_ends   whether outputs shorter than requested count towards `wrong_length`; False if an
+                        end id can end outputs early
     """
     failures = [(request["id"], receipts[request["id"]].error) for request in requests
                 if receipts[request["id"]].error]

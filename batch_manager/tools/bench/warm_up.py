@@ -14,8 +14,8 @@ def warm_up_requests(max_batch: int, vocab_size: int, max_seq_len: int | None, n
 
     The prompts come from a separate random stream, so that they share no prefix with a workload.
 
-    max_seq_len   limits prompts and outputs; None: no limit
-    number        number of the warm-up, part of the seed
+    max_seq_len   a prompt and an output have at most half of it each; None: no limit
+    number        number of this warm-up in the run, part of the seed
     """
     random = np.random.default_rng([number, *b"warm-up"])
     longest = max_seq_len or 2**30

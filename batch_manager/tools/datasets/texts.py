@@ -27,7 +27,8 @@ class TextRecords:
         instruction, input      the instruction, a line end, and the input (optional)
 
     The output length is max_tokens, output_tokens or output_len. If a record has none of these keys, it is the number
-    of tokens of output, completion or response. If a record has no output either, it is the argument `output_tokens`.
+    of tokens of output, completion or response. If a record has no output either, it is this class's argument
+    `output_tokens`.
     arrival_s is in seconds from the start. Either all records have arrival_s or none.
 
     tokenizer   the folder of a model or its tokenizer.json, a .gguf file, a `tokenizers.Tokenizer` or a tokenizer of

@@ -41,12 +41,12 @@ class Trial:
 
     function     name of the function that chooses the settings, one of FUNCTIONS
     key          arguments of the function; the settings are tried for these arguments
-    case         the inputs of the kernel
+    case         description of the kernel's inputs
     is_present   whether the function chooses these settings now
     timing       times of the kernel with these settings; None: the settings cannot be used
     rate         bandwidth or arithmetic rate, as text
-    predicted    what a model of the GPU predicts, as text
-    problem      why the settings cannot be used
+    predicted    predicted time of the kernel, as text; "": no prediction
+    problem      why the settings cannot be used; "": they can
     """
 
     function: str

@@ -21,14 +21,14 @@ class SimulatedBackend:
     cost      predicts the time of each step
     clock     virtual clock, which the backend advances by the predicted time
     log_book  records each token
-    seed      seed of the scatter of step times
+    seed      seed of the random variation of step times
 
     steps     number of launched steps
     busy_s    total time of the steps in seconds
     beyond    name of an amount in StepShape -> number of steps in which the amount exceeded the largest one that the
               cost model was fitted to
     steps_beyond    number of steps in which any amount exceeded the largest one that the cost model was fitted to
-    reused_tokens   prompt tokens found in the KV cache
+    reused_tokens   number of prompt tokens found in the KV cache
     """
 
     def __init__(self, info: BackendInfo, cost: CostModel, clock: VirtualClock, log_book: LogBook,
@@ -95,8 +95,8 @@ class SimulatedBackend:
 
         The host's part takes the same time in each iteration.
 
-        shape           amounts of work in each step, without cached tokens
-        cached_tokens   [steps] cached tokens of each step
+        shape           shape of each step, with `cached_tokens` 0
+        cached_tokens   [steps] StepShape.cached_tokens of each step
         """
         step_s = self.cost.generation_step_seconds(shape, cached_tokens)
         return step_s * self._scatter.generation_factors(self.steps, len(cached_tokens)), self.cost.host_seconds(shape)

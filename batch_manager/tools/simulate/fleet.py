@@ -42,9 +42,9 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
 
     routing       name of a routing rule, a key of ROUTING
     concurrency   number of requests in progress in a closed loop, in which the next request arrives when one is done;
-                  None: requests arrive at their times
+                  None: requests arrive at the times of the traffic
     seed          seed of the random variation of step times
-    trace         called with each iteration of the first replica
+    trace         called with the IterationTrace of each iteration of the first replica; None: no trace
     leaps         whether to compute many uneventful iterations at once, which is faster and gives the same figures
     watch         called with (requests done, virtual seconds) each time that another 100 requests are done
 
