@@ -28,9 +28,9 @@ class KvCacheConfig:
     max_tokens                 tokens that the cache can hold for all requests together, rounded up to whole blocks;
                                None: as many as free_gpu_memory_fraction allows
     max_attention_window       tokens that a query attends to; None: all tokens up to the query
-    sink_token_length          first tokens that stay visible outside the window
-    free_gpu_memory_fraction   share of the memory that is free after the weights are loaded, 0 < x <= 1. On a CPU it is
-                               a share of the free host memory, and the default pool is at most 2 GiB
+    sink_token_length          number of first tokens that stay visible outside the window
+    free_gpu_memory_fraction   largest share of the memory left by the weights and a step's buffers that the cache may
+                               take, 0 < x <= 1. On a CPU this is host memory, and the default pool is at most 2 GiB
     enable_block_reuse         start a prompt after its longest prefix that earlier prompts and outputs left in the
                                cache
     enable_partial_reuse       also reuse a cached block of which only the first tokens match the prompt. The engine
@@ -222,7 +222,8 @@ class Parts:
     attention   a factory (spec, kv_pool) -> attention implementation. `spec.attention` describes the attention of each
                 layer, with the effective windows. With sink tokens, the factory also gets `sink=`
     backend     a ModelBackend, or a factory () -> ModelBackend; model_path is then not read
-    clock       a Clock; while it raises or returns an invalid time, the system's clock continues from its last reading
+    clock       a Clock; while it raises or returns an invalid time, the system's clock continues from the last valid
+                reading
     trace       called with an IterationTrace on the worker thread, after each iteration that had an active request or
                 refused a request. Exceptions of `trace` are logged and dropped, like those of a callback
     after_responses   () -> None, called on the worker thread once after the last response of an iteration that sent

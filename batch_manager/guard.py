@@ -1,4 +1,4 @@
-"""The guard around foreign code: callbacks, schedulers, backends, logits post-processors, traces.
+"""The guard around foreign code: callbacks, hooks, schedulers, backends, logits post-processors.
 
 Foreign code runs in a guarded block and nowhere else:
 

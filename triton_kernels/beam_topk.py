@@ -18,7 +18,7 @@ Shapes      logits          [R, V]   any float dtype, R rows (beams) of V tokens
 Returns     log_probs       [G, K] float32   log-prob of the token alone; -inf past the last candidate of a group
             parents         [G, K] int32   row within the group; 0 past the last candidate
             tokens          [G, K] int32   0 past the last candidate
-            finite          [R] bool   False for a row with NaN or +inf, or only -inf, which has no candidates
+            finite          [R] bool   False for a row with NaN or +inf, or only -inf; such a row has no candidates
 Oracle      triton_kernels/reference/beam_topk.py
 Source      top-k of blocks, then rows, then groups; written for this project.
 

@@ -18,15 +18,15 @@ def decode_work_list(
     """Return (work list [W, 4] int32, part starts [S + 1] int32).
 
     A row of the work list is (sequence, first page, number of pages, index of the partial result). Rows are sorted by
-    descending number of pages. Page numbers count only pages with a visible key: page 0 is the first page of the sinks,
-    or of the window. An unsplit sequence has index -1, because it has no partial result. The parts of a split sequence
-    s have the indices part_starts[s] .. part_starts[s + 1] - 1, in order. A sequence of length 0 has one row of 0
-    pages.
+    descending number of pages. Page numbers count only pages with a visible key; the pages of the sinks come first. An
+    unsplit sequence has index -1, because it has no partial result. The parts of a split sequence s have the indices
+    part_starts[s] .. part_starts[s + 1] - 1, in order. A sequence of length 0 has one row of 0 pages.
 
     kv_lengths          [S] integers: keys of each sequence
     resident_programs   programs that the device runs at the same time; see `decode_settings`
     window, sink        as in `paged_attention_decode`
-    pages_per_part      maximum pages of a part; None: about 3 parts per resident program, with at least 4 pages each
+    pages_per_part      maximum pages of a part; None: at least 4, and so many that there are about 3 programs, one per
+                        part and KV head, for each of the resident_programs
     padded_to           minimum number of rows; rows of -1 are appended, whose programs exit immediately
     """
     pages = _visible_pages(np.asarray(kv_lengths, np.int64), tokens_per_block, window, sink)

@@ -14,10 +14,11 @@ product takes the longest of these times:
     s (reads R + C) K e / PORT                                the busiest multiprocessor reads its tiles
     s 2 R C K / (MATRIX share)                                and multiplies them, at a share of the peak
 
-`reads` is how often a program reads its rows of x: 1 without a norm, 2 with an RMS norm, 3 with a layer norm. A library
-uses the fastest tile size of LIBRARY_TILES. Each separate launch of a norm, activation or sum takes LAUNCH_US. A norm
-and a gated activation also take the time to read and write their rows in the L2 cache. Half-empty tiles count as full
-ones, so all row counts with the same number of tiles get the same decision.
+`reads` is how often a program reads its rows of x: 1 without a norm, 2 with an RMS norm, 3 with a layer norm. `share`
+is LIBRARY_SHARE or FUSED_SHARE. A library uses the fastest tile size of LIBRARY_TILES. Each separate launch of a norm,
+activation or sum takes LAUNCH_US. A norm and a gated activation also take the time to read and write their rows in
+the L2 cache. Half-empty tiles count as full ones, so all row counts with the same number of tiles get the same
+decision.
 
 The constants are estimates for an H100, from vendors' bandwidths and latencies, not measured on a GPU.
 `python -m batch_manager.tools.gpu_report` times fused against separate launches; its ratios replace the constants here.
@@ -71,7 +72,8 @@ class FusedLinearSettings(NamedTuple):
 def fused_linear_settings(num_rows, in_size, out_size, gated, norm, element_size_bytes, limits) -> FusedLinearSettings:
     """Return the launch settings.
 
-    All row counts up to FEW_ROWS get the same settings. So do all larger row counts with the same number of row tiles.
+    All row counts up to FEW_ROWS get the same settings. Larger row counts get the same settings as each other if they
+    have the same number of row tiles.
 
     out_size   columns of the result: half of the rows of the weight when gated
     norm       the fused norm: "none", "rms" or "layer"

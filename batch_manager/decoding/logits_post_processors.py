@@ -48,7 +48,8 @@ class PostProcessed:
     """The rows that post-processors changed.
 
     slots           [k] slot of each of these rows
-    model_finite    [k] bool, on the device: whether the logits of each row were finite before the functions ran
+    model_finite    [k] bool, on the device: whether the largest logit of each row was finite before the functions
+                    ran; False for a row with a NaN
     failures        slot -> error of its function
     """
 

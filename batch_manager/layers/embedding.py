@@ -19,7 +19,7 @@ class Embedding:
 
     name        full name of the tensor: "model.embed_tokens.weight". (`Linear` takes the prefix before `.weight`)
     scale       factor on the rows, rounded to the layer's dtype; None: no factor
-    first_row   row of the stored tensor that index 0 refers to; the tensor has first_row + rows rows
+    first_row   row of the stored tensor that index 0 refers to; the rows before it are not used
     """
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, rows: int, size: int,
@@ -45,7 +45,7 @@ class Head:
 
     name      full name of the tensor: "lm_head.weight". (`Linear` takes the prefix before `.weight`)
     tied_to   an embedding whose tensor the head uses; None: the head uses the tensor `name`. The head copies the
-              tensor of the embedding if its products need a packed matrix
+              tensor of the embedding if the head needs a packed matrix
     softcap   replace logits by softcap * tanh(logits / softcap); None: no cap
     scale     factor on the logits, before the softcap; None: no factor
     bias      add the bias tensor whose name ends in `.bias` instead of `.weight`

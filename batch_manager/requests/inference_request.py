@@ -111,7 +111,7 @@ class InferenceRequest(TensorAttributes):
     arrival_time            time at which the server received the request, in seconds of `time.monotonic()`, or of the
                             clock in Parts; the queue time and deadline_s count from it. None: the time of admission
     cache_salt              only requests with the same salt reuse each other's cached prefixes
-    kv_cache_retention_config   how long to keep the request's cached blocks; None: as long as other blocks
+    kv_cache_retention_config   how long to keep the request's cached blocks; None: with retention priority 35
 
     The constructor checks only the id and the names. The engine checks and copies the values when the get callback
     returns the request. A subclass can add attributes if it declares them in its class body.

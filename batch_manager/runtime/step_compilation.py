@@ -65,7 +65,7 @@ def compile_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, kv_
     """Compile a model's forward, check its results on one step against torch, and return it.
 
     spec      the model's spec with the effective windows
-    threads   largest number of threads
+    threads   largest number of threads that the compiled code uses
     Mutates   block 0 of the KV cache pool, used for the comparison
     Raises    NotRecordableError, with the reason why the model runs in torch
     """

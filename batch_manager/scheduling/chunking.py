@@ -21,8 +21,8 @@ def first_come_first_served(remaining: Sequence[int], unit: int, capacity: int |
                             max_context_length: int | None, credits: Sequence[int] | None = None) -> list[int]:
     """Serve requests in order: each takes all remaining tokens of its prompt, or as many whole blocks as fit.
 
-    A later, shorter prompt may use a remainder that is too small for a block of an earlier prompt. A cut chunk begins
-    after the cached tokens.
+    A later, shorter prompt may use a remainder that is too small for a block of an earlier prompt. A chunk that is
+    not the last of its prompt begins after the cached tokens.
     """
     left = inf if capacity is None else capacity
     longest = inf if max_context_length is None else max_context_length
@@ -117,7 +117,7 @@ def drafts_kept(chunks: Sequence[int], remaining: Sequence[int], drafts: Sequenc
     After the last chunk of a context, as many drafts are kept as fit into the last block of the chunk, into the token
     budget `capacity`, and into max_context_length. A context that has another chunk left keeps all drafts.
 
-    used   cost of the chunks in tokens; None: the sum of their lengths
+    used   tokens of `capacity` that the chunks use; None: the sum of their lengths
     """
     left = (inf if capacity is None else capacity) - (sum(chunks) if used is None else used)
     kept = []

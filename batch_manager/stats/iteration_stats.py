@@ -47,7 +47,7 @@ class IterationStats:
     iteration               rises by one with every record
     active_requests         number of active requests when the step was planned
     scheduled_requests, context_requests, generation_requests, paused_requests   numbers of requests in the plan
-    context_tokens          prompt tokens computed
+    context_tokens          tokens of the context chunks; after a pause, these include output tokens
     generated_tokens        tokens appended to requests
     recomputed_tokens       computed tokens whose keys and values were lost in pauses, since construction
     discarded_tokens        computed tokens of requests that ended before their step was read, and of void rows, since
@@ -58,7 +58,8 @@ class IterationStats:
     new_requests, refused_requests   requests accepted and requests refused since the last record
     prompt_tokens           prompt tokens of accepted requests, since construction
     lookup_tokens, hit_tokens   prompt tokens looked up in the cache, and those found in it, since construction
-    oldest_wait_seconds     time since the arrival of the first accepted live request that was in no step yet
+    oldest_wait_seconds     time since the arrival of a request: of the live requests that were in no step yet, the one
+                            accepted first; 0: there is none
     started_requests, queue_seconds, longest_queue_seconds   since the last record: requests in a step for the first
                             time, the sum of their times from arrival to this step, and the longest of these times
     reasons                 name of a statistic, such as "Finals Length" -> final responses for this reason, since
@@ -67,7 +68,8 @@ class IterationStats:
     iteration_seconds       time from the end of get to the record
     finals                  final responses since construction
     errors                  error code -> final responses with this code, since construction
-    callback_failures       callback -> calls that raised, since construction
+    callback_failures       name of a callback, hook or method of the backend -> calls that raised or returned an
+                            unusable value, since construction
     figures                 name in the record -> value, for statistics of the backend and of resources besides blocks
     static_batch            with static batching, the sizes of the batch that ran, or of an empty batch if none ran;
                             None: in-flight batching

@@ -1,4 +1,4 @@
-"""List the Python functions of this package that one plain generation step calls, with their files, in order.
+"""Count the calls of Python functions of this package in one plain generation step, by file, or list them in order.
 
     python -m batch_manager.tools.call_trace --model examples/models/austen-4m
     python -m batch_manager.tools.call_trace --model FOLDER --list       every call, indented by depth

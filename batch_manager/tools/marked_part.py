@@ -2,7 +2,7 @@
 
 
 def written_between(text: str, begin: str, part: str, end: str, *, what: str, belongs: str) -> str:
-    """Return `text` with `part` between the lines `begin` and `end`.
+    """Return `text` with everything between the lines `begin` and `end` replaced by `part`.
 
     what      name of the text in the error
     belongs   clause in the error that says what belongs between the lines, such as "the table belongs"

@@ -29,13 +29,14 @@ class Spread:
 class Figures:
     """Current figures. Missing entries are unknown.
 
-    gauges             as in Reading
+    gauges             the gauges of the last Reading
     counts             kind of event, such as "finished" (see COUNTS) -> number of requests in the last period
     recent             kind of event -> number of requests in the window, which is the last window_s seconds
     window_s           length of the window: 60 seconds, less at first, more if readings are rare; 0: only one reading
     tokens_per_s, prompt_tokens_per_s   generated tokens, and tokens of accepted prompts, in the last period
     iteration_share    share of the last period in iterations
-    callback_share     share of the last period in callbacks. iteration_share excludes the get and statistics callbacks
+    callback_share     share of the last period in callbacks, including the get and statistics callbacks, which
+                       iteration_share excludes
     latencies          kind of latency, such as "first_token" (see LATENCIES) -> latencies of requests that ended in the
                        window; None: no request ended
     latency_over       period of the latencies, such as "60s"; "start": since the engine's start, because no request

@@ -1,8 +1,8 @@
 """Translates the metadata of a GGUF file into the fields of Hugging Face's config.json.
 
-The family's model class reads and checks the values, as it does for a config.json. This module refuses a file if it
-leaves a metadata key of the architecture unread, unless the key changes nothing. Values that GGUF files never state,
-such as the activation, are the family's defaults in transformers.
+The family's model class reads and checks the values, as it does for a config.json. This module refuses a file with
+a metadata key of the architecture that it does not read, unless the key changes nothing. Values that GGUF files never
+state, such as the activation, are the family's defaults in transformers.
 """
 
 from collections.abc import Callable, Mapping
@@ -121,10 +121,11 @@ class Family:
     name, model_type   `architectures` and `model_type` in Hugging Face's config.json
     special_fields     (metadata, heads, fields so far) -> fields of this family only; it can remove fields from the
                        third argument
-    norm               field with the epsilon of the norms
+    norm               name of the field of config.json with the epsilon of the norms
     is_layer_norm      whether the norms are LayerNorms; otherwise RMSNorms
     head_dim           whether the configuration has the field head_dim
-    partial            field with the rotated fraction of a head; "": whole heads are rotated
+    partial            name of the field of config.json with the rotated fraction of a head; "": whole heads are
+                       rotated
     rotates            whether the model has rotary positions
     """
 
@@ -143,7 +144,7 @@ def read_config(header: GgufHeader, tensors: Mapping[str, GgufTensor],
     """Return the configuration of a GGUF file as fields of config.json, and its head counts and head size.
 
     tensors   name -> tensor, of all shards
-    factors   (name of a tensor) -> elements of the tensor
+    factors   (name of a tensor of rotary factors) -> its elements
 
     Raises ModelLoadError, which names file and key, or UnsupportedModelError, which names the architecture.
     """

@@ -18,7 +18,7 @@ Shapes      logits          [R, V]   any float dtype, R rows (beams) of V tokens
 Returns     log_probs       [G, K] float32   log-prob of the token alone; -inf past the last candidate of a group
             parents         [G, K] int32   row within the group; 0 past the last candidate
             tokens          [G, K] int32   0 past the last candidate
-            finite          [R] bool   False for a row with NaN or +inf, or only -inf, which has no candidates
+            finite          [R] bool   False for a row with NaN or +inf, or only -inf; such a row has no candidates
 
 The result of a group depends on that group alone, and its first k candidates do not depend on K.
 """

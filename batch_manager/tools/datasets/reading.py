@@ -29,7 +29,7 @@ def read_arrivals(path: str | os.PathLike, selection: Selection | None = None, *
     """Yield an `Arrival` for each request of a file, in the order of arrival. The first request arrives at 0.
 
     A trace (CSV, JSON lines) is read line by line, unless the selection sorts it. Other JSON files are read as a whole.
-    Prompts with tokens get block ids, which show shared prefixes.
+    If the file has prompts and not only their lengths, `Arrival.prefix_ids` is computed from the prompt tokens.
 
     selection       which requests to replay, and when; None: all, as recorded
     format          one of `FORMATS`; None: detect it
@@ -67,8 +67,8 @@ def read_workload(path: str | os.PathLike, selection: Selection | None = None, *
 
     Requests of a workload file are sorted by arrival, and otherwise unchanged unless the selection changes something.
     Without changes, their workload has no `source`. Prompts of traces are random tokens that depend on the seed of the
-    selection. Prompts that share block ids share the tokens of these blocks. A part of a file has the same prompts as
-    in the whole file. All prompts are in memory at once, at about 40 bytes per token.
+    selection. Prompts that share block ids of the trace share the tokens of these blocks. A request gets the same
+    prompt if only a part of the file is read. All prompts are in memory at once, at about 40 bytes per token.
 
     vocab_size   vocabulary size of the model
 

@@ -23,7 +23,7 @@ class Bench:
     folder       temporary folder, for example for checkpoints
     out          folder for the files that the report keeps
     peers        folder with another attention kernel, or results of other engines, to compare with; None: no comparison
-    goals        goals to measure; empty: all
+    goals        names of the performance goals (goals.py) to measure; empty: all
     copy_bytes_s, read_bytes_s, matmul_flop_s   rates of the device, which the section `denominators` sets
     deadline     deadline of the current section, in seconds of `now`
     without_graphs   model name -> why an engine that was to capture graphs has none

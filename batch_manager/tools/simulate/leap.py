@@ -18,7 +18,7 @@ class Leap:
     """The next iterations of a loop, precomputed for the case that no request arrives during them.
 
     requests   requests that generate in every step
-    shape      shape of the steps, without cached tokens
+    shape      shape of every step, with `cached_tokens` 0, because this number differs between the steps
     ends_s     [k] end of each iteration; the first iteration begins at begin_s
     step_s     [k] seconds of each step
     cached_tokens   [k] cached tokens of each step
