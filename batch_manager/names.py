@@ -20,8 +20,9 @@ class TrtGptModelType(IntEnum):
 class SchedulerPolicy(IntEnum):
     """Which requests may start when KV cache blocks are short.
 
-    MAX_UTILIZATION       start requests while the next step fits; pause the last requests in line when blocks run out
-    GUARANTEED_NO_EVICT   start only requests that have enough blocks up to their last token; never pause
+    MAX_UTILIZATION       start requests while the blocks suffice for the next step. When blocks run out, pause the
+                          last requests in line
+    GUARANTEED_NO_EVICT   start a request only if blocks for all its tokens can be reserved; never pause
     """
 
     MAX_UTILIZATION = 0

@@ -12,7 +12,7 @@ Shapes      logits                   [R, V]   float32, R rows of V tokens, conti
             length                   [R] int64   number of tokens of the sequence in its row of `history`, at most C
             repetition               [R] float32   above 0; 1: off
             presence, frequency      [R] float32   0: off
-            ignored                  [R] int32   leading tokens that presence and frequency do not count, 0..length
+            ignored                  [R] int32   number of leading tokens that presence and frequency ignore, 0..length
 Unused      history, history_row and length of a row with repetition 1, presence 0 and frequency 0. The row is
             unchanged; history_row and length are then arbitrary
 Mutates     logits. Finite logits stay finite: they saturate at the largest float32. Other logits are unchanged.

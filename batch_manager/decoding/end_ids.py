@@ -20,7 +20,7 @@ class MoreEndIds:
     Slots with several end ids have the bit MORE_END_IDS in `SlotState.features`. Sequences with beams are left out,
     because beam search checks their end ids.
 
-    _ids   [slots, COLUMNS] int64 on the device, padded with NONE; empty while no sequence needs a row
+    _ids   [slots, COLUMNS] int64 on the device, padded with NONE; empty until the first use
     """
 
     def __init__(self, state: SlotState) -> None:

@@ -34,9 +34,9 @@ def columns_with_beams(slots: np.ndarray, single_slots: np.ndarray, tokens: np.n
 
     slots          [r] slots of all sequences, in batch order
     single_slots   [s] slots of sequences without beams, in the same order
-    tokens, finish, log_probs   [s] results of the sequences without beams
-    beam_steps     slot -> BeamStep of a sequence with beams. A sequence that is missing here has failed and gets a row
-                   without tokens
+    tokens, finish, log_probs   [s] results of the sequences without beams; log_probs None: zeros
+    beam_steps     slot -> BeamStep of a sequence with beams. A sequence with beams that is missing here has failed and
+                   gets a row without tokens
     """
     lengths = np.zeros(len(slots), np.int32)
     is_single = np.isin(slots, single_slots)

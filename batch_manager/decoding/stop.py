@@ -14,7 +14,7 @@ class StopWords:
 
     The last token of the word must be sampled. The other tokens may be in the prompt, as in TensorRT-LLM. If a token
     ends a stop word and is an end id, the finish reason is END_ID. beam_stop_words.py serves sequences with beams,
-    because it must check all candidates.
+    because a beam search must check all candidates.
     """
 
     def __init__(self, state: SlotState) -> None:

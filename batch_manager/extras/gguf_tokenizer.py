@@ -89,8 +89,9 @@ def is_gguf_file(path: str | os.PathLike) -> bool:
 def load_gguf_tokenizer(path: str | os.PathLike) -> Any:
     """Build the `tokenizers.Tokenizer` of a GGUF file: byte-level BPE ("gpt2") or SentencePiece BPE ("llama").
 
-    Control tokens and user-defined tokens are matched as a whole in text. Control tokens are special. The tokenizer
-    adds a bos token and an eos token if the file says so.
+    Control tokens and user-defined tokens are matched as a whole in text. Control tokens are special. The file
+    can say whether the tokenizer adds a bos token and an eos token. By default, it adds no eos token, and a bos token
+    only with SentencePiece or `_PreTokenizer.adds_bos`.
 
     Raises ConfigError if the library is not installed, the tokenizer is unsupported or the file is broken.
     """

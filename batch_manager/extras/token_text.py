@@ -51,7 +51,7 @@ class TextStep(Protocol):
     """A stage of decoding that edits the text joined from all pieces.
 
     feed   take the next piece of text and return the new final text
-    rest   take a piece of text and return the new final text if this piece were the last; changes nothing
+    rest   take a piece of text and return all text that would follow if this piece were the last; changes nothing
     """
 
     def feed(self, text: str) -> str: ...
@@ -182,7 +182,7 @@ class Rule:
     before   functions (token, whether it is the first of the text) -> token, which are applied to each token in order
     joins    "text": tokens are strings; "bytes": every token is a byte string, as in ByteLevel; "runs": some tokens are
              single bytes, and a run of them is valid only if the whole run is UTF-8, as in ByteFallback
-    after    the same kind of functions, applied to each token after runs have been joined to one token
+    after    the same kind of functions, applied to each token after each run has been joined to one token
     steps    functions without arguments, each of which creates a TextStep that edits the joined text
     """
 

@@ -13,11 +13,11 @@ NO_PLAN = SchedulerOutput()
 class IterationRecord:
     """What one iteration did, for statistics and traces.
 
-    The fields describe the step that the iteration launched, except `generated_tokens`, which counts the tokens of the
-    step that the iteration read.
+    Fields about a step describe the one that the iteration launched, except `generated_tokens`, which counts the tokens
+    of the step that the iteration read.
 
     number             rises by one with every reported record
-    micro_batch_id     the micro-batch that the iteration launches
+    micro_batch_id     number of the micro-batch that the iteration launches
     started_at         start of the iteration, in seconds of the engine's clock
     active_requests    number of active requests when the step was planned
     plan               the executed plan; empty if nothing was launched
@@ -56,7 +56,7 @@ class IterationRecord:
 class Totals:
     """Counts since the construction of the loop, and current values, for statistics.
 
-    recomputed_tokens   computed tokens whose keys and values were lost in pauses
+    recomputed_tokens   computed tokens of paused requests, which must be recomputed unless their blocks are reused
     discarded_tokens    tokens of requests that had ended when their step was read, and of void rows
     steps_in_flight     steps that were launched and not yet read
     queued_requests, queued_tokens   accepted requests that wait to become active, and their prompt tokens

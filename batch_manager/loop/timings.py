@@ -18,8 +18,8 @@ class Timings:
 
     asking           request id -> metrics so far, of requests with `return_perf_metrics`
     waiting          request id -> arrival in seconds of the clock, of accepted requests that were in no step yet
-    lookup_tokens    with block reuse, number of prompt tokens of all requests that started; first starts only
-    hit_tokens       with block reuse, how many of the `lookup_tokens` were cached
+    lookup_tokens    number of prompt tokens of all requests at their first start; 0 without block reuse
+    hit_tokens       how many of the `lookup_tokens` were cached
     started          number of requests that started for the first time since the last call of `take_started`
     """
 

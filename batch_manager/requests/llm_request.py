@@ -22,10 +22,10 @@ class LlmRequest:
 
     request_id          the user's id
     tokens              for each beam, the prompt and the output
-    orig_prompt_len     tokens of the user's prompt
-    prompt_len          tokens of the context phase: the prompt, and after a pause also the output so far
+    orig_prompt_len     number of tokens of the user's prompt
+    prompt_len          number of tokens of the context phase: the prompt, and after a pause also the output kept by it
     max_new_tokens      largest number of tokens to generate after the first prompt_len tokens
-    final_length        length of prompt and complete output; a pause does not change it
+    final_length        largest length of the sequence, at which its output is complete; a pause does not change it
     beam_width, lora_task_id, priority   options of the request; larger priorities go first
     draft_len           number of draft tokens that the next step of the request verifies
     draft_tokens        the draft tokens that the next step of the request verifies
@@ -36,13 +36,13 @@ class LlmRequest:
     in_lockstep         each step of the request must be read before the next one is launched, because the request has
                         beams or a user's function reads its tokens
     state               see the diagram at the top of the file; a launched last chunk counts as done
-    context_position    computed context tokens, those of launched steps included
-    context_read        computed context tokens whose step was read
+    context_position    number of computed context tokens, those of launched steps included
+    context_read        number of computed context tokens whose step was read
     seq_slot            row of the per-sequence state, NO_SLOT before activation
     num_pauses          number of pauses
 
     A step may be launched before the last step is read. `tokens` has only tokens that were read; the KV cache manager
-    has the launched length.
+    knows the length with launched steps included.
     """
 
     __slots__ = ("request_id", "tokens", "orig_prompt_len", "prompt_len", "max_new_tokens", "final_length",

@@ -54,7 +54,7 @@ def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, ste
     block_bytes         bytes of one block over all layers
     free_bytes          bytes that are free after the weights were loaded
     step_bytes          bytes of the buffers of one step
-    max_num_sequences   None: unbounded
+    max_num_sequences   largest number of sequences that hold blocks at the same time; None: unbounded
     Raises InsufficientMemoryError.
     """
     size, fraction = config.tokens_per_block, config.free_gpu_memory_fraction

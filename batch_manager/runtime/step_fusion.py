@@ -46,7 +46,7 @@ def make_fused_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, 
 
 
 def compared_tokens(fused: FusedStep, num_rows: int) -> list[int]:
-    """Return the token counts of the steps in which the fused step is compared with the model.
+    """Return the token counts of the steps on which `make_fused_step` compares the fused step with the model.
 
     These steps compile every kernel variant of steps of up to `num_rows` rows. Beyond FEW_ROWS rows, launch settings
     change with the number of row tiles, so one step is compared for each number of row tiles.

@@ -20,8 +20,8 @@ class StarvationCheck:
 
     - The plan neither schedules nor pauses the request.
     - The plan schedules a later request.
-    - The step has room for the request: fewer than max_batch_size requests, enough tokens and blocks, and generating
-      requests of the same beam width.
+    - The step has room for the request: it has fewer than max_batch_size requests, its token limit and the free blocks
+      suffice for the request too, and a generating request has the beam width of the generating requests in the step.
 
     A single such plan is legal, because micro-batches and preferences produce such plans. CHECK_EVERY * MAX_CHECKS such
     plans without progress of the request break the contract. The check examines one plan in CHECK_EVERY, and counts it

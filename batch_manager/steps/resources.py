@@ -56,7 +56,7 @@ class Resources:
     """Claims resources for a plan, and releases them on a pause and at the end of a request. Release is idempotent.
 
     others        resources besides blocks. They are claimed in this order, before blocks, and released in reverse order
-    device_work   the device work that these changes cause; the device does it before the next step
+    device_work   the device work that claims, releases and beams cause; the device does it before the next step
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, max_seq_len: int, others: Sequence[Resource] = ()) -> None:
@@ -233,10 +233,10 @@ class Resources:
         """Release everything that the request holds. Does nothing if the request holds nothing.
 
         keep_computed   keep the computed blocks for reuse by prompts that begin with the same tokens
-        clear_blocks    clear the request's unshared, unpublished blocks before the next read, because a step may have
-                        left any values in them; keep no block for reuse
-        is_in_flight    clear the entries that a step in flight still writes. This is enough: the step runs before all
-                        steps of the request that gets the blocks next
+        clear_blocks    clear the request's unshared, unpublished blocks before the next step, because a step may have
+                        left any values in them; overrides `keep_computed` and `is_in_flight`
+        is_in_flight    steps in flight still write entries of the request: clear these entries, and no others, after
+                        these steps and before the next one, which is the first that can use the blocks again
         """
         if clear_blocks:
             # Shared and published blocks were written by earlier steps.

@@ -21,11 +21,11 @@ class PromptLogProbs:
 
 
 def prompt_log_probs(logits: np.ndarray, tokens: Sequence[int], count: int) -> PromptLogProbs:
-    """Return the log-probability of each prompt token, given the tokens before it, and the likeliest tokens.
+    """Return, for each prompt token, its log-probability after the tokens before it and the likeliest tokens there.
 
     logits   [n, vocab] float32; row i has the logits after token i
     tokens   [n]
-    count    number of likeliest tokens to return per position
+    count    number of likeliest tokens to return per position; 0: none
     """
     values: list[float | None] = [None]
     likeliest: list[dict[int, float] | None] = [None]

@@ -27,7 +27,7 @@ def refuse_different_logits(wrapped: Any, model: Any, spec: Any, context: LayerC
 
     Both models compute two prompts of random tokens from a fixed seed. The wrapped model computes the prompts packed,
     in chunks, and their last tokens as generation rows. TOLERANCES are the differences allowed for rounding, and
-    ROWS_WITHIN is the share of tokens that must be within them.
+    ROWS_WITHIN and ROWS_WITHIN_IN_HALF are the shares of tokens that must be within them.
 
     wrapped   the TransformersModel that wraps `model`
     """

@@ -16,13 +16,13 @@ MOST_SECONDS = 1e10        # 300 years
 class Record:
     """One request of a file. Its lists are not shared with other records.
 
-    position        position in the file, which the reader's `place` converts to `FILE:LINE`
+    position        where the record is in the file, as a number that the reader's `place` converts to `FILE:LINE`
     number          index of the record in the file
     time_s          seconds, from an arbitrary zero; None: the file has no times
-    input_tokens, output_tokens   numbers of tokens; 0 in a trace: the request failed
-    prefix_ids      ids of the prompt's blocks, as in `Arrival`
+    input_tokens, output_tokens   numbers of tokens of prompt and output; 0 only for failed requests of a trace
+    prefix_ids      one id for each PREFIX_TOKENS tokens of the prompt, as in `Arrival`; empty: the file has no ids
     prompt          tokens of the prompt; None: the file has no tokens
-    own             the request as the workload file has it, including unknown keys; None: not a workload file
+    own             the JSON object of the request, unknown keys included; None: not a workload file
     """
 
     position: int
@@ -39,7 +39,7 @@ class RecordReader(Protocol):
     """The records of one open file. They can be iterated over once.
 
     is_whole   whether the whole file is read first, so that records may be in any order
-    members    members of a JSON document other than its requests; complete after the last record
+    members    members of a JSON document other than its requests; complete once the last record was yielded
     """
 
     is_whole: bool

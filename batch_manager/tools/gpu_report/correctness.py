@@ -1,8 +1,8 @@
 """Compare every kernel with its oracle, in the dtype of the engines, before anything is timed.
 
 Inputs are random, outputs are filled with NaN, and the oracle computes on the same inputs, in float64 except for
-sampling. For integers and flags, such as tokens, the error is the fraction of values that differ. For all other
-results, it is the relative norm of the difference. Errors must stay within `Bench.allowed_error`.
+sampling and beam search. For integers and flags, such as tokens, the error is the fraction of values that differ. For
+all other results, it is the relative norm of the difference. Errors must stay within `Bench.allowed_error`.
 """
 
 import importlib
@@ -43,8 +43,8 @@ def error_of(bench: Bench, name: str, *args: Any, oracle_as_is: bool = False, **
 
     The results are compared, and also the tensor arguments after the run, because a kernel may write to them.
 
-    args, kwargs   arguments of the kernel; the oracle gets copies in float64
-    oracle_as_is   pass the arguments to the oracle in their own dtypes, because its samples depend on the dtypes
+    args, kwargs   arguments of the kernel; the oracle gets copies, with floats as float64 unless `oracle_as_is`
+    oracle_as_is   whether the copies keep their dtypes, because the tokens that the kernel chooses depend on them
     """
     given = [*args, *kwargs.values()]
     copies = {id(value): _copy(value, wide=not oracle_as_is) for value in given if isinstance(value, torch.Tensor)}

@@ -48,7 +48,7 @@ class PagedSequences:
     new_tokens     number of query tokens of each sequence, which are its last tokens; 1: a generation step
 
     query, key, value   random outputs of the QKV projection for the query tokens
-    rotated             only in a generation step: rotated queries. The keys and values of their tokens are in every
+    rotated             rotated `query`; exists only in a generation step, whose keys and values are then also in every
                         layer of the pool
     """
 
@@ -110,7 +110,7 @@ class PagedSequences:
 
         The function also appends the newest keys and values to the layer.
 
-        resident_programs, pages_per_part   arguments of `decode_work_list`; None: those of an engine
+        resident_programs, pages_per_part   arguments of `decode_work_list`; None: the values that an engine uses
         """
         block, size = self.pool.shape[4:]
         if resident_programs is None:
@@ -127,8 +127,8 @@ class PagedSequences:
     def context(self, tile_rows: int | None = None, num_parts: int | None = None) -> Callable[[int], torch.Tensor]:
         """Return a function (number) -> output that runs context attention on layer `number`, as an engine does.
 
-        tile_rows   rows of a tile of queries; None: those of an engine
-        num_parts   number of parts of each tile's keys; None: those of an engine
+        tile_rows   rows of a tile of queries; None: as many as in an engine
+        num_parts   number of parts of the keys of each tile; None: chosen for each tile, as in an engine
         """
         block, size = self.pool.shape[4:]
         rows = tile_rows or context_tile_rows(self.heads.size, self.pool.element_size())
@@ -160,7 +160,7 @@ class PagedSequences:
         return relative_error(result[some], expected) if result.isfinite().all() else float("inf")
 
     def context_error(self, launch: Callable[[int], torch.Tensor], most_rows: int = 64) -> float:
-        """Call `launch` for layer 0, and return the larger relative error of the first and the last sequence.
+        """Call `launch` for layer 0, and return the relative error of the first or the last sequence: the larger one.
 
         At most the last `most_rows` query tokens of a sequence are compared. The oracle uses float64. Returns
         infinity if any output is not finite.

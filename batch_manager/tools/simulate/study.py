@@ -31,7 +31,7 @@ class Study:
     """Runs the simulations of a command.
 
     options   the command's options, as `parse_options` returns them for a command without --fit
-    points    figures of the simulations so far
+    points    the settings and figures of each simulation that `run` has finished, in order
 
     The constructor raises InputError for a cost model or a workload that cannot be read.
     """
