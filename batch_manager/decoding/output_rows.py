@@ -1,4 +1,4 @@
-"""Builds the columns of a StepOutput from the tokens of sequences without beams and the steps of beam searches."""
+"""Builds the columns of a StepOutput from two sources: beam searches, and sampled tokens of all other sequences."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

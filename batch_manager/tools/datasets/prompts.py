@@ -1,4 +1,7 @@
-"""Random tokens for requests that have only lengths, and block ids for prompts with tokens."""
+"""Random tokens for requests that have only lengths, and ids of equal pieces for prompts that have tokens.
+
+A piece is PREFIX_TOKENS tokens of a prompt, and its id is called a block id, as in traces.
+"""
 
 from hashlib import blake2b
 
