@@ -37,8 +37,8 @@ class _Session:
     """Progress of one request.
 
     prompt_length   number of tokens before the first constrained token; None: unknown until the first step
-    num_tokens      length of the sequence up to the last token that the matcher has consumed; the matcher does not consume
-                    the prompt
+    num_tokens      length of the sequence up to the last token that the matcher has consumed; the matcher does not
+                    consume the prompt
     """
 
     matcher: Any

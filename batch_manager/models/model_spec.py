@@ -124,8 +124,8 @@ class ModelSpec:
     rotary_size              leading entries of each head that are rotated; None: all
     qkv_bias, out_bias       whether the attention's projections have biases
     mlp_bias                 whether the projections of the feed-forward network have biases
-    qk_norm                  whether queries and keys are normed. The model class decides whether a norm is over one head
-                             or over all heads
+    qk_norm                  whether queries and keys are normed. The model class decides whether a norm is over one
+                             head or over all heads
     gated_mlp                whether the feed-forward network has three matrices; otherwise two
     dtype                    "float32", "float16" or "bfloat16", from config.json; None: the file does not state it
     """
