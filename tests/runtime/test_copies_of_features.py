@@ -23,6 +23,7 @@ from batch_manager.handover import (
 )
 from batch_manager.runtime.device import Uploads
 from batch_manager.sampling_config import SamplingConfig
+from tests.harness.gpu import GPU, needs_gpu
 
 from .meta_engine import HIDDEN, META, SLOTS, VOCAB, WIDTH, Engine, copies_from_the_host
 
@@ -51,8 +52,7 @@ FEATURES = {
     "post-processor": {"logits_post_processor": PROCESSORS[0]},
     "batched post-processor": {"logits_post_processor": PROCESSORS[1]},
 }
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a CUDA device")])]
+DEVICES = ["cpu", pytest.param(GPU, marks=[pytest.mark.gpu, needs_gpu], id="gpu")]
 BEAMS = {
     "beams": {},
     "beams with stages": {"sampling": SamplingConfig(beam_width=WIDTH, min_length=9), "end_id": 3},
