@@ -197,7 +197,7 @@ class TrtGptModelOptionalParams:
         if plain_integer(self.max_num_sequences) == -1:
             object.__setattr__(self, "max_num_sequences", -1)
         else:
-            put_count(self, "max_num_sequences", optional=True)
+            put_count(self, "max_num_sequences", optional=True, other=", or -1 for no limit")
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device is {self.device!r}", 'expected one of "cpu", "cuda", "cuda:1", ..., or None',
                               "leave it None for a GPU if there is one")

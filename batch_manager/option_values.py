@@ -17,11 +17,13 @@ def plain_integer(value: Any) -> int | None:
 
     Values with `__index__` are integers, for instance those of NumPy. A bool is not an integer.
     """
-    if isinstance(value, bool | np.bool_):
+    if type(value) is int:
+        return value
+    if isinstance(value, (bool, np.bool_)) or str(getattr(value, "dtype", "")).endswith("bool"):     # also a tensor's
         return None
     try:
         return index(value)
-    except TypeError:
+    except Exception:         # the value's class may be the user's
         return None
 
 
@@ -50,11 +52,12 @@ def integer_in_words(minimum: int, maximum: int = MAX_COUNT, refused: int | None
 
 
 def put_count(options: Any, name: str, *, minimum: int = 1, maximum: int = MAX_COUNT, optional: bool = False,
-              owner: str = "") -> None:
+              owner: str = "", other: str = "") -> None:
     """Replace the integer in the field `name` of a frozen dataclass with a plain int.
 
     optional   whether the field may be None
     owner      prefix of the field's name in the error, such as "BackendInfo."
+    other      words for a value that the caller has accepted already, such as ", or -1"
 
     Raises ConfigError unless the integer is in minimum..maximum.
     """
@@ -63,8 +66,8 @@ def put_count(options: Any, name: str, *, minimum: int = 1, maximum: int = MAX_C
         return
     count = plain_integer(value)
     if count is None or not minimum <= count <= maximum:
-        raise ConfigError(f"{owner}{name} is {shown_option(value)}",
-                          f"expected {integer_in_words(minimum, maximum, count)}{', or None' if optional else ''}")
+        allowed = integer_in_words(minimum, maximum, count) + other + ", or None" * optional
+        raise ConfigError(f"{owner}{name} is {shown_option(value)}", f"expected {allowed}")
     object.__setattr__(options, name, count)
 
 

@@ -226,6 +226,8 @@ class LLM:
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()
         if isinstance(prompt, list | tuple):
+            if all(type(token) is int for token in prompt):         # a long prompt must not keep the worker waiting
+                return list(prompt)
             token_ids = [plain_integer(token) for token in prompt]
             if None not in token_ids:
                 return token_ids

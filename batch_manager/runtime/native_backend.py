@@ -178,7 +178,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         if compiles:
             hold_helpers(backend)                         # helper threads for products, from the warm-up on
         backend.warm_up(max_beam_width)
-        backend.fuse_steps(loaded, _with_windows(spec, windows))
+        backend.fuse_steps(loaded, _with_windows(spec, windows), min(num_slots, params.max_batch_size, step_tokens))
         if captures:
             backend.capture_graphs()
         if compiles:
@@ -426,24 +426,31 @@ class NativeBackend:
         with on_device(self._device, self._stream), torch.inference_mode():
             self._plain_steps.capture_graphs()
 
-    def fuse_steps(self, loaded: LoadedModel, spec: ModelSpec) -> None:
+    def fuse_steps(self, loaded: LoadedModel, spec: ModelSpec, most_rows: int) -> None:
         """Use the fused step from now on, for plain generation steps whose number of rows makes fusion pay.
 
         Call after the warm-up. step_inputs.py defines plain steps. Has no effect if the device does not run Triton
-        kernels. Logs a message if the model cannot be fused.
+        kernels. Logs a message if the model cannot be fused, or if the memory or the resources of a kernel do not
+        suffice.
 
-        spec   the model's spec with the effective windows
+        spec        the model's spec with the effective windows
+        most_rows   number of rows of the largest generation step
         """
         if self._plain_steps is None or not use_triton(self._device):
             return
         with on_device(self._device, self._stream), torch.inference_mode():
             try:
                 self._runner.fused = make_fused_step(loaded, spec, self._runner.attention, self._uploads,
-                                                     self.info.tokens_per_block, self.info.num_slots)
+                                                     self.info.tokens_per_block, most_rows)
             except NotRecordableError as obstacle:
                 log.log(logging.WARNING if isinstance(obstacle, WrongStepError) else logging.INFO,
                         "steps of %s are not fused: %s",
                         type_name(loaded.model), obstacle)
+            except Exception as error:
+                # Launches one by one need less memory and other kernels. An error of the device is not survived.
+                if not is_out_of_memory(error) and not type(error).__module__.startswith("triton"):
+                    raise
+                log.warning("steps of %s are not fused: %s", type_name(loaded.model), first_line(error))
             finally:
                 clear_block(self._pool, 0)
 

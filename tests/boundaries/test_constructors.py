@@ -243,6 +243,18 @@ def test_an_engine_lives_at_the_limits_of_its_arguments(name, value):
         assert manager.health()["state"] == "RUNNING" and not manager.health()["is_hanging"]
 
 
+class FailsAsAnInteger:
+    dtype = "no dtype"
+
+    def __index__(self):
+        raise RuntimeError("no integer")
+
+
+def test_the_refusal_of_a_number_of_sequences_names_every_valid_value():
+    with pytest.raises(ConfigError, match="is -2; expected an integer of at least 1, or -1 for no limit, or None"):
+        TrtGptModelOptionalParams(max_num_sequences=-2)
+
+
 @pytest.mark.parametrize("options, name, value", [
     (KvCacheConfig, "max_tokens", np.int64(64)), (KvCacheConfig, "tokens_per_block", np.uint8(16)),
     (KvCacheConfig, "free_gpu_memory_fraction", np.float32(0.5)), (KvCacheConfig, "host_cache_size", np.int16(0)),
@@ -263,6 +275,7 @@ def test_a_number_of_numpy_becomes_a_plain_number(options, name, value):
     (KvCacheConfig, "free_gpu_memory_fraction", np.float32(2)), (KvCacheConfig, "max_tokens", 10**5000),
     (TrtGptModelOptionalParams, "max_batch_size", np.float64(4)), (TrtGptModelOptionalParams, "max_seq_len", np.True_),
     (TrtGptModelOptionalParams, "max_num_sequences", np.array([4, 4])),
+    (KvCacheConfig, "max_tokens", np.array(True)), (KvCacheConfig, "max_tokens", FailsAsAnInteger()),
     (TrtGptModelOptionalParams, "hang_warning_s", np.float32(nan))], ids=lambda value: f"{type(value).__name__}")
 def test_a_number_of_numpy_is_checked(options, name, value):
     with pytest.raises(ConfigError, match=f"{name} is .*; "):

@@ -317,6 +317,13 @@ def test_fields_of_a_chat_are_named_in_a_refusal():
         assert (error.param, error.message, error.code) == (param, message, "invalid_request")
 
 
+def test_a_request_that_is_too_large_names_fields_of_the_body():
+    text = "request 3: input_ids has 500 tokens and request_output_len is 900; together they may need 9 blocks"
+    error = OpenAIError.of(RequestFailed(ErrorCode.TOO_LARGE_FOR_KV_CACHE, text))
+    assert (error.status, error.param, error.code) == (413, "prompt", "too_large_for_kv_cache")
+    assert error.message == "prompt has 500 tokens and max_tokens is 900; together they may need 9 blocks"
+
+
 def test_every_tensor_that_a_body_sets_has_a_field():
     flags = {"return_log_probs", "raw_log_probs", "prompt_ignore_length"}      # their values cannot be wrong
     options = Sampling(top_p=0.5, top_k=2, min_p=0.5, seed=1, stop_token_ids=[5], min_tokens=1, repetition_penalty=2.0,

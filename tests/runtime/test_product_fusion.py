@@ -3,11 +3,13 @@
 The tests use recordings of operations made by hand, and models of each family.
 """
 
+import contextlib
 import copy
 import dataclasses
 import importlib.util
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -363,12 +365,36 @@ def test_an_engine_whose_model_cannot_be_recorded_runs_its_layers(change, level,
     runner, pool = backend._runner, pool_of(loaded)
     runner.attention, backend._pool = make_attention(loaded.spec, pool), pool
     forward = type(loaded.model).forward
-    backend.fuse_steps(loaded, loaded.spec)
+    backend.fuse_steps(loaded, loaded.spec, 2)
     assert isinstance(runner.fused, FusedStep) and not np.any(pool.numpy())
     runner.fused = None
     monkeypatch.setattr(type(loaded.model), "forward", lambda self, hidden, positions, attention: forward(
         self, change(hidden), positions, attention))
     with caplog.at_level(logging.INFO, "batch_manager"):
-        backend.fuse_steps(loaded, loaded.spec)
+        backend.fuse_steps(loaded, loaded.spec, 2)
     assert runner.fused is None and "steps of Llama are not fused" in caplog.text
     assert caplog.records[-1].levelno == level
+
+
+class OutOfResources(Exception):
+    __module__ = "triton.runtime.errors"
+
+
+@pytest.mark.parametrize("error, is_survived", [
+    (torch.OutOfMemoryError("CUDA out of memory"), True), (OutOfResources("shared memory"), True),
+    (RuntimeError("an illegal memory access was encountered"), False)])
+def test_fusion_that_does_not_fit_is_left_out(monkeypatch, caplog, error, is_survived):
+    def fails(*given):
+        raise error
+
+    device = torch.device("cpu")
+    backend = SimpleNamespace(
+        _plain_steps=object(), _device=device, _stream=None, _uploads=None, _pool=torch.ones(2, 1, 2, 1, 8, 4),
+        _runner=SimpleNamespace(attention=None, fused=None), info=SimpleNamespace(tokens_per_block=8))
+    monkeypatch.setattr(native_backend, "use_triton", lambda device: True)
+    monkeypatch.setattr(native_backend, "make_fused_step", fails)
+    loaded = SimpleNamespace(model=object(), spec=None)
+    with contextlib.nullcontext() if is_survived else pytest.raises(RuntimeError, match="illegal"):
+        native_backend.NativeBackend.fuse_steps(backend, loaded, None, 2)
+    assert not is_survived or "steps of object are not fused: " in caplog.text
+    assert backend._runner.fused is None and not backend._pool[0].any()

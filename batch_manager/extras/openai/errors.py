@@ -39,12 +39,12 @@ class OpenAIError(Exception):
     def of(cls, error: BatchManagerError, *, is_chat: bool = False) -> "OpenAIError":
         """Return the OpenAIError that answers a request on which the engine raised or reported `error`.
 
-        The message of an invalid request names the fields of the body in place of the request tensors. `param` is the
-        first field named in the part of the message before the first semicolon.
+        The message of an invalid or too large request names the fields of the body in place of the request tensors.
+        `param` is the first field named in the part of the message before the first semicolon.
         """
         message = _REQUEST.sub("", error.message if isinstance(error, RequestFailed) else str(error), count=1)
         param = None
-        if error.code is ErrorCode.INVALID_REQUEST:
+        if error.code in (ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE_FOR_KV_CACHE):
             names = _FIELDS_OF_A_CHAT if is_chat else FIELDS
             if (found := _TENSOR.search(message.partition(";")[0])) is not None:
                 param = names[found[0]]

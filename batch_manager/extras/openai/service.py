@@ -137,7 +137,7 @@ class OpenAIService:
         try:
             return self._guided, self._guided.json_schema(orjson.dumps(schema).decode())
         except InvalidRequestError as error:
-            raise refused("response_format", str(error)) from None
+            raise OpenAIError(400, f"response_format: {error}", "response_format", error.code.value.lower()) from None
 
 
 class _Choice:
