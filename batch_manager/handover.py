@@ -251,10 +251,10 @@ class ScheduledBatch:
     """All work of one step. The contexts come before the generating sequences.
 
     block_table_updates   updates that the device applies before everything else
-    operations            operations of the device before the step, in order. Later batches repeat an operation under
-                          the same number until a step that carries it is read. The device runs each operation once
-    first_operation       number of operations[0], counted over the life of the engine; `new_operations` returns the
-                          operations that a device has not run yet
+    operations            operations that the device runs before the step, in order. Each operation of an engine has a
+                          number. An operation is listed in every batch until the output of one of these batches has
+                          been read, but the device runs it only once; `new_operations` returns those not run yet
+    first_operation       number of operations[0], counted over the life of the engine
     num_padded_rows       rows for generation in a padded layout: one for each member of a static batch, also for
                           finished members; 0: one for each generating sequence. Other layouts ignore the number
     max_beam_width        rows of the block tables per slot; the same in every batch

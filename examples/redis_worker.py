@@ -115,7 +115,9 @@ class Worker:
         return is_healthy(manager)
 
     def exchange(self, *steps: Callable[[], None]) -> None:
-        """Wait up to 0.1 s for responses if the worker has entries, then call the functions `steps` in order.
+        """Wait up to 0.1 s for responses if the worker has unfinished entries, then call the functions `steps` in order.
+
+        An entry is a request in the Redis stream.
 
         A Redis error ends the call early and is not raised: the next call does the missing work.
         """

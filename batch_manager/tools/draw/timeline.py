@@ -40,14 +40,17 @@ class Row:
 class Timeline:
     """A trace as columns, appended iteration by iteration.
 
+    A span is a run of iterations in which a request does the same, for example generates.
+
     rows         a Row for each request, in order of arrival; requests that use the same id have separate rows
-    kinds        kinds of the spans, by index
+    kinds        all kinds of spans; a span has the index of its kind in this list
     numbers      iteration numbers of the trace
     begin_us     start of each iteration, in microseconds since the start of the first iteration; never decreases
     counters     name -> a value per iteration
     phases_us    phase -> a duration per iteration in microseconds, or 0 if the phase did not run
 
-    Each context chunk is a separate span. A request whose step is still in flight continues its span.
+    Each context chunk is a separate span. In an iteration in which the last step of a request is still in flight, its
+    span goes on.
     """
 
     rows: list[Row] = field(default_factory=list)
