@@ -115,7 +115,7 @@ class Worker:
         return is_healthy(manager)
 
     def exchange(self, *steps: Callable[[], None]) -> None:
-        """Wait up to 0.1 s for responses if the worker has unfinished entries, then call the functions `steps` in order.
+        """Wait up to 0.1 s for responses if the worker has pending entries, then call the functions `steps` in order.
 
         An entry is a request in the Redis stream.
 
