@@ -26,8 +26,8 @@ class WeightForm:
     add_product     add_product(x, residual, *add_arguments) -> residual + x W^T + b. May overwrite `residual`. The sum
                     is rounded once if the form supports it
     shares_weight   whether the form uses the tensor that it was made from, without a copy
-    matrix          the matrix for recorded steps: a PackedMatrix for compiled steps, a PlainMatrix for recorded
-                    launches; None: the form cannot be recorded
+    matrix          the matrix for the recording of a step: a PackedMatrix for a CompiledStep, a PlainMatrix for a
+                    FusedStep; None: the form cannot be recorded
     """
 
     multiply: Callable[..., torch.Tensor]

@@ -10,7 +10,7 @@ Shapes      hidden, out              [..., E]   [T, E] or [T, H, E] for H heads;
             weight                   [E], or [H, E] if hidden is [T, H, E]
             bias                     [E] or None
 Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
-Mutates     residual and out. out can be `hidden`; None: allocated.
+Mutates     residual and out. `out` can be `hidden`. If `out` is None, the function allocates a tensor.
 Returns     out.
 """
 

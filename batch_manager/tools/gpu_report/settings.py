@@ -1,6 +1,6 @@
-"""Compare launch settings of the attention kernels and of `fused_linear`, for the shapes of the goals.
+"""Compare launch settings of the attention kernels and of `fused_linear`, for the shapes in the goals of goals.py.
 
-Each tried setting is a record. The fastest settings are written to a file, as code for the settings functions of
+The report has a Record for each tried setting. The fastest settings are written to a file, as code for the settings functions of
 `triton_kernels`; see settings_code.py. Settings whose results are wrong, or that do not compile, are not timed.
 """
 
