@@ -66,7 +66,7 @@ class SlotSetup:
     prompt_length           tokens of the user's prompt; all later tokens were generated, also after a pause
     max_new_tokens          tokens after which a search with several beams ends. For other sequences the host counts
                             tokens
-    history                 [n] int32, all tokens of the sequence so far; None: not set yet, see `continuing`
+    history                 [n] int32, all tokens of the sequence so far; None: until `continuing` sets them
     """
 
     sampling: SamplingConfig = NEUTRAL

@@ -9,7 +9,7 @@ Shapes      hidden, out              [..., E]   [T, E] or [T, H, E] for H heads,
             residual                 [T, E]   contiguous rows; None: no addition
             weight                   [E]
 Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
-Mutates     residual and out. out can be `hidden`; None: allocated.
+Mutates     residual and out. `out` can be `hidden`. If `out` is None, the function allocates a tensor.
 Oracle      triton_kernels/reference/rms_norm.py
 Source      Zhang and Sennrich 2019; written for this project.
 

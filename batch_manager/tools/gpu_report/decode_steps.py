@@ -28,7 +28,7 @@ class Case:
     """A model whose decode steps are measured.
 
     seconds     estimated seconds until an engine is warm, including the compilation of its kernels
-    runs        number of measurements of each size
+    runs        number of measurements of each of `sizes`
     predicted   text with the predicted time of a step; empty: none
     """
 
