@@ -16,9 +16,10 @@ class TokenHistory:
              with beams has a history, slot * largest beam width + beam; `device_rows_of` computes it. The column of the
              position to sample, all later columns, and rows of slots without a history are undefined.
 
-    A sampled token is written at its position, which makes it safe to run a step twice. The output of a
-    beam changes when the beam continues another one. The decoder writes the complete outputs of beams before each step,
-    from the search with which the step starts. Capacity doubles as needed, for the longest sequence and the largest beam width.
+    A sampled token is written at its position, which makes it safe to run a step twice. The output of a beam
+    changes when the beam continues another one. The decoder writes the complete outputs of beams before each step, from
+    the search with which the step starts. Capacity doubles as needed, for the longest sequence and the largest beam
+    width.
     """
 
     def __init__(self, state: SlotState) -> None:

@@ -1,7 +1,8 @@
 """Compare launch settings of the attention kernels and of `fused_linear`, for the shapes in the goals of goals.py.
 
-The report has a Record for each tried setting. The fastest settings are written to a file, as code for the settings functions of
-`triton_kernels`; see settings_code.py. Settings whose results are wrong, or that do not compile, are not timed.
+The report has a Record for each tried setting. The fastest settings are written to a file, as code for the settings
+functions of `triton_kernels`; see settings_code.py. Settings whose results are wrong, or that do not compile, are not
+timed.
 """
 
 import contextlib
