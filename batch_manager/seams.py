@@ -97,7 +97,7 @@ class ModelBackend(Protocol):
 
         `start` and `finish` may raise any exception. The loop reports MemoryError and torch's out-of-memory errors as
         such. DeviceLostError means that no step can run any more. After an exception, running the batch or a part of it
-        again must give the result of a first run, even if the step launched after it has run in between.
+        again must give the result of a first run, even if the next step, already launched, has run in between.
         """
         ...
 

@@ -4,7 +4,7 @@
 
 Shapes      token                    [R]   any integer dtype: the sampled token of each row
             history                  [H, C]   int32, contiguous rows, any row stride
-            history_row              [R] int64   row of `history` with the sequence of each row
+            history_row              [R] int64   for each row, the row of `history` that has its sequence
             length                   [R] int64   number of tokens before `token`, in the row of `history`, at most C
             lists                    [L] int32   lists of words, as in `ban_words`
             list_start               [R] int32   start of the row's list

@@ -112,7 +112,7 @@ class BeamSearch:
 
     The object is immutable, so that a step can run again: `advance` returns a new search.
 
-    num_candidates  number of continuations that `advance` takes
+    num_candidates  number of continuations to pass to `advance`
     cum_log_probs   [beams] float32 of the live beams, -inf for an empty beam. Before the first step there is one beam
                     without tokens, then there are `width` beams
     last_tokens     [width] int32: last tokens of the live beams, the input tokens of the next step

@@ -21,12 +21,12 @@ class Delivery:
     """The response values of one live request. Optional values are kept only if the request asked for them.
 
     is_plain            the request asked for tokens only
-    num_sent            generated tokens already sent (streaming)
+    num_sent            number of generated tokens already streamed
     log_probs           log-probability of each generated token not sent yet
     cum_log_prob        sum of the log-probabilities of all generated tokens
     generation_logits   [vocab] row of each generated token not sent yet
     top_log_probs       likeliest tokens at the positions of the generated tokens not sent yet, one entry per step
-    context_logits      [prompt, vocab], filled chunk by chunk; None once it is sent
+    context_logits      [prompt, vocab], filled chunk by chunk; None before the first chunk and once it is sent
     context_rows        number of rows of context_logits that are filled, from the first on; context_logits is sent when
                         all rows are filled
     beams               with several beams, their log-probabilities and logits, in place of log_probs, cum_log_prob and
@@ -48,7 +48,7 @@ class Delivery:
 class Deliveries:
     """Keeps the values of each live request that were not sent yet, and builds responses. It sends nothing.
 
-    vocab_size   columns of the returned logits
+    vocab_size   number of columns of the returned logits
     to_tensor    function that converts a NumPy array to the tensor of a response
     listeners    request id -> delivery, of requests that stream or asked for values other than tokens
     asking       ids of requests that asked for values other than tokens

@@ -31,7 +31,7 @@ class Served:
     wall_s      seconds from the start to the last response
     steps       number of iterations with an active request
     meter       CPU use during the run, and peak memory
-    records     statistics records of the iterations, if they were kept
+    records     statistics records of the iterations; empty if they were not kept
     """
 
     load: Load

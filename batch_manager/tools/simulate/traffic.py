@@ -19,7 +19,7 @@ class Traffic:
     arrival_s       [n] float64, seconds, ascending, the first at 0 or later
     input_tokens    [n] int64, length of the prompt
     output_tokens   [n] int64, length of the output
-    prompt          (index) -> [input tokens] int32, the tokens of the prompt; equal prefixes can be reused
+    prompt          (index) -> [input tokens] int32, the tokens of the prompt
     prefixes        index -> ids of the prompt's blocks of 512 tokens (PREFIX_TOKENS); equal ids mean equal tokens.
                     None: unknown
 
