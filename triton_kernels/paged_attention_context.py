@@ -94,10 +94,10 @@ def _walk_tiles(
 ):
     """Attend to the key tiles with the numbers begin .. end - 1 and return the running softmax.
 
-    Without sink tokens, the number of a tile is its index in the sequence. With sink tokens, this applies to numbers
-    from `window_tile` on, the first tile of the window. A smaller number n belongs to the tile with index n - skipped,
-    which has sink tokens. `skipped` counts the tiles between the sinks and the window, to which no query of this
-    program attends.
+    Without sink tokens, the number of a tile is its index in the sequence. With sink tokens, this applies to
+    `window_tile`, the first tile of the window, and larger numbers. A smaller number n belongs to the tile with index
+    n - skipped, which has sink tokens. `skipped` counts the tiles between the sinks and the window, to which no query
+    of this program attends.
     """
     TILES_PER_PAGE: tl.constexpr = B // KEYS
     IS_SCALED: tl.constexpr = CAP_LOG2 > 0 or HAS_ALIBI   # scores are scaled before the softmax

@@ -182,8 +182,9 @@ class Attention(Protocol):
     def plan(self, step: PackedStep) -> Sequence[np.ndarray] | None:
         """Prepare one step on the host: select kernels and partition the work.
 
-        Returns  the arrays that `run` needs on the device, or None. The caller uploads them with its own arrays in one
-                 asynchronous copy. `plan` must not copy to the device itself: its copy would wait for the previous step
+        Returns  the arrays that `run` needs on the device; None: it needs none. The caller uploads them with its own
+                 arrays in one asynchronous copy. `plan` must not copy to the device itself: its copy would wait for the
+                 previous step
         """
         ...
 

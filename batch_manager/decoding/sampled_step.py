@@ -53,8 +53,8 @@ class SampledStep:
 
     slots             [n] int32 on the host: slots of the sequences of the step, in batch order
     rows              the r rows of sequences without beams; the next five fields belong to these rows
-    tokens            [r] int32 or int64; undefined where not finite
-    finish            [r] uint8: finish reasons
+    tokens            [r] int32 or int64; undefined where `finite` is False
+    finish            [r] uint8: FinishReason of each row
     finite            [r] bool: whether a token could be sampled from the row's logits
     log_probs         [r] float32: of `tokens`, 0 in rows that did not ask for them; None: no row asked
     emptied           [r] bool: whether the stages left a NaN, a +inf or no token in a row that was finite before the

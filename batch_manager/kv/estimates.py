@@ -56,8 +56,8 @@ class Estimates:
     def reusable_tokens(self, request: LlmRequest, to_completion: bool) -> int:
         """Number of prompt tokens that a first chunk finds in the cache, as TensorRT-LLM estimates it.
 
-        to_completion   True: count all cached leading full blocks, up to the most tokens that the window stores;
-                        False: count only those that running sequences hold
+        to_completion   True: count the tokens of all cached leading full blocks, but at most as many as the window
+                        stores; False: count only the tokens of those that running sequences hold
         """
         if self._cache is None:
             return 0

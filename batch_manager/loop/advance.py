@@ -19,8 +19,8 @@ class Outcome:
     to_send             streaming requests that have new tokens and have not ended
     ended               requests that completed, with the reason
     failed              requests whose row is unusable, with the failure
-    generated_tokens    tokens appended to requests
-    discarded_tokens    tokens of requests that had ended before the step was read, and of void rows
+    generated_tokens    number of tokens appended to requests
+    discarded_tokens    number of tokens of requests that had ended before the step was read, and of void rows
     """
 
     to_send: list[LlmRequest] = field(default_factory=list)

@@ -95,8 +95,8 @@ class LaunchRecording:
 
     dtype       dtype of all registers
     operations  the operations in order
-    widths      columns of each register; register 0 is the input, the hidden states
-    result      register of the output
+    widths      number of columns of each register; register 0 is the input, the hidden states
+    result      index of the output's register
     """
 
     dtype: torch.dtype

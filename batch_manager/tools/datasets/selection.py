@@ -80,7 +80,7 @@ class ReadReport:
     kept      requests that were selected
     empty     requests left out because the prompt or the output has no tokens, such as failed requests of a trace
     dropped   requests left out because they are longer than the limits
-    clipped_inputs, clipped_outputs   requests with a truncated prompt, and with a truncated output
+    clipped_inputs, clipped_outputs   requests with a truncated prompt; requests with a truncated output
     """
 
     format: str = ""
