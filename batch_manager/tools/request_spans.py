@@ -74,9 +74,9 @@ class Life:
 def lives(iterations: Iterable[IterationTrace]) -> Iterator[Life]:
     """Yield the history of each request: first the requests that end, in the order of their ends, then the others.
 
-    Several requests may have the same id one after the other. An iteration in which a
-    request only waits for a step in flight is added to the request's current span. An iteration lasts until the next iteration begins. The last iteration, and an iteration
-    that leaves the engine idle, last until their phases have ended.
+    Several requests may have the same id one after the other. An iteration in which a request only
+    waits for its step in flight is added to the request's current span. An iteration lasts until the next iteration
+    begins. The last iteration, and an iteration that leaves the engine idle, last until their phases have ended.
     """
     alive: dict[int, Life] = {}
     last: IterationTrace | None = None
