@@ -34,7 +34,8 @@ class SamplingRows:
 
     slots       [r]   slot of the row's sequence; host int32, device int64
     positions   [r]   position, in its sequence, of the token to sample; host int32, device int64
-    beams       [r]   index of the beam within its sequence, int64 on both; None: no sequence has beams
+    beams       [r]   index of the beam within its sequence, int64 on both; None: no row is for a beam, or
+                      `BeamRows.of` has not split the rows yet
     """
 
     slots: np.ndarray

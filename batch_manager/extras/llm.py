@@ -91,8 +91,8 @@ class LLM:
     params             fields of TrtGptModelOptionalParams, such as device, max_batch_size and kv_cache_config
 
     A prompt is a string, a list of token ids, or a list of messages for the model's chat template. Sampling options are
-    the fields of `batch_manager.extras.sampling.Sampling`. They default to 256 tokens, temperature 1 over all tokens, a
-    fresh seed, and the checkpoint's end ids. `temperature=0` is greedy; `seed=7` makes sampling repeatable.
+    the fields of `batch_manager.extras.sampling.Sampling`. They default to 256 tokens, temperature 1 without top_k or
+    top_p, a fresh seed, and the checkpoint's end ids. `temperature=0` is greedy; `seed=7` makes sampling repeatable.
 
     Works inside a running event loop, for example in a notebook. Thread-safe. Ctrl-C stops the requests of the
     interrupted call; the LLM stays usable. The engine ends at `close`, at the end of a `with` block, when the

@@ -35,8 +35,8 @@ class Refusal:
 class UnansweredItems:
     """Lists each item from its fetch to the start of its final callback.
 
-    An item is `undecided` until it is accepted, refused or counted as unaddressable. An accepted or refused item stays
-    listed until its final callback starts.
+    An item is `undecided` until it is accepted, refused, counted as unaddressable, or dropped. An accepted or refused
+    item stays listed until its final callback starts.
 
     undecided    list with the item that is being decided, or empty
     refusals     refused items, in order

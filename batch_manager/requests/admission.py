@@ -111,7 +111,7 @@ class Admitted:
     setup        options of the request that the device needs
     response     options that decide what the request's responses contain, and its deadline
     num_bytes    bytes of the request's tensors, and of the logits and likeliest tokens that the request asks for
-    warnings     changes that were necessary to fit the request, one sentence each
+    warnings     changes made to the request so that it fits max_seq_len, one sentence each
     prompt_table   embeddings of the request's prompt-tuning tokens; None: the request has no embedding table
     arrival_time   arrival of the request in seconds of the engine's clock; None if the request does not set it
     """

@@ -227,7 +227,7 @@ def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_row
     """Return an upper estimate of the bytes that a step allocates: hidden states, one layer, and the logits twice.
 
     max_rows     largest number of rows of logits in a step: one for each sequence, or for each of its beams
-    processors   multiprocessors of a GPU whose Triton kernels sample and attend; 0: no Triton kernels. Sampling needs
+    processors   number of multiprocessors of a GPU that runs Triton kernels; 0: no Triton kernels. Sampling needs
                  scratch memory for float32 logits. Attention needs scratch memory for the parts of long sequences
     """
     per_token = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * sum(spec.qkv_sizes)
@@ -309,7 +309,7 @@ class NativeBackend:
         """Launch a step; see seams.ModelBackend.
 
         After an exception, the same step can be started again. The new run repeats the updates of block tables and
-        slots, skips the device operations that are done, and writes the KV cache entries of the tokens again. Sampled
+        slots, skips the `batch.operations` that are done, and writes the KV cache entries of the tokens again. Sampled
         tokens are stored last, and by position.
         """
         if batch.generation.num_drafts is not None or batch.context and any(work.num_drafts for work in batch.context):

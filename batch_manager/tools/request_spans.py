@@ -24,8 +24,8 @@ class Span:
     begin_s, end_s   seconds of the engine's clock: start of the span's first iteration (CLIENT: arrival of the
                 request), and start of the next span or end of the last iteration
     iterations  number of iterations; 0 for CLIENT
-    tokens      number of computed context tokens
-    first       position of the first computed context token
+    tokens      number of context tokens computed in the span
+    first       position of the first of these tokens
     running     ids of the requests that ran in the steps during a QUEUED or WAITING span; empty for other kinds
     """
 
@@ -74,9 +74,9 @@ class Life:
 def lives(iterations: Iterable[IterationTrace]) -> Iterator[Life]:
     """Yield the history of each request: first the requests that end, in the order of their ends, then the others.
 
-    Several requests may have the same id one after the other. While a step of a request is in flight, the current span
-    of the request continues. An iteration lasts until the next iteration begins. The last iteration, and an iteration
-    that leaves the engine idle, last until their phases have ended.
+    Several requests may have the same id one after the other. An iteration in which a request only
+    waits for its step in flight is added to the request's current span. An iteration lasts until the next iteration
+    begins. The last iteration, and an iteration that leaves the engine idle, last until their phases have ended.
     """
     alive: dict[int, Life] = {}
     last: IterationTrace | None = None
