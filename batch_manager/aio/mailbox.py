@@ -25,7 +25,7 @@ class RequestFailed(BatchManagerError):
     code           ErrorCode
     message        error text, without the code
     is_retryable   the same request may succeed later, or on another instance
-    tokens         tokens streamed before the failure
+    tokens         list of the tokens that a stream gave before the failure
     """
 
     def __init__(self, code: ErrorCode, message: str, tokens: list[int] | None = None) -> None:

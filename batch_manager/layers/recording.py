@@ -114,7 +114,7 @@ class Recording:
 
     dtype       dtype of all rows
     operations  a list of integers for each operation, its kind first; all lists are equally long, see step.c
-    uses        the registers that each operation uses
+    uses        for each operation, the registers that it reads or writes
     strides     for each register, the distance from one row to the next, in entries. Register 0 is the input of the
                 forward, the hidden states
     whole       registers other than register 0 whose rows have no padding

@@ -305,11 +305,9 @@ class GenerationLoop:
         self._expire()
 
     def _expire(self) -> None:
-        """End requests whose deadline has passed.
+        """End requests whose deadline has passed: as timed out if they have generated tokens, otherwise with an error.
 
         Then, if no request of a static batch is running, send the final responses that were held for the batch.
-
-        A request with generated tokens ends as timed out. A request without tokens gets an error.
         """
         expired = self.intake.expired()
         for admitted in self.intake.withdraw(expired.keys()):

@@ -40,7 +40,7 @@ class FusedStep:
     limits         the DeviceLimits of the device
     gives_logits   whether the recording includes the head, so that `run` returns logits; otherwise hidden states
     row_counts     the row counts, out of ROW_COUNTS, with which at least one product is fused, in ascending order. The
-                   smallest row count is always included
+                   smallest of ROW_COUNTS is always included
     most_rows      the last of `row_counts`; larger steps gain nothing from fusion
     """
 

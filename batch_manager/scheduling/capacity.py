@@ -89,11 +89,11 @@ class StaticBatchScheduler(CapacityScheduler):
 class MaxUtilizationScheduler(CapacityScheduler):
     """Runs each request whose next step fits. When blocks run out, pauses the requests that are last in line.
 
-    For a request that does not fit, the scheduler picks a victim: the last started request in the line. The victim may
-    be the request itself, unless it is the first in line and a step is in flight. The scheduler counts the victim's
-    blocks as free, ends the line before the victim, and tries the request again. It never pauses requests before this
-    request, so the first in line always advances. A context is skipped if another request is computing the context's
-    next block, unless the context is the first in line.
+    For a request that does not fit, the scheduler picks a victim: of the started requests that are in no step in
+    flight, the last in the line. The victim may be the request itself, unless it is the first in line and a step is in
+    flight. The scheduler counts the victim's blocks as free, ends the line before the victim, and tries the request
+    again. It never pauses requests before this request, so the first in line always advances. A context is skipped if
+    another request is computing the context's next block, unless the context is the first in line.
 
     two_step_lookahead   run a generating request only if the blocks of its next two steps fit, as two micro-batches in
                          flight need; otherwise, only those of its next step must fit

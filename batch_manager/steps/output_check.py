@@ -54,7 +54,7 @@ class _Rows:
     """The rows of an output.
 
     row_of      slot -> row, in ascending order of rows
-    starts      [r + 1] index of the first token of each of the r rows, then the number of tokens
+    starts      [r + 1] index of the first token of each of the r rows, then the number of tokens of all rows
     requested   slot -> requested values, for sequences that request values and whose row did not fail
     """
 

@@ -18,7 +18,7 @@ class TraceShape:
     request_rate   mean requests/s
     burstiness     standard deviation of the times between requests, divided by their mean; 1: a Poisson process; above
                    1: bursts
-    input_*, output_*   median, sigma and largest value of log-normal lengths in tokens
+    input_*, output_*   median, sigma and largest value of the log-normal lengths of prompts and outputs, in tokens
     """
 
     request_rate: float = 2.0
