@@ -176,7 +176,7 @@ class GptManager:
                                or hook ("get", "send", "poll", "stats", "trace", "after_responses", "at_end"),
                                "reading a request", "schedule_request", "model step", "memory_usage", "figures"
         seconds_in_activity    seconds since the activity began
-        is_hanging             not idle, and no heartbeat for more than hang_warning_s
+        is_hanging             whether the current activity, other than "idle", has lasted more than hang_warning_s
         failure                text of the error that failed the engine, or ""
         active_requests, queued_requests, iterations, final_responses   counts
         errors                 error code -> number of final responses with this code

@@ -47,7 +47,7 @@ class Intake:
     num_accepted, num_refused, unaddressable   numbers of items accepted, refused, and without a usable id, since
                     construction
     arrived         (id, arrival time) of requests accepted since the last call of `take_arrived`
-    timings         times of the accepted requests
+    timings         arrival times and metrics of the accepted requests, see `Timings`
     num_prompt_tokens   number of prompt tokens of the accepted requests, since construction
     came_late       whether a request was accepted after its deadline, which counts from its arrival_time; `expired`
                     resets this to False

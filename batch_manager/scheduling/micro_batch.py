@@ -23,9 +23,10 @@ class TokenBudgetScheduler(MicroBatchScheduler):
     max_batch_size     largest number of requests in a step
     max_num_tokens     largest number of tokens in a step; None: no bound
     chunking           how to cut contexts; None: contexts are not cut. The only exception is a paused context that has
-                       become longer than any step, which is computed in whole blocks
+                       become longer than any step: if it does not fit, it is cut to whole blocks
     tokens_per_block   tokens of a KV cache block; used only to cut such a paused context when `chunking` is None
     credit_of          function (request) -> number of tokens of its first chunk that are certain to be cached; None: 0
+                       for every request
     """
 
     def __init__(self, max_batch_size: int, max_num_tokens: int | None = None,
@@ -102,8 +103,9 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         """Return the chunk size without chunking, and the cost of the chunk in tokens.
 
         The chunk is the whole context, or 0 if the context does not fit. Its cost is the whole prompt with its drafts,
-        minus cached tokens, even if a part of the prompt is computed already. A paused context that is longer than any
-        step gets the uncomputed rest of the context if it fits, else whole blocks, and only this chunk counts as cost.
+        minus cached tokens, even if a part of the prompt is computed already. Of a paused context that is longer than
+        any step, only the uncomputed part counts, in place of the whole prompt. If it does not fit, the chunk is as
+        many whole blocks as fit, which cost their own tokens.
         """
         whole, drafts, credit = request.remaining_context, request.draft_len, self._credit(request)
         if (request.num_pauses and self.max_num_tokens is not None

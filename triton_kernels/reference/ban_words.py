@@ -1,7 +1,7 @@
 """Forbid the last token of every word whose other tokens are the last tokens of the sequence.
 
     words = the list that starts at lists[list_start]: first the `count` numbers ends[0], ends[1], ..., ascending, then
-            the tokens of all words. Word w has the tokens ends[w-1] .. ends[w] - 1, and word 0 begins with token 0
+            the tokens of all words. Word i has the tokens ends[i-1] .. ends[i] - 1, and word 0 begins with token 0
     t     = the first `length` tokens of the row's history
     logits[w[n-1]] = -inf for every word w of n tokens with t[length-n+1 ..] equal to w[.. n-2]. A word of one token is
     always forbidden.

@@ -15,9 +15,10 @@ STREAM_OF_PROMPTS, STREAM_OF_BLOCKS = 2, 3    # ids of random streams
 
 
 class PromptMaker:
-    """Makes random prompts. A prompt depends only on the seed, the request's index in its file and its block ids.
+    """Makes random prompts. A prompt depends only on the seed and the request's Record: index, length and prefix ids.
 
-    Blocks with the same id have the same tokens. A last block with fewer tokens has the first tokens of the full block.
+    Blocks of PREFIX_TOKENS tokens with the same prefix id have the same tokens. A last block with fewer tokens has the
+    first tokens of the full block.
     """
 
     def __init__(self, seed: int, vocab_size: int) -> None:
