@@ -17,7 +17,7 @@ class GeneratedText:
     ends_in_stop_words   whether the request passed its end ids as one-token stop words. If so, and a stop word ends
                          the output, the last token adds no text
     tokens, log_probs, top_log_probs   concatenated fields of the deltas, up to the token that completed a stop string
-    finish_reason        STOP_WORDS after a stop string; NOT_FINISHED while the request runs
+    finish_reason        STOP_WORDS after a stop string, otherwise that of the last delta; NOT_FINISHED before any delta
     """
 
     __slots__ = ("tokens", "log_probs", "top_log_probs", "finish_reason", "_stream", "_has_stop",

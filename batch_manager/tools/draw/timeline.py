@@ -23,7 +23,7 @@ class Row:
 
     starts       first iteration of each span; a span ends where the next span begins
     kinds        kind of each span, as an index into `Timeline.kinds`
-    chunks       first position, number of tokens, first position, ... of the context spans, in order
+    chunks       two numbers for each context span, in order: first position and number of tokens of its chunk
     end          iteration after the last iteration of the row
     has_ended    False: the trace ends before the request
     """
@@ -49,8 +49,8 @@ class Timeline:
     counters     name -> a value per iteration
     phases_us    phase -> a duration per iteration in microseconds, or 0 if the phase did not run
 
-    Each context chunk is a separate span. In an iteration in which the last step of a request is still in flight, its
-    span goes on.
+    Each context chunk is a separate span. While a request waits because its step is still in flight,
+    its span goes on.
     """
 
     rows: list[Row] = field(default_factory=list)

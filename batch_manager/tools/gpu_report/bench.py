@@ -25,7 +25,7 @@ class Bench:
     peers        folder with another attention kernel, or results of other engines, to compare with; None: no comparison
     goals        names of the performance goals (goals.py) to measure; empty: all
     copy_bytes_s, read_bytes_s, matmul_flop_s   rates of the device, which the section `denominators` sets
-    deadline     deadline of the current section, in seconds of `now`
+    deadline     value of `now` by which the current section must end
     without_graphs   model name -> why an engine that was to capture graphs has none
     """
 

@@ -29,8 +29,8 @@ def fit_cost(traces: Iterable[Iterable[IterationTrace]], about: Mapping[str, Any
     tokens, each multiplied by its seconds per unit. Steps with contexts have separate terms. The fit minimises relative
     errors by iteratively reweighted non-negative least squares (Lawson and Hanson), without outliers. All terms are
     then scaled so that the predicted and the measured times have the same sum. This sum includes outliers, but not
-    steps that took more than 20 times the predicted time (INTERRUPTION). The model has the scatter around the
-    prediction as quantiles.
+    steps that took more than 20 times the predicted time (INTERRUPTION). The model stores quantiles of measured
+    time / predicted time.
 
     Published serving simulators such as Vidur (MLSys 2024) predict operators, and claim errors below 9 % in end-to-end
     latency.
@@ -70,7 +70,7 @@ def _fit(timed: Sequence[MeasuredStep], steps: Sequence[MeasuredStep]) -> tuple[
     """Return (the model, share of the timed steps that were ignored as interrupted).
 
     timed   the steps whose time on the device is known; the device's terms are fitted to them
-    steps   all steps; the host's terms are fitted to them
+    steps   all steps; the host's terms are fitted to those whose time on the host is known
     """
     generation = [step for step in timed if not step.shape.context_requests]
     mixed = [step for step in timed if step.shape.context_requests]

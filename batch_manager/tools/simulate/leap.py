@@ -46,8 +46,8 @@ def possible_leap(loop: GenerationLoop, backend: SimulatedBackend) -> Leap | Non
     """Return a leap: iterations computed at once, all before the first one that ends a request or may lack blocks.
 
     Returns None if the leap would have fewer than two iterations (SHORTEST), steps are not in lockstep, an active
-    request does not generate in every step, or a request is queued. In all other cases, the leap has exactly the
-    iterations that the loop would run.
+    request does not generate in every step, or a request is queued. The iterations of a leap are the same as
+    if the loop ran them one by one.
     """
     requests = loop.active.in_order
     if loop.limits.window_depth > 1 or loop.window or not requests or len(requests) > loop.limits.max_batch_size:
