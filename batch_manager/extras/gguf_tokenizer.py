@@ -41,7 +41,7 @@ class _PreTokenizer:
     digits          whether every digit is split off before the pattern is applied
     normalizes      whether Unicode NFC normalization is applied first
     ignore_merges   whether a word that is a token stays whole, whatever the merges are
-    adds_bos        whether prompts get a bos token if the file does not specify it
+    adds_bos        whether prompts get a bos token if the file does not say whether they do
     """
 
     pattern: str | None = None

@@ -6,7 +6,7 @@
                                 buffers. At most half of the free memory is subtracted for these buffers, because few
                                 steps are of the largest size
         2 GiB on a CPU          so that the engine does not take most of a machine's memory by default
-        the largest use         max_num_sequences sequences of max_seq_len tokens; no limit if these are unbounded
+        the largest use         max_num_sequences sequences of max_seq_len tokens; no limit if max_num_sequences is None
 """
 
 from dataclasses import dataclass

@@ -59,10 +59,10 @@ def has_openmp() -> bool:
 def _set_for_this_thread(count: int, mkl_count: int | None = None) -> int:
     """Set the numbers of threads with which OpenMP and MKL compute for the calling thread.
 
-    Returns the previous number for MKL; 0 without MKL.
+    Returns the previous `mkl_count` of the thread; 0 without MKL.
 
     count       number for OpenMP
-    mkl_count   number for MKL; None: the same as `count`; 0: MKL uses the number of OpenMP
+    mkl_count   number for MKL; None: the same as `count`; 0: MKL uses its number for the process
     """
     openmp, mkl = _libraries()
     openmp.omp_set_num_threads(count)

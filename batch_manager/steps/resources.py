@@ -55,7 +55,7 @@ class Resource(Protocol):
 class Resources:
     """Claims resources for a plan, and releases them on a pause and at the end of a request. Release is idempotent.
 
-    others        resources besides blocks. They are claimed in this order, before blocks, and released in reverse order
+    others        resources besides blocks: claimed in the order given, before blocks, and released in reverse order
     device_work   the device work that claims, releases and beams cause; the device does it before the next step
     """
 
