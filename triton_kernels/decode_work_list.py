@@ -54,7 +54,7 @@ def decode_work_list(
 
 
 def most_parts(num_sequences: int, max_pages: int | None, num_kv_heads: int, resident_programs: int) -> int:
-    """Return the maximum number of rows of a `decode_work_list` without padding.
+    """Return the largest number of rows that `decode_work_list` can need, not counting padding rows.
 
     max_pages   pages of the longest sequence; None: unbounded
     """

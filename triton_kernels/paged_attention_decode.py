@@ -297,7 +297,7 @@ def decode_shared_bytes(head_size: int, group: int, tokens_per_block: int, eleme
                         limits: DeviceLimits) -> int:
     """Return the shared memory of one program, with the settings of `decode_settings`.
 
-    On NVIDIA GPUs, a program takes this memory or up to 256 bytes (REDUCTION_BYTES) less. On AMD GPUs, the number is
+    On NVIDIA GPUs, a program takes at most this memory, and at most 256 bytes less. On AMD GPUs, the number is
     the memory of the pages alone.
 
     group   query heads per kv head

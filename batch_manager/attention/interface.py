@@ -174,7 +174,7 @@ def _is_positive(value: object) -> bool:
 class Attention(Protocol):
     """Paged attention of all layers of a model over one KV cache pool. One thread at a time uses it.
 
-    A step calls `plan` once, then `receive`, then `run` once for each layer.
+    A step calls `plan` once, then `receive` once, and then `run` for each layer.
     """
 
     dispatch: str   # "triton" or "torch"

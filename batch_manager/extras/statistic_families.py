@@ -107,7 +107,7 @@ class Family:
 
     @property
     def is_nv_trt_llm(self) -> bool:
-        """Whether the family is one of TensorRT-LLM's Triton backend, with that backend's labels."""
+        """Whether TensorRT-LLM's Triton backend exports the family too. The family then has that backend's labels."""
         return self.names[0] in NV_TRT_LLM
 
 

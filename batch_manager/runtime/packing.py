@@ -175,7 +175,10 @@ class ContextRows(NamedTuple):
 
 
 def locate_contexts(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> ContextRows:
-    """Return the contexts of a batch with at least one context and no drafts. Raises the exceptions of `pack`."""
+    """Return where the contexts of a batch are, as ContextRows. Raises the exceptions of `pack`.
+
+    The batch must have at least one context, and no drafts.
+    """
     step = pack(replace(batch, generation=NO_GENERATION), tables, tokens_per_block)
     return ContextRows(step, step.slots * np.int32(batch.max_beam_width),
                        np.array([work.is_last_chunk for work in batch.context]))

@@ -30,7 +30,7 @@ NO_LOG_PROB = ("the log-probability of its token is NaN, so its logits were not 
 
 
 class WrongOutputError(Exception):
-    """The output of a backend does not match its batch. The text contains no tokens."""
+    """The output of a backend does not match its batch. The error's message contains no tokens."""
 
 
 @dataclass(frozen=True, slots=True)

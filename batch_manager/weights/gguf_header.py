@@ -358,8 +358,8 @@ class _Reader:
         takes at least one byte."""
         length = self._unsigned(_LENGTH, what)
         if length > self.file_bytes - self._offset:
-            raise incomplete(self.where, f"{what} has a length of {length:,}, but only "
-                                         f"{counted(self.file_bytes - self._offset, 'byte')} follow")
+            raise incomplete(self.where, f"{what}: the stated length is {length:,}, but the file has only "
+                                         f"{counted(self.file_bytes - self._offset, 'byte')} left")
         return length
 
     def _unsigned(self, layout: struct.Struct, what: str) -> int:
