@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from io import BytesIO
@@ -265,6 +266,15 @@ def test_a_full_standard_output_is_one_line_and_status_2():
     assert run.returncode == 2
     assert run.stderr.startswith("batch-manager draw: the standard output cannot be written: No space left on device; ")
     assert run.stderr.count("\n") == 1
+
+
+def test_a_picture_whose_reader_has_exited_ends_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = subprocess.run([sys.executable, "-m", "batch_manager.tools", "draw", "--demo", "--svg", "-"], stdout=writer,
+                         stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("name, message", [

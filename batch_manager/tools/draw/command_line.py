@@ -51,8 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, path in _outputs(options).items():
         if why := why_not_writable(path):
             parser.error(f"--{name}: {why}")
+    complaint = ""
     try:
-        text, refusals = _draw(options)
+        text, complaint = _draw(options)
         # A picture on the standard output (--svg -) must be its only content.
         if any(path == STANDARD_OUTPUT or path.exists() and not path.is_file() for path in _outputs(options).values()):
             print(text, file=sys.stderr)
@@ -63,12 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BatchManagerError, OSError, ValueError) as error:
         print(f"batch-manager draw: {_words(error, options.trace)}", file=sys.stderr)
         return 2
-    if refusals:
-        asked = len(parse_requests(options.requests))
-        print(f"batch-manager draw: {len(refusals)} of {asked} requests cannot run; the first: {refusals[0]}",
-              file=sys.stderr)
-        return 1
-    return 0
+    if complaint:
+        print(f"batch-manager draw: {complaint}", file=sys.stderr)
+    return 1 if complaint else 0
 
 
 def _words(error: Exception, trace: Path | None) -> str:
@@ -106,8 +104,8 @@ def _outputs(options: argparse.Namespace) -> dict[str, Path]:
     return {name: path for name in ("html", "svg", "save") if (path := getattr(options, name))}
 
 
-def _draw(options: argparse.Namespace) -> tuple[str, list[str]]:
-    """Write the requested files, and return (the text to print, errors of the requests that cannot run).
+def _draw(options: argparse.Namespace) -> tuple[str, str]:
+    """Write the requested files, and return (the text to print, what is wrong with the demonstration's requests or "").
 
     Depending on the options, the text has a description of the demonstration, the picture as text, and the names of the
     written files.
@@ -120,8 +118,7 @@ def _draw(options: argparse.Namespace) -> tuple[str, list[str]]:
         opened = {name: files.open(path, "wb") for name, path in outputs.items()}
         small = SmallRun(FOR_SVG if options.svg else FOR_TEXT) if options.svg or shows_text else None
         timeline = Timeline() if options.html else None
-        refusals: list[str] = []
-        heading, iterations = _demo(options, refusals) if options.demo else ([], _read(options.trace))
+        heading, iterations, complaint = _demo(options) if options.demo else ([], _read(options.trace), "")
         noted = _noted(iterations, small, timeline)
         if options.save:
             write_trace(noted, opened["save"])
@@ -134,7 +131,7 @@ def _draw(options: argparse.Namespace) -> tuple[str, list[str]]:
     names = {name: "the standard output" if path == STANDARD_OUTPUT else path for name, path in outputs.items()}
     written = [f"wrote {path}{f': {summary(timeline)}' if name == 'html' else ''}" for name, path in names.items()]
     shown = [render_text(small.iterations, width=options.width)] if shows_text else []
-    return "\n\n".join([*heading, *shown, *(["\n".join(written)] if written else [])]), refusals
+    return "\n\n".join([*heading, *shown, *(["\n".join(written)] if written else [])]), complaint
 
 
 def _noted(iterations: Iterable[IterationTrace], *lists: SmallRun | Timeline | None) -> Iterator[IterationTrace]:
@@ -161,8 +158,8 @@ def _title(options: argparse.Namespace) -> str:
     return f"Demonstration, {options.policy}" if options.demo else options.trace.name
 
 
-def _demo(options: argparse.Namespace, refusals: list[str]) -> tuple[list[str], list[IterationTrace]]:
-    """Run the demonstration, and return (lines that describe it, its trace). Errors are appended to `refusals`."""
+def _demo(options: argparse.Namespace) -> tuple[list[str], list[IterationTrace], str]:
+    """Run the demonstration. Returns (lines that describe it, its trace, complaint about requests that cannot run)."""
     for name, most in MOST_OF_DEMO.items():
         if not 1 <= (value := getattr(options, name)) <= most:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}", f"expected 1 to {most:,}")
@@ -177,9 +174,10 @@ def _demo(options: argparse.Namespace, refusals: list[str]) -> tuple[list[str], 
     heading = [f"{policy.name}, {options.num_blocks} blocks of {options.tokens_per_block} tokens, at most "
                f"{options.max_batch_size} requests and {options.max_num_tokens} tokens a step, chunked context: "
                f"{options.chunking}"]
-    iterations = run_demo(parse_requests(options.requests), params, policy, options.num_blocks,
-                          say=refusals.append)
-    return [*heading, *(f"refused: {text}" for text in refusals)], iterations
+    requests, refusals = parse_requests(options.requests), []
+    iterations = run_demo(requests, params, policy, options.num_blocks, say=refusals.append)
+    complaint = f"{len(refusals)} of {len(requests)} requests cannot run; the first: {refusals[0]}" if refusals else ""
+    return [*heading, *(f"refused: {text}" for text in refusals)], iterations, complaint
 
 
 def _read(path: Path) -> Iterator[IterationTrace]:
