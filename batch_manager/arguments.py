@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .config import Parts, TrtGptModelOptionalParams
-from .errors import ConfigError
+from .errors import ConfigError, counted
 from .names import SchedulerPolicy, TrtGptModelType
 from .option_values import integer_in_words, plain_integer, shown_option
 from .sampling_config import UINT64_MAX
@@ -56,7 +56,7 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
                               "generator",
                               "pass a function, for instance one that uses loop.call_soon_threadsafe")
         if callback is not None and not can_be_called_with(callback, len(takes)):
-            raise ConfigError(f"{name} cannot be called with {len(takes)} argument{'s' * (len(takes) != 1)}",
+            raise ConfigError(f"{name} cannot be called with {counted(len(takes), 'argument')}",
                               f"it is called as {name.rpartition('.')[2]}({', '.join(takes)})",
                               "accept these parameters, or *args" if takes else "make every parameter optional")
     last_id = plain_integer(terminate_req_id)

@@ -194,10 +194,7 @@ class TrtGptModelOptionalParams:
             put_count(self, name, minimum=0)
         put_count(self, "max_seq_len", minimum=2, optional=True)
         put_count(self, "num_threads", optional=True, maximum=MAX_THREADS)
-        if plain_integer(self.max_num_sequences) == -1:
-            object.__setattr__(self, "max_num_sequences", -1)
-        else:
-            put_count(self, "max_num_sequences", optional=True, other=", or -1 for no limit")
+        put_count(self, "max_num_sequences", optional=True, other=(-1, "no limit"))
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device is {self.device!r}", 'expected one of "cpu", "cuda", "cuda:1", ..., or None',
                               "leave it None for a GPU if there is one")

@@ -52,21 +52,23 @@ def integer_in_words(minimum: int, maximum: int = MAX_COUNT, refused: int | None
 
 
 def put_count(options: Any, name: str, *, minimum: int = 1, maximum: int = MAX_COUNT, optional: bool = False,
-              owner: str = "", other: str = "") -> None:
+              owner: str = "", other: tuple[int, str] | None = None) -> None:
     """Replace the integer in the field `name` of a frozen dataclass with a plain int.
 
     optional   whether the field may be None
     owner      prefix of the field's name in the error, such as "BackendInfo."
-    other      words for a value that the caller has accepted already, such as ", or -1"
+    other      another valid integer and its meaning, such as (-1, "no limit")
 
-    Raises ConfigError unless the integer is in minimum..maximum.
+    Raises ConfigError unless the integer is in minimum..maximum, or is `other`.
     """
     value = getattr(options, name)
     if optional and value is None:
         return
     count = plain_integer(value)
-    if count is None or not minimum <= count <= maximum:
-        allowed = integer_in_words(minimum, maximum, count) + other + ", or None" * optional
+    if count is None or not (minimum <= count <= maximum or (other and count == other[0])):
+        allowed = integer_in_words(minimum, maximum, count)
+        allowed += f", or {other[0]} for {other[1]}" if other else ""
+        allowed += ", or None" if optional else ""
         raise ConfigError(f"{owner}{name} is {shown_option(value)}", f"expected {allowed}")
     object.__setattr__(options, name, count)
 

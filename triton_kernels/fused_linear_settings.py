@@ -133,10 +133,18 @@ def _settings(rows, columns, gated, step_bytes, in_size, element_size_bytes, lim
     step = step_bytes // element_size_bytes
     while step // 2 >= max(in_size, 16):
         step //= 2
+    return FusedLinearSettings(rows, columns, step, 4,
+                               most_stages(rows, columns, gated, step, in_size, element_size_bytes, limits))
+
+
+def most_stages(rows, columns, gated, step, in_size, element_size_bytes, limits) -> int:
+    """Return the largest number of pipeline stages, up to MOST_STAGES, that fit into shared memory and are of use.
+
+    The other arguments are those of `fused_linear_settings` and the fields of its result.
+    """
     piece_bytes = (columns * (2 if gated else 1) + rows) * step * element_size_bytes
     room = min(MOST_SHARED_BYTES, limits.shared_bytes - 1024)
-    num_stages = max(1, min(MOST_STAGES, room // piece_bytes, -(-in_size // step) + 1))
-    return FusedLinearSettings(rows, columns, step, 4, num_stages)
+    return max(1, min(MOST_STAGES, room // piece_bytes, -(-in_size // step) + 1))
 
 
 def _separate_us(row_tiles, in_size, out_size, gated, norm, saved_launches, element_size_bytes, limits) -> float:

@@ -277,19 +277,28 @@ def decode_settings(head_size: int, tokens_per_block: int, element_size_bytes: i
     fit with 2 stages, the number is 2 if one program fits, otherwise 1. Small pages leave room for more programs, up to
     four programs of four warps each; the registers allow no more.
     """
-    page_bytes = tokens_per_block * _padded(head_size) * element_size_bytes
-    fixed_bytes = 10 * 1024
-
-    def shared_bytes(num_stages: int) -> int:
-        return max(num_stages - 1, 1) * 2 * page_bytes + fixed_bytes
-
+    page_bytes = bytes_of_page(head_size, tokens_per_block, element_size_bytes)
     num_stages = 4
-    while num_stages > 2 and shared_bytes(num_stages) > limits.shared_bytes // 2:
+    while num_stages > 2 and bytes_of_program(num_stages, page_bytes) > limits.shared_bytes // 2:
         num_stages -= 1
-    if shared_bytes(num_stages) > limits.shared_bytes:
+    if bytes_of_program(num_stages, page_bytes) > limits.shared_bytes:
         num_stages = 1
-    num_warps = 4 if page_bytes < 32 * 1024 else 8
-    resident = max(1, min(limits.shared_bytes // shared_bytes(num_stages), 16 // num_warps))
+    return with_resident_programs(num_stages, 4 if page_bytes < 32 * 1024 else 8, page_bytes, limits)
+
+
+def bytes_of_page(head_size: int, tokens_per_block: int, element_size_bytes: int) -> int:
+    """Return the shared memory that the keys of a page take. The values take as much."""
+    return tokens_per_block * _padded(head_size) * element_size_bytes
+
+
+def bytes_of_program(num_stages: int, page_bytes: int) -> int:
+    """Return an estimate of the shared memory of a program, for the choice of settings."""
+    return max(num_stages - 1, 1) * 2 * page_bytes + 10 * 1024
+
+
+def with_resident_programs(num_stages: int, num_warps: int, page_bytes: int, limits: DeviceLimits) -> DecodeSettings:
+    """Return settings with these stages and warps, and the number of programs that the device then runs at a time."""
+    resident = max(1, min(limits.shared_bytes // bytes_of_program(num_stages, page_bytes), 16 // num_warps))
     return DecodeSettings(resident * limits.multiprocessors, num_warps, num_stages)
 
 

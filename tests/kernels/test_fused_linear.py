@@ -42,21 +42,12 @@ def made(random, dtype):
     return make
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16])
-@pytest.mark.parametrize("in_size, weight_rows", SIZES)
+@pytest.mark.parametrize("rows, in_size, weight_rows", [
+    *((rows, *size) for size in SIZES for rows in (1, 3, 16)),
+    *((rows, *size) for size in ((576, 80), (100, 70)) for rows in MANY_ROWS)])
 @pytest.mark.parametrize("norm", ["none", "rms", "layer"])
 def test_products_behind_a_norm(assert_equals_oracle, made, dtype, rows, in_size, weight_rows, norm):
-    result = assert_equals_oracle("fused_linear", *made(rows, in_size, weight_rows, rows == 3, norm),
-                                  roundings=ROUNDINGS["none" if norm == "none" else "norm"], reduction=2 * in_size,
-                                  dtype=dtype)
-    assert result.isfinite().all()
-
-
-@pytest.mark.parametrize("rows", MANY_ROWS)
-@pytest.mark.parametrize("in_size, weight_rows", [(576, 80), (100, 70)])
-@pytest.mark.parametrize("norm", ["none", "rms", "layer"])
-def test_products_of_many_rows(assert_equals_oracle, made, dtype, rows, in_size, weight_rows, norm):
-    result = assert_equals_oracle("fused_linear", *made(rows, in_size, weight_rows, rows == 33, norm),
+    result = assert_equals_oracle("fused_linear", *made(rows, in_size, weight_rows, rows in (3, 33), norm),
                                   roundings=ROUNDINGS["none" if norm == "none" else "norm"], reduction=2 * in_size,
                                   dtype=dtype)
     assert result.isfinite().all()

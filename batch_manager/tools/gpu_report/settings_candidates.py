@@ -5,17 +5,20 @@ from typing import Any
 from ...triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS
 from ...triton_kernels.fused_linear_settings import (
     FEW_ROWS,
-    MOST_SHARED_BYTES,
     MOST_STAGES,
     FusedLinearSettings,
+    most_stages,
 )
 from ...triton_kernels.paged_attention_context import ContextSettings
-from ...triton_kernels.paged_attention_decode import DecodeSettings
+from ...triton_kernels.paged_attention_decode import (
+    DecodeSettings,
+    bytes_of_page,
+    bytes_of_program,
+    with_resident_programs,
+)
 from .settings_code import Parts
 
 DECODE_STAGES, DECODE_WARPS = (3, 4, 5, 2), (4, 8)
-MOST_WARPS = 16                  # of decode programs on a multiprocessor, as registers allow
-DECODE_FIXED_BYTES = 10 * 1024   # shared memory of a decode program besides its pages
 # rows, keys, warps, stages
 CONTEXT = ((128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 4), (128, 32, 8, 4), (128, 32, 8, 3), (64, 64, 4, 3),
            (64, 64, 4, 2), (64, 64, 4, 4), (16, 16, 4, 3))
@@ -24,15 +27,10 @@ PARTS = ((4, 3), (4, 2), (4, 4), (4, 6), (2, 3), (8, 3), (16, 3))               
 
 def decode_candidates(present: DecodeSettings, head_size: int, tokens_per_block: int, element_size_bytes: int,
                       limits: Any) -> list[DecodeSettings]:
-    page_bytes = tokens_per_block * max(16, 1 << (head_size - 1).bit_length()) * element_size_bytes
-    found = [present]
-    for warps in DECODE_WARPS:
-        for stages in DECODE_STAGES:
-            num_bytes = max(stages - 1, 1) * 2 * page_bytes + DECODE_FIXED_BYTES
-            if num_bytes <= limits.shared_bytes:
-                resident = max(1, min(limits.shared_bytes // num_bytes, MOST_WARPS // warps))
-                found.append(DecodeSettings(resident * limits.multiprocessors, warps, stages))
-    return list(dict.fromkeys(found))
+    page_bytes = bytes_of_page(head_size, tokens_per_block, element_size_bytes)
+    tried = [with_resident_programs(stages, warps, page_bytes, limits) for warps in DECODE_WARPS
+             for stages in DECODE_STAGES if bytes_of_program(stages, page_bytes) <= limits.shared_bytes]
+    return list(dict.fromkeys([present, *tried]))
 
 
 def part_candidates() -> list[Parts]:
@@ -54,10 +52,8 @@ def fused_candidates(present: FusedLinearSettings, in_size: int, out_size: int, 
     """
 
     def with_stages(columns: int, step: int, warps: int, most: int = MOST_STAGES) -> FusedLinearSettings:
-        piece_bytes = (columns * (2 if gated else 1) + FEW_ROWS) * step * element_size_bytes
-        room = min(MOST_SHARED_BYTES, limits.shared_bytes - 1024)
-        stages = max(1, min(most, room // piece_bytes, -(-in_size // step) + 1))
-        return FusedLinearSettings(FEW_ROWS, columns, step, warps, stages)
+        stages = most_stages(FEW_ROWS, columns, gated, step, in_size, element_size_bytes, limits)
+        return FusedLinearSettings(FEW_ROWS, columns, step, warps, min(most, stages))
 
     found = [present]
     found += [with_stages(columns, present.step, present.num_warps) for columns in (16, 32, 64)
