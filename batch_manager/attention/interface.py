@@ -243,11 +243,14 @@ class BindableAttention(Attention, Protocol):
         """
         ...
 
-    def most_context_work(self, num_tokens: int, num_contexts: int, max_blocks: int) -> MostContextTileWork:
+    def most_context_work(self, num_tokens: int, num_contexts: int, max_blocks: int, may_split: bool
+                          ) -> MostContextTileWork:
         """Return the maximum sizes of the work of `plan_contexts`.
 
         The work is for `num_contexts` contexts of at most `max_blocks` blocks each, with `num_tokens` tokens in all. A
         row of -1 in the work list is padding. If no tile can be split, the maximum number of split tokens is 0.
+
+        may_split   False: the sizes are for work in which no tile is split into parts
         """
         ...
 

@@ -126,10 +126,15 @@ class TritonPagedAttention:
         return {window: context_work_list(query_lengths, kv_lengths, self.tile_rows, heads=self._context_heads,
                                           window=window, sink=self.sink) for window in self.windows}
 
-    def most_context_work(self, num_tokens: int, num_contexts: int, max_blocks: int) -> MostContextTileWork:
-        """Return the maximum sizes of the work of `plan_contexts`, for sequences of at most `max_blocks` blocks."""
+    def most_context_work(self, num_tokens: int, num_contexts: int, max_blocks: int, may_split: bool
+                          ) -> MostContextTileWork:
+        """Return the maximum sizes of the work of `plan_contexts`, for sequences of at most `max_blocks` blocks.
+
+        may_split   False: the sizes are for work in which no tile is split into parts
+        """
         max_keys = max_blocks * self.layer_pools[0].shape[3]
-        return most_context_work(num_tokens, num_contexts, self.tile_rows, self._context_heads, max_keys)
+        return most_context_work(num_tokens, num_contexts, self.tile_rows, self._context_heads if may_split else None,
+                                 max_keys)
 
     def bind(self, generation: GenerationInputs, contexts: ContextInputs | None) -> None:
         """Make `run` read the tensors of `generation` and `contexts`.

@@ -33,7 +33,7 @@ class StepShape(NamedTuple):
     and sizes of its arrays.
 
     rows             number of generation rows, padding included
-    is_split         whether attention may split generating sequences into parts
+    is_split         whether attention may split the keys of generating sequences and of contexts into parts
     samples          whether rows may sample at random; False: all rows are greedy
     context_tokens   number of context tokens, padding included
     contexts         number of contexts, padding included

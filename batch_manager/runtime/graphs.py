@@ -4,9 +4,10 @@ A graph makes the launches of `PlainSteps.run_step` for one shape in a single ca
 
 For each row count in graph_shapes.py there is one graph for generation steps in which all rows are greedy, and one for
 all other generation steps. If attention may split sequences into parts at a row count, there are two more graphs for
-this row count. For steps with contexts there is one graph for each size of `mixed_sizes`. All graphs are captured
-before the first request. The largest graph is captured first, so that the others can share its memory. A shape runs
-once before its capture, because kernels are tuned and compiled at their first use, and neither can be captured.
+this row count. For steps with contexts there is one graph for each size of `mixed_sizes`, and one more if attention may
+split sequences or contexts into parts. All graphs are captured before the first request. The largest graph is captured
+first, so that the others can share its memory. A shape runs once before its capture, because kernels are tuned and
+compiled at their first use, and neither can be captured.
 """
 
 import time

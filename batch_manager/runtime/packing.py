@@ -174,6 +174,12 @@ class ContextRows(NamedTuple):
     is_last_chunk: np.ndarray
 
 
+NO_CONTEXT_ROWS = ContextRows(
+    PackedStep(*[np.empty(0, np.int32)] * 2, np.empty(0, np.int64), np.empty(0, np.int32), np.zeros(1, np.int32),
+               np.empty(0, np.int32), np.empty((0, 0), np.int32), 0, np.empty(0, np.int64)),
+    np.empty(0, np.int32), np.empty(0, bool))
+
+
 def locate_contexts(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> ContextRows:
     """Return where the contexts of a batch are, as ContextRows. Raises the exceptions of `pack`.
 

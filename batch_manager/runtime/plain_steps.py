@@ -23,7 +23,7 @@ from .device import Readback, Uploads
 from .graph_shapes import MOST_CONTEXTS, StepShape, graph_rows, padded, padded_mixed
 from .graphs import Graphs
 from .model_runner import ModelRunner
-from .packing import NO_GENERATION_ROWS, locate_contexts, locate_generation, slots_not_finite
+from .packing import NO_CONTEXT_ROWS, NO_GENERATION_ROWS, locate_contexts, locate_generation, slots_not_finite
 from .resident_tables import ResidentTables
 from .step_inputs import StepInputs
 from .step_writer import StepWriter
@@ -66,11 +66,10 @@ class PlainSteps:
         max_blocks = -(-max_seq_len // tokens_per_block)
         self._max_tokens = max_blocks * tokens_per_block
         self.resident = ResidentTables(num_slots * max_beam_width, max_blocks, device)
-        self._mixed_shapes = {(rows, tokens): StepShape(rows, self._may_split(rows), True, tokens, MOST_CONTEXTS)
-                              for rows, tokens in mixed_sizes}
+        self._mixed_sizes = mixed_sizes
         largest = StepShape(max(num_slots, graph_rows(num_slots)[-1]), True, True)
-        self.inputs = StepInputs([largest, *self._mixed_shapes.values()], attention, self.resident.tensor,
-                                 tokens_per_block, uploads)
+        self.inputs = StepInputs([largest, *self._mixed_shapes()], attention, self.resident.tensor, tokens_per_block,
+                                 uploads)
         self._writer = StepWriter(self.inputs, attention, self.resident, tables, uploads, padding_slot=num_slots)
 
     def serves(self, batch: ScheduledBatch) -> bool:
@@ -112,12 +111,13 @@ class PlainSteps:
             generation = locate_generation(batch, self._tables, self._tokens_per_block)
         if batch.context:
             contexts = locate_contexts(batch, self._tables, self._tokens_per_block)
-            shape = self._mixed_shapes[_mixed_size(batch, self._graph_sizes)]
-            work = self._writer.plan(generation, shape.rows)
+            rows, tokens = _mixed_size(batch, self._graph_sizes)
+            work = self._writer.plan(generation, contexts, rows)
+            shape = _mixed_shape(rows, tokens, work.is_split)
         else:
             rows = padded(sequences, self._graph_rows) or sequences
-            work = self._writer.plan(generation, rows)
-            shape = StepShape(rows, is_split=any(part_starts[-1] for _, part_starts in work),
+            work = self._writer.plan(generation, None, rows)
+            shape = StepShape(rows, work.is_split,
                               samples=bool(self._decoder.state.active(SAMPLES, generation.slots).any()))
         self._writer.write(shape, work, generation, contexts)
         return shape
@@ -146,21 +146,35 @@ class PlainSteps:
         shapes = [StepShape(count, is_split, samples) for count in rows for samples in (False, True)
                   for is_split in (False, True)[: 1 + self._may_split(count)]]
         graphs = Graphs(self._device, self.run_step)
-        if graphs.capture([*shapes, *self._mixed_shapes.values()], self._send_padding):
+        if graphs.capture([*shapes, *self._mixed_shapes()], self._send_padding):
             self.graphs = graphs
             self.pad_to(rows)
 
     def pad_to(self, rows: tuple[int, ...]) -> None:
         """From now on, pad generation steps to the row counts in `rows`, and serve steps with contexts too."""
-        self._graph_rows, self._graph_sizes = rows, frozenset(self._mixed_shapes)
+        self._graph_rows, self._graph_sizes = rows, self._mixed_sizes
 
-    def _may_split(self, rows: int) -> bool:
-        """Whether attention may split a sequence into parts in a step of `rows` generation rows."""
-        return self._attention.most_parts(rows, self.resident.tensor.shape[1]) > rows
+    def _may_split(self, rows: int, context_tokens: int = 0) -> bool:
+        """Whether attention may split keys into parts in a step of `rows` generation rows and `context_tokens`."""
+        max_blocks = self.resident.tensor.shape[1]
+        return (self._attention.most_parts(rows, max_blocks) > rows
+                or self._attention.most_context_work(context_tokens, MOST_CONTEXTS, max_blocks, True).split > 0)
+
+    def _mixed_shapes(self) -> list[StepShape]:
+        """Return the shapes of steps with contexts for which graphs are captured."""
+        return [_mixed_shape(rows, tokens, is_split) for rows, tokens in self._mixed_sizes
+                for is_split in (False, True)[: 1 + self._may_split(rows, tokens)]]
 
     def _send_padding(self, shape: StepShape) -> None:
-        self._writer.write(shape, self._writer.plan(NO_GENERATION_ROWS, shape.rows), NO_GENERATION_ROWS, None)
+        contexts = NO_CONTEXT_ROWS if shape.context_tokens else None
+        work = self._writer.plan(NO_GENERATION_ROWS, contexts, shape.rows)
+        self._writer.write(shape, work, NO_GENERATION_ROWS, contexts)
         self.inputs.send(shape)
+
+
+def _mixed_shape(rows: int, context_tokens: int, is_split: bool) -> StepShape:
+    """Return the shape of a step with contexts of this size (see `mixed_sizes`)."""
+    return StepShape(rows, is_split, True, context_tokens, MOST_CONTEXTS)
 
 
 def _mixed_size(batch: ScheduledBatch, sizes: frozenset[tuple[int, int]]) -> tuple[int, int] | None:

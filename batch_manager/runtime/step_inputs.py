@@ -115,7 +115,7 @@ class StepInputs:
         if tokens:
             sections |= {name: (np.int64, (tokens,)) for name in ("input_tokens", "pool_slots")}
             sections |= {"logits_rows": (np.int64, (sampled,)), "query_starts": (np.int32, (shape.contexts + 1,))}
-            most = self._attention.most_context_work(tokens, shape.contexts, self._tables.shape[1])
+            most = self._attention.most_context_work(tokens, shape.contexts, self._tables.shape[1], shape.is_split)
             for index in range(len(self._attention.windows)):
                 sections |= {f"context_work_{index}": (np.int32, (most.rows, WORK_COLUMNS)),
                              f"context_starts_{index}": (np.int32, (most.split + 1,)),
@@ -141,8 +141,7 @@ class StepInputs:
         kv_lengths, table_rows, positions = (tensors[name] for name in ("kv_lengths", "table_rows", "positions"))
         generation = GenerationInputs(
             kv_lengths=kv_lengths[:rows], table_rows=table_rows[:rows], block_tables=self._tables,
-            work={window: (tensors[f"work_{index}"], tensors[f"starts_{index}"] if shape.is_split else None)
-                  for index, window in enumerate(self._attention.windows)})
+            work={window: _generation_work(tensors, index) for index, window in enumerate(self._attention.windows)})
         contexts = ContextInputs(
             positions=positions[rows:], pool_slots=tensors["pool_slots"], query_starts=tensors["query_starts"],
             kv_lengths=kv_lengths[rows:], table_rows=table_rows[rows:], block_tables=self._tables,
@@ -156,6 +155,13 @@ class StepInputs:
             contexts=contexts, results=read_back[: 4 * sampled].view(4, sampled),
             context_sums=read_back[4 * sampled :].view(torch.float32), read_back=read_back)
         return arrays, step, num_bytes
+
+
+def _generation_work(tensors: dict[str, torch.Tensor], index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the work list and the part starts of generation rows for the window with this index."""
+    work_list, part_starts = tensors[f"work_{index}"], tensors[f"starts_{index}"]
+    may_split = len(work_list) > len(part_starts) - 1
+    return work_list, part_starts if may_split else None
 
 
 def _context_work(tensors: dict[str, torch.Tensor], index: int

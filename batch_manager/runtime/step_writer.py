@@ -3,9 +3,12 @@
 step_inputs.py defines plain steps.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ..attention.interface import BindableAttention
+from ..triton_kernels.context_work_list import ContextTileWork
 from .block_tables import BlockTables
 from .device import Uploads
 from .graph_shapes import StepShape
@@ -13,7 +16,22 @@ from .packing import ContextRows, GenerationRows
 from .resident_tables import ResidentTables
 from .step_inputs import StepInputs
 
-Work = list[tuple[np.ndarray, np.ndarray]]         # one for each window, see BindableAttention.plan_generation
+
+class StepWork(NamedTuple):
+    """The work of attention in a plain step, with one entry for each window of the layers.
+
+    generation   (work list, part starts) of `BindableAttention.plan_generation`
+    contexts     results of `BindableAttention.plan_contexts`; empty if the step has no contexts
+    """
+
+    generation: list[tuple[np.ndarray, np.ndarray]]
+    contexts: list[ContextTileWork]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether any keys are split into parts, so that partial results must be merged."""
+        return (any(part_starts[-1] for _, part_starts in self.generation)
+                or any(len(work.merged_rows) for work in self.contexts))
 
 
 class StepWriter:
@@ -29,15 +47,23 @@ class StepWriter:
         self._inputs, self._attention, self._resident, self._tables = inputs, attention, resident, tables
         self._uploads, self._padding_slot = uploads, padding_slot
 
-    def plan(self, generation: GenerationRows, num_rows: int) -> Work:
-        """Return (work list, part starts) of the attention kernel for each window.
+    def plan(self, generation: GenerationRows, contexts: ContextRows | None, num_rows: int) -> StepWork:
+        """Return the work of attention, with the generation rows padded to `num_rows` rows.
 
-        The generation rows are padded to `num_rows` rows.
+        contexts   None: the step has no contexts
         """
-        return list(self._attention.plan_generation(_padded(generation.kv_lengths, num_rows)).values())
+        planned = self._attention.plan_generation(_padded(generation.kv_lengths, num_rows))
+        chunks = {}
+        if contexts is not None:
+            chunks = self._attention.plan_contexts(np.diff(contexts.step.query_starts), contexts.step.kv_lengths)
+        return StepWork(list(planned.values()), list(chunks.values()))
 
-    def write(self, shape: StepShape, work: Work, generation: GenerationRows, contexts: ContextRows | None) -> None:
-        """Write all arrays of a step of `shape`. Block table changes that do not fit are uploaded separately."""
+    def write(self, shape: StepShape, work: StepWork, generation: GenerationRows, contexts: ContextRows | None) -> None:
+        """Write all arrays of a step of `shape`. Block table changes that do not fit are uploaded separately.
+
+        work       the result of `plan` for the same rows and contexts; it is split only if `shape.is_split` is true
+        contexts   None: the step has no contexts, and neither has `shape`
+        """
         arrays, rows = self._inputs.arrays(shape), shape.rows
         entries, blocks = self._resident.changes(self._tables)
         room = len(arrays["table_entries"])
@@ -45,39 +71,35 @@ class StepWriter:
             self._resident.tensor.view(-1).index_copy_(0, *self._uploads.send([entries[room:], blocks[room:]]))
         _fill(arrays["table_entries"], entries[:room], self._resident.spare_entry)
         _fill(arrays["table_blocks"], blocks[:room], 0)
-        for index, (work_list, part_starts) in enumerate(work):
+        for index, (work_list, part_starts) in enumerate(work.generation):
             _fill(arrays[f"work_{index}"], work_list, -1)
             arrays[f"starts_{index}"][:] = part_starts
         for name, values, padding in (
                 ("slots", generation.slots, self._padding_slot), ("positions", generation.positions, 0),
                 ("kv_lengths", generation.kv_lengths, 0), ("table_rows", generation.table_rows, 0)):
             _fill(arrays[name][:rows], values, padding)
-        if shape.context_tokens:
-            self._write_contexts(shape, arrays, contexts)
-
-    def _write_contexts(self, shape: StepShape, arrays: dict[str, np.ndarray], contexts: ContextRows | None) -> None:
-        rows, none = shape.rows, np.empty(0, np.int32)
-        slots = table_rows = kv_lengths = positions = token_ids = pool_slots = ends = none
-        lengths = none
         if contexts is not None:
-            step, table_rows = contexts.step, contexts.table_rows
-            kv_lengths, positions, token_ids, pool_slots = (
-                step.kv_lengths, step.positions, step.token_ids, step.pool_slots)
-            slots = np.where(contexts.is_last_chunk, step.slots, self._padding_slot)
-            ends, lengths = step.query_starts[1:], np.diff(step.query_starts)
+            self._write_contexts(shape, work.contexts, arrays, contexts)
+
+    def _write_contexts(self, shape: StepShape, work: list[ContextTileWork], arrays: dict[str, np.ndarray],
+                        contexts: ContextRows) -> None:
+        rows, step = shape.rows, contexts.step
+        slots = np.where(contexts.is_last_chunk, step.slots, self._padding_slot)
+        ends = step.query_starts[1:]
         for name, values, padding in (
-                ("slots", slots, self._padding_slot), ("positions", positions, 0), ("kv_lengths", kv_lengths, 0),
-                ("table_rows", table_rows, 0), ("logits_rows", rows + ends - 1, 0)):
+                ("slots", slots, self._padding_slot), ("positions", step.positions, 0),
+                ("kv_lengths", step.kv_lengths, 0), ("table_rows", contexts.table_rows, 0),
+                ("logits_rows", rows + ends - 1, 0)):
             _fill(arrays[name][rows:], values, padding)
         arrays["logits_rows"][:rows] = np.arange(rows)
         arrays["query_starts"][0] = 0
-        _fill(arrays["query_starts"][1:], ends, len(token_ids))        # padding sequences have no tokens
-        for name, values, padding in (("input_tokens", token_ids, 0), ("pool_slots", pool_slots, -1)):
+        _fill(arrays["query_starts"][1:], ends, step.num_tokens)       # padding sequences have no tokens
+        for name, values, padding in (("input_tokens", step.token_ids, 0), ("pool_slots", step.pool_slots, -1)):
             _fill(arrays[name], values, padding)
-        for index, work in enumerate(self._attention.plan_contexts(lengths, kv_lengths).values()):
-            _fill(arrays[f"context_work_{index}"], work.work_list, -1)
-            _fill(arrays[f"context_starts_{index}"], work.part_starts, work.part_starts[-1])     # padding has no parts
-            _fill(arrays[f"merged_rows_{index}"], work.merged_rows, 0)
+        for index, tiles in enumerate(work):
+            _fill(arrays[f"context_work_{index}"], tiles.work_list, -1)
+            _fill(arrays[f"context_starts_{index}"], tiles.part_starts, tiles.part_starts[-1])   # padding has no parts
+            _fill(arrays[f"merged_rows_{index}"], tiles.merged_rows, 0)
 
 
 def _fill(array: np.ndarray, values: np.ndarray, padding: int) -> None:

@@ -69,7 +69,8 @@ class BindableStubAttention(StubAttention):
     def plan_contexts(self, query_lengths: np.ndarray, kv_lengths: np.ndarray) -> dict[int | None, ContextTileWork]:
         return {None: context_work_list(query_lengths, kv_lengths, TILE_ROWS)}
 
-    def most_context_work(self, num_tokens: int, num_contexts: int, max_blocks: int) -> MostContextTileWork:
+    def most_context_work(self, num_tokens: int, num_contexts: int, max_blocks: int, may_split: bool
+                          ) -> MostContextTileWork:
         return most_context_work(num_tokens, num_contexts, TILE_ROWS)
 
     def bind(self, generation: GenerationInputs, contexts: ContextInputs | None) -> None:

@@ -34,9 +34,11 @@ REQUESTS = [
           "return_top_log_probs": 5, "raw_log_probs": True}),
     (3, {"bad_words_list": [[7], [8, 9]], "stop_words_list": [[11, 12]], "min_length": 4, "end_id": 3}),
 ]
-# Requests that need only the sampling kernel. Attention splits the second one into parts.
+# Requests that need only the sampling kernel. Attention splits the second one into parts. It splits nothing in the step
+# with the prompt of the last one, because the second one has ended.
 PLAIN = [(19, {}), (84, {}), (5, {"temperature": 0.9, "runtime_top_k": 20, "random_seed": 5}),
-         (12, {"temperature": 1.1, "runtime_top_p": 0.8, "random_seed": 2**63 + 9}), (30, {"end_id": 3})]
+         (12, {"temperature": 1.1, "runtime_top_p": 0.8, "random_seed": 2**63 + 9}), (30, {"end_id": 3}),
+         (6, {})]
 BEAMS = [(6, {"beam_width": 3}), (17, {"beam_width": 2, "len_penalty": 1.0})]
 
 # mode -> options of the engine; `pool` is the number of KV cache blocks, of 16 tokens each.

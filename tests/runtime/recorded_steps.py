@@ -29,7 +29,7 @@ from tests.integration import engine_modes
 from tests.runtime.capture_recorder import Recorder, ReplayedGraph
 
 SLOTS, BLOCK, BLOCKS = 6, 16, 48
-MIXED = StepShape(8, True, True, 64, MOST_CONTEXTS)
+MIXED, SPLIT_MIXED = (StepShape(8, is_split, True, 64, MOST_CONTEXTS) for is_split in (False, True))
 SHORT, LONG = (1, 40), (90, 127)                  # lengths that attention computes in one part, and in several
 context_work_list.MIN_KEYS_PER_PART = 16          # then attention splits contexts of 32 tokens
 LLAMA_135M = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
@@ -110,14 +110,18 @@ def recordings(backend, steps):
         for rows, is_split in product(steps._graph_rows[:-1:2] if samples else steps._graph_rows, (False, True)):
             yield recording(backend, steps, StepShape(rows, is_split, samples),
                             *(random_batch(draw, count, is_split) for count in (min(rows, SLOTS), rows // 2 + 1)))
-    yield recording(backend, steps, MIXED, random_batch(draw, 3, True, [(40, True), (1, True), (17, False)]),
-                    random_batch(draw, 1, False, [(9, True)]))
+    yield recording(backend, steps, MIXED, random_batch(draw, 3, False, [(2, True), (1, True), (2, False)]),
+                    random_batch(draw, 1, False, [(2, True)]))
+    # Keys of generating sequences and of contexts are split, then keys of contexts only.
+    yield recording(backend, steps, SPLIT_MIXED, random_batch(draw, 3, True, [(40, True), (1, True), (17, False)]),
+                    random_batch(draw, 1, False, [(40, True)]))
 
 
 def recording(backend, steps, expected_shape, first, second):
     shape, one, _ = record(backend, steps, first)
     assert shape == expected_shape, shape
     has_split_contexts = shape.contexts > 0 and bool(steps.inputs.arrays(shape)["context_starts_0"][-1])
+    has_split_rows = bool(steps.inputs.arrays(shape)["starts_0"][-1])
     shape, other, expected = record(backend, steps, second)
     assert shape == expected_shape, shape
     with torch.inference_mode():
@@ -126,6 +130,7 @@ def recording(backend, steps, expected_shape, first, second):
     found = output(backend, steps, second, shape)
     return {"finding": "recording", "shape": list(shape), "launches": [len(one.entries), len(other.entries)],
             "merges": list(one.launches).count("_merge_kernel"), "has_split_contexts": has_split_contexts,
+            "has_split_rows": has_split_rows,
             "fused": Counter(one.launches),
             "different": [pair for pair in zip(one.entries, other.entries) if pair[0] != pair[1]][:2],
             "refusals": one.refusals + other.refusals, "replayed": found == expected, "sampled": found[0]}
@@ -158,13 +163,16 @@ def planted(backend, steps):
         given.slots[0].item()
 
     right = plain_steps.PlainSteps.run_step
+    set_up(backend, False)
     for plant in (rows_of_the_host, length_as_a_number, waits):
         def run_step(steps, shape, plant=plant):
             plant(steps, steps.inputs.tensors(shape), shape)
             right(steps, shape)
 
         plain_steps.PlainSteps.run_step = run_step
-        yield {**next(recordings(backend, steps)), "finding": plant.__name__}          # of the smallest shape
+        draw = np.random.default_rng(5)
+        yield {**recording(backend, steps, StepShape(4, False, False), random_batch(draw, 4, False),
+                           random_batch(draw, 3, False)), "finding": plant.__name__}
     plain_steps.PlainSteps.run_step = right
 
 
@@ -227,7 +235,8 @@ def replays(folder):
     native_backend.may_capture = lambda *_: True
     graphs.CapturedGraph = ReplayedGraph
     yield {"finding": "replay", **engine_modes.run(folder, "plain_rows"), "captured": len(ReplayedGraph.captured),
-           "replayed": Counter(shape.contexts > 0 for shape in ReplayedGraph.replayed)}
+           "replayed": Counter("contexts" if shape.contexts else "generation" for shape in ReplayedGraph.replayed),
+           "split": Counter(shape.is_split for shape in ReplayedGraph.replayed if shape.contexts)}
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class Attention:
         work = np.stack([np.arange(count), query_lengths + kv_lengths, *np.zeros((3, count))], 1).astype(np.int32)
         return {None: ContextTileWork(work, np.zeros(1, np.int32), no_rows)}
 
-    def most_context_work(self, num_tokens, num_contexts, max_blocks):
+    def most_context_work(self, num_tokens, num_contexts, max_blocks, may_split):
         return MostContextTileWork(rows=num_contexts, split=0)
 
     def bind(self, generation, contexts):

@@ -41,15 +41,16 @@ def findings(tmp_path_factory):
 
 def test_two_batches_of_a_shape_launch_the_same_and_a_replay_of_one_gives_the_other(findings):
     recordings = findings[1]["recording"]
-    assert len(recordings) == 8 + 4 + 1
+    assert len(recordings) == 8 + 4 + 2
     for recording in recordings:
         assert recording["different"] == [] and recording["refusals"] == [], recording
         one, other = recording["launches"]
         assert one == other > 20
         assert recording["replayed"] and min(recording["sampled"]) >= 0
         _, is_split, _, _, contexts = recording["shape"]
-        assert recording["merges"] == is_split + (contexts > 0)
-        assert recording["has_split_contexts"] == (contexts > 0)
+        assert recording["merges"] == is_split * (1 + (contexts > 0))
+        assert recording["has_split_rows"] == is_split
+        assert recording["has_split_contexts"] == (is_split and contexts > 0)
 
 
 @pytest.mark.parametrize("samples, most", [(False, 6), (True, 8)])
@@ -71,7 +72,9 @@ def test_what_is_not_an_input_of_the_step_shows(findings, plant, shows):
 
 def test_an_engine_that_replays_its_steps_gives_what_the_engine_in_torch_gives(findings):
     expected, (replay,) = findings[0], findings[1]["replay"]
-    assert replay["captured"] == 12 + 1 and replay["replayed"]["false"] >= 6 and replay["replayed"]["true"] >= 4
+    assert replay["captured"] == 12 + 2
+    assert replay["replayed"]["generation"] >= 6 and replay["replayed"]["contexts"] >= 4
+    assert replay["split"].keys() == {"false", "true"}, replay["split"]
     assert replay["requests"].keys() == expected.keys()
     for number, answer in expected.items():
         np.testing.assert_allclose(replay["requests"][number]["log_probs"], answer["log_probs"], atol=1e-4, rtol=0)
