@@ -7,8 +7,8 @@
 The loop runs on a CPU without a worker thread. Layers run one by one, as on a GPU, unless --cpu-compile is given. The
 requests are greedy and do not stream. When all requests generate, the program traces one iteration with sys.setprofile.
 This iteration needs no new KV cache block and ends no request. The counts include comprehensions, generator
-expressions, lambdas, properties, and every resumption of a generator, if they are defined in the package or in
-triton_kernels of the checkout.
+expressions, lambdas, properties, and every resumption of a generator. Only code in the package or in the folder
+triton_kernels of the checkout counts.
 """
 
 import sys
@@ -35,7 +35,7 @@ class Calls:
     """The calls of one iteration.
 
     calls      (depth, file, function), in order. A file is a path in this package, or `triton_kernels/...`
-    entries    number of calls whose caller is in another listed file
+    entries    number of calls from another listed file, directly or through code in other files
     """
 
     calls: list[tuple[int, str, str]] = field(default_factory=list)

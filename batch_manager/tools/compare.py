@@ -11,15 +11,16 @@ factor between the medians must be larger than the factor between any two runs o
 run, there is no spread and no conclusion. A file may have a list of results. Points of a sweep are compared with points
 of the same load.
 
-The program warns of different settings, machines, versions and commits. It also warns of runs during which other
-processes and the hypervisor together used more cores than --foreign allows. It refuses different workloads, models,
-precisions and token counts, and runs with outputs of the wrong length, unless --anyway is given.
+The program warns of runs during which other processes and the hypervisor together used more cores than --foreign
+allows. For sides A and B, it also warns of different settings, machines, versions and commits. It refuses different
+workloads, models, precisions and token counts, and runs with outputs of the wrong length, unless --anyway is given.
 
 For --first and --second, run both programs in turn (a1, b1, a2, b2, ...). Pair i is the i-th file of each side, and its
 two runs have similar conditions. The ratio is first / second for rates and second / first for times and memory, so that
 a ratio above 1 means that the first program is better. The table has the smallest, median and largest ratio of the
 pairs. The difference exceeds the spread if the factor between 1 and the median ratio is larger than the factor between
-the smallest and the largest ratio. --anyway has no effect on pairs.
+the smallest and the largest ratio. The program refuses pairs with different workloads, threads, precisions or token
+counts, and runs with outputs of the wrong length, even if --anyway is given.
 """
 
 import argparse
@@ -230,8 +231,8 @@ def _compare_pairs(options: argparse.Namespace) -> None:
     print(table(comparisons, *names))
     for name, side in zip(names, (first, second), strict=True):
         if count := disturbed(side, options.foreign):
-            print(f"\n{count} of {len(side)} runs of {name} were disturbed: other processes used more than "
-                  f"{options.foreign} cores")
+            print(f"\n{count} of {len(side)} runs of {name} were disturbed: other processes and the hypervisor "
+                  f"used more than {options.foreign} cores")
 
 
 if __name__ == "__main__":

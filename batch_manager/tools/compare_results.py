@@ -93,7 +93,8 @@ def compared(a: Paths, b: Paths, *, anyway: bool = False, figures: Sequence[str]
     refusals = [*_unlike(runs_a, runs_b, SAME), *_failed("A", runs_a), *_failed("B", runs_b)]
     loads = _common_loads(report, refusals)
     if refusals and not anyway:
-        raise ComparisonError(f"{'. '.join(refusals)}; expected runs of one workload and one model without failures; "
+        raise ComparisonError(f"{'. '.join(refusals)}; expected runs of one workload, model, precision and load "
+                              f"without outputs of the wrong length; "
                               f"{ANYWAY}")
     report.warnings = [*refusals, *report.warnings, *_unlike(runs_a, runs_b, SETTINGS),
                        *_unlike(runs_a, runs_b, ORIGIN), *_disturbed("A", runs_a, foreign_cores),
@@ -153,7 +154,7 @@ def _runs_of(result: Any, place: str) -> list[Run]:
 
 
 def check_figures(result: Mapping[str, Any], place: str) -> None:
-    """Raise ComparisonError for a figure that is not a number >= 0.
+    """Raise ComparisonError for a figure that is not a number of at least 0. Figures may be null or missing.
 
     place   the file of the result, for the message
     """
@@ -178,7 +179,7 @@ def model_of(command: Any) -> str | None:
 
 
 def _load_of(result: Mapping[str, Any]) -> str:
-    """Return text that says how the requests arrived or, for a simulation of a sweep, its settings."""
+    """Describe how the requests arrived. For a point of a simulated sweep, describe the settings of the point."""
     if settings := result.get("settings"):
         return ", ".join(f"{name} {value}" for name, value in settings.items())
     if result.get("concurrency") is not None:
@@ -192,8 +193,10 @@ def _common_loads(report: Report, refusals: list[str]) -> list[tuple[str, list[R
     """Return (load, runs of A, runs of B) for each load that both sides have.
 
     Adds a warning to the report for loads that only one side has. If the sides have no load in common, adds a refusal
-    to `refusals` and returns all runs under the load "". In this case, a side with several loads, or with the result of
-    a search for the saturation rate, raises ComparisonError.
+    to `refusals` and returns all runs under the load "".
+
+    Raises ComparisonError if the sides have no load in common, and one of them has several loads or the result of a
+    search for the saturation rate.
     """
     sides = [_by_load(runs) for runs in (report.runs_a, report.runs_b)]
     common = [load for load in sides[0] if load in sides[1]]
@@ -246,7 +249,7 @@ def _failed(name: str, runs: Sequence[Run]) -> list[str]:
 def _disturbed(name: str, runs: Sequence[Run], foreign_cores: float) -> list[str]:
     count = disturbed([run.result for run in runs], foreign_cores)
     return [f"{count} of {_count(runs)} of {name} {'was' if count == 1 else 'were'} disturbed: other "
-            f"processes used more than {foreign_cores} cores"] if count else []
+            f"processes and the hypervisor used more than {foreign_cores} cores"] if count else []
 
 
 def disturbed(results: Sequence[Mapping[str, Any]], foreign_cores: float) -> int:

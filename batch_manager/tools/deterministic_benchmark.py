@@ -32,7 +32,7 @@ WARM_UP_STEPS = 2
 
 
 class Sequences:
-    """Sequences of equal length on one backend, whose steps are timed. Sequence i has the slot i and its own blocks."""
+    """Sequences of equal length on one backend. Each method runs a step. Sequence i has slot i and its own blocks."""
 
     def __init__(self, backend: NativeBackend, count: int, most_tokens: int, setup: SlotSetup) -> None:
         self.backend, self.setup = backend, setup

@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 
 def plots(result: Result) -> dict[str, LinePlot]:
-    """Return file name -> plot of a series of the measurements. Raises ValueError if a series has no points."""
+    """Return file name -> plot of a series of the measurements. Raises LookupError if a series is missing or empty."""
     context, batch = result["batch"][0]["context"], result["context"][0]["batch"]
     generating = result["waiting"][0]["generating"]
     return {
@@ -124,7 +124,7 @@ def measured_on(result: Result) -> str:
 
 
 def page(result: Result, folder: str) -> str:
-    """Return the measured part of the page. `folder` is the folder of the plots, relative to the page."""
+    """Return the part of the page that has the measurements. `folder` is the plots' folder, relative to the page."""
     found = tables(result)
     pictures = {name: f"![{plot.title}]({folder}/{name})" for name, plot in plots(result).items()}
     return "\n\n".join([

@@ -37,7 +37,7 @@ def make_workload(*, count: int = 64, seed: int = 0, vocab_size: int = DEFAULT_V
     output_lengths = outputs.draw(random, count)
     if shared_prefix > (longest := int(prompt_lengths.max())):
         raise DatasetError("", f"--shared-prefix is {shared_prefix:,}", f"the longest prompt has {longest:,} tokens",
-                           "lower it, or make the prompts longer")
+                           "lower --shared-prefix, or make the prompts longer")
     arrivals = np.zeros(count)
     if rate and delays == "constant":
         arrivals = np.arange(count) / rate

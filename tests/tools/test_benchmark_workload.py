@@ -42,7 +42,7 @@ def test_a_shared_prefix_that_is_longer_than_every_prompt_is_refused(arguments, 
     assert workload.main([*arguments, "--out", str(out)]) == 2
     told = capsys.readouterr()
     assert (told.out, told.err) == ("", f"batch-manager workload: --shared-prefix is {prefix}; the longest prompt has "
-                                    f"{longest} tokens; lower it, or make the prompts longer\n")
+                                    f"{longest} tokens; lower --shared-prefix, or make the prompts longer\n")
     assert not out.exists()
 
 

@@ -133,7 +133,7 @@ def test_large_and_negative_numbers_survive():
     assert header["requests"] == str(2**64 - 1) and columns["iteration"] == [7, 2**40]
     assert columns["phase read"] == [-3, 9] and columns["phase poll"] == [0, 1]
     assert columns["chunk_tokens"] == [2**31] and columns["begin_us"] == [0, 3_999_995_000_000, 3_999_995_000_010]
-    with pytest.raises(ValueError, match="which a browser holds exactly"):
+    with pytest.raises(ValueError, match="so that a browser holds it exactly"):
         pack(timeline_of([IterationTrace(2**60, (), (), (), ())]), {})
 
 

@@ -196,7 +196,7 @@ def test_files_that_are_compressed_with_gzip(name, write):
 
 
 @pytest.mark.parametrize("content, text", [
-    ("", ": the file is empty; expected at least one request; write or download it again"),
+    ("", ": the file is empty; expected at least one request; write or download the file again"),
     ("\n \n", ": the file is empty; "),
     ("hello\n", ":1: the first line is 'hello'; expected the beginning of one of workload, dataset, azure"),
     ("TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,5\n", ":1: the header has 'TIMESTAMP, ContextTokens'; "),
@@ -225,7 +225,7 @@ def test_files_that_are_compressed_with_gzip(name, write):
     ("[]", ":1: the array is empty; expected at least one request"),
     ('{"a": 1}', ":1: the object has the members 'a'; expected an array with the name data or requests or samples"),
     ('[{"a": 1}]', ":1: the first item has the members 'a'; expected an item of workload"),
-    (FILES["dataset"][:-2], ":5:100: the file is truncated; expected ','; write or download it again"),
+    (FILES["dataset"][:-2], ":5:100: the file is truncated; expected ','; write or download the file again"),
     (FILES["dataset"][:-20], ":5:"),
     (FILES["dataset"].replace("[9]", "[]"), ":5: samples[2].input_ids is empty; expected a list of at least one token"),
     (FILES["dataset"].replace("[9]", "[9.5]"), ":5: samples[2].input_ids contains a float; expected integers only"),
@@ -253,7 +253,7 @@ def test_tokens_beyond_the_vocabulary_are_refused(write):
 
 def test_prompts_that_would_fill_the_memory_are_refused_before_they_are_made(write, monkeypatch):
     path = write("arrival_s,input_tokens,output_tokens\n0,1000,1\n0,2000000000,1\n")
-    with pytest.raises(DatasetError, match=r":3: the prompts up to here have 2000001000 tokens, about 75 GiB; this "):
+    with pytest.raises(DatasetError, match=r":3: the prompts up to here have 2000001000 tokens, about 75 GiB; "):
         monkeypatch.setattr("batch_manager.tools.datasets.reading.memory_bytes", lambda: 64 << 30)
         read_workload(path, vocab_size=100)
     assert len(list(read_arrivals(path))) == 2

@@ -98,8 +98,8 @@ def times_by_batch(iterations: Sequence[Iteration], *, with_contexts: bool
     """Return (batch size, p10, median, p90) for each batch size.
 
     The numbers p10, median and p90 are seconds between two tokens of a request. The batch size is the number of
-    generating requests in the step. A batch size with few steps is merged with the next larger sizes. The returned size
-    of merged sizes is their mean over the steps.
+    generating requests in the step. A batch size with few steps is merged with the next larger sizes. For merged
+    sizes, the returned batch size is the mean of the batch sizes of all their steps.
 
     with_contexts   True: use only steps that also compute prompts; False: use only the other steps
     """

@@ -14,7 +14,7 @@ from .summary import csv_rows
 
 def write_files(options: argparse.Namespace, result: dict[str, Any], points: Sequence[Mapping[str, Any]],
                 served: Sequence[Served]) -> None:
-    """Write every file that the options name. Raises OSError."""
+    """Write every file that the options name, except the trace. Raises OSError."""
     with OutputFiles() as files:
         if options.out is not None:
             json.dump(result, files.open(options.out), indent=1)

@@ -17,7 +17,7 @@ class Gate:
     timeout_s: float = 0.0
 
     def allows(self, now: float, num_waiting: int, oldest_arrival: float, num_inside: int) -> int:
-        """Return how many waiting requests may start now, a bound that may exceed `num_waiting`.
+        """Return the largest number of requests that may start now. The number may exceed `num_waiting`.
 
         now              current time, in seconds since the start of the run
         oldest_arrival   arrival of the oldest waiting request, likewise

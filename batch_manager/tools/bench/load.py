@@ -29,7 +29,8 @@ class Load:
 
         Returns `requests` itself if the requests keep their times.
 
-        If `request_rate` is above 0, the requests arrive in the workload's order, the first one at 0 s.
+        If `request_rate` is above 0, the requests keep the order of their times in the workload, and the first
+        one arrives at 0 s.
         """
         if self.concurrency is not None or (self.request_rate is not None and self.request_rate <= 0):
             return [dict(request, arrival_s=0.0) for request in requests]

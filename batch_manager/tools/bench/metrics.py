@@ -113,7 +113,7 @@ MOST_FAILURES = 20      # most failures that a result lists
 
 
 def summary(values: np.ndarray) -> dict[str, float] | None:
-    """Return name -> average, minimum, maximum or percentile of the values; None if there are no values."""
+    """Return the average, minimum, maximum and percentiles of the values by name; None if there are no values."""
     if not len(values):
         return None
     numbers = values.mean(), values.min(), values.max(), *np.percentile(values, PERCENTILES)
@@ -121,7 +121,7 @@ def summary(values: np.ndarray) -> dict[str, float] | None:
 
 
 def weighted_summary(values: np.ndarray, counts: np.ndarray) -> dict[str, float] | None:
-    """Return name -> average, minimum, maximum or percentile of the values; None if there are no values.
+    """Return the average, minimum, maximum and percentiles of the values by name; None if there are no values.
 
     counts   how often each value occurs
     """

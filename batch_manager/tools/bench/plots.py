@@ -28,8 +28,8 @@ Plot = LinePlot | StackedPlot | Panels
 def plots(result: Result, points: Sequence[Result], served: Sequence[Served]) -> dict[str, Plot]:
     """Return file name -> plot.
 
-    Each run with kept statistics has plots of batch, KV cache and time between tokens. A sweep also has plots of
-    latency by throughput.
+    Each run with kept statistics has plots of the tokens in its steps, of the KV cache and of the time between tokens.
+    A sweep also has plots of latency against throughput.
     """
     found: dict[str, Plot] = {}
     if result["kind"] != "run":
@@ -64,7 +64,7 @@ def file_words(words: str) -> str:
 
 
 def latency_plots(swept: str, points: Sequence[Result]) -> dict[str, Plot]:
-    """Return file name -> plot of the median and 99th percentile of a latency by generated tokens/s.
+    """Return file name -> plot of one latency: its median and 99th percentile against generated tokens/s.
 
     There is a plot for each latency that at least one point has.
 
@@ -109,7 +109,8 @@ def batch_plot(iterations: Sequence[Iteration], words: str, beam_width: int) -> 
 def kv_cache_plot(iterations: Sequence[Iteration], words: str) -> StackedPlot:
     """Plot the blocks that requests hold, and the cached blocks, over time.
 
-    A line shows the size of the pool if enough of the pool is in use.
+    A line shows the size of the pool if at least the share WORTH_A_LINE of the pool is in use at some time. Otherwise,
+    the text below the title has the size.
     """
     count, iterations = len(iterations), with_idle_times(iterations)
     used, cached = ([float(getattr(one, name)) for one in iterations] for name in ("used", "cached"))
@@ -141,6 +142,7 @@ def _over_time(title: str, words: str, y_label: str, layers: Sequence[tuple[str,
     words    first part of the text below the title
     layers   (name, amount for each iteration) of each layer
     count    number of steps to state in the text below the title; None: the length of `iterations`
+    limit    (amount, label) of a dashed line; None: no line
     """
     unit, scale = _time_unit(iterations[-1].end_s)
     rows = zip(*(over_time(iterations, amounts) for _, amounts in layers))

@@ -77,7 +77,7 @@ def _memory_gib() -> float | None:
 
 
 def _device(name: str) -> str:
-    """Return the name of the device, with its model if it is an accelerator."""
+    """Return the name of the device. The name of a GPU includes the hardware, as in "cuda:0 (NVIDIA H100)"."""
     torch = sys.modules.get("torch")
     if torch is None or name.split(":")[0] in ("cpu", "none"):
         return name

@@ -26,7 +26,8 @@ def benchmark(options: argparse.Namespace, workload: dict[str, Any], parts: Part
     options   options from `parse_options`, without a sweep
     parts     parts of the engine; if they have a backend, the model is not read
 
-    Raises BenchmarkError, InputError if the workload is invalid, and the errors of the constructor of GptManager.
+    Raises InputError if the workload is invalid, BenchmarkError if the run has no valid result, and the errors of the
+    constructor of GptManager.
     """
     workload = prepared(workload, options)
     with Session(options, workload, parts) as session:
@@ -92,7 +93,7 @@ def point_fields(options: argparse.Namespace, workload: Mapping[str, Any], serve
 def load_of(options: argparse.Namespace, **swept: float | None) -> Load:
     """Return the load that the options specify.
 
-    swept   request_rate or concurrency of a point of a sweep, which replaces the value of the options
+    swept   request_rate or concurrency of one point of a sweep; replaces the value in the options
     """
     return Load(**{"request_rate": options.request_rate, "concurrency": options.concurrency,
                    "exponential": options.enable_exp_delays, "random_seed": options.random_seed, **swept})

@@ -68,7 +68,7 @@ class JsonDocument:
             at = self._skip(self._take(":", self._skip(at)))
             if key in array_names and self._text.startswith("[", at):
                 if found:
-                    raise self._wrong(key_at, f"expected one of {', '.join(array_names)}")
+                    raise self._wrong(key_at, f"expected only one array with the name {' or '.join(array_names)}")
                 found = True
                 at = yield from self._array(at)
             else:

@@ -1,6 +1,6 @@
-"""Random tokens for requests that have only lengths, and ids of equal pieces for prompts that have tokens.
+"""Random prompts for requests that have only lengths, and block ids for prompts that have tokens.
 
-A piece is PREFIX_TOKENS tokens of a prompt, and its id is called a block id, as in traces.
+Here a block is PREFIX_TOKENS tokens of a prompt, and a block id identifies equal blocks, as in traces.
 """
 
 from hashlib import blake2b
@@ -15,7 +15,7 @@ STREAM_OF_PROMPTS, STREAM_OF_BLOCKS = 2, 3    # ids of random streams
 
 
 class PromptMaker:
-    """Makes random prompts. A prompt depends only on the seed and the request's Record: index, length and prefix ids.
+    """Makes random prompts. A prompt depends on the arguments and on the index, length and prefix ids of its Record.
 
     Blocks of PREFIX_TOKENS tokens with the same prefix id have the same tokens. A last block with fewer tokens has the
     first tokens of the full block.

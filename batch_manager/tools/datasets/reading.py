@@ -37,8 +37,8 @@ def read_arrivals(path: str | os.PathLike, selection: Selection | None = None, *
     output_tokens   output length of texts that do not specify a length
     report          receives the counts of kept and changed requests; None: no report
 
-    Raises DatasetError, with the position of the fault. The iteration, and not the call, raises the error, even if the
-    file does not exist.
+    Raises DatasetError, with the position of the fault. The call itself does not raise this error, even if the file
+    does not exist: the returned iterator raises it.
     """
     blocks = BlockIds()
     for record in read_records(path, selection, format=format, tokenizer=tokenizer, output_tokens=output_tokens,
@@ -63,12 +63,13 @@ def read_workload(path: str | os.PathLike, selection: Selection | None = None, *
                   report: ReadReport | None = None) -> dict[str, Any]:
     """Read a file as a workload in the form of `make_workload`.
 
-    The key `source` of the workload has the file, its format, and the changes that the selection made.
+    If a workload file is read with a selection that changes nothing, the requests are only sorted by arrival, and the
+    workload keeps the keys of the file. Otherwise, the key `source` of the workload has the name of the file, its
+    format, the counts of the report, and the selection.
 
-    Requests of a workload file are sorted by arrival, and otherwise unchanged unless the selection changes something.
-    Without changes, their workload has no `source`. Prompts of traces are random tokens that depend on the seed of the
-    selection. Prompts that share block ids of the trace share the tokens of these blocks. A request gets the same
-    prompt if only a part of the file is read. All prompts are in memory at once, at about 40 bytes per token.
+    Prompts of traces are random tokens that depend on the seed of the selection. Prompts that share block ids of the
+    trace share the tokens of these blocks. A request gets the same prompt if only a part of the file is read. All
+    prompts are in memory at once, at about 40 bytes per token.
 
     vocab_size   vocabulary size of the model
 
@@ -130,8 +131,8 @@ def _check_memory(num_tokens: int, place: str) -> None:
     needed, memory = num_tokens * BYTES_PER_TOKEN, memory_bytes()
     if needed > memory * SHARE_OF_MEMORY:
         raise DatasetError(place, f"the prompts up to here have {num_tokens} tokens, about {needed / 2**30:.0f} GiB",
-                           f"this machine has {memory / 2**30:.0f} GiB of memory",
-                           "take fewer requests with --count, or shorter ones with --max-input-tokens")
+                           f"expected at most half of the {memory / 2**30:.0f} GiB of memory of this machine",
+                           "take fewer requests, or truncate their prompts")
 
 
 def memory_bytes() -> int:

@@ -20,7 +20,7 @@ class Record:
     number          index of the record in the file
     time_s          seconds, from an arbitrary zero; None: the file has no times
     input_tokens, output_tokens   numbers of tokens of prompt and output; 0 only for failed requests of a trace
-    prefix_ids      one id for each PREFIX_TOKENS tokens of the prompt, as in `Arrival`; empty: the file has no ids
+    prefix_ids      one id for each PREFIX_TOKENS tokens of the prompt, as in `Arrival`; empty: the request has no ids
     prompt          tokens of the prompt; None: the file has no tokens
     own             the JSON object of the request, unknown keys included; None: not a workload file
     """

@@ -13,7 +13,7 @@ from .errors import DatasetError
 GZIP_MAGIC = b"\x1f\x8b"
 LONGEST_LOOK = 8 << 20    # bytes of the first line to peek at
 BOM = b"\xef\xbb\xbf"
-NOT_CUT = "write or download it again"
+NOT_CUT = "write or download the file again"
 
 
 class Source:
@@ -114,4 +114,4 @@ class Source:
 
     def _not_text(self, line: int) -> DatasetError:
         return DatasetError(f"{self.name}:{line}", "the line is not UTF-8", "expected text: CSV, JSON or JSON lines",
-                            "convert it to UTF-8")
+                            "convert the file to UTF-8")

@@ -26,9 +26,10 @@ class TextRecords:
                                 messages has the role assistant, it is the output
         instruction, input      the instruction, a line end, and the input (optional)
 
-    The output length is max_tokens, output_tokens or output_len. If a record has none of these keys, it is the number
-    of tokens of output, completion or response. If a record has no output either, it is this class's argument
-    `output_tokens`.
+    The output length is max_tokens, output_tokens or output_len. Without these keys, the output length is the number of
+    tokens of the output: of output, completion, response or the last message. Without an output, the output length is
+    the argument `output_tokens` of this class.
+
     arrival_s is in seconds from the start. Either all records have arrival_s or none.
 
     tokenizer   the folder of a model or its tokenizer.json, a .gguf file, a `tokenizers.Tokenizer` or a tokenizer of

@@ -67,8 +67,8 @@ def _encoded(name: str, values: Iterable[int]) -> bytes:
     before = 0
     for value in values:
         if not -LARGEST <= value <= LARGEST:
-            raise ValueError(f"the trace has a {name} of {value}; expected at most {LARGEST}, which a browser "
-                             "holds exactly; the trace is damaged")
+            raise ValueError(f"the trace has a {name} of {value}; expected at most {LARGEST} in absolute "
+                             "value, so that a browser holds it exactly; the trace is damaged")
         difference, before = value - before, value
         folded = 2 * difference if difference >= 0 else -2 * difference - 1
         while folded > 127:

@@ -32,9 +32,9 @@ class Cell:
 class Picture:
     """A table of iterations x requests. `rows[i][j]` shows request `request_ids[j]` in iteration `iterations[i]`.
 
-    Between its arrival and its end, the cell of a request is WAITING in every iteration for which the trace does not
-    record another kind. If the trace has no arrival of a request, the first iteration that names the request counts as
-    its arrival. A request that uses the id of an ended request has the same column.
+    From the arrival to the end of a request, its cell is WAITING in every iteration for which the trace does not record
+    another kind. If the trace has no arrival of a request, the first iteration that names the request counts as its
+    arrival. Requests that use the same id one after the other share a column.
     """
 
     iterations: list[int]

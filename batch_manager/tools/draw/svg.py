@@ -18,7 +18,10 @@ ROW_HEIGHT, BAR_HEIGHT, MARGIN = 24, 64, 16
 
 
 def render_svg(trace: Iterable[IterationTrace]) -> str:
-    """Return the schedule as an SVG document: a column per iteration, a row per request, and bars of tokens below."""
+    """Return the schedule as an SVG document: a column per iteration, and a row per request.
+
+    Below the rows, a bar shows the tokens of each iteration.
+    """
     picture = Picture.of(trace)
     count = max(len(picture.rows), 1)
     cell = min(30.0, max(3.0, round(1200 / count, 2)))
@@ -103,5 +106,5 @@ def _svg_bars(picture: Picture, left: float, top: float, cell: float) -> list[st
 
 
 def _tick(count: int, cell: float) -> int:
-    """Return the smallest number of iterations between two labels of the axis at which the labels do not touch."""
+    """Return the smallest distance, in iterations, of two labels of the axis that do not touch."""
     return next((step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500) if step * cell >= 34), count)

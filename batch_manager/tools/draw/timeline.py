@@ -123,7 +123,7 @@ class Timeline:
     def _begin(self, kind: Kind, ids: Sequence[int], index: int, *, may_be_older: bool = True) -> None:
         """Begin a span of `kind` at iteration `index` for each request of `ids` that is not in such a span.
 
-        may_be_older   whether a request may already have a row; False: requests with a row are skipped
+        may_be_older   True: requests with a live row get the span in this row; False: they are skipped
         """
         if not ids:
             return

@@ -3,7 +3,7 @@
     python -m batch_manager.tools.gpu_report --out FOLDER                      everything, within 8 minutes
     python -m batch_manager.tools.gpu_report --out FOLDER --goal G1 G3         only these goals
     python -m batch_manager.tools.gpu_report --out FOLDER --goal settings      only the launch settings of kernels
-    python -m batch_manager.tools.gpu_report --out FOLDER --peers FOLDER       compare with the peers in the folder
+    python -m batch_manager.tools.gpu_report --out FOLDER --peers PEERS        compare with the peers in PEERS
     python -m batch_manager.tools.gpu_report --dry-run                         everything, on a CPU
 
 The program times copying, reading and multiplying, compares the results of every kernel with its oracle, and then
@@ -17,7 +17,7 @@ capture CUDA graphs. In the time that is left after all goals, the engines run a
 are compared. A dry run charges estimated times to the budgets, not elapsed times, so it shows whether every goal
 is reached.
 
-The folder of peers may have `attention.py` (another attention kernel; see attention_peer.py). It may also have results
+The folder PEERS may have `attention.py` (another attention kernel; see attention_peer.py). PEERS may also have results
 of other engines for the workload FOLDER/headline.json, in the format of batch_manager.tools.benchmark.
 
 Exit status 0: nothing failed, whether goals are met or not; 1: something failed; 2: nothing can be measured here.

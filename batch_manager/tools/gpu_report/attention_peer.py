@@ -27,7 +27,8 @@ FILE = "attention.py"
 class AttentionPeer:
     """The attention kernel to compare with.
 
-    Its methods return launches of this kernel on sequences that this package's kernels also get.
+    Its methods take sequences that this package's kernels also get, and return a function that launches this kernel for
+    the layer with a given number.
     """
 
     def __init__(self, module: ModuleType) -> None:

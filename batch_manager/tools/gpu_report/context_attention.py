@@ -82,7 +82,11 @@ def _one(bench: Bench, heads: Heads, length: int, against_matrix: str | None, ag
 
 
 def _of_torch(bench: Bench, sequences: PagedSequences) -> Callable[[int], torch.Tensor]:
-    """Return a launch of torch's attention with the shapes of `sequences`, on random contiguous keys and values."""
+    """Return a function that launches torch's attention on one random sequence with contiguous keys and values.
+
+    The sequence has the length, the head size and the number of query heads of `sequences`. Keys and values have as
+    many heads as queries.
+    """
     heads, length = sequences.heads, sequences.new_tokens
     query = bench.normal(1, heads.query, length, heads.size)
     keys, values = (bench.normal(1, heads.query, length, heads.size) for _ in range(2))
