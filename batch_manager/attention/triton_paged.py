@@ -127,7 +127,7 @@ class TritonPagedAttention:
                                           window=window, sink=self.sink) for window in self.windows}
 
     def most_context_work(self, num_tokens: int, num_contexts: int, max_blocks: int) -> MostContextTileWork:
-        """Return the maximum sizes of the work of `plan_contexts`, for sequences of at most `max_blocks` blocks."""
+        """Return the maximum sizes of a result of `plan_contexts`; see BindableAttention.most_context_work."""
         max_keys = max_blocks * self.layer_pools[0].shape[3]
         return most_context_work(num_tokens, num_contexts, self.tile_rows, self._context_heads, max_keys)
 

@@ -37,7 +37,10 @@ class StepWriter:
         return list(self._attention.plan_generation(_padded(generation.kv_lengths, num_rows)).values())
 
     def write(self, shape: StepShape, work: Work, generation: GenerationRows, contexts: ContextRows | None) -> None:
-        """Write all arrays of a step of `shape`. Block table changes that do not fit are uploaded separately."""
+        """Write all arrays of a step of `shape`.
+
+        Block table changes that these arrays cannot hold are uploaded separately.
+        """
         arrays, rows = self._inputs.arrays(shape), shape.rows
         entries, blocks = self._resident.changes(self._tables)
         room = len(arrays["table_entries"])
