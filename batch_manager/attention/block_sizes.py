@@ -25,7 +25,7 @@ def refuse_small_blocks(tokens_per_block: int, device_name: str) -> None:
         raise ConfigError(
             f"KvCacheConfig.tokens_per_block is {tokens_per_block} and the device is {device_name}",
             f"on a GPU, attention needs blocks of at least {SMALLEST_GPU_BLOCK} tokens",
-            f"set it to one of {', '.join(map(str, gpu_block_sizes()))}; 64 is the default")
+            f"set tokens_per_block to one of {', '.join(map(str, gpu_block_sizes()))}; 64 is the default")
 
 
 def refuse_large_blocks(spec: HeadLayout, tokens_per_block: int, dtype: torch.dtype, device_name: str) -> None:
@@ -52,4 +52,4 @@ def refuse_large_blocks(spec: HeadLayout, tokens_per_block: int, dtype: torch.dt
         f"per kv head in {str(dtype).removeprefix('torch.')}, a program of attention takes "
         f"{shared_bytes(tokens_per_block):,} bytes of shared memory",
         f"{device_name} has {limits.shared_bytes:,} bytes for a program",
-        f"lower it to at most {smaller[-1]}, or use {narrow}" if smaller else f"use {narrow}")
+        f"lower tokens_per_block to at most {smaller[-1]}, or use {narrow}" if smaller else f"use {narrow}")

@@ -26,9 +26,8 @@ class PackedStep:
     block_tables   [n, m] int32   block ids in order; m is the length of the longest table of the step. Entries past the
                    end of a sequence, and entries of freed blocks outside its window, are arbitrary: do not read them
     num_contexts   c; in a step with draft tokens, generating sequences count as contexts
-    logits_rows    [r] int64   indices in the packed tokens of the tokens whose logits are sampled, in batch order: the
-                   last token of each sequence that yields a token; with drafts, also each draft and the token before
-                   the first draft
+    logits_rows    [r] int64   indices of the packed tokens whose logits are sampled, in batch order: the last token of
+                   each sequence that yields a token; with drafts, also each draft and the token before the first draft
     num_verifying  in a step with draft tokens, the number of generating sequences. They are the last contexts of the
                    step. The token ids of such a sequence are 0, followed by its drafts, if any. Attention can ignore
                    this field
@@ -86,8 +85,8 @@ class ContextInputs:
     kv_lengths     [C] int32   tokens of each sequence in the KV cache, including the tokens of this step
     table_rows     [C] int32   row of `block_tables` for each sequence; None: row i belongs to sequence i
     block_tables   [rows, m] int32   block ids in order, as in PackedStep
-    work           window -> (work list [W, k] int32, part starts [S + 1] int32, merged rows [S] int32), the fields
-                   of ContextTileWork. The last two are None when no tile is split into parts
+    work           window -> (work list [W, 5] int32, part starts [S + 1] int32, merged rows [S] int32), the fields
+                   of ContextTileWork for S split tokens. The last two are None when no tile is split into parts
     """
 
     positions: torch.Tensor
@@ -172,7 +171,7 @@ def _is_positive(value: object) -> bool:
 
 
 class Attention(Protocol):
-    """Paged attention of all layers of a model over one KV cache pool. One thread at a time uses it.
+    """Paged attention of all layers of a model over one KV cache pool. One thread at a time runs the methods.
 
     A step calls `plan` once, then `receive` once, and then `run` for each layer.
     """
@@ -245,12 +244,12 @@ class BindableAttention(Attention, Protocol):
 
     def most_context_work(self, num_tokens: int, num_contexts: int, max_blocks: int, may_split: bool
                           ) -> MostContextTileWork:
-        """Return the maximum sizes of the work of `plan_contexts`.
+        """Return the maximum number of rows of a work list of `plan_contexts`, and of split tokens.
 
-        The work is for `num_contexts` contexts of at most `max_blocks` blocks each, with `num_tokens` tokens in all. A
-        row of -1 in the work list is padding. If no tile can be split, the maximum number of split tokens is 0.
+        There are at most `num_contexts` contexts of at most `max_blocks` blocks each, with at most `num_tokens` new
+        tokens in all. If no tile can be split, the number of split tokens is 0. Rows of -1 in a work list are padding.
 
-        may_split   False: the sizes are for work in which no tile is split into parts
+        may_split   False: the numbers are for steps in which no tile is split into parts
         """
         ...
 

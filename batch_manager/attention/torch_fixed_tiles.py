@@ -275,9 +275,9 @@ class FixedTileAttention(TorchPagedAttention):
         The height of a product is its number of query rows. The reference is one call of the largest number of
         products, each with the height of a context's products.
 
-        Returns   (the lowest height with the bits of the reference, which generation rows use; height -> numbers of
-                  products per call with these bits). The heights of this mapping are the lowest height and the height
-                  of a context's products
+        Returns   (the height for generation rows, which is the lowest height that gives the bits of the reference;
+                  height -> numbers of products per call that give these bits). The mapping has the height for
+                  generation rows and the height of a context's products
         Raises    ConfigError if the bits depend on the row index
         """
         height, count = self.tile_positions * self.group, PRODUCT_COUNTS[-1]
@@ -292,9 +292,9 @@ class FixedTileAttention(TorchPagedAttention):
         expected = [in_pieces(product, rows, others, sizes=(count,)) for product, rows, others in kinds]
 
         def agreeing(rows_height):
-            """Return the numbers of products per call with which lower products give the bits of the reference.
+            """Return the numbers of products per call at which products of this height give the bits of the reference.
 
-            Each of the lower products has only the first `rows_height` query rows of a product of the reference.
+            Each of these products has only the first `rows_height` query rows of a product of the reference.
             Returns () if these rows get other bits in a call with as many products as the reference.
             """
             found = set(PRODUCT_COUNTS)
@@ -311,8 +311,8 @@ class FixedTileAttention(TorchPagedAttention):
                          for (product, rows, others), whole in zip(kinds, expected))
         if not counts[height] or not rows_agree:
             raise ConfigError(
-                f"deterministic is set, but on this machine attention's products of {counted(height, 'row')} on "
-                f"{counted(torch.get_num_threads(), 'thread')} depend on the row index",
+                f"deterministic is set, but in attention's products of {counted(height, 'row')} on "
+                f"{counted(torch.get_num_threads(), 'thread')} of this machine, the bits of a row depend on its index",
                 "expected the same bits at every row index", "try another num_threads, or turn deterministic off")
         lower = [1 << power for power in range(height.bit_length()) if self.group <= 1 << power < height]
         for rows_height in [self.group, *lower]:

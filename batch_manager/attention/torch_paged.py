@@ -2,9 +2,10 @@
 
 A *page* is the part of a block that belongs to one layer, one head, and either keys or values: [tokens_per_block,
 head_size], contiguous. The pages of a sequence are gathered in the order (head, block). One batched matrix product then
-serves all heads of all sequences of a group; its rows are the query heads that share a kv head, so no key or value is
-repeated per query head. Multiplying with strided views of the pool instead of gathering took three times as long, even
-for consecutive blocks: the pages of one layer and head are not adjacent, and the products become too small.
+serves all heads of a group of sequences of similar length. The rows of a product are the query heads that share a kv
+head, so no key or value is repeated per query head. Multiplying with strided views of the pool instead of gathering
+took three times as long, even for consecutive blocks: the pages of one layer and head are not adjacent, and the
+products become too small.
 """
 
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class _Tile:
 
 @dataclass(slots=True)
 class _Context:
-    """The query rows of one context, in tiles, and the pages that they read in layers with one window.
+    """The query rows of one context, in tiles, and the pages that they read in the layers that have the same window.
 
     rows    packed rows of the queries
     pages   [2 * kv_heads * m] int64   page numbers of m blocks, in the order (key or value, head, block); None: nothing
@@ -62,7 +63,9 @@ class _Context:
 
 @dataclass(slots=True)
 class _Group:
-    """Generation rows of n sequences of similar length, which are computed together in layers with one window.
+    """Generation rows of n sequences of similar length, which are computed together.
+
+    The group serves the layers that have the same window and ALiBi bias.
 
     rows    [n] int64: the packed row of each sequence; a slice if these rows are consecutive
     pages   [2 * n * kv_heads * m] int64   page numbers of m blocks per sequence, in the order (key or value, sequence,

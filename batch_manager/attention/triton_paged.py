@@ -128,10 +128,7 @@ class TritonPagedAttention:
 
     def most_context_work(self, num_tokens: int, num_contexts: int, max_blocks: int, may_split: bool
                           ) -> MostContextTileWork:
-        """Return the maximum sizes of the work of `plan_contexts`, for sequences of at most `max_blocks` blocks.
-
-        may_split   False: the sizes are for work in which no tile is split into parts
-        """
+        """Return the maximum sizes of a result of `plan_contexts`; see BindableAttention.most_context_work."""
         max_keys = max_blocks * self.layer_pools[0].shape[3]
         return most_context_work(num_tokens, num_contexts, self.tile_rows, self._context_heads if may_split else None,
                                  max_keys)

@@ -95,9 +95,9 @@ class CompiledStep:
         return self._head.largest(hidden, self.threads)
 
     def _make_room(self, rows: int) -> None:
-        """Allocate the buffers of a step (registers), filled with zeros, for at least `rows` rows.
+        """Allocate the registers, which are the buffers of a step, for at least `rows` rows. Fill them with zeros.
 
-        The entries after the last column of a row stay zero.
+        If the rows of a register end in padding, the padding stays zero.
         """
         capacity, itemsize = max(rows, 2 * self._capacity), self._recording.dtype.itemsize
         self._memory = allocate(capacity * self._row_entries * itemsize)
@@ -107,7 +107,7 @@ class CompiledStep:
 
 
 def arrange(recording: Recording) -> tuple[list[int], int]:
-    """Return the offset of each register, in entries per row, and the number of entries per row of all registers.
+    """Return the offset of each register, and the size of all registers, in entries per row of the step.
 
     A register is a buffer with one row for each token of the step.
 

@@ -130,8 +130,8 @@ def on_device(device: torch.device, stream: torch.cuda.Stream | None = None) -> 
     """Context manager: make `device` the thread's current GPU and translate the errors of GPU and host.
 
     stream   becomes the thread's current stream; None: the current stream stays
-    Raises   DeviceLostError if the device cannot be used again; MemoryError if host memory ran out. All other
-             exceptions pass through, including torch's out-of-memory errors of a GPU.
+    Raises   DeviceLostError if the device cannot be used again; MemoryError in place of any other RuntimeError that
+             says that memory ran out, except torch.OutOfMemoryError. All other exceptions pass through.
     """
     try:
         if device.type != "cuda":

@@ -13,8 +13,8 @@ def first_step(num_tokens: int, vocab_size: int, tokens_per_block: int) -> Packe
     """Return a step of contexts with `num_tokens` tokens in total, all in block 0.
 
     There is one context if the tokens fit into a block. Otherwise each context but the last has one token less
-    than a block. Tokens whose indices in the step differ by the block size then have different positions, so that a
-    tile of rows in the wrong place changes the result.
+    than a block. Tokens whose indices in the step differ by the block size then have different positions. A kernel
+    that takes a tile of rows from a wrong index therefore computes a different result.
     All contexts have the same tokens at the same positions, so that they write the same keys and values to the block.
     """
     length = num_tokens if num_tokens <= tokens_per_block else max(tokens_per_block - 1, 1)

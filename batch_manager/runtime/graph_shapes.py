@@ -29,8 +29,9 @@ MOST_OPERATIONS = 12 * 10**11
 
 
 class StepShape(NamedTuple):
-    """The padded shape of a plain step (see step_inputs.py). It determines the step's launches and the addresses
-    and sizes of its arrays.
+    """The padded shape of a plain step (see step_inputs.py).
+
+    The shape determines the launches of the step, and the addresses and sizes of the step's arrays.
 
     rows             number of generation rows, padding included
     is_split         whether attention may split the keys of generating sequences and of contexts into parts

@@ -76,7 +76,7 @@ class Graphs:
 
         If a capture fails, log a warning, drop all graphs and return False.
 
-        prepare   (shape) -> None: sends inputs that consist of padding only to the device
+        prepare   (shape) -> None: sends inputs to the device, all of them padding
         """
         began, used = time.monotonic(), used_memory(self._device)
         try:

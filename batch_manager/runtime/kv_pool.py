@@ -61,8 +61,8 @@ def make_host_pool(spec: ModelSpec, num_blocks: int, tokens_per_block: int, dtyp
 def pinned_pieces(num_blocks: int, block_bytes: int) -> list[int]:
     """Divide `num_blocks` blocks into allocations. Returns the number of blocks in each allocation.
 
-    torch rounds each pinned allocation up to a power of two bytes, which can double its size. The pieces are chosen so
-    that this adds less than one block to each.
+    torch rounds each pinned allocation up to a power of two bytes, which can double its size. The allocations are
+    chosen so that rounding adds less than one block to each.
     """
     pieces = []
     while num_blocks:

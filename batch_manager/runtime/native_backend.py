@@ -215,7 +215,7 @@ def refuse_too_many_slots(num_slots: int, free_bytes: int) -> None:
 def refuse_nondeterministic_parts(device: torch.device, attention_factory: Callable[..., Attention] | None) -> None:
     """Raise ConfigError if the device or a custom attention rules out `deterministic`."""
     if device.type != "cpu" and not use_triton(device):
-        raise ConfigError(f"deterministic is True, and the device is {device_name(device)}, without triton",
+        raise ConfigError(f"deterministic is True and the device is {device_name(device)}, but triton is not installed",
                           "on a GPU the deterministic matrix products are Triton kernels",
                           "install triton, or use the CPU")
     if attention_factory is not None:
@@ -227,8 +227,9 @@ def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_row
     """Return an upper estimate of the bytes that a step allocates: hidden states, one layer, and the logits twice.
 
     max_rows     largest number of rows of logits in a step: one for each sequence, or for each of its beams
-    processors   number of multiprocessors of a GPU that runs Triton kernels; 0: no Triton kernels. Sampling needs
-                 scratch memory for float32 logits. Attention needs scratch memory for the parts of long sequences
+    processors   number of multiprocessors of a GPU that runs Triton kernels; 0: no Triton kernels. The kernel
+                 that samples needs scratch memory for float32 logits. The kernels of attention need scratch memory for
+                 the parts of long sequences
     """
     per_token = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * sum(spec.qkv_sizes)
     rows, scratch = min(max_rows, max_num_tokens), 0
@@ -430,8 +431,7 @@ class NativeBackend:
         """Use the fused step from now on, for plain generation steps whose number of rows makes fusion pay.
 
         Call after the warm-up. step_inputs.py defines plain steps. Has no effect if the device does not run Triton
-        kernels. Logs a message if the model cannot be fused, or if the memory or the resources of a kernel do not
-        suffice.
+        kernels. Logs a message if the model cannot be fused, if memory runs out, or if Triton raises an exception.
 
         spec        the model's spec with the effective windows
         most_rows   number of rows of the largest generation step
@@ -457,8 +457,8 @@ class NativeBackend:
     def _cached_by_a_long_sequence(self) -> int:
         """Return a number of cached tokens at which attention splits a sequence, if max_seq_len is large enough.
 
-        The number is a multiple of tokens_per_block if possible: at the first token of a block, a window spans the
-        largest number of blocks.
+        The number is a multiple of tokens_per_block if possible. The next token is then the first of a block, and the
+        window of such a token spans the largest number of blocks.
         """
         tokens_per_block = self.info.tokens_per_block
         num_blocks = min(LONG_SEQUENCE_BLOCKS, -(-self.info.max_seq_len // tokens_per_block))

@@ -1,7 +1,7 @@
 """Runs plain steps, which step_inputs.py defines, by one function that uses device memory at fixed addresses.
 
-This function is `PlainSteps.run_step`. The shape of the step is its only argument and determines all launches. It is
-called for each step, or once per shape to capture a graph, which later steps replay.
+This function is `PlainSteps.run_step`. The shape of the step is its only argument and determines all launches. A step
+calls the function or, if a call for the same shape was captured as a graph, replays the graph.
 
 A step with contexts is plain only if there is a graph for its size. There are a hundred times more shapes of such steps
 than graphs that could be captured, and without a graph such a step gains nothing.
@@ -73,7 +73,7 @@ class PlainSteps:
         self._writer = StepWriter(self.inputs, attention, self.resident, tables, uploads, padding_slot=num_slots)
 
     def serves(self, batch: ScheduledBatch) -> bool:
-        """Whether the step of `batch` is plain and its sequences fit into the fixed memory."""
+        """Whether the step of `batch` is plain, and its slots and blocks fit into the block tables on the device."""
         generation, state = batch.generation, self._decoder.state
         if generation.beam_width > 1 or generation.num_drafts is not None or state.num_taken > self._num_slots:
             return False

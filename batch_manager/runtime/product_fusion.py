@@ -73,7 +73,7 @@ def fuse(recording: LaunchRecording,
         return pays(product.matrix.weight.shape[1], outputs, gated, norm, saved + launches_after(index))
 
     def takes_norm(norm_at: int, index: int) -> bool:
-        """Whether a product at `index` can apply the norm at `norm_at`, and fusing the two saves time."""
+        """Whether it is possible, and saves time, to fuse the norm at `norm_at` into the operation at `index`."""
         norm, operation = operations[norm_at], operations[index]
         if not isinstance(operation, Product) or not can_fuse(operation):
             return False

@@ -36,7 +36,7 @@ class ResidentTables:
             self._most_noted = 2 * len(self._once()) + MOST_NOTED
 
     def changes(self, tables: BlockTables) -> tuple[np.ndarray, np.ndarray]:
-        """Return the changes to send: indices of distinct entries of the flat table [u] int64, their blocks [u] int32.
+        """Return the changes to send: indices [u] int64 of distinct entries of the flat table, their blocks [u] int32.
 
         tables   the host's tables, with all noted changes
         """

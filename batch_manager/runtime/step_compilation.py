@@ -62,7 +62,7 @@ def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, attention
 
 def compile_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, kv_pool: torch.Tensor,
                  sink: int, threads: int) -> CompiledStep:
-    """Compile a model's forward, check its results on one step against torch, and return it.
+    """Return the compiled form of a model's forward, after a check that its results on one step agree with torch's.
 
     spec      the model's spec with the effective windows
     threads   largest number of threads that the compiled code uses

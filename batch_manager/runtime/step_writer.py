@@ -59,7 +59,9 @@ class StepWriter:
         return StepWork(list(planned.values()), list(chunks.values()))
 
     def write(self, shape: StepShape, work: StepWork, generation: GenerationRows, contexts: ContextRows | None) -> None:
-        """Write all arrays of a step of `shape`. Block table changes that do not fit are uploaded separately.
+        """Write all arrays of a step of `shape`.
+
+        Block table changes that these arrays cannot hold are uploaded separately.
 
         work       the result of `plan` for the same rows and contexts; it is split only if `shape.is_split` is true
         contexts   None: the step has no contexts, and neither has `shape`

@@ -111,7 +111,7 @@ def build(monkeypatch):
 def test_blocks_of_eight_tokens_are_refused_on_a_gpu_before_the_model_is_loaded(build):
     with pytest.raises(ConfigError, match=re.escape(
             "KvCacheConfig.tokens_per_block is 8 and the device is cuda:0 (NVIDIA H100); on a GPU, attention needs "
-            "blocks of at least 16 tokens; set it to one of 16, 32, 64, 128, 256; 64 is the default")):
+            "blocks of at least 16 tokens; set tokens_per_block to one of 16, 32, 64, 128, 256; 64 is the default")):
         build(8)
     assert build.loaded == []
 
@@ -120,7 +120,7 @@ def test_blocks_that_do_not_fit_into_shared_memory_are_refused_by_their_size(bui
     with pytest.raises(ConfigError, match=re.escape(
             "KvCacheConfig.tokens_per_block is 256: with 4 query heads of 256 entries per kv head in float32, a "
             "program of attention takes 295,168 bytes of shared memory; cuda:0 (NVIDIA H100) has 232,448 bytes for a "
-            "program; lower it to at most 128, or use a dtype of two bytes")):
+            "program; lower tokens_per_block to at most 128, or use a dtype of two bytes")):
         build(256)
     for options in ({}, {"deterministic": True}):
         with pytest.raises(AssertionError, match="the checks are over"):

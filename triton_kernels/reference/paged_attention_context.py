@@ -32,7 +32,7 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
             uniform_rows, num_partials: ignored by the oracle.
 Mutates     out, rows below cu_seqlens[C]. Later rows (generation, padding) are neither read nor written.
 Returns     out.
-Needs       pages with a visible key hold finite numbers for all B tokens: zero the pool once.
+Needs       finite numbers for all B tokens of every page with a visible key: zero the pool once.
 """
 
 import torch

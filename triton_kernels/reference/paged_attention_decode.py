@@ -36,8 +36,8 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
 Mutates     kv_pool, at the newest position of each sequence, and out. A row of length 0 does not write to the pool;
             its output is zero.
 Returns     out.
-Needs       pages with a visible key hold finite numbers before the position of the newest token; the rest is not
-            read. No two sequences append to the same position of a block.
+Needs       finite numbers in every page with a visible key, before the position of the newest token; the rest of a
+            page is not read. No two sequences append to the same position of a block.
 """
 
 import torch
