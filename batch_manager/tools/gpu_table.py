@@ -27,7 +27,7 @@ NOT_MEASURED = "Not measured: no GPU has run this version."
 
 
 def text_of(lines: Sequence[dict[str, Any]]) -> str:
-    """Format the lines of a report for the page. Without lines, return a note that nothing was measured."""
+    """Format the lines of a report for docs/performance.md. Without lines, return a note that nothing was measured."""
     if not lines:
         return NOT_MEASURED
     first = lines[0]

@@ -9,9 +9,10 @@ another request replaces it. The callbacks do almost nothing, so the cost of rea
 With --waiting N, N more active requests wait while the full batch runs, because max_num_sequences is larger than
 max_batch_size. The scheduler scans them in every iteration. With --queued N, N requests wait in the manager's queue.
 
-With --native, the backend is the native backend around a model that computes nothing, and its work on the CPU counts as
-host time. There are two measurements of each setting. In the first, packing, sampling and reading back run on the CPU.
-In the second, each generation step replays a CUDA graph, which is a stub, and four parts of the step are timed:
+With --native, the backend is the native backend around a model that computes nothing. The work of this backend on the
+CPU counts as host time. There are two measurements of each setting. In the first, packing, sampling and reading back
+run on the CPU. In the second, each generation step replays a CUDA graph, which is a stub, and four parts of the step
+are timed:
 
     write      write the inputs of the step, plan attention
     send       copy the inputs to the buffer from which a GPU reads them

@@ -43,7 +43,7 @@ class LinePlot:
     """A plot of at most len(COLOURS) lines. Both axes begin at 0, except a logarithmic x axis.
 
     x_label, y_label   labels with units
-    note               text below the title, which explains the points and bars
+    note               text below the title, which explains the points and the vertical bars through them
     doubles_x          True: a logarithmic x axis, labelled with the x values of the points; False: a linear one
     """
 

@@ -4,8 +4,8 @@
 def written_between(text: str, begin: str, part: str, end: str, *, what: str, belongs: str) -> str:
     """Return `text` with everything between the lines `begin` and `end` replaced by `part`.
 
-    what      name of the text in the error
-    belongs   clause in the error that says what belongs between the lines, such as "the table belongs"
+    what      name of the text, for the error
+    belongs   end of the sentence "add them where ..." in the error, such as "the table belongs"
 
     Raises ValueError if a marker line is missing.
     """

@@ -91,7 +91,7 @@ def ticks(most: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Format a number with at least three significant digits, without unneeded decimals."""
+    """Format a number with about three significant digits, and an integer in full."""
     if 0 < abs(value) < 0.1:
         return f"{value:.3g}"
     digits = 0 if value == int(value) or abs(value) >= 100 else 1 if abs(value) >= 10 else 2

@@ -15,7 +15,7 @@ def discard_standard_output() -> None:
 
 
 def print_flushed(text: str) -> None:
-    """Print a text and flush it. A reader that has exited is not an error. Raises OutputError if the disk is full."""
+    """Print a text and flush it. A reader that has exited is not an error. Raises OutputError for other failures."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

@@ -44,7 +44,11 @@ MOST_NAMED = 5
 
 
 def why(life: Life) -> list[str]:
-    """Return lines that say where the time of a request went. Their times add up to the time from arrival to end."""
+    """Return lines that say where the time of a request went.
+
+    The first line has the time from the arrival to the end. The times of the other lines add up to this time. A refused
+    request has one line, without a time.
+    """
     if life.was_refused:
         return [f"request {life.request_id}: refused in iteration {life.last_iteration} ({life.end_reason})"]
     reason = f" ({life.end_reason})" if life.end_reason else ""

@@ -4,7 +4,8 @@
     batch-manager watch statistics.jsonl                        a growing file that JsonlStatistics writes
 
 If the output is a terminal and the package rich is installed, the program redraws a screen every --interval. Otherwise,
-or with --plain, it prints a line every --interval. The fields of a line and their order are fixed; "-" means unknown:
+or with --plain, it prints a line every --interval. Every line has the same fields, NAME=VALUE, in the same order, which
+is not the order of this list; "-" means unknown:
 
     time, state, age_s      local time; ok or unreachable (all numbers are unknown); seconds since a file's last record
     active, queued, scheduled, kv_used, kv_free, kv_cached, oldest_wait_ms      current requests and KV cache blocks
@@ -15,9 +16,10 @@ or with --plain, it prints a line every --interval. The fields of a line and the
     latency_over            period of these latencies: usually 60s; "start" means since the engine's start, because no
                             request ended in the last 60 s
 
-Percentiles are interpolated in the buckets of /metrics. The only latency of a file is the mean time in the queue. The
-program first reads the last MiB of a file. The file may be replaced or truncated. The address must belong to one
-engine. If gunicorn workers share the address, answers come from different engines, and rates are wrong.
+Percentiles are interpolated in the buckets of /metrics. The only latency of a file is the mean time in the queue, of
+requests that were in a step for the first time. The program first reads the last MiB of a file. The file may be
+replaced or truncated. The address must belong to one engine. If gunicorn workers share the address, answers come from
+different engines, and rates are wrong.
 """
 
 import argparse
@@ -131,7 +133,7 @@ def follow(source: Source, options: argparse.Namespace, show: Show, shows_first:
             problem, away_s = str(error), time.monotonic() - good_at
             if away_s > options.timeout:
                 print(f"watch: {source.name} was not readable for {away_s:.1f} s: {problem}; expected the statistics "
-                      "of an engine; start it, correct the name, or wait longer with --timeout",
+                      "of an engine; start the engine, correct the name, or wait longer with --timeout",
                       file=sys.stderr)
                 return UNREACHABLE
         shown += 1

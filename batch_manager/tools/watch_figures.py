@@ -70,7 +70,7 @@ class History:
             readings.popleft()
 
     def figures(self, period_s: float) -> Figures:
-        """Return the current figures, with a last period of about period_s, or longer if readings are less frequent."""
+        """Return the current figures. Their last period is about period_s, or longer if readings are less frequent."""
         if not self._readings:
             return Figures()
         now, first = self._readings[-1], self._readings[0]
@@ -118,7 +118,7 @@ def _latencies(start: Reading | None, now: Reading) -> dict[str, Spread | None]:
 
 
 def quantile(buckets: Bounds, share: float) -> float:
-    """Return a quantile, interpolated linearly within its bucket, or infinity above the highest finite bound.
+    """Return a quantile, interpolated linearly within its bucket; a quantile above the last finite bound is infinite.
 
     buckets   bound of a bucket -> cumulative count; the last count is at least 1
     share     0 to 1

@@ -30,8 +30,9 @@ class SourceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """A histogram of all latencies, in seconds, since the engine's start, or since the first record read from a file.
+    """A histogram of all latencies of one kind since the engine's start, or since the first record read from a file.
 
+    sum       sum of the latencies in seconds
     buckets   bound of a bucket -> cumulative count; empty if only sum and count are known
     """
 
@@ -49,7 +50,8 @@ class Reading:
                 oldest_wait (seconds)
     counters    new, finished, paused, refused, errors (requests), tokens, prompt_tokens (tokens), callback, iteration
                 (seconds); a counter that falls was reset
-    latencies   histograms by name: first_token, per_token, queue
+    latencies   histograms by name: first_token, per_token, queue (requests that ended; from a file, only queue, of
+                requests that were in a step for the first time)
     """
 
     at_s: float
@@ -147,7 +149,7 @@ class MetricsSource:
             with self._opener.open(request, timeout=self._timeout_s) as answer:
                 body = answer.read(MOST_BYTES + 1)
         except urllib.error.HTTPError as error:
-            raise SourceError(f"it answers {error.code}") from None
+            raise SourceError(f"the address answers with status {error.code}") from None
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise SourceError(getattr(reason, "strerror", None) or str(reason) or type(error).__name__) from None
@@ -211,7 +213,7 @@ class FileSource:
             self._lines_without_record += len(lines)
             raise SourceError(f"none of the {self._lines_without_record} lines that were read is a record of "
                               "JsonlStatistics"
-                              if self._lines_without_record else "it has no records yet")
+                              if self._lines_without_record else "the file has no records yet")
         self.age_s = max(time.time() - self._written_at_s, 0.0)
         latest, idle_s = readings[-1], self.age_s - FLUSH_SECONDS
         # Time passes even if nothing was written.
@@ -253,7 +255,7 @@ class FileSource:
             yield from lines
 
     def _add(self, record: dict[str, Any]) -> None:
-        """Add a record to the sums. Raises KeyError, TypeError or AttributeError if the value is not a record."""
+        """Add a record to the sums. Raises KeyError, TypeError or AttributeError for a value that is not a record."""
         since, last = self._sums, self._last
         added = {name: record.get(key, 0) + 0 for name, key in COUNTED_IN_ITERATIONS.items()}
         _ = record["Iteration Counter"] + record["Monotonic Microseconds"]

@@ -57,7 +57,7 @@ class View:
 
     title      name of the source
     figures    the numbers to show
-    rates      generated tokens/s of the last figures without a problem, oldest first
+    rates      generated tokens/s of the latest figures, oldest first, without the times at which there was a problem
     problem    why new figures are missing; "": no figures are missing
     note       a warning that is less severe than a problem
     """
@@ -202,7 +202,7 @@ def rate(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration in the unit that leaves two or three digits."""
+    """Format a duration with a unit, in about three digits. Infinity is "off scale"."""
     if seconds == inf:
         return "off scale"
     for below, factor, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min"),

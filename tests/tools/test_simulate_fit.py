@@ -117,11 +117,12 @@ def test_a_cost_model_comes_back_from_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("change, told", [
-    ({"format": "other"}, "is not a cost model"), ({"format_version": 2}, "format_version 2; this program reads 1"),
+    ({"format": "other"}, "is not a cost model"),
+    ({"format_version": 2}, "format_version 2; this program reads version 1"),
     ({"generation_s": {"constant": -1}}, "constant is -1.0, not 0 to"),
     ({"mixed_s": {"size": 1}}, "unknown term 'size'"), ({"host_s": None}, "is damaged"),
     ({"is_asynchronous": 1}, "neither true nor false"),
-    ({"mixed_spread": [-1]}, "a factor of a spread is not 0"), ({"most": {"x": 1}}, "the amounts are"),
+    ({"mixed_spread": [-1]}, "mixed_spread has a factor that is not 0"), ({"most": {"x": 1}}, "the amounts are"),
     ({"error": {"a": 1}}, "is damaged")])
 def test_a_damaged_file_is_refused(tmp_path, change, told):
     path = tmp_path / "cost.json"

@@ -336,8 +336,8 @@ def test_a_source_that_is_away_is_told_and_given_up(server, served, tmp_path):
     server.answers = [exposition, 503, exposition, exposition, 503]
     result = watched("--url", f"{server.url}/metrics", "--interval", "0.2", "--timeout", "1.5")
     assert result.returncode == 1
-    assert re.fullmatch(r"watch: \S+/metrics was not readable for \S+ s: it answers 503; expected the "
-                        r"statistics of an engine; start it, .*\n", result.stderr)
+    assert re.fullmatch(r"watch: \S+/metrics was not readable for \S+ s: the address answers with status 503; "
+                        r"expected the statistics of an engine; start the engine, .*\n", result.stderr)
     lines = [fields_of(line) for line in result.stdout.splitlines()]
     states = [fields["state"] for fields in lines]
     assert states[:4] == ["unreachable", "ok", "ok", "unreachable"] and set(states[4:]) <= {"unreachable"}
@@ -456,7 +456,7 @@ def test_the_picture_says_that_its_source_is_away(server, served):
     pytest.importorskip("rich", reason="NOT RUN: rich is not installed")
     server.answers = [served[1], served[1], 503]
     terminal = Terminal("--url", server.url, "--interval", "0.1", "--timeout", "0.5")
-    terminal.until("it answers 503")
+    terminal.until("the address answers with status 503")
     assert terminal.end() == 1
     assert has_cursor(terminal.written) and "was not readable for" in terminal.text
 

@@ -1,4 +1,4 @@
-"""Measure the memory bandwidth and the matrix rate of this GPU. The goals are ratios to such rates."""
+"""Measure the memory bandwidth and the matrix rate of this GPU. Several goals compare with these rates."""
 
 from collections.abc import Iterator
 

@@ -20,7 +20,10 @@ DRY_LAUNCHES = 2
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The measured time of a launch: its mean seconds in each repetition."""
+    """The measured time of a launch.
+
+    seconds   mean seconds of a launch in each repetition of the measurement
+    """
 
     seconds: tuple[float, ...]
 
@@ -109,9 +112,9 @@ class GpuClock:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[list[DeviceActivity]]:
-        """Trace the activity of the device until the end of `with`, and then append it to the yielded list.
+        """Context manager that yields a list, to which the end of `with` appends the activity of the device.
 
-        Launches are slower during the trace.
+        The device is traced within `with`. Launches are slower during this time.
         """
         found: list[DeviceActivity] = []
         profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])

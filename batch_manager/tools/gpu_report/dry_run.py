@@ -14,7 +14,8 @@ def interpret_kernels() -> None:
     Raises RuntimeError if triton was imported earlier, without TRITON_INTERPRET=1.
     """
     if "triton" in sys.modules and os.environ.get(INTERPRET) != "1":
-        raise RuntimeError(f"triton was imported without {INTERPRET}=1; a dry run interprets the kernels; set it to 1")
+        raise RuntimeError(f"triton was imported without {INTERPRET}=1; a dry run interprets the kernels; "
+                           "set the variable to 1")
     os.environ[INTERPRET] = "1"
     from ...triton_kernels.interpreter import accept_arrays_of_one_element
 
@@ -35,7 +36,7 @@ class DryGraph:
 def dry_graphs() -> Iterator[None]:
     """Context manager: an engine with cuda_graphs=True captures each graph as a DryGraph, also on a CPU.
 
-    There are no graphs of steps with contexts, because interpreting their padding takes a second per step.
+    Steps with contexts are not captured: graphs pad these steps, and interpreting the padding takes a second per step.
     """
     from ...runtime import graphs, native_backend
 

@@ -1,6 +1,6 @@
 """Repeat the measurements of engines with CUDA graphs turned off, to show how much the graphs gain.
 
-Models whose graphs could not be captured are left out: their first measurement was without graphs.
+A measurement is left out if graphs could be captured for none of its models: the first measurement was without graphs.
 """
 
 from collections.abc import Callable, Iterator

@@ -129,7 +129,7 @@ class Served:
         most = max(stamp.generating for stamp in self.stamps)
         steps = [stamp for stamp in self.stamps[last_context + 1 :] if stamp.generating == most]
         if len(steps) < 2:
-            raise BenchmarkError("no two consecutive steps generated for all requests")
+            raise BenchmarkError("fewer than two steps after the last context generated for all requests")
         return sum(stamp.generating for stamp in steps[1:]) / (steps[-1].seconds - steps[0].seconds)
 
 

@@ -1,7 +1,7 @@
 """G3-fused: time each matrix product of a layer, fused with its neighbours in one launch, and in separate launches.
 
 The neighbours are a norm before the product, and an activation or a sum after it. The decisions of
-`triton_kernels/fused_linear_settings.py` rest on estimates. The measured ratios will replace the estimates.
+`triton_kernels/fused_linear_settings.py` rest on estimates, which the measured ratios are meant to replace.
 """
 
 from collections.abc import Callable, Iterator

@@ -42,7 +42,10 @@ def _rate(runs: list[Served]) -> tuple[float, float]:
 
 
 def _other_mode(bench: Bench, ahead: Engine, graphs: bool, **options: Any) -> tuple[float, float, str]:
-    """Return (tokens/s, spread, note) of a second engine with other options. `ahead` is the engine that runs ahead."""
+    """Measure a second engine, which has the engine options `options`. Return (tokens/s, spread, note).
+
+    ahead   the first engine, which runs ahead; the note says whether only one of the engines has graphs
+    """
     bench.require(LOAD_SECONDS + 2 * RUN_SECONDS)
     with engine(bench, LLAMA_135M, kv_tokens=KV_TOKENS, graphs=graphs, **options) as made:
         rate, spread = _rate([made.generate(*bench.pick((BATCH, CONTEXT, STEPS), (2, 4, 3)))

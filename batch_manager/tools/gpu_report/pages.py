@@ -48,8 +48,9 @@ class PagedSequences:
     new_tokens     number of query tokens of each sequence, which are its last tokens; 1: a generation step
 
     query, key, value   random outputs of the QKV projection for the query tokens
-    rotated             rotated `query`; exists only in a generation step, whose keys and values are then also in every
-                        layer of the pool
+    rotated             `query` after rotation; exists only for a generation step
+
+    For a generation step, the constructor writes the new keys and values to every layer of the pool.
     """
 
     def __init__(self, bench: Bench, heads: Heads, lengths: np.ndarray, new_tokens: int = 1,
@@ -160,7 +161,7 @@ class PagedSequences:
         return relative_error(result[some], expected) if result.isfinite().all() else float("inf")
 
     def context_error(self, launch: Callable[[int], torch.Tensor], most_rows: int = 64) -> float:
-        """Call `launch` for layer 0, and return the relative error of the first or the last sequence: the larger one.
+        """Call `launch` for layer 0, and return the larger of the relative errors of the first and the last sequence.
 
         At most the last `most_rows` query tokens of a sequence are compared. The oracle uses float64. Returns
         infinity if any output is not finite.

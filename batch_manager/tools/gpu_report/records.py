@@ -83,7 +83,8 @@ def check(line: Any) -> None:
         if not isinstance(line[name], types) or isinstance(line[name], bool) and bool not in types:
             raise ValueError(f"{name} is {line[name]!r}; expected {', '.join(one.__name__ for one in types)}")
     if line["goal"] not in ALL or line["status"] not in STATUSES:
-        raise ValueError(f"goal and status are {line['goal']!r}, {line['status']!r}; expected known values")
+        raise ValueError(f"the goal is {line['goal']!r} and the status {line['status']!r}; expected a goal and a "
+                         "status of this version")
     if line["status"] != MEASURED and any(line[name] is not None for name in (*NUMBERS, "met")):
         raise ValueError(f"a case with the status {line['status']!r} has numbers: {line}; expected null")
     if line["status"] == MEASURED and line["numerator"] is None:

@@ -34,9 +34,9 @@ SETTINGS, FACTS = "settings", "facts"        # names for --goal, besides the goa
 class Section:
     """One section of a report.
 
-    seconds    time budget; 0: the section runs only in the time that all sections with a budget leave
+    seconds    time budget; 0: the section runs after all sections with a budget, in the time that is left
     goals      what the section measures: names of goals, SETTINGS or FACTS, as for --goal
-    needed_by  further goals for which the section runs, because their measurement needs it
+    needed_by  further goals for which the section runs, because the measurement of these goals needs the section
     """
 
     name: str

@@ -182,7 +182,7 @@ def _launch_of(bench: Bench, product: Product, weights: list[torch.Tensor],
 
 @contextlib.contextmanager
 def _replaced(module: str, function: str, settings: Any) -> Iterator[None]:
-    """Context manager: the kernel of the module is launched with `settings`."""
+    """Context manager: within `with`, the settings function `function` of the kernel's module returns `settings`."""
     found = importlib.import_module(f"{KERNELS}.{module}")
     original = getattr(found, function)
     setattr(found, function, lambda *_: settings)

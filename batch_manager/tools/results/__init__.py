@@ -25,7 +25,7 @@ def newest(folder: Path = FOLDER) -> list[dict[str, Any]]:
 
 
 def add(report: Path, folder: Path = FOLDER) -> Path:
-    """Copy a report into the folder, named by date and device, and return the new path.
+    """Copy a report into the folder, as a file named by date and device, and return the path of the copy.
 
     Raises ValueError for a report without a measured line, and for a report of an unknown commit or of a checkout with
     changes.

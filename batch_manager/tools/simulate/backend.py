@@ -105,7 +105,7 @@ class SimulatedBackend:
              cached_tokens: np.ndarray) -> None:
         """Run len(ends_s) generation steps of the requests `request_ids`, in lockstep.
 
-        shape   shape of the steps, without cached tokens
+        shape   shape of each step, with `cached_tokens` 0
         ends_s, step_s, cached_tokens   [steps] end time, seconds and cached tokens of each step
         """
         steps = len(ends_s)

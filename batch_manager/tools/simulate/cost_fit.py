@@ -32,8 +32,8 @@ def fit_cost(traces: Iterable[Iterable[IterationTrace]], about: Mapping[str, Any
     steps that took more than 20 times the predicted time (INTERRUPTION). The model stores quantiles of measured
     time / predicted time.
 
-    Published serving simulators such as Vidur (MLSys 2024) predict operators, and claim errors below 9 % in end-to-end
-    latency.
+    Published serving simulators such as Vidur (MLSys 2024) predict the time of each operator, and claim errors below
+    9 % in end-to-end latency.
 
     about   fields that describe the origin of the traces; the fit adds its own fields
 
@@ -90,7 +90,7 @@ class _Terms:
     """Fitted terms.
 
     seconds       term -> seconds per unit; has no terms of 0 seconds
-    spread        as in CostModel
+    spread        quantiles of measured / predicted time, as `generation_spread` in CostModel
     interrupted   number of steps that were ignored because they took more than 20 times the predicted time
     """
 

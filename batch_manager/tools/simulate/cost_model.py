@@ -1,4 +1,4 @@
-"""The cost model, which predicts the time of a step and of the host from the step's shape, and its file format."""
+"""The cost model and its file format. The model predicts the times of device and host from the shape of a step."""
 
 import json
 from collections.abc import Mapping
@@ -114,8 +114,8 @@ class CostModel:
             raise InputError(f"{path} is not a cost model; expected the format {FORMAT!r}; "
                              "batch-manager simulate --fit writes one")
         if record.get("format_version") != FORMAT_VERSION:
-            raise InputError(f"{path} has format_version {record.get('format_version')!r}; this program reads "
-                             f"{FORMAT_VERSION}; fit it again")
+            raise InputError(f"{path} has format_version {record.get('format_version')!r}; this program reads version "
+                             f"{FORMAT_VERSION}; fit the cost model again")
         try:
             return cls(_step_seconds("generation_s", record), _step_seconds("mixed_s", record),
                        _seconds(record["host_s"], HOST_TERMS), _amounts(record["most"]),
@@ -124,11 +124,11 @@ class CostModel:
                        _factors(record["generation_spread"]), _factors(record["mixed_spread"]), dict(record["about"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path} is damaged: {type(error).__name__}: {error}; expected a file as --fit writes it; "
-                             "fit it again") from error
+                             "fit the cost model again") from error
 
 
 def amount(term: str, shape: StepShape) -> int:
-    """Return the number of units of `term` in a step of this shape, to be multiplied by its seconds per unit."""
+    """Return the number of units of `term` in a step of this shape, the factor of the term's seconds per unit."""
     if term == CONSTANT:
         return 1
     if term in UP_TO:
@@ -174,7 +174,7 @@ def _amounts(record: Mapping[str, Any]) -> dict[str, int]:
 def _factors(record: list[Any]) -> tuple[float, ...]:
     found = tuple(float(factor) for factor in record)
     if not all(0 <= factor <= MOST_SECONDS for factor in found):
-        raise ValueError(f"a factor of a spread is not 0 to {MOST_SECONDS:g}")
+        raise ValueError(f"generation_spread or mixed_spread has a factor that is not 0 to {MOST_SECONDS:g}")
     return found
 
 

@@ -14,7 +14,8 @@ def point_fields(run: Run, load: Load, mode: str, bounds: Bounds, simulated_in_s
     """Return the figures of one simulation, with the names of `batch-manager bench`.
 
     extrapolated   two entries. `share`: share of the steps in which any field of StepShape exceeds the largest value to
-                   which the cost model was fitted. `steps`: name of a field -> number of steps in which this field does
+                   which the cost model was fitted. `steps`: name of a field -> number of steps in which this field
+                   exceeds that value
     replicas       see `balance`
     """
     stamps = stamps_of(run)

@@ -144,8 +144,8 @@ def _sweep(text: str) -> Swept:
             try:
                 values.append(kind(value))
             except (ValueError, argparse.ArgumentTypeError):
-                raise argparse.ArgumentTypeError(f"{text!r} has the value {value!r}; expected a number of at least 1, "
-                                                 "or a rate above 0") from None
+                raise argparse.ArgumentTypeError(f"{text!r} has the value {value!r}; expected an integer of at least "
+                                                 "1, or for request_rate a number above 0") from None
     if len(set(values)) != len(values):
         raise argparse.ArgumentTypeError(f"{text!r} has a value twice; expected distinct values")
     return name, values

@@ -20,8 +20,8 @@ class Replica:
     number       number of the replica, from 0
     on_final     called with (index, virtual seconds) at the final response of a request
     seed         with `number`, seeds the random scatter of step times
-    leaps        whether to compute many uneventful iterations at once, with the same figures; ignored, and no leaps are
-                 made, if `trace` is given
+    leaps        whether to compute many uneventful iterations at once, with the same figures. If `trace` is given, each
+                 iteration runs by itself
 
     unfinished   number of the replica's requests without a final response
     """

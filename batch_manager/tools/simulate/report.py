@@ -43,7 +43,7 @@ def sweep_table(result: Result) -> str:
 
 
 def best_point(points: Sequence[Result]) -> Result:
-    """Return the point with the most requests/s within bounds, or the most tokens/s if there are no bounds."""
+    """Return the point with the most requests/s within the bounds on latency; without bounds, the most tokens/s."""
     return max(points, key=lambda point: point["output_tok_s"] if point["goodput"] is None
                else point["goodput"]["requests_s"])
 
@@ -60,7 +60,7 @@ def warnings(points: Sequence[Result]) -> list[str]:
 
 
 def sweep_plots(result: Result) -> dict[str, LinePlot]:
-    """Return file name -> plot of a latency by generated tokens/s.
+    """Return file name -> plot of a latency against generated tokens/s.
 
     Each simulation is a point. With several swept settings, each value of the first setting is a line; only the first
     MOST_LINES values are shown. With one swept setting, all points are on one line.

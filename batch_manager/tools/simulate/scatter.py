@@ -8,7 +8,7 @@ AT_A_TIME = 1 << 14
 
 
 class Scatter:
-    """The factors of the step times of one engine.
+    """Random factors of the step times of one engine: simulated time / predicted time.
 
     The factor of a step depends on the seed, the number of the step, and whether the step has a context. Calls must be
     in ascending order of steps.
@@ -26,7 +26,7 @@ class Scatter:
         return float(_at(spread, self._draws_for(step, 1))[0])
 
     def generation_factors(self, step: int, count: int) -> np.ndarray:
-        """Return the factors [count] of steps `step` .. `step + count - 1`, all without contexts."""
+        """Return the factors [count] of the times of steps `step` .. `step + count - 1`, all without contexts."""
         return _at(self._generation, self._draws_for(step, count))
 
     def _draws_for(self, step: int, count: int) -> np.ndarray:

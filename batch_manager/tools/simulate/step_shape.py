@@ -15,7 +15,7 @@ class StepShape:
 
     context_requests      number of sequences with a context chunk
     context_tokens        number of tokens of these chunks
-    context_attention     number of pairs of a chunk token and a token that it attends to, which may be itself
+    context_attention     number of pairs (token of a chunk, token that it attends to); a token also attends to itself
     generation_requests   number of generating sequences
     cached_tokens         number of tokens in the KV cache that the generating sequences attend to, including the input
                           tokens of the step
@@ -32,7 +32,7 @@ class StepShape:
 
 
 def shape_of_batch(batch: ScheduledBatch, found_tokens: np.ndarray) -> StepShape:
-    """Return the shape of a backend's batch, without beams and draft tokens.
+    """Return the shape of a backend's batch, which must have neither beams nor draft tokens.
 
     found_tokens   [slots] number of tokens that the sequence in each slot found in the cache when it started
     """

@@ -33,7 +33,8 @@ class Study:
     options   the command's options, as `parse_options` returns them for a command without --fit
     points    the settings and figures of each simulation that `run` has finished, in order
 
-    The constructor raises InputError for a cost model or a workload that cannot be read.
+    The constructor raises InputError for a cost model or a workload that cannot be read, and for a workload without
+    selected requests.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -91,9 +92,9 @@ class Study:
             tokens = fitted.get("num_blocks", 0) * (fitted.get("tokens_per_block") or options.tokens_per_block)
         num_blocks = tokens // options.tokens_per_block
         if not 1 <= num_blocks <= MOST_BLOCKS:
-            raise InputError(f"--max-tokens-in-paged-kvcache is {tokens}, which is {num_blocks} blocks of "
-                             f"{options.tokens_per_block} tokens; expected 1 to {MOST_BLOCKS:,} blocks; give the size "
-                             "of the pool in tokens")
+            raise InputError(f"the size of the KV cache pool is {tokens} tokens, which is {num_blocks} blocks "
+                             f"of {options.tokens_per_block} tokens; expected 1 to {MOST_BLOCKS:,} blocks; set the "
+                             "size in tokens with --max-tokens-in-paged-kvcache")
         longest = int((traffic.input_tokens + traffic.output_tokens).max())
         return EngineSettings(
             num_blocks=num_blocks, max_seq_len=options.max_seq_len or longest,
