@@ -69,8 +69,8 @@ class ReliableClock:
         return self._last + (now - self._failing_since)
 
     def _note(self, error: BaseException) -> None:
-        self._log.log(logging.ERROR, "Parts.clock raised %s; the system's clock takes over until it works again",
-                      type_name(error))
+        self._log.log(logging.ERROR, "reading Parts.clock raised %s; the system's clock takes over until Parts.clock "
+                      "works again", type_name(error))
 
 
 def reliable(clock: Clock | None) -> Clock:

@@ -29,8 +29,9 @@ class KvCacheConfig:
                                None: as many as free_gpu_memory_fraction allows
     max_attention_window       tokens that a query attends to; None: all tokens up to the query
     sink_token_length          number of first tokens that stay visible outside the window
-    free_gpu_memory_fraction   largest share of the memory left by the weights and a step's buffers that the cache may
-                               take, 0 < x <= 1. On a CPU this is host memory, and the default pool is at most 2 GiB
+    free_gpu_memory_fraction   largest share that the cache may take of the memory that the weights and a step's
+                               buffers leave, 0 < x <= 1. On a CPU this is host memory, and the default pool is at most
+                               2 GiB
     enable_block_reuse         start a prompt after its longest prefix that earlier prompts and outputs left in the
                                cache
     enable_partial_reuse       also reuse a cached block of which only the first tokens match the prompt. The engine
@@ -128,8 +129,8 @@ class TrtGptModelOptionalParams:
     hang_warning_s              seconds without a heartbeat of the worker before the engine logs an error; 0: never
     cpu_compile                 on a CPU, run a step as one call of C code, which is compiled once for this processor
                                 and kept in $XDG_CACHE_HOME or ~/.cache. None: compile if there is a C compiler ($CC,
-                                cc, gcc or clang) and the model and the options allow it. True: also refuse a model or
-                                option that does not allow it. False: use torch
+                                cc, gcc or clang) and the model and the options allow it. True: compile, or raise
+                                ConfigError if this is impossible. False: use torch
     model_implementation        "native": a model class of this package, or of register_model; "transformers": the
                                 class of transformers (extra hf), for model types that are proven to run in the engine;
                                 "auto": native if there is one, else transformers
@@ -182,7 +183,7 @@ class TrtGptModelOptionalParams:
             check_flag(name, getattr(self, name), optional=True)
         if self.run_ahead and self.enable_trt_overlap:
             raise ConfigError("run_ahead and enable_trt_overlap are both set",
-                              "overlapped micro-batches have disjoint requests, so none can run ahead",
+                              "overlapped micro-batches have disjoint requests, so no request can run ahead",
                               "leave one of them out")
         if not isinstance(self.context_chunking_policy, ContextChunkingPolicy):
             raise ConfigError(f"context_chunking_policy is {self.context_chunking_policy!r}",
@@ -217,7 +218,7 @@ class Parts:
                 of one of these classes works. A CapacityScheduler is completed with the policy's micro-batch
                 scheduler, and a MicroBatchScheduler with the policy's capacity scheduler
     attention   a factory (spec, kv_pool) -> attention implementation. `spec.attention` describes the attention of each
-                layer, with the effective windows. With sink tokens, the factory also gets `sink=`
+                layer, with the effective windows. With sink tokens, the factory also gets their number, as `sink=`
     backend     a ModelBackend, or a factory () -> ModelBackend; model_path is then not read
     clock       a Clock; while it raises or returns an invalid time, the system's clock continues from the last valid
                 reading
@@ -233,8 +234,8 @@ class Parts:
                 "batched": (request_ids, logits [n, 1, beams, vocab], token_ids) -> None. Changes the logits in place;
                 see decoding/logits_post_processors.py
     stages      custom changes of logits: a sequence of LogitsStages, or a factory (num_slots, device) of a sequence.
-                They run after the package's biases, penalties and bans; see decoding/stages.py. An exception ends the
-                requests that fail when they run alone
+                They run after the package's biases, penalties and bans; see decoding/stages.py. After an exception, the
+                engine bisects the step, and the requests that fail alone end with an error
     """
 
     scheduler: Any = None

@@ -36,9 +36,10 @@ def _made(name: str, factory: Callable[..., Any], *given: Any, **options: Any) -
 
 
 def _a_class(name: str, part: type, expected: str, instead: str, verb: str = "is") -> ConfigError:
-    """Return the error for a field of Parts whose value is a class that cannot be used as a factory.
+    """Return the error for a class in a field of Parts that cannot be used as a factory.
 
-    instead   the words after "pass" in the message
+    expected, instead   the words after "expected" and after "pass" in the message
+    verb                "is", or "contains" if the class is an element of the field
     """
     return ConfigError(f"Parts.{name} {verb} the class {part.__name__}", f"expected {expected}", f"pass {instead}")
 
@@ -95,7 +96,7 @@ def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] 
 
 
 def checked_stages(part: Any) -> Callable[..., tuple[Any, ...]] | None:
-    """Return a factory (num_slots, device) -> the user's stages, which also checks the stages.
+    """Return a factory (num_slots, device) that makes and checks the user's stages.
 
     Returns None if `part` is None.
 
@@ -141,7 +142,9 @@ def _check_stage(stage: Any) -> None:
 
 
 def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager) -> RequestScheduler:
-    """Return the scheduler in `Parts.scheduler`, completed if necessary. For None, return the policy's scheduler.
+    """Return the scheduler in `Parts.scheduler`, as a complete scheduler (`_with_defaults`).
+
+    If `part` is None, returns the scheduler of the policy in `limits`.
 
     Raises ConfigError if the part is neither a scheduler nor a factory of a scheduler.
     """

@@ -56,7 +56,8 @@ class GptManager:
                                     drops the rest and logs a warning
     send_response_cb                (request_id, tensors: list[NamedTensor], final_response: bool, error: str) -> None
     poll_stop_signal_cb             () -> set of request ids to stop
-    return_batch_manager_stats_cb   (json: str) -> None, once per iteration that had an active request
+    return_batch_manager_stats_cb   (json: str) -> None, once per iteration that had an active request or refused a
+                                    request
     optional_params                 settings with a default
     terminate_req_id                a request with this id ends the worker once all other requests have ended
     max_draft_tokens                not supported yet; must be None or 0
@@ -174,14 +175,16 @@ class GptManager:
         state                  "RUNNING", "DRAINING", "FAILED" or "STOPPED"
         activity               the worker's current activity: "loop", "idle", or foreign code that may hang: a callback
                                or hook ("get", "send", "poll", "stats", "trace", "after_responses", "at_end"),
-                               "reading a request", "schedule_request", "model step", "memory_usage", "figures"
+                               "reading a request", "schedule_request", "model step", or the method of the backend
+                               "memory_usage" or "figures"
         seconds_in_activity    seconds since the activity began
         is_hanging             whether the current activity, other than "idle", has lasted more than hang_warning_s
         failure                text of the error that failed the engine, or ""
         active_requests, queued_requests, iterations, final_responses   counts
         errors                 error code -> number of final responses with this code
         unaddressable_items    number of items of the get callback without a usable id; no response can be sent for them
-        callback_failures      callback or hook -> number of calls that raised
+        callback_failures      callback, hook, or method of the backend -> number of calls that raised or returned an
+                               unusable value
         """
         self._check_process()
         return health_of(self._loop, self._control)
@@ -240,8 +243,8 @@ class GptManager:
     def _join(self, timeout: float | None) -> bool:
         """Wait for the worker and return whether it has ended.
 
-        Thread.join alone does not suffice. Up to Python 3.12, a Ctrl-C inside it marks the thread as ended, and the
-        interpreter no longer waits for the thread.
+        Thread.join alone does not suffice. Up to Python 3.12, a Ctrl-C inside Thread.join marks the thread as ended,
+        and the interpreter no longer waits for the thread.
         """
         control, seconds_left = self._control, float("inf") if timeout is None else timeout
         while not control.stopped.wait(min(max(seconds_left, 0), SECONDS_BETWEEN_LOOKS)) and self._worker.is_alive():

@@ -9,7 +9,7 @@ Foreign code runs in a guarded block and nowhere else:
 A guarded block
 
 -   writes the heartbeat: the name of the block and the time of entry;
--   ends a process that was forked inside the block when it leaves the block (forked_child);
+-   ends a process that was forked inside the block, at the exit of the block (forked_child);
 -   adds up the seconds spent inside;
 -   catches every exception, SystemExit and KeyboardInterrupt included. A block of `containing` counts the exception,
     logs it at most once a second and drops it. A block of `raising` raises ForeignCodeError from it.

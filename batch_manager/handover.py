@@ -66,7 +66,7 @@ class SlotSetup:
     prompt_length           tokens of the user's prompt; all later tokens were generated, also after a pause
     max_new_tokens          tokens after which a search with several beams ends. For other sequences the host counts
                             tokens
-    history                 [n] int32, all tokens of the sequence so far; None: until `continuing` sets them
+    history                 [n] int32, all tokens of the sequence so far; None until `continuing` sets the history
     """
 
     sampling: SamplingConfig = NEUTRAL
@@ -181,7 +181,8 @@ class BlockTableUpdates:
                                 ScheduledBatch.max_beam_width + beam
 
     Apply the updates in order. Applying them twice is harmless. Do not read entries past the length of a sequence, or
-    before its attention window: these entries are -1, or a block that may belong to another sequence.
+    entries between its sink tokens and its attention window: these entries are -1, or a block that may belong to
+    another sequence.
     """
 
     slots: np.ndarray
@@ -325,8 +326,8 @@ class Hypothesis:
     tokens          [n] int32, without the end id; a stop word is part of it
     cum_log_prob    sum of the log-probabilities of its tokens, including the end id
     log_probs       [n] float32, log-probabilities of `tokens`
-    rows            [n] int32: index of the beam that each token continued, and of the token's row in the logits of the
-                    step that chose it
+    rows            [n] int32: index of the beam that each token continued. In the logits of the step that chose the
+                    token, the row with this index belongs to the token
     finish          FinishReason: END_ID, STOP_WORDS or LENGTH
     """
 

@@ -1,7 +1,7 @@
 """The list of this process's workers, and the hook that stops them when the interpreter exits.
 
-`threading` joins the workers, which are not daemons, before `atexit` runs. A hook of `threading`, like the hook of
-concurrent.futures, therefore stops the workers. The last registered hook runs first. The hook of concurrent.futures
+`threading` joins the workers, which are not daemons, before `atexit` runs. Our hook is therefore registered with
+`threading`, as the hook of concurrent.futures is. The last registered hook runs first. The hook of concurrent.futures
 joins the threads of executors, which may wait for a worker. This file imports concurrent.futures before it registers
 our hook, so that our hook runs first.
 """
@@ -47,7 +47,7 @@ def forget_worker(control: Abortable) -> None:
 
 
 def is_a_worker(thread: threading.Thread) -> bool:
-    """Whether this thread runs callbacks. Such a thread must not wait for a worker, because two workers could wait for
+    """Whether `thread` runs callbacks. Such a thread must not wait for a worker, because two workers could wait for
     each other."""
     return any(control.worker is thread for control in list(_controls))
 

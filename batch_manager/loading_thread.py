@@ -2,9 +2,9 @@
 
 The loading is interrupted when its caller is interrupted, and when the interpreter exits.
 
-OpenMP keeps a team of threads for every thread that ever computed. If the caller loaded the model, its team and the
-worker's team would together have more threads than there are cores. libgomp would then put a team to sleep at every
-barrier: a step of a 135M model on two cores took 40 ms instead of 20 ms.
+OpenMP keeps a team of threads for every thread that ever computed. If the caller loaded the model, the caller's team
+and the worker's team would together have more threads than there are cores. libgomp would then put a team to sleep at
+every barrier: a step of a 135M model on two cores took 40 ms instead of 20 ms.
 """
 
 import threading

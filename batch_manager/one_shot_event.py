@@ -1,4 +1,4 @@
-"""An event that is set once, and the checks of the arguments of `shutdown` and of waits."""
+"""An event that is set once, and checks of the arguments `drain` and `timeout`."""
 
 import math
 import threading

@@ -213,7 +213,10 @@ def _failure_of(error: BaseException) -> BatchManagerError:
 
 
 def watch_worker(control: WorkerControl) -> None:
-    """Log once, with the stacks of all threads, when the worker stays in one activity for too long. Ends no thread."""
+    """Log an error, with the stacks of all threads, when the worker stays in one activity for too long.
+
+    Each such activity is logged once. The watchdog ends no thread.
+    """
     reported_beat = None
     control.note_watchdog()
     while not control.stopped.wait(control.hang_warning_s / 4):

@@ -57,9 +57,9 @@ class AsyncEngine:
                     (max_queued_requests). Use this in servers. False: requests wait in the AsyncEngine, in order and
                     without a limit, until the engine has room
         process     run the engine in its own process. Host and engine then have separate interpreter locks, and a crash
-                    of the engine fails its streams only. `parts` without its hooks, and logits post-processors, are
-                    pickled, so their classes and functions must be in importable modules. Hooks and the statistics
-                    callback run in the process that calls `start`, on an internal thread
+                    of the engine fails its streams only. Logits post-processors are pickled, and so is `parts`
+                    without its hooks. Their classes and functions must therefore be in importable modules. Hooks and
+                    the statistics callback run in the process that calls `start`, on an internal thread
         Raises      the errors of the constructor of GptManager
         """
         for name, value in (("process", process), ("takes_all", takes_all)):
@@ -91,8 +91,9 @@ class AsyncEngine:
         tensors, options   arguments of InferenceRequest; the engine chooses the id. `arrival_time`, from which the
                            queue time and `deadline_s` count, is by default the time of this call or, if `parts`
                            has a clock, the time at which the engine takes the request
-        Raises   RequestFailed for an unknown tensor name, and if the engine is closed. For an invalid value, the stream
-                 raises RequestFailed.
+        Raises   RequestFailed for an unknown tensor name, for the tensor `streaming`, for a request that cannot be
+                 pickled (with `process`), and if the engine is closed. For an invalid value, the stream raises
+                 RequestFailed.
         """
         return Stream(self, self._submit(tensors, True, options))
 

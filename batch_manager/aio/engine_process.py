@@ -218,7 +218,7 @@ class Link:
             except (EOFError, OSError):
                 return NotStarted(ConfigError(f"the engine process {self._how_it_ended()} while it loaded the model",
                                               "the model must load without ending the process",
-                                              "see its output on stderr"))
+                                              "see the output of the process on stderr"))
             if isinstance(message, Started | NotStarted):
                 return message
             if message is not None:

@@ -49,7 +49,7 @@ class Delta:
     finish_reason  reason why the output ended; NOT_FINISHED in all deltas but the last
     responses      for requests with logits or beams, the responses that brought these tokens, each as the list of
                    NamedTensor that `send_response_cb` gets
-    metrics        timings, in the last delta of a request with `return_perf_metrics`
+    metrics        PerfMetrics, in the last delta of a request with `return_perf_metrics`; otherwise None
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -124,7 +124,7 @@ class Mailbox:
             self.add(*pieces(tensors, final, self.wants))
 
     def add(self, tokens: list[int], reason: FinishReason, tensors: list[NamedTensor] | None) -> None:
-        """Add the `pieces` of a response. Called on the worker's thread."""
+        """Add a response, as the parts that `pieces` returns. Called on the worker's thread."""
         self._arrived.append((tokens, reason, tensors))
         self.has_ended = self.has_ended or reason is not FinishReason.NOT_FINISHED
 
@@ -194,7 +194,8 @@ class Mailbox:
 
 
 def _asks(request: InferenceRequest, name: str) -> bool:
-    """Whether a flag or number of a request is set. True for invalid values, which the engine refuses later."""
+    """Whether a request has this flag or number, other than zero. True for invalid values, which the engine refuses
+    later."""
     value = getattr(request, name)
     try:
         return value is not None and bool(scalar(TENSORS[name], value))

@@ -15,7 +15,7 @@ NO_OUTPUT = -np.inf
 class BeamDelivery:
     """The log-probabilities and logits of a request's beams: of the live beams during the search, then of its results.
 
-    The values are in the order of `LlmRequest.tokens`. The log-probability of each token, and the row of logits for
+    The beams are in the order of `LlmRequest.tokens`. The log-probability of each token, and the row of logits for
     each token, are kept only if the request asked for them. When a request starts over after a pause, its values start
     over too.
     """

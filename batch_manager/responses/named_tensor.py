@@ -79,7 +79,7 @@ class NamedTensor:
 class PreparedTensor(NamedTensor):
     """A tensor whose name, value and `to_tensor` are class attributes, so that no Python code runs to create it.
 
-    `prepared` makes the classes. Copying or unpickling an instance makes a NamedTensor.
+    `prepared` and `prepared_token` make subclasses. Copying or unpickling an instance makes a NamedTensor.
     """
 
     __slots__ = ()

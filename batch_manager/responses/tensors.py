@@ -23,8 +23,9 @@ The exponentials then need not sum to one over the vocabulary (decoding/stages.p
 cum_log_probs after len_penalty. cum_log_probs includes the end id, which is in no other tensor. A beam without a
 possible output has finish_reason 0, no tokens and cum_log_probs -inf.
 
-In a streamed response, *generated* is the number of its new tokens. Concatenating a tensor over all streamed responses
-gives the tensor of a response that is not streamed, except for cum_log_probs, which always sums from the start of the
+In a streamed response, *generated* is the number of its new tokens. Concatenating these tensors over all streamed
+responses gives the tensors of a response that is not streamed: output_ids (without the prompt), output_log_probs,
+top_log_prob_ids, top_log_probs and, if requested, generation_logits. cum_log_probs always sums from the start of the
 request. The first streamed response has the context logits. Later streamed responses have the dummy of shape [1, 1, 1],
 and so has the response of a request that ends before its prompt is computed.
 
@@ -156,8 +157,8 @@ def build_response(
 def streamed_token_builder(to_tensor: Callable[[np.ndarray], Any] | None) -> Callable[[int], list[NamedTensor]]:
     """Return a function (token) -> tensors of a response that streams this token and no other values, and is not final.
 
-    The tensors equal the result of `build_response` and take a third of the time. Most responses of a server are of
-    this kind.
+    The tensors equal the result of `build_response`, and building them takes a third of the time. Most responses of a
+    server stream one token and no other values.
 
     to_tensor   as in `build_response`
     """
