@@ -20,8 +20,8 @@ of each beam end it, which leaves at least `width` continuations that can go on.
                               score higher
 
     diversity   For the competition between continuations, the log-probability of a continuation is reduced by
-                diversity_rate for each better continuation of the same beam (Li, Monroe and Jurafsky, 2016). Stored
-                and reported values are not reduced
+                beam_search_diversity_rate for each better continuation of the same beam (Li, Monroe and Jurafsky,
+                2016). Stored and reported values are not reduced
 
 This is the beam search of transformers. Both compute scores in float32. For early_stopping, 1 corresponds to True in
 transformers, 0 to False, and any other value to "never". A stop word acts like a stopping criterion of transformers. A
@@ -85,7 +85,7 @@ class _Trail:
 class _Finished:
     """A finished hypothesis: the output of beam `row`, then `token`, which may be an end id.
 
-    before   trail that links the tokens of the beams of all earlier steps; None: the output is empty
+    before   trail from which the output of beam `row` is read; None: this output is empty
     """
 
     score: np.float32

@@ -51,7 +51,7 @@ assert (NOT_FINISHED, END_ID) == (0, 1)                 # so that a bool is a fi
 class GptDecoder:
     """Samples one token for each row of logits, or finds candidates for beams. Skips features that no row has.
 
-    state           per-slot state. `keep` stores the sampled tokens in it after it has updated histories and stages
+    state           per-slot state. `keep` updates histories and stages, and then stores the sampled tokens in `state`
     searches        beam searches by slot; they advance when the host has read the candidates
     history         token histories of the sequences that have a stage or stop words that read them. In a step
                     with beams, the decoder writes the beams' outputs so far to the history before the stages read it
@@ -167,9 +167,9 @@ class GptDecoder:
         self.state.last_tokens.put(rows.device_slots, rows.device_positions, sampled.tokens.long())
 
     def plain_counts(self, num_rows: int) -> torch.Tensor:
-        """Allocate the scratch memory `counts` that `sample_plain` needs unless all rows are greedy.
+        """Return new memory for the argument `counts` of `sample_plain`, which the caller must set to zeros.
 
-        The caller must set it to zeros.
+        If all rows are greedy, pass None to `sample_plain` instead.
         """
         return torch.empty((num_rows, BUCKETS), dtype=torch.int32, device=self.state.device)
 

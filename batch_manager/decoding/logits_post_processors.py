@@ -10,15 +10,16 @@ stream as the current stream.
                     The function changes the tensor and returns it, or returns another tensor of the same shape, dtype
                     and device
     batched         (request_ids: list[int], logits [n, 1, beams, vocab], token_ids: list[list[list[int]]]) -> None
-                    One call serves all requests of a step with this function. The function changes the tensor in
-                    place. logits[i] is the tensor [1, beams, vocab] of request i
+                    One call serves all requests of a step with this function and the same number of beams.
+                    The function changes the tensor in place. logits[i] is the tensor [1, beams, vocab] of request i
 
 token_ids has prompt and output, one list per beam. The function may keep the lists. For the first token after the
 prompt there is one beam, even if the request has several.
 
-A function that raises, returns another value, or leaves a row with NaN, +inf or no finite logit ends its own request.
-To send a message in the response, raise InvalidRequestError. If a batched function raises for several requests, the
-step is bisected, and the function is called with fewer requests until the failing ones are found.
+A request ends with an error if its function raises, returns another value, or leaves a row with NaN, +inf or no finite
+logit. To send a message in the response, raise InvalidRequestError. If a batched function raises for several requests,
+the step is bisected, and the function is called with fewer requests until the failing ones are found. If a batched
+function returns another value, all requests of the call end with an error.
 
 Source   TensorRT-LLM's LogitsPostProcessor and LogitsPostProcessorBatched, without their stream argument.
 """

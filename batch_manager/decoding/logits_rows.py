@@ -37,8 +37,7 @@ class LogitsRows:
         return len(self.slots)
 
     def active(self, feature: int) -> np.ndarray:
-        """Return [r] bool on the host: whether `feature`, a bit that slots.py defines, is set for each row's sequence.
-        """
+        """Return [r] bool on the host: whether the bit `feature` (see `features`) is set for each row's sequence."""
         return (self._features & feature) != 0
 
     def column(self, name: str) -> torch.Tensor:

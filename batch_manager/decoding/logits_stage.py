@@ -23,7 +23,7 @@ class LogitsStage:
     def is_active(self, setup: SlotSetup) -> bool:
         """Whether the stage may change the logits of the sequence.
 
-        The default is whether a parameter in `reads` differs from its default in SamplingConfig. A stage that reads
+        In this class: whether a parameter in `reads` differs from its default in SamplingConfig. A stage that reads
         `end_id` or `prompt_length` must override the method.
         """
         return setup.sampling.sets(self.reads)

@@ -16,7 +16,7 @@ def sample_plain(state: SlotState, sample_token: Callable[..., object], sampled_
     """Sample a token for each row and store it as the newest token of its sequence. Copies nothing to the host.
 
     sampled_by       name of a field of SamplingConfig -> name of the argument of `sample_token` that gets its values
-    counts           scratch memory of `sample_token`, filled with zeros; None: it needs none, as all rows are greedy
+    counts           scratch memory of `sample_token`, filled with zeros; None is allowed only if all rows are greedy
     Shapes           logits [r, vocab]; slots [r] int64; positions [r] int32, of the sampled tokens; results [4, r]
                      int32
     Mutates          state.last_tokens, counts and results. The four rows of `results` become: the tokens; 1 where a

@@ -34,7 +34,7 @@ class SamplingRows:
 
     slots       [r]   slot of the row's sequence; host int32, device int64
     positions   [r]   position, in its sequence, of the token to sample; host int32, device int64
-    beams       [r]   index of the beam within its sequence, int64 on both; None: no row is for a beam, or
+    beams       [r]   index of the beam within its sequence; host and device int64; None: no row is for a beam, or
                       `BeamRows.of` has not split the rows yet
     """
 
@@ -81,8 +81,8 @@ class Plane:
 class SlotState:
     """Sampling parameters, feature bits and newest tokens of the sequence in each slot.
 
-    features      [slots] int64 on the host: the feature bits defined in this file, readable without waiting for the
-                  device
+    features      [slots] int64 on the host: the bits defined in this file, and one bit for each stage. Readable without
+                  waiting for the device
     last_tokens   int64 on the device: the newest tokens of each slot, stored by position (see PositionRing). A step
                   reads the token before the position that it samples; `GptDecoder.keep` stores the sampled token
     host          column name -> [slots] on the host, a view of the array that has the column (see Plane)
@@ -90,7 +90,7 @@ class SlotState:
 
     The columns are parameters of SamplingConfig, the fields of SlotSetup that SETUP_COLUMNS lists, and columns that
     stages and word lists add. `upload` sends all changes to the device in one copy. Capacity at least doubles
-    when the number of a new slot exceeds it.
+    when a new slot does not fit.
 
     send   function that uploads arrays in one copy, for which the host does not wait
     """
@@ -112,7 +112,7 @@ class SlotState:
         return len(self.features)
 
     def add_columns(self, names: Sequence[str], neutral: int | None = None) -> None:
-        """Add columns that do not exist yet.
+        """Add the columns of `names` that do not exist yet.
 
         neutral   value that `set_up` writes; None: the columns are named after fields of SamplingConfig or SlotSetup,
                   and `set_up` writes the sequence's values of these fields

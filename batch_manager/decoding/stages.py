@@ -13,15 +13,17 @@
     7  sampling the token
 
 The order is the same as in transformers. TensorRT-LLM divides by the temperature before the penalties; both orders give
-the same result if the temperature is 1. Log-probs are computed after steps 0 to 5. Returned logits are the model's
-logits before step 0.
+the same result if the temperature is 1. Log-probs are computed after changes 0 to 5. Returned logits are the model's
+logits before change 0.
 
-With beams, steps 1 to 4 act on log-probabilities: step 5 and log_softmax come first. The results are not normalised
-again before they are added to the cumulative log-probabilities, as in the beam search of transformers. A ban therefore
-makes no other token more likely. Beams without an active stage skip this conversion.
+With beams, changes 1 to 4 act on log-probabilities: change 5 and log_softmax come first. The results of changes 1 to 4
+are not normalised again before they are added to the cumulative log-probabilities, as in the beam search of
+transformers. A ban therefore makes no other token more likely. For beams without an active stage, `beam_topk` computes
+the log-probabilities.
 
-Steps 5 to 7 are one operation, `sample_token`, because a greedy row needs none of the passes over the vocabulary that a
-sampled row needs. Steps 1 to 4 are instances of `LogitsStage`. A stage that is active for no row of a step is skipped.
+Changes 5 to 7 are one operation, `sample_token`, because a greedy row needs none of the passes over the vocabulary that
+a sampled row needs. Changes 1 to 4 are instances of `LogitsStage`. A stage that is active for no row of a step is
+skipped.
 A new parameter needs a field of SamplingConfig, a name in requests/tensor_attributes.py, a file with the stage that
 lists the parameter in `reads`, and a line in `default_stages`.
 """
@@ -104,7 +106,7 @@ class Stages:
             raise
 
     def keep(self, rows: LogitsRows, sampled: torch.Tensor) -> None:
-        """Update the per-slot state of the stages after a step sampled the tokens `sampled` [r]."""
+        """Update the top-p of the rows with top-p decay after a step sampled the tokens `sampled` [r]."""
         for bit, stage in self._decay:
             if rows.features & bit:
                 stage.keep(rows, sampled)

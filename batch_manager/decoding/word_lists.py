@@ -1,4 +1,4 @@
-"""Stores stop words or bad words of all slots on the device, as the kernels read them. A word is a list of tokens."""
+"""Stores stop words or bad words of all slots on the device, in the kernels' format. A word is a list of tokens."""
 
 from collections.abc import Sequence
 
@@ -46,7 +46,7 @@ class WordLists:
         return int(self._state.host[self._count][rows.slots].max())
 
     def _store(self, slot: int) -> int:
-        """Write a slot's list to the tensor of all lists (the heap). Returns the index of its first entry."""
+        """Write a slot's list to the heap, the tensor of all lists. Returns the list's first index in the heap."""
         array = self._lists[slot]
         if self._heap_used + len(array) > len(self._heap):
             self._move(slot)

@@ -6,14 +6,14 @@ Yours    the table below shows where a number of blocks belongs; arithmetic on l
          claims and releases go to claims.py; new state gets a check in audit.py
 
 The table lists all numbers of blocks. An exact number equals the blocks that a claim takes or a sequence holds. A bound
-is never exceeded.
+is never exceeded. The row `reusable_tokens` is a number of tokens, and a claim finds at least this many in the cache.
 
     number                                     file                  kind      used by
     free_blocks, used_blocks, usage()          kv_cache_manager      exact     statistics, plan check, custom schedulers
     held_blocks, block_ids                     kv_cache_manager      exact     starvation check, tests
     blocks_to_claim                            kv_cache_manager      exact     plan check, before anything is claimed
     blocks_freed_by                            kv_cache_manager      exact     plan check, for the requests to pause
-    reusable_tokens                            kv_cache_manager      exact     plan check, cost of a first chunk
+    reusable_tokens                            kv_cache_manager      least     plan check, cost of a first chunk
     new_blocks                                 sequence_table        exact     the ledger, and the claim itself
     KvLedger.blocks_to_claim                   ledger                exact     blocks_to_claim
     KvLedger.blocks_for_next_step              ledger                bound     MAX_UTILIZATION; exact without drafts

@@ -38,7 +38,7 @@ def _disagreements(kv: KvCacheManager) -> Iterator[str]:
             written.update(kv.block_ids(owner, beam)[-1] for beam in range(owner.beam_width))
         promised = int(kv.sequences.last_blocks[slot])
         if promised != ceil_div(owner.prompt_len + owner.max_new_tokens, kv.tokens_per_block):
-            yield f"{owner} has {counted(promised, 'block')} as its total"
+            yield f"{owner} has room for {counted(promised, 'block')} per beam, but its lengths need another number"
     for block_id in range(kv.num_blocks):
         if named[block_id] != kv.pool.owners(block_id):
             yield f"block {block_id} is in {named[block_id]} tables and has {kv.pool.owners(block_id)} owners"

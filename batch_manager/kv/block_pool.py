@@ -124,7 +124,7 @@ class BlockPool:
         owners = self._owners
         unowned = [block_id for block_id in block_ids if owners[block_id] == 0]
         if unowned or len(set(block_ids)) != len(block_ids):
-            raise InternalError(f"blocks {unowned or list(block_ids)} were released twice",
+            raise InternalError(f"blocks {unowned or list(block_ids)} were released; one has no owner or occurs twice",
                                 "each owner releases a block once")
         for block_id in block_ids:
             owners[block_id] -= 1

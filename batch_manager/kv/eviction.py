@@ -100,7 +100,7 @@ class EvictionOrder:
             self._durations[block_id] = duration
 
     def refresh(self) -> None:
-        """Reset expired priorities to the default. These blocks move after all blocks of the default priority."""
+        """Reset expired priorities to the default. Their blocks move after all blocks of the default priority."""
         if not self._deadline_heap:
             return
         now = self._now()

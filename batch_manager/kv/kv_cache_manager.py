@@ -63,7 +63,7 @@ class KvCacheManager:
                                  ignore the draft_len of requests
     unread_steps                 number of steps, each of one token, whose blocks may be claimed before the output of
                                  the first of these steps is read. A sequence can always be rewound by `unread_steps`
-                                 tokens, because a block is released that many tokens after it leaves the window
+                                 tokens, because a block that leaves the window is kept for `unread_steps` more tokens
     now                          clock in seconds, for priorities with a duration
 
     estimates                    TensorRT-LLM's estimates of block numbers, for conformance tests and custom schedulers

@@ -74,7 +74,7 @@ class KvLedger:
             for block_id in owners)
 
     def blocks_to_claim(self, request: LlmRequest) -> int:
-        """Number of free blocks that a claim of this first chunk takes."""
+        """Number of free blocks that a claim of the first chunk of `request` takes."""
         return self._reservations.to_start(request) - len(self._in_use(request))
 
     def blocks_for_next_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:

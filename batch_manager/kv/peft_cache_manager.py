@@ -115,7 +115,7 @@ class PageLedger:
         self.available_pages = manager.max_device_pages
 
     def needed(self, requests: Iterable[LlmRequest]) -> int:
-        """Number of pages of those adapters of `requests` for which the plan has not spent pages yet."""
+        """Number of pages of the adapters of `requests`, except adapters for which the plan has already spent pages."""
         new = {request.lora_task_id for request in requests if request.lora_task_id is not None} - self._counted
         return sum(map(self._manager.pages_of, new))
 

@@ -73,7 +73,7 @@ class Reservations:
     def kept_blocks(self) -> set[int] | None:
         """Return the ids of the blocks that at least one sequence holds until the sequence ends.
 
-        Returns None without a sliding window, and without block reuse.
+        Returns None if there is no sliding window or no block reuse.
         """
         if not (self._window.slides and self._with_reuse):
             return None

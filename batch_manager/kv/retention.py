@@ -29,7 +29,7 @@ def ranges_of_blocks(retention: KvCacheRetentionConfig, tokens_per_block: int,
 
 
 def priorities_of_blocks(retention: KvCacheRetentionConfig, tokens_per_block: int, seq_len: int) -> list[int | None]:
-    """Return, for each block of a sequence of `seq_len` tokens, its priority in `retention`. None: it has none."""
+    """Return, for each block of a sequence of `seq_len` tokens, its priority in `retention`, or None."""
     return [None if part is None else part.priority for part in ranges_of_blocks(retention, tokens_per_block, seq_len)]
 
 

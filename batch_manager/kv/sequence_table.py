@@ -143,7 +143,7 @@ class SequenceTable:
                 raise InternalError(f"{request} starts in slot {slot}, which is taken")
             if request.beam_width > self.max_beam_width:
                 raise InternalError(f"{request} has beam width {request.beam_width}",
-                                    f"expected at most {self.max_beam_width}, the beams of a block table")
+                                    f"expected at most {self.max_beam_width}, the number of beams in a block table")
             taken.add(slot)
 
     # Changing.
@@ -151,8 +151,9 @@ class SequenceTable:
     def add(self, request: LlmRequest, block_ids: list[int], last_blocks: int, private: int = 0) -> Entries:
         """Add a request with the blocks of its whole prompt. Returns the changed entries.
 
-        block_ids   first the blocks that all beams share, in token order, then the `private` blocks
-        private     number of last blocks that are not shared: one per beam, or 0 if the beams share the last block
+        block_ids     first the blocks that all beams share, in token order, then the `private` blocks
+        last_blocks   number of blocks per beam at the largest length of the sequence
+        private       number of last blocks that are not shared: one per beam, or 0 if the beams share the last block
         """
         slot, beams = request.seq_slot, request.beam_width
         shared = len(block_ids) - private
@@ -241,7 +242,7 @@ class SequenceTable:
             held, length = int(self.ends[slot] - self.dropped[slot]), int(self.kv_lengths[slot])
             last, beams = int(self.last_blocks[slot]), int(self.beam_widths[slot])
             if owner is None and (held or length or last or beams):
-                yield (f"slot {slot} has no owner, {held} of {last} blocks, {counted(length, 'token')} "
+                yield (f"slot {slot} has no owner, but {held} of {last} blocks, {counted(length, 'token')} "
                        f"and {counted(beams, 'beam')}")
             if owner is not None and owner.seq_slot != slot:
                 yield f"slot {slot} belongs to {owner}, which is in slot {owner.seq_slot}"

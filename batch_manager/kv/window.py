@@ -40,7 +40,7 @@ class AttentionWindow:
 
     @property
     def without_sliding(self) -> "AttentionWindow":
-        """The same cache without a window."""
+        """An AttentionWindow of the same cache in which no block ever leaves the window."""
         return replace(self, size=self.max_seq_len, sinks=0, temporary=0)
 
     @property
@@ -67,9 +67,9 @@ class AttentionWindow:
     def most_held(self) -> int:
         """The largest number of blocks that one beam of a sequence longer than the window holds.
 
-        The beam holds this many after a claim has taken new blocks and before it releases the oldest ones. A claim
-        releases only the blocks that the first token of its step does not need. Until the next release, the sequence
-        may grow by the accepted drafts of that step, and the next claim takes blocks for its own drafts.
+        The beam holds this many after a claim has taken new blocks and before the claim releases the oldest ones. A
+        claim releases only the blocks that the first token of its step does not need. Until the next release, the
+        sequence may grow by the accepted drafts of that step, and the next claim takes blocks for its own drafts.
         """
         tokens = self.size + self.unread_steps + 2 * self.max_draft_len
         return -(-tokens // self.tokens_per_block) + self.sink_blocks + 1

@@ -14,8 +14,9 @@ class LayerContext:
 
     device          device on which the layers compute
     dtype           dtype of weights and hidden states
-    deterministic   make the bits of a row depend on that row alone, not on the other rows of the step
-    compiled_step   store matrices in the layout of the compiled step on a CPU
+    deterministic   make the results for a row independent of the other rows of the step, to the bit
+    compiled_step   on a CPU, store matrices in the layout of the compiled step, which runs a recorded forward in one
+                    call; see recording.py
 
     The next three fields are extension points. In this version they must be None: the layers that they concern
     (`Linear`, `Embedding`, `Head`) raise ConfigError for any other value; see `refuse`.

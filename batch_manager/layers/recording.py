@@ -110,7 +110,7 @@ class Rows:
 
 @dataclass(slots=True)
 class Recording:
-    """The recorded operations of a model's forward, for the compiled step on a CPU.
+    """The recorded operations of a model's forward, which step.c runs on a CPU (the compiled step).
 
     dtype       dtype of all rows
     operations  a list of integers for each operation, its kind first; all lists are equally long, see step.c
@@ -189,7 +189,7 @@ class Recording:
         # A product reads whole vectors. If the width is not a multiple of a vector, it reads past the last column,
         # where numbers must be finite: zero padding or other columns of a register. The input has no padding.
         if (rows.register == 0 or rows.column % INPUTS_ALIGNED) and rows.width % INPUTS_ALIGNED:
-            raise NotRecordableError(f"it multiplies {rows.width} columns, not a multiple of {INPUTS_ALIGNED}, which "
+            raise NotRecordableError(f"it multiplies {rows.width} columns, not a multiple of {INPUTS_ALIGNED}; they "
                                      f"{'have no padding' if rows.register == 0 else 'are not aligned'}")
         result = self.register(outputs) if adds_to is None else adds_to
         self.kept.append(matrix)
@@ -204,7 +204,11 @@ class Recording:
 
     def attention(self, layer: int, query: Rows, key: Rows, value: Rows, rotary: Any, how: Any, sink: int,
                   sink_logits: torch.Tensor | None) -> Rows:
-        """Record the rotation of query and key, the cache writes and attention; `how` is a LayerAttention."""
+        """Record the rotation of query and key, the writing of key and value to the cache, and attention.
+
+        how    the LayerAttention of the layer
+        sink   number of sink tokens
+        """
         if how.has_sink_logits != (sink_logits is not None):
             called = "without" if sink_logits is None else "with"
             raise NotRecordableError(f"its attention is called {called} sink_logits in layer {layer}, where "
@@ -233,7 +237,7 @@ class Positions:
     """A stand-in for the tensor of positions that a model's `forward` gets."""
 
     def __getattr__(self, name: str) -> Any:
-        raise NotRecordableError(f"it uses {name} of the positions")
+        raise NotRecordableError(f"it uses the attribute {name} of the positions")
 
 
 class RecordedAttention:
@@ -241,6 +245,7 @@ class RecordedAttention:
 
     heads   (query heads, kv heads, head size)
     layers  the LayerAttention of each layer, with its effective window
+    sink    number of sink tokens
     """
 
     dispatch = "native"

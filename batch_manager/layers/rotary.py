@@ -27,9 +27,9 @@ class RotaryParameters:
                               low_freq_factor is divided by `factor`, one with more than high_freq_factor stays, and
                               one between them is interpolated (llama3)
     beta_slow, beta_fast      the same for yarn, where beta_slow is the lower number
-    truncate                  round the indices of the frequencies at beta_fast and beta_slow, down and up (yarn)
-    short_factors             divisor of each frequency, for up to original_max_positions (longrope). The factors for
-                              longer contexts are not supported
+    truncate                  round the index of the frequency at beta_fast down, and at beta_slow up (yarn)
+    short_factors             divisor of each frequency, for contexts of up to original_max_positions tokens
+                              (longrope). The factors for longer contexts are not supported
     amplitude                 factor on cosines and sines, computed from attention_factor or mscale (yarn, longrope)
     """
 
@@ -56,7 +56,7 @@ class Rotary:
     def __init__(self, context: LayerContext, parameters: RotaryParameters, size: int, max_positions: int) -> None:
         if not isinstance(parameters, RotaryParameters):
             raise ConfigError(f"Rotary got {parameters!r} for parameters", "expected the RotaryParameters of a spec",
-                              "do not construct a Rotary for a spec without them: its model does not rotate")
+                              "do not construct a Rotary for a spec without them, because such a model rotates nothing")
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device="cpu"),
                              inverse_frequencies(parameters, size))
         # In place, because each copy takes hundreds of megabytes for a long context.

@@ -40,7 +40,7 @@ class WeightForm:
 
 @dataclass(frozen=True, slots=True)
 class PlainMatrix:
-    """A matrix for recorded launches: contiguous weight [out, in], and bias [out] or None.
+    """The matrix of a product that is recorded as kernel launches: contiguous weight [out, in], bias [out] or None.
 
     Both have the dtype and the device of the rows with which they are multiplied.
     """
@@ -80,7 +80,7 @@ def _add_plain_product(x: torch.Tensor, residual: torch.Tensor, transposed: torc
 
 
 def _in_panels(matrix: PackedMatrix) -> WeightForm:
-    """Return the form that the compiled step uses."""
+    """Return the form of a matrix that is packed for the compiled step, see recording.py."""
     return WeightForm(matrix.multiply, (), matrix.add_product, (), shares_weight=False, matrix=matrix)
 
 
@@ -93,7 +93,7 @@ def _in_one_dnn(packed: torch.Tensor, bias: torch.Tensor | None) -> WeightForm:
 
 
 def _row_by_row(weight: torch.Tensor, bias: torch.Tensor | None) -> WeightForm:
-    """Return the deterministic form of a plain or packed matrix: the bits of a row depend on that row alone.
+    """Return the deterministic form of a plain or packed matrix: an output row depends on its input row only.
 
     The product is rounded before it is added to a residual.
     """

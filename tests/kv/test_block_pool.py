@@ -42,7 +42,7 @@ def test_a_second_give_back_is_found_and_changes_nothing(twice):
     pool = BlockPool(4)
     pool.take(2)
     order = pool.free_order()
-    with pytest.raises(InternalError, match="released twice"):
+    with pytest.raises(InternalError, match="one has no owner or occurs twice"):
         pool.give_back(twice)
     assert (pool.free_order(), pool.num_live) == (order, 2)
 
