@@ -87,8 +87,8 @@ class GuardedCallbacks:
 
         All callbacks run in one guarded block, because entering a block takes as long as a short callback. After an
         exception, the remaining callbacks run in a new block, and only the response of the failed callback is lost.
-        After each callback, the method updates the heartbeat. In a forked child process, the method leaves the block,
-        and the end of the block ends the child.
+        After each callback, the method updates the heartbeat. If a callback forks, the method leaves the guarded block
+        in the child process, and the guard ends the child there.
         """
         guard, process_id = self.guard, self.guard.process_id
         monotonic, heartbeat = guard.monotonic, guard.heartbeat

@@ -30,7 +30,7 @@ class FetchedItems:
     an exception of the user's object and would end the reading.
 
     in_get     the guarded block for the get callback and for reading its result; both run user code
-    back_off   the back-off, which is active after the get callback or reading its result failed
+    back_off   the time without calls after a failure of the get callback or of reading its result
     """
 
     def __init__(self, get: Callable[[int], Any], guard: Guard, undecided: list[Any]) -> None:
@@ -178,7 +178,7 @@ def _has(kind: type, name: str) -> bool:
 class BackOff:
     """The time after a failure during which get is not called: 1 ms, doubled by each further failure up to 100 ms.
 
-    seconds   length of the last back-off; 0 if the last call of get succeeded
+    seconds   length of the last back-off; 0 if neither the last call of get nor reading its result failed
     ends_at   end of the last back-off, in seconds of the clock
     """
 

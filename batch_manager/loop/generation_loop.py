@@ -348,7 +348,10 @@ class GenerationLoop:
     # report
 
     def _report(self, record: IterationRecord) -> bool:
-        """Report the iteration if it had an active request or a refusal. Returns whether the iteration did anything."""
+        """Report the iteration if it had an active request or, unless the engine has failed, a refusal.
+
+        Returns whether the iteration did anything.
+        """
         if self.failure is None:
             self.kv.check_totals()
         if self.finals.ended:

@@ -1,9 +1,9 @@
 """The items that still need a final response. This list of items stays exact through any exception.
 
-Another thread may raise an exception in the worker at any moment (`PyThreadState_SetAsyncExc`). A signal handler can
-raise an exception in a loop on the main thread. CPython checks for such asynchronous exceptions at three points: where
-a Python function starts or resumes after a yield, after a call returns, and at the backward jump of a loop. The code
-that moves an item from one state to the next contains none of these points:
+Another thread may raise an exception in the worker at any moment (`PyThreadState_SetAsyncExc`). If the iterations run
+on the main thread, a signal handler can raise an exception in them. CPython checks for such asynchronous exceptions at
+three points: where a Python function starts or resumes after a yield, after a call returns, and at the backward jump
+of a loop. The code that moves an item from one state to the next contains none of these points:
 
 -  Consecutive assignments and `del`s of plain attributes, lists, deques, and dicts whose keys are hashed in C take
    effect together if there is no call between them. The start of a call that follows them takes effect together with
@@ -72,10 +72,10 @@ class UnansweredItems:
         del self.undecided[0]
 
     def note_unaddressable(self) -> None:
-        """Drop the undecided item, for which no response can be sent because it has no usable id."""
+        """Drop the item in `undecided`. It has no usable id, so no response can be sent for it."""
         self.num_unaddressable += 1
         del self.undecided[0]
 
     def drop(self) -> None:
-        """Drop the undecided item, which gets no response: its id is `terminate_req_id`, which ends the worker."""
+        """Drop the item in `undecided`, which gets no response: its id is `terminate_req_id`, which ends the worker."""
         del self.undecided[0]

@@ -1,8 +1,8 @@
 """Turns an item of the get callback into a request that can run, or into an error with the reason.
 
-Every reason for refusing a single request is here. Admission checks type, rank and element count first, and bytes next.
-It then copies the tensors and checks the values of the copies. The engine uses the copies, so later changes of a tensor
-have no effect.
+Every check of a request that involves neither other requests nor the clock starts here. Admission checks type, rank
+and element count first, and bytes next. It then copies the tensors and checks the values of the copies. The engine uses
+the copies, so later changes of a tensor have no effect.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence

@@ -107,7 +107,8 @@ class InferenceRequest(TensorAttributes):
                             the engine calls once for all requests that name it. See
                             decoding/logits_post_processors.py
     priority                0..1; requests of larger priority go first
-    deadline_s              seconds from arrival until the request is ended as timed out; None: no deadline
+    deadline_s              seconds from arrival until the request is ended: as timed out if it has generated tokens,
+                            otherwise with an error. None: no deadline
     arrival_time            time at which the server received the request, in seconds of `time.monotonic()`, or of the
                             clock in Parts; the queue time and deadline_s count from it. None: the time of admission
     cache_salt              only requests with the same salt reuse each other's cached prefixes

@@ -23,7 +23,7 @@ class LlmRequest:
     request_id          the user's id
     tokens              for each beam, the prompt and the output
     orig_prompt_len     number of tokens of the user's prompt
-    prompt_len          number of tokens of the context phase: the prompt, and after a pause also the output kept by it
+    prompt_len          number of tokens of the context phase: the prompt, and after a pause also the kept output
     max_new_tokens      largest number of tokens to generate after the first prompt_len tokens
     final_length        largest length of the sequence, at which its output is complete; a pause does not change it
     beam_width, lora_task_id, priority   options of the request; larger priorities go first

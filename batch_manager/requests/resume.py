@@ -25,7 +25,7 @@ def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> Inf
 
     request   the original request; not changed
     tokens    all tokens of its responses, without an end id: a flat list, or an array that may have leading dimensions
-              of 1. If `tokens` is empty, the result is a copy of the request
+              of 1. If `tokens` is empty, the result is a copy of the request without `arrival_time`
 
     The new request has the same id. Its streamed responses have the tokens after `tokens`. A response that is not
     streamed starts with the prompt and `tokens`, unless the engine has `exclude_input_in_output`. Log-probabilities,

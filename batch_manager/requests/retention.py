@@ -52,8 +52,8 @@ class KvCacheRetentionConfig:
     """How long to keep a request's KV cache blocks. The configuration affects the order of eviction only, and has no
     effect without KvCacheConfig.enable_block_reuse.
 
-    token_range_retention_configs   at most 1,024 ranges of the prompt, which must not overlap. Other blocks of the
-                                    prompt have priority 35, but reused blocks keep their priority
+    token_range_retention_configs   at most 1,024 ranges of the prompt, which must not overlap. Prompt blocks outside
+                                    the ranges get priority 35, but reused ones keep their priority
     decode_retention_priority       priority of blocks whose first token is generated, 0..100
     decode_duration_ms              duration of decode_retention_priority, as in TokenRangeRetentionConfig.duration_ms
 

@@ -69,7 +69,7 @@ class Bound:
         if num_bytes > self.num_bytes:
             raise InvalidRequestError(
                 f"{name} has {counted(num_bytes, 'byte')} and the request's other tensors leave {self.num_bytes:,}",
-                "all together are limited by max_request_bytes", "send less, or raise max_request_bytes")
+                "all tensors together must fit into max_request_bytes", "send less, or raise max_request_bytes")
 
 
 def read_tensor(spec: TensorSpec, value: Any, bound: Bound) -> GivenTensor:

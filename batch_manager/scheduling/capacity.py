@@ -28,15 +28,16 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
     """Starts a request only when it can run to its last token without pausing another request.
 
     The scheduler first reserves the blocks that started requests may still need, whatever their order. Then it admits
-    contexts in order. A context between chunks is always admitted. The first new context that does not fit closes the
-    admission gate, so that later, smaller requests cannot overtake it for ever. A context is skipped if its adapter
-    does not fit, or if another request is computing the context's next block.
+    contexts in order. A context between two chunks holds blocks and is always admitted. The first new context that does
+    not fit closes the admission gate, so that later, smaller requests cannot overtake it for ever. A context is skipped
+    if its adapter does not fit, or if another request is computing the context's next block.
 
     Never pauses.
 
     in_line   True: TensorRT-LLM's order, in which only generating requests go first, and contexts between chunks take
               their turn among the other contexts. A new context before a context between chunks may take the blocks
-              that the latter needs, or may close the gate for it. With priorities, requests may then deadlock
+              that the latter needs, or may close the gate before the latter is admitted. With priorities, requests may
+              then deadlock
     """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,
@@ -164,8 +165,8 @@ class MaxUtilizationScheduler(CapacityScheduler):
 class _AdmissionGate:
     """Admits contexts that can run to their last token within the budgets of blocks and adapter pages.
 
-    promised   requests. For those of them that hold blocks, the gate sets aside their adapters' pages and the blocks
-               that they still need, before it admits any context
+    promised   requests for which the gate sets something aside before it admits any context: for each of them that
+               holds blocks, the pages of its adapter and the blocks that it still needs
     in_line    True: contexts between chunks must fit like new contexts, as in TensorRT-LLM; see
                GuaranteedNoEvictScheduler. All of `promised` must then hold blocks. False: contexts between chunks are
                always admitted

@@ -21,8 +21,8 @@ def first_come_first_served(remaining: Sequence[int], unit: int, capacity: int |
                             max_context_length: int | None, credits: Sequence[int] | None = None) -> list[int]:
     """Serve requests in order: each takes all remaining tokens of its prompt, or as many whole blocks as fit.
 
-    A later, shorter prompt may use a remainder that is too small for a block of an earlier prompt. A chunk that is
-    not the last of its prompt begins after the cached tokens.
+    If the tokens left of `capacity` are too few for a block of an earlier prompt, a later, shorter prompt may use them.
+    A chunk that is not the last of its prompt begins after the cached tokens.
     """
     left = inf if capacity is None else capacity
     longest = inf if max_context_length is None else max_context_length
@@ -43,7 +43,7 @@ def equal_progress(remaining: Sequence[int], unit: int, capacity: int | None,
     A round skips requests that cannot take a block. A later, shorter request may still take its last few tokens. The
     cached tokens of a context are part of its chunk and cost nothing. If the chunk of the first request has cached
     tokens only, the rounds are run again: the chunk of each request then begins with all full cached blocks of its
-    context, and max_context_length does not count cached tokens.
+    context, and cached tokens do not count towards max_context_length.
     """
     credits = _none(remaining) if credits is None else credits
     chunks = _rounds([0] * len(remaining), remaining, unit, capacity, [max_context_length] * len(remaining), credits)

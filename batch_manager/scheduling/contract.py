@@ -41,7 +41,7 @@ def plain_plan(plan: SchedulerOutput, num_active: int) -> SchedulerOutput:
 
 
 def plain_list(things: Iterable[Thing], most: int) -> list[Thing]:
-    """Return a list of the first `most` + 1 items of `things`. A list is returned whole and unchanged."""
+    """Return `things` itself if it is a list, and otherwise a list of its first `most` + 1 items."""
     return things if type(things) is list else list(islice(things, most + 1))
 
 

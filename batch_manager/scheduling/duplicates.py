@@ -25,11 +25,10 @@ class DuplicateDelay:
                     self._is_computed_by_another(request)
 
     def holds_back(self, request: LlmRequest) -> bool:
-        """Whether `request` is a context that holds no blocks and must wait, because another context computes its next
-        block.
+        """Whether `request` is a context that holds no blocks and must wait.
 
-        If no other context computes this block, and the block will become reusable, `request` is recorded as the
-        context that computes the block.
+        The request must wait while another context computes the next block of the request. If no other context
+        computes this block, and the block will become reusable, `request` is recorded as the context that computes it.
         """
         return (self._cache is not None and request.is_context and self._is_computed_by_another(request)
                 and not self._owns(request))

@@ -50,8 +50,8 @@ class RequestScheduler(ABC):
 
         active_requests        all active requests, in service order
         inflight_request_ids   ids of requests that cannot run in this iteration, because they are in a step in
-                               flight. If a plan pauses such a request, the loop drops the plan and calls the
-                               scheduler again once that step is read
+                               flight. If a plan pauses any request in flight, the loop drops the plan, reads a
+                               step, and calls the scheduler again
         """
 
 

@@ -100,12 +100,13 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         return min(self.credit_of(request), request.prompt_len)
 
     def _uncut(self, request: LlmRequest, left: int | float) -> tuple[int, int]:
-        """Return the chunk size without chunking, and the cost of the chunk in tokens.
+        """Return the size of a chunk if `chunking` is None, and the cost of the chunk in tokens.
 
-        The chunk is the whole context, or 0 if the context does not fit. Its cost is the whole prompt with its drafts,
-        minus cached tokens, even if a part of the prompt is computed already. Of a paused context that is longer than
-        any step, only the uncomputed part counts, in place of the whole prompt. If it does not fit, the chunk is as
-        many whole blocks as fit, which cost their own tokens.
+        The chunk is the whole context, or 0 if the context does not fit. The chunk costs the whole prompt with its
+        drafts, minus cached tokens, even if a part of the prompt is computed already.
+
+        A paused context that is longer than any step costs only its uncomputed part with its drafts, minus cached
+        tokens. If this cost does not fit, the chunk is as many whole blocks as fit, and costs the tokens in them.
         """
         whole, drafts, credit = request.remaining_context, request.draft_len, self._credit(request)
         if (request.num_pauses and self.max_num_tokens is not None

@@ -29,9 +29,9 @@ MOST_EXAMINED = 16    # requests examined per iteration; further requests get th
 def waiting_reasons(plan: SchedulerOutput, active_requests: RequestList, in_flight_ids: Collection[int],
                     kv_cache_manager: KvCacheManager, limits: Limits, *,
                     is_static: bool = False) -> dict[str, tuple[int, ...]]:
-    """Return reason -> ids of the active requests that wait for it, in the order of `active_requests`.
+    """Return reason -> ids of the active requests that the plan leaves out for this reason.
 
-    Requests that the plan pauses are left out.
+    The ids are in the order of `active_requests`. Requests that the plan pauses are not listed.
 
     plan        the plan, whose blocks are not claimed yet
     is_static   whether requests run in static batches

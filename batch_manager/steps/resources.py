@@ -30,7 +30,7 @@ DRAFT_LEN = attrgetter("draft_len")
 
 
 class Resource(Protocol):
-    """A resource besides KV cache blocks that a request holds from its first step to its end or a pause.
+    """A resource that a request holds, besides KV cache blocks, from its first step to its end or a pause.
 
     kv.PeftCacheManager is an example. The scheduler must plan within the limits of the resource.
     """
@@ -56,7 +56,7 @@ class Resources:
     """Claims resources for a plan, and releases them on a pause and at the end of a request. Release is idempotent.
 
     others        resources besides blocks: claimed in the order given, before blocks, and released in reverse order
-    device_work   the device work that claims, releases and beams cause; the device does it before the next step
+    device_work   the device work caused by claims, releases and beams; the device does it before the next step
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, max_seq_len: int, others: Sequence[Resource] = ()) -> None:
@@ -78,8 +78,8 @@ class Resources:
     def pause(self, paused: list[LlmRequest]) -> int:
         """Release the blocks and other resources of these requests, and return the requests to the context phase.
 
-        The requests must be in no step in flight. Published blocks stay reusable. Returns the number of tokens to
-        recompute if no block is reused.
+        The requests must be in no step in flight. Published blocks stay reusable. Returns the number of tokens that
+        the requests must compute again, without the savings of block reuse.
         """
         recomputed = 0
         for request in paused:
@@ -235,8 +235,8 @@ class Resources:
         keep_computed   keep the computed blocks for reuse by prompts that begin with the same tokens
         clear_blocks    clear the request's unshared, unpublished blocks before the next step, because a step may have
                         left any values in them; overrides `keep_computed` and `is_in_flight`
-        is_in_flight    steps in flight still write entries of the request: clear these entries, and no others, after
-                        these steps and before the next one, which is the first that can use the blocks again
+        is_in_flight    whether steps in flight still write KV cache entries of the request. If so, these entries, and
+                        no others, are cleared between these steps and the next one, which may use the blocks again
         """
         if clear_blocks:
             # Shared and published blocks were written by earlier steps.
@@ -249,7 +249,10 @@ class Resources:
         self._prompt_tables.pop(request.request_id, None)
 
     def _clear_unread(self, request: LlmRequest) -> None:
-        """Clear the entries that steps in flight write for an ended request, because they may not be finite."""
+        """Clear the KV cache entries that steps in flight write for an ended request.
+
+        These entries can be NaN or infinite.
+        """
         in_context = request.context_read < request.prompt_len
         start = request.context_read if in_context else request.num_tokens - 1
         end = request.context_position

@@ -25,8 +25,8 @@ class RunningStep:
 
     pending     the step to wait for; None if the launch raised
     error       exception of the launch or the step, or None
-    requested   slot -> which values the request in this slot asked for, at launch. When the step is read, the slot may
-                belong to another request
+    requested   slot -> which values were asked for by the request that had this slot at the launch. When the step is
+                read, the slot may belong to another request
     """
 
     batch: ScheduledBatch

@@ -1,4 +1,4 @@
-"""Reads checkpoints, either folders with config.json and safetensors files or GGUF files, as typed fields and tensors.
+"""Reads checkpoints as typed fields and tensors: GGUF files, or folders with config.json and safetensors files.
 
 Owns     reading untrusted files: JSON with checked types, safetensors and GGUF, no pickle, no path outside the folder;
          translating a GGUF file's keys, names and layouts into Hugging Face's

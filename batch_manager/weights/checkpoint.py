@@ -52,7 +52,7 @@ class Checkpoint(Protocol):
     def weights(self, device: torch.device, dtype: torch.dtype) -> StoredWeights:
         """Open the tensor files. Returns the source of tensors on `device` in `dtype`, with Hugging Face's names.
 
-        On the device "meta", all checks run, but tensors have only shapes.
+        On the device "meta", tensors have only shapes, and all checks run except those of the tensors' values.
         """
         ...
 

@@ -22,7 +22,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 class CheckpointFile:
     """A regular file of a checkpoint.
 
-    path        path in the folder; errors name this path
+    path        full path in the folder, where the file may be a link; errors name this path
     real_path   the path with links resolved. The file is opened by this path, so changing a link later has no effect
     """
 
@@ -105,7 +105,7 @@ class CheckpointFolder:
             mode = target.stat().st_mode
         except (OSError, ValueError, RuntimeError) as fault:
             raise ModelLoadError(f"{self.path}: {shown(name)}{where} cannot be opened ({type(fault).__name__})",
-                                 "expected a complete checkpoint, which has this file", "copy it into the folder"
+                                 "expected a complete checkpoint, which has this file", "copy the file into the folder"
                                  ) from None
         if target.parent not in (self.path, self._blobs):
             raise ModelLoadError(f"{path}{where} is a link that leads out of the folder, to {target}",

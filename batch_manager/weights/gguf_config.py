@@ -1,7 +1,7 @@
 """Translates the metadata of a GGUF file into the fields of Hugging Face's config.json.
 
-The family's model class reads and checks the values, as it does for a config.json. This module refuses a file with
-a metadata key of the architecture that it does not read, unless the key changes nothing. Values that GGUF files never
+The family's model class reads and checks the values, as it does for a config.json. This module refuses a file
+with an unread metadata key of the architecture, unless the key changes nothing. Values that GGUF files never
 state, such as the activation, are the family's defaults in transformers.
 """
 
@@ -111,7 +111,7 @@ class Metadata:
             if neutral is not None and not any(type(value) in (type(known), int, float) and value == known
                                                for known in neutral):
                 raise self.fault(name, "only keys that the engine reads",
-                                 "use a model without it, or the model's Hugging Face checkpoint")
+                                 "use a model without this key, or the model's Hugging Face checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +289,7 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
 
 def _longrope(metadata: Metadata, scaling: dict[str, Any], values: dict[str, Any],
               factors: Callable[[str], list[float]]) -> dict[str, Any]:
-    """Return the field `rope_scaling` of Phi-3, which has its factors in two tensors; empty without scaled positions.
+    """Return the field `rope_scaling` of a Phi-3, whose factors are in two tensors; empty if positions are not scaled.
 
     Sets `original_max_position_embeddings` in `values` if positions are scaled.
     """

@@ -25,7 +25,7 @@ TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor and the open file that holds it. `path` is the file's path in its folder."""
+    """A tensor and the open file that holds it. `path` is `CheckpointFile.path` of the file."""
 
     path: Path
     reader: Any
@@ -192,7 +192,8 @@ class SafetensorsWeights:
         if tuple(found.shape) != stored.shape or found.dtype is not TORCH_DTYPES.get(stored.dtype, found.dtype):
             raise ModelLoadError(
                 f"{tensor.path}: tensor {name!r} has shape {shown(list(found.shape))} and type {found.dtype}",
-                f"expected {shown(list(stored.shape))} and {shown(stored.dtype)}, as in its header when it was opened",
+                f"expected {shown(list(stored.shape))} and {shown(stored.dtype)}, "
+                "as in the file's header when the file was opened",
                 "load the model again, and replace no file meanwhile")
         return found
 

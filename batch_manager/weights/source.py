@@ -51,9 +51,10 @@ class Weights(Protocol):
 
 
 class DummyWeights:
-    """Seeded random weights of any shape: matrices normal with standard deviation 0.02, norm weights one, biases zero.
+    """Seeded random weights of any shape.
 
-    The values depend only on seed, name, shape and the kind of device.
+    Matrices are normally distributed with standard deviation 0.02. Norm weights are one, and biases are zero. The
+    values depend only on seed, name, shape and the kind of device.
     """
 
     def __init__(self, seed: int, device: torch.device, dtype: torch.dtype) -> None:

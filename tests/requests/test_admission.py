@@ -615,7 +615,7 @@ def test_bytes_are_those_of_all_tensors_together(admit, refusal):
     tensors = {"input_ids": [1] * 20, "embedding_bias": [0.0] * VOCAB}
     enough = 8 * (1 + 20 + VOCAB)
     assert admit(limits={"max_request_bytes": enough}, **tensors).num_bytes == enough
-    assert "limited by max_request_bytes" in refusal(limits={"max_request_bytes": enough - 1}, **tensors)
+    assert "must fit into max_request_bytes" in refusal(limits={"max_request_bytes": enough - 1}, **tensors)
 
 
 def test_what_runs_is_a_copy(admit):
