@@ -4,7 +4,7 @@
     python examples/chat.py FOLDER                                     # any chat model: a folder, or a .gguf file
     git diff | python examples/chat.py --prompt - --system "Summarise this."      # one answer only
 
-Each turn sends the whole conversation. The engine does not compute tokens again that are still in the KV cache. The
+Each turn sends the whole conversation. The engine does not recompute tokens that are still in the KV cache. The
 line after each answer shows the number of these tokens. Ctrl-C stops an answer. Needs: pip install -e ".[text,gguf]"
 """
 

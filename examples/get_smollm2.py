@@ -27,7 +27,9 @@ CHUNK = 1 << 20
 
 
 def smollm2_path(folder: str | os.PathLike | None = None) -> Path | None:
-    """Return the path of the downloaded file, or None if there is no file of the right size. Reads no content.
+    """Return the path of the downloaded file, or None if there is no file of the right size.
+
+    The content of the file is not checked.
 
     folder   the folder given to `--to`; None: the user's cache
     """

@@ -9,9 +9,9 @@ the id, so that a second run gives the same texts (in bfloat16 up to rounding, s
 
 Each line of the output has the `id` and either `text`, `num_tokens` and `finish_reason`, or `error` (`code`,
 `message`). The program writes a line as soon as its text is complete. After a kill, the next run generates unfinished
-texts again. No input line is answered twice, and a line with the id of an earlier line is skipped. A request with a
-retryable error, for example at shutdown, is not answered. In this case the exit status is 1, and running the command
-again continues. Only one run at a time can write an output. The program refuses an
+texts again. No input line is answered twice, and a line with the id of an earlier line is skipped. If a request fails
+with a retryable error, for example at shutdown, the program writes no line for the request. In this case the exit
+status is 1, and running the command again continues. Only one run at a time can write an output. The program refuses an
 output with lines that it did not write. The exit status is 2 in this case.
 """
 

@@ -26,10 +26,10 @@ class PrefixRouter(FIFOMixin, RequestRouter):
 def ranked(statistics: dict[str, dict], input_ids: list[int]) -> list[str]:
     """Return the names of the replicas for a prompt, best first.
 
-    Replicas with enough free KV cache blocks come first. Otherwise the order depends only on the first tokens of the
-    prompt and on the names of the replicas.
+    Replicas with enough free KV cache blocks come before the others. Within each of the two groups, the order depends
+    only on the first tokens of the prompt and on the names of the replicas.
 
-    statistics   name -> result of the replica's `record_routing_stats`, empty before the first result
+    statistics   name of a replica -> result of its `record_routing_stats`, or {} before the first result
     """
     prefix = repr(list(input_ids[:PREFIX_TOKENS])).encode()
 

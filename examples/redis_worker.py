@@ -153,7 +153,7 @@ class Worker:
         self.call("set_idle", milliseconds, *chain.from_iterable(owned))
 
     def fetch(self) -> None:
-        """Fetch as many entries as the engine has room for: first entries of dead workers, then new entries."""
+        """Fetch as many entries as the engine has room for. Entries of dead workers come before new entries."""
         with self.lock:
             room = self.room - len(self.inbox)
         if room <= 0:

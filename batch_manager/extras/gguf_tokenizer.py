@@ -29,8 +29,10 @@ _SPECIAL_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "un
 
 # Architectures whose metadata does not fully describe the tokenizer -> what is missing.
 _INCOMPLETE_METADATA = {
-    "gemma": "merges that do not follow the scores", "gemma2": "merges that do not follow the scores",
-    "gemma3": "merges that do not follow the scores", "phi3": "special tokens that take the spaces around them"}
+    "gemma": "merges in another order than that of the scores",
+    "gemma2": "merges in another order than that of the scores",
+    "gemma3": "merges in another order than that of the scores",
+    "phi3": "special tokens that take the spaces around them"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,8 @@ def load_gguf_tokenizer(path: str | os.PathLike) -> Any:
     """Build the `tokenizers.Tokenizer` of a GGUF file: byte-level BPE ("gpt2") or SentencePiece BPE ("llama").
 
     Control tokens and user-defined tokens are matched as a whole in text. Control tokens are special. The file
-    can say whether the tokenizer adds a bos token and an eos token. By default, it adds no eos token, and a bos token
-    only with SentencePiece or `_PreTokenizer.adds_bos`.
+    can say whether the tokenizer adds a bos token and an eos token. By default, the tokenizer adds no eos token. It
+    adds a bos token by default if it is SentencePiece, or if `_PreTokenizer.adds_bos` is True.
 
     Raises ConfigError if the library is not installed, the tokenizer is unsupported or the file is broken.
     """
@@ -106,8 +108,8 @@ def load_gguf_tokenizer(path: str | os.PathLike) -> Any:
         raise metadata.fault("tokenizer.ggml.model", f"{BYTE_LEVEL!r} or {SENTENCE_PIECE!r}")
     architecture = metadata.text("general.architecture")
     if architecture in _INCOMPLETE_METADATA:
-        raise metadata.fault("general.architecture", "an architecture whose metadata describes the whole tokenizer, "
-                             f"without {_INCOMPLETE_METADATA[architecture]}")
+        raise metadata.fault("general.architecture", "another architecture, because the metadata of this one does not "
+                             f"describe {_INCOMPLETE_METADATA[architecture]}")
     tokens, kinds = metadata.vocabulary()
     try:
         if model == BYTE_LEVEL:

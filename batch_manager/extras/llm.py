@@ -316,8 +316,8 @@ def _iterator(prompts: Any) -> Iterator[Any]:
 class _Inbox:
     """A queue of mailboxes with new responses. A blocked reader waits in `get`.
 
-    A mailbox holds the unread responses of one request. This queue is its `loop`, in place of an asyncio
-    event loop: the worker passes the mailboxes with new responses to `call_soon_threadsafe`.
+    A mailbox holds the unread responses of one request. This queue is the `loop` of every mailbox, in place of an
+    asyncio event loop: the worker passes the mailboxes with new responses to `call_soon_threadsafe`.
     """
 
     def __init__(self) -> None:

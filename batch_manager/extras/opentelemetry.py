@@ -12,8 +12,8 @@ Per iteration, the callback parses one record and updates a few sums. Gauges and
     gen_ai.server.request.duration
     batch_manager.request_queue_time       histogram: arrival to the first step, in seconds
     nv_trt_llm_*                           gauges; attributes are the labels of prometheus.py
-    batch_manager.*                        the other families of prometheus.py, under the first of their names:
-                                           vllm:prompt_tokens becomes batch_manager.prompt_tokens, and
+    batch_manager.*                        the other families of prometheus.py. Each has its first name there, with
+                                           another prefix: vllm:prompt_tokens becomes batch_manager.prompt_tokens, and
                                            batch_manager_callback_seconds becomes batch_manager.callback, unit s
 """
 
@@ -95,7 +95,10 @@ class OpenTelemetryStatistics(LatestStatistics):
 
 
 class _Instruments:
-    """The instruments of one meter, shared by its statistics objects, because a meter accepts each name once."""
+    """The instruments of one meter.
+
+    All statistics objects on the meter share them, because a meter accepts each name once.
+    """
 
     def __init__(self) -> None:
         self.histograms: dict[str, Histogram] = {}
@@ -135,7 +138,10 @@ def _instruments_of(meter: Meter) -> _Instruments:
 
 @lru_cache(maxsize=1)
 def _global_meter() -> Meter:
-    """Return the package's global meter, cached. Without a provider, each call of get_meter returns a new proxy."""
+    """Return the package's global meter.
+
+    The meter is cached, because get_meter returns a new proxy on each call while there is no provider.
+    """
     return get_meter("batch_manager", __version__)
 
 

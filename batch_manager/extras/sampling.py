@@ -97,7 +97,7 @@ class Sampling:
 
         Raises InvalidRequestError if logit_bias or stop_token_ids has a wrong type, if there are more than 8 end ids,
         or if logit_bias has a token outside the vocabulary or a value out of range. The engine validates all other
-        options; `in_names_of_options` changes the names in its errors.
+        options; `in_names_of_options` puts the names of options into the engine's errors.
         """
         tensors: dict[str, Any] = {"input_ids": prompt_ids, "request_output_len": self._output_length(prompt_ids, info),
                                    "temperature": self.temperature, "random_seed": self.seed}
@@ -161,7 +161,7 @@ class Sampling:
                                           f"expected integers in 0..{vocab_size - 1}",
                                           "use ids of the model's tokenizer")
             if value is None or not -LARGEST_BIAS <= value <= LARGEST_BIAS:
-                raise InvalidRequestError(f"logit_bias of token {token} is out of range",
+                raise InvalidRequestError(f"logit_bias of token {token} is not a number in the valid range",
                                           f"expected numbers from {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}",
                                           "clip the value")
             bias[token] = value

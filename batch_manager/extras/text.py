@@ -2,7 +2,7 @@
 
     stream = TextStream(tokenizer, prompt_ids, stop=["\\n\\n", "User:"])
     send(stream.push(tokens))             # for every response: the new final text
-    if stream.stopped_by is not None:     # stop the request through the poll callback
+    if stream.stopped_by is not None: ... # stop the request through the poll callback
     send(stream.finish())                 # for the final response: the text held back
 
 Also exports `chat_prompt`, which formats messages as a prompt. Needs the tokenizer's library, and jinja2 for
@@ -66,11 +66,11 @@ class TextStream:
     The text ends before the stop string that is completed first. If one character completes two stop strings, the text
     ends before the shorter one. `stopped_by` is the stop string that ended the text, otherwise None.
 
-    `comes_in_pieces` is False for a tokenizer whose tokens cannot be decoded incrementally. Its decoder is CTC,
-    BPEDecoder, a custom decoder or a decoder that replaces regular expressions, or its class overrides `decode`, as
-    slow SentencePiece tokenizers do. In this case a warning is logged, and `finish` searches the whole text for stop
-    strings and returns it. A tokenizer is examined once, for a few milliseconds, and again after its decoder,
-    vocabulary size or special tokens have changed.
+    `comes_in_pieces` is False for a tokenizer whose tokens cannot be decoded incrementally. These are tokenizers whose
+    decoder is CTC, BPEDecoder, a custom decoder or a decoder that replaces regular expressions, and tokenizers whose
+    class overrides `decode`, such as slow SentencePiece tokenizers. In this case a warning is logged, and `finish`
+    searches the whole text for stop strings and returns the text. A tokenizer is examined once, for a few milliseconds,
+    and again after its decoder, vocabulary size or special tokens have changed.
 
     A token takes a few microseconds, whatever the length of the sequence. Prompt tokens cost the same. Not thread-safe,
     but several threads may use streams of the same tokenizer.

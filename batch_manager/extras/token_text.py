@@ -200,7 +200,7 @@ BYTE_LEVEL = Rule(joins="bytes")
 
 
 def read_rule(decoder: dict[str, Any] | None) -> Rule | None:
-    """Return the rule for a decoder of tokenizer.json, or None if it is unknown or cannot be applied incrementally.
+    """Return the Rule for a decoder of tokenizer.json; None if the decoder is unknown or cannot work incrementally.
 
     decoder   None: the tokenizer has no decoder, and spaces join its tokens
     """
@@ -271,8 +271,8 @@ class Pieces(dict):
         """Return the piece of a token, computed without the cache.
 
         is_first         whether the token is the first of the text, for the functions in `rule.before`
-        is_first_after   whether the token is the first of the text after runs of byte tokens are joined, for the
-                         functions in `rule.after`
+        is_first_after   whether the token is the first of the text when each run of byte tokens counts as one token,
+                         for the functions in `rule.after`
         """
         token = self._token_of(token_id)
         if token is None or self._skips(token_id, token):
@@ -450,7 +450,7 @@ _JOINS: dict[str, Callable[[Pieces], Text]] = {"text": _JoinedText, "bytes": _By
 
 
 def text_of(pieces: Pieces) -> Text:
-    """Return an empty `Text` that decodes its tokens with the cache `pieces` and the rule of `pieces`."""
+    """Return an empty `Text` that decodes tokens by `pieces.rule`, and caches their pieces in `pieces`."""
     text = _JOINS[pieces.rule.joins](pieces)
     return _TextInSteps(text, [make() for make in pieces.rule.steps]) if pieces.rule.steps else text
 
@@ -472,10 +472,10 @@ class Sample(NamedTuple):
 
 
 def agrees(pieces: Pieces, decode: Callable[[list[int]], str], sample: Sample) -> bool:
-    """Whether the rule of `pieces` decodes like `decode`, the tokenizer's function.
+    """Whether `pieces.rule` decodes like `decode`, the tokenizer's function.
 
-    Both decode the texts of `sample` and a fixed set of random token lists. A rule from the serialized decoder can be
-    wrong for another version of the library, or for a class that overrides `decode`.
+    Both decode the texts of `sample` and a fixed set of random token lists. A rule that was read from the serialized
+    decoder can be wrong for another version of the library, or for a class that overrides `decode`.
     """
     generator = random.Random(0)
     lists: list[Sequence[int]] = [*sample.texts]

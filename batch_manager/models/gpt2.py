@@ -34,7 +34,7 @@ _ALIASES = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_
 
 
 class Gpt2:
-    """GPT2LMHeadModel."""
+    """Implements GPT2LMHeadModel of transformers."""
 
     deterministic = True
     harmless_tensors = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)

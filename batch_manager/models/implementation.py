@@ -1,4 +1,4 @@
-"""Chooses what runs a model: a native class, which is a class of this package or a registered one, or transformers."""
+"""Chooses whether transformers runs a model, or a native class: a class of this package or a registered one."""
 
 from ..errors import UnsupportedModelError
 from ..weights.json_file import Fields, shown
@@ -12,7 +12,8 @@ def choose_implementation(config: Fields, architecture: str, wanted: str) -> str
     """Return NATIVE or TRANSFORMERS, which names the implementation that runs a checkpoint.
 
     wanted   "native", "transformers" or "auto", as for load_model. "auto" chooses NATIVE if a native class is known for
-             the architecture, except for a model type that only transformers runs
+             the architecture, except for a model type that only transformers runs. It also chooses NATIVE if the file
+             names no model type or has a `text_config`, because loading then raises an error that explains the fault
     Raises   UnsupportedModelError if the choice is transformers and the model type is not proven to run in the engine
     """
     if wanted == NATIVE:

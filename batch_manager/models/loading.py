@@ -81,7 +81,7 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
         raise ConfigError(f"deterministic is True, and the model class is {model_class.__name__}, which does not "
                           "support it",
                           "expected a class with deterministic = True, which computes only with layers of "
-                          "batch_manager.layers and element-wise sums and products between them",
+                          "batch_manager.layers, attention, and element-wise sums and products between them",
                           "set deterministic = True in the class if it computes only with these, or leave the option "
                           "out")
 
@@ -134,7 +134,9 @@ def check_tensors(checkpoint: Checkpoint, model_class: type[Model], spec: ModelS
 
 def refuse_too_many_weights(num_weights: int, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
                            free_bytes: int | None) -> None:
-    """Raise InsufficientMemoryError if `num_weights` weights of `dtype` take more than `free_bytes`; None: no check.
+    """Raise InsufficientMemoryError if `num_weights` weights of `dtype` take more than `free_bytes`.
+
+    free_bytes   free memory of `device`; None: no check
 
     The operating system provides the pages of a large allocation only when they are written. An allocation that is too
     large can therefore succeed, and the system would kill the process later, during loading.

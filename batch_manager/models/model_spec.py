@@ -174,6 +174,8 @@ Spec = TypeVar("Spec", bound=ModelSpec)
 def refuse_unsupported_fields(config: Fields, understood: Collection[str], *, is_shipped: bool) -> None:
     """Raise ModelLoadError if a field changes what the model computes and the model class does not read this field.
 
+    Also refuses a checkpoint whose `auto_map` names code that could compute something else.
+
     understood   `understands` of the model class: the fields that it reads
     is_shipped   whether the model class is this package's class for the architecture; False: more fields are checked
     """
@@ -306,7 +308,7 @@ def check_spec(config: Fields, spec: ModelSpec, class_name: str, *, is_shipped: 
 
     is_shipped   whether the model class is this package's class for the architecture. All numbers of such a class come
                  from the file or from the family's defaults
-    Raises       ModelLoadError for a class of this package, for a number from the file, or for too many weights;
+    Raises       ModelLoadError if `is_shipped`, if the wrong number is from the file, or for too many weights;
                  otherwise ConfigError, which names the class
     """
     def fault(is_from_file: bool, of_file: str, of_spec: str, expected: str, fix: str) -> ConfigError:
@@ -345,8 +347,9 @@ def check_spec(config: Fields, spec: ModelSpec, class_name: str, *, is_shipped: 
 
 
 def even_share(config: Fields, name: str, whole: int, parts: int) -> int:
-    """Return whole / parts. Raises ModelLoadError, which names the field `name` of `whole`, if there is a remainder.
+    """Return whole / parts. Raises ModelLoadError if there is a remainder.
 
+    name    field that states `whole`, for the message of the error
     parts   number of attention heads
     """
     if whole % parts:
@@ -547,7 +550,7 @@ def rope_fields_by_kind(config: Fields) -> tuple[Fields, Fields]:
 
 
 def _rope_fields(config: Fields) -> Fields:
-    """Return the field `rope_scaling`, which is the older name, else `rope_parameters`; empty if both are absent."""
+    """Return the field `rope_scaling`, or else `rope_parameters`, its newer name; empty if both are absent."""
     rope = config.fields("rope_scaling", Fields({}, config.where))
     return rope if rope.values else config.fields("rope_parameters", rope)
 

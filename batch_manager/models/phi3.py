@@ -52,9 +52,9 @@ class Phi3:
 
 
 def _with_longrope(config: Fields) -> Fields:
-    """Return the configuration with the current name and the defaults of longrope, which early files call "su".
+    """Return the configuration with the current name of longrope, and with its defaults.
 
-    The default of `original_max_position_embeddings` is 4096.
+    Early files call longrope "su". The default of `original_max_position_embeddings` is 4096.
     """
     values = dict(config.values)
     for name in ("rope_scaling", "rope_parameters"):

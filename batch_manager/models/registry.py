@@ -24,8 +24,8 @@ class Model(Protocol):
                        such as "sliding_window". The tables in model_spec.py list all fields that change what a model
                        computes. A checkpoint is refused if a field that is in the tables, but not in `understands`,
                        has a value that changes the computation
-    prompt_tuning_scale   optional; absent means 1. Factor by which the embeddings of a prompt-tuning table, which the
-                       model has not scaled, are multiplied before they replace rows of the result of `embed`
+    prompt_tuning_scale   optional; absent means 1. Factor by which the engine multiplies the embeddings of a
+                       prompt-tuning table before they replace rows of the result of `embed`
     deterministic      optional; absent means False. True if the class computes only with layers of
                        batch_manager.layers, attention, and element-wise sums and products between them. If the
                        LayerContext is deterministic, a row's bits then depend on that row only

@@ -106,8 +106,8 @@ class EngineHarness:
 
     def _refuse_in_callback(self, action: str) -> None:
         if self._is_running:
-            raise RuntimeError(f"a callback or hook tried to {action} the harness during an iteration; call it between "
-                               "iterations; set a flag in the callback, and act on it after step has returned")
+            raise RuntimeError(f"a callback or hook tried to {action} the harness during an iteration; expected calls "
+                               "between iterations; set a flag in the callback, and act on it after step has returned")
 
     def check(self) -> None:
         """Check the block accounting. Raises InternalError if the block tables and the free blocks are inconsistent."""

@@ -405,7 +405,10 @@ class ScriptedBackend:
                           generation_logits=generation_logits, top_log_probs=top_log_probs, failures=failures)
 
     def _top_log_probs(self, slot: int, tokens: np.ndarray, words: np.ndarray) -> TopLogProbs:
-        """Return the likeliest tokens at each token's position: the token and the next ids, each 1 less in log-prob."""
+        """Return the likeliest tokens at each token's position.
+
+        These are the token and the ids that follow its id. Each has a log-prob that is 1 lower than the one before.
+        """
         after = np.arange(self._state["top_log_probs"][slot], dtype=np.int32)
         ids = (tokens[:, None] + after) % np.int32(self.info.vocab_size)
         log_probs = _log_probs(words)[:, None] - after.astype(np.float32)
@@ -498,7 +501,7 @@ class ScriptedBackend:
         return tokens
 
     def _context_logits(self, batch: ScheduledBatch, step: "_Layout", sums: np.ndarray) -> dict[int, np.ndarray]:
-        """Return one-hot logits of the next token at each position, for slots with context logits."""
+        """Return slot -> one-hot logits of the next token at each position, for slots that request context logits."""
         logits, stop = {}, 0
         for row, work in enumerate(batch.context):
             begin, stop = stop, stop + len(work.token_ids)
@@ -644,8 +647,9 @@ def expected_samples(prompt: Sequence[int], count: int, *, vocab_size: int = 100
     end_ids = {end_id} if isinstance(end_id, int) else set(end_id)
 
     def seen_with(token: int) -> int:
-        """Append a token. Returns the change of the sum of the visible hash terms: the new term, minus the term that
-        leaves the window.
+        """Append a token, and return by how much the sum of the visible hash terms changes.
+
+        The new term is added, and the term that leaves the window is subtracted.
         """
         position = len(terms)
         terms.append(_mix(key + (position + 1) * POSITION_FACTOR + (token + 1) * TOKEN_FACTOR))
@@ -678,8 +682,9 @@ def expected_candidates(history: Sequence[int], count: int, *, vocab_size: int =
 
 
 def _best_candidates(search: BeamSearch, words: np.ndarray, vocab_size: int) -> tuple[np.ndarray, ...]:
-    """Return (log-probs, parents, tokens) of the best candidates of a step of `search`, best first, like the kernel
-    `beam_topk`.
+    """Return (log-probs, parents, tokens) of the best candidates of a step of `search`, best first.
+
+    The kernel `beam_topk` chooses and orders candidates in the same way.
 
     words   [beams] the word of each beam, as in the formulas at the top of the file
     """

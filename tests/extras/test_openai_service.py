@@ -290,7 +290,8 @@ def test_options_of_other_engines_and_harmless_fields():
     ("repetition_penalty", -1, "repetition_penalty is -1; it must be a finite float32 above 0"),
     ("presence_penalty", 1e39, "presence_penalty is 1e+39; it must be a finite float32"),
     ("frequency_penalty", -1e39, "frequency_penalty is -1e+39; it must be a finite float32"),
-    ("logit_bias", {"1": 1000}, "logit_bias of token 1 is out of range; expected numbers from -100 to 100; clip the"),
+    ("logit_bias", {"1": 1000}, "logit_bias of token 1 is not a number in the valid range; expected "
+     "numbers from -100 to 100; clip the"),
     ("logit_bias", {"99999": 1}, "logit_bias has a key that is not a token id of the model"),
     ("stop_token_ids", [99999], "stop_token_ids is 99999; it must be an integer in"),
     ("stop_token_ids", [*range(12)], "stop_token_ids and the checkpoint's end ids are 12 different ids"),
@@ -446,7 +447,7 @@ def test_a_bias_of_the_whole_vocabulary_is_made_once_for_all_texts(monkeypatch):
         body = {"prompt": [[5], [6]], "n": 2, "max_tokens": 2, "logit_bias": {"7": -100, "8": 2.5}}
         assert len((await whole(service, **body))["choices"]) == 4
         assert made == [4096] and [tensors["embedding_bias"][7:9].tolist() for tensors in seen] == [[-100, 2.5]] * 4
-        with pytest.raises(OpenAIError, match="logit_bias of token 7 is out of range") as raised:
+        with pytest.raises(OpenAIError, match="logit_bias of token 7 is not a number in the valid range") as raised:
             await whole(service, prompt=[5], logit_bias={"7": 101})
         assert raised.value.status == 400
 

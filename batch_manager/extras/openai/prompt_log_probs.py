@@ -21,7 +21,7 @@ class PromptLogProbs:
 
 
 def prompt_log_probs(logits: np.ndarray, tokens: Sequence[int], count: int) -> PromptLogProbs:
-    """Return, for each prompt token, its log-probability after the tokens before it and the likeliest tokens there.
+    """Return each prompt token's log-probability after the tokens before it, and the likeliest tokens per position.
 
     logits   [n, vocab] float32; row i has the logits after token i
     tokens   [n]

@@ -326,7 +326,8 @@ class Answer:
     def _usage(self) -> dict[str, Any]:
         """Return the usage object.
 
-        `cached_tokens` is the sum over the first outputs of the prompts. It is omitted until all of them have metrics.
+        `cached_tokens` is the sum over all prompts, from the metrics of each prompt's first output. It is omitted until
+        all first outputs have metrics.
         """
         all_metrics = [choice.metrics for choice in self._choices[:: self._parsed.count]]
         cached = None if None in all_metrics else sum(metrics.cached_tokens for metrics in all_metrics)

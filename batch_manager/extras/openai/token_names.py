@@ -1,4 +1,4 @@
-"""Names of tokens in answers with log-probabilities: text and bytes."""
+"""The text and the bytes that name a token in answers with log-probabilities."""
 
 from typing import Any
 

@@ -111,9 +111,10 @@ class RunningStep:
                keywords: dict[str, Any]) -> torch.Tensor:
         layer, expected = self._layers[id(module)]
         if mask is not None or score_arguments(keywords) != expected:
-            raise InternalError(f"layer {layer} attends with {score_arguments(keywords)}"
-                                + ("" if mask is None else " and a mask"),
-                                f"{expected}, as when the model was loaded", "report it with the model type")
+            raise InternalError(f"layer {layer} attends with (scaling, sliding_window, softcap) = "
+                                f"{score_arguments(keywords)}" + ("" if mask is None else " and a mask"),
+                                f"{expected} without a mask is expected, as when the model was loaded",
+                                "report it with the model type")
         width = value.shape[3]
         if width < key.shape[3]:                 # DeepSeek and relatives; heads of the KV cache have one width
             value = functional.pad(value, (0, key.shape[3] - width))

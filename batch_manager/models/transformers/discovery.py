@@ -47,11 +47,12 @@ class _Discovery:
         sizes = query.shape[1], key.shape[1], query.shape[3]
         if not (key.shape[1] == value.shape[1] and key.shape[3] == query.shape[3] >= value.shape[3]):
             raise _unsupported(f"queries, keys and values of {name} are {query.shape[3]}, {key.shape[3]} and "
-                               f"{value.shape[3]} wide, in {key.shape[1]} and {counted(value.shape[1], 'head')}",
+                               f"{value.shape[3]} wide, with {key.shape[1]} key and "
+                               f"{counted(value.shape[1], 'value head')}",
                                "queries and keys of equal width, values no wider, and as many key as value heads")
         if sizes[0] % sizes[1]:
             raise _unsupported(f"{name} has {counted(sizes[0], 'query head')} and {counted(sizes[1], 'key head')}",
-                               "a multiple of the number of key heads")
+                               "a number of query heads that is a multiple of the number of key heads")
         if name in (layer.module for layer in self.layers):
             raise _unsupported(f"{name} attends twice in one forward pass", "one attention call per layer")
         self.layers.append(DiscoveredLayer(name, sizes, score_arguments(keywords),

@@ -26,8 +26,8 @@ def refuse_different_logits(wrapped: Any, model: Any, spec: Any, context: LayerC
     """Raise UnsupportedModelError if the logits of the wrapped model differ from those of `model` with eager attention.
 
     Both models compute two prompts of random tokens from a fixed seed. The wrapped model computes the prompts packed,
-    in chunks, and their last tokens as generation rows. TOLERANCES are the differences allowed for rounding, and
-    ROWS_WITHIN and ROWS_WITHIN_IN_HALF are the shares of tokens that must be within them.
+    in chunks, and their last tokens as generation rows. TOLERANCES are the differences allowed for rounding.
+    ROWS_WITHIN and ROWS_WITHIN_IN_HALF are the shares of tokens whose difference must be within the tolerance.
 
     wrapped   the TransformersModel that wraps `model`
     """
@@ -52,8 +52,8 @@ def refuse_different_logits(wrapped: Any, model: Any, spec: Any, context: LayerC
     if within < share and all(bool(logits.isfinite().all()) for logits in expected):
         raise UnsupportedModelError(
             f"{spec.where}: logits of {type(model).__name__} through the engine's attention differ by up to "
-            f"{float(rows.nan_to_num(torch.inf).max()):.3g} from its own, with a largest logit of {scale:.3g}, and "
-            f"only {within:.0%} of {len(rows)} tokens differ by at most {tolerance:g} of the largest logit",
+            f"{float(rows.nan_to_num(torch.inf).max()):.3g} from those with eager attention. The largest logit is "
+            f"{scale:.3g}, and only {within:.0%} of {len(rows)} tokens differ by at most {tolerance:g} of it",
             f"expected {share:.0%} of the tokens",
             "use another model, because this one attends in a way that is not supported")
 
@@ -72,7 +72,8 @@ def _reference_logits(model: Any, context: LayerContext, prompts: list[np.ndarra
 def _engine_logits(wrapped: Any, spec: Any, context: LayerContext, prompts: list[np.ndarray]) -> list[torch.Tensor]:
     """Return the logits of each prompt, computed in packed steps with the engine's attention.
 
-    Two steps compute a chunk of each prompt, and a third step computes the last tokens as generation rows.
+    The first step and the second step each compute one chunk of each prompt. The third step computes the last token of
+    each prompt, as a generation row.
     """
     columns = -(-max(map(len, prompts)) // BLOCK)
     pool = torch.zeros(len(prompts) * columns, spec.num_layers, 2, spec.num_kv_heads, BLOCK, spec.head_size,

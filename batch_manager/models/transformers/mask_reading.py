@@ -11,9 +11,9 @@ MOST_READ = 2**20                 # keys of one row that are checked
 
 
 def read_window(sees: Callable[..., Any], max_positions: int, layer: str) -> int | None:
-    """Return the window of a causal mask, in tokens, including the query's own token; None if it has no window.
+    """Return the window of a causal mask, in tokens, including the query's own token; None: the mask has no window.
 
-    max_positions   number of positions of the model, and of rows of the mask. Only a few rows are checked; the last
+    max_positions   number of positions of the model; the mask has as many rows. Only a few rows are checked; the last
                     of them is row min(max_positions, 2**20) - 1
     layer           name of the layer, for the message of the error
     Raises UnsupportedModelError for any other mask.
@@ -35,7 +35,7 @@ def read_window(sees: Callable[..., Any], max_positions: int, layer: str) -> int
     except UnsupportedModelError:
         raise
     except Exception as error:
-        raise _unsupported(layer, f"it cannot be read: {type(error).__name__}") from None
+        raise _unsupported(layer, f"reading it raised {type(error).__name__}") from None
     return None if window > last else window
 
 

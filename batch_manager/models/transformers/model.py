@@ -110,7 +110,7 @@ class TransformersModel:
 class _Head:
     """Computes logits from hidden states.
 
-    Runs the model's own forward, in which a stand-in that returns the hidden states replaces the base model.
+    Runs the model's own forward with a stand-in for the base model. The stand-in returns the hidden states.
     """
 
     def __init__(self, model: Any, base: Any) -> None:
@@ -196,7 +196,7 @@ def _check_tables_and_logits(model: Any, configuration: Any, positions: int, whe
 def _widest(model: Any) -> int:
     """Return the size per token of the widest intermediate result in a layer, in elements.
 
-    The number serves the estimate of a step's memory.
+    The estimate of a step's memory uses this size.
     """
     head = model.get_output_embeddings()
     widths = [max(module.weight.shape) for module in model.modules() if module is not head

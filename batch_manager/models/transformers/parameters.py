@@ -84,7 +84,7 @@ def _from_files(model: Any, stored: dict[str, torch.Tensor], tied: dict[str, str
             if name not in stored or tensor.shape != stored[name].shape:
                 raise UnsupportedModelError(f"{where}: {name}, assembled from {parts[0][0]} and others, has shape "
                                             f"{list(tensor.shape)}",
-                                            "expected a tensor of the model, with the model's shape",
+                                            "expected the name and the shape of a tensor of the model",
                                             "save the model again with the newest transformers")
             given.add(name)
             yield name, tensor
