@@ -2,7 +2,6 @@
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 COPIES_BETWEEN_DEVICES = ("to", "cpu", "cuda", "copy_", "type_as", "deepcopy")
@@ -25,7 +24,7 @@ class PretendedGpu(TorchFunctionMode):
             return self._property(function, args)
         if name in READS_HOST_MEMORY and is_on_gpu(args[0]):
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        given = tensors_in((args, kwargs))
         before = {id(tensor) for tensor in given}
         asked, args, kwargs = self._without_device(name, args, kwargs)
         on_gpu = any(map(is_on_gpu, given)) if asked is None else asked
@@ -41,8 +40,8 @@ class PretendedGpu(TorchFunctionMode):
             result = function(*args, **kwargs).clone()
         else:
             result = function(*args, **kwargs)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in before:
+        for tensor in tensors_in(result):
+            if id(tensor) not in before:
                 tensor._is_on_gpu = on_gpu
         return result
 
@@ -80,7 +79,7 @@ class PretendedGpu(TorchFunctionMode):
         if name in ("__getitem__", "__setitem__"):
             value = args[2] if name == "__setitem__" else None
             given = [args[0], *([value] if isinstance(value, torch.Tensor) else [])]
-            index = [one for one in tree_leaves(args[1]) if isinstance(one, torch.Tensor)]
+            index = tensors_in(args[1])
             if not is_on_gpu(args[0]):
                 given += index
             elif not index:                                     # the value is copied
@@ -95,3 +94,14 @@ class PretendedGpu(TorchFunctionMode):
 def is_on_gpu(tensor):
     """Whether a tensor was made on the GPU."""
     return getattr(tensor, "_is_on_gpu", False)
+
+
+def tensors_in(value):
+    """Return the tensors in nested lists, tuples and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for part in value for tensor in tensors_in(part)]

@@ -1,3 +1,5 @@
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -176,14 +178,16 @@ def test_the_oracle_adds_slopes_after_the_cap_and_one_sink_logit(run_oracle, str
                      cache.kv_lengths, None, 0.3, window, sink=sink, softcap=softcap, alibi_slopes=slopes,
                      alibi_bfloat16_factor=factor, sink_logits=sink_logits)
 
+    @functools.cache
     def product(head, position):                           # bfloat16 cannot represent this position above 256
         return float(slopes[head].bfloat16() * torch.tensor(position).bfloat16())
 
     def added(head, key, position):
         if factor is None:
-            return float(slopes[head]) * (key - position)
+            return slope_of_head[head] * (key - position)
         return factor * (product(head, key) - product(head, position))
 
+    slope_of_head = slopes.tolist()
     expected = streaming_attention(query, cache.contents[0], 0.3, window or 1000, sink, softcap, added,
                                    sink_logits.double())
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
