@@ -9,5 +9,6 @@ A new kernel is three files of the same name: `<name>.py` with the kernel and, b
 `reference/<name>.py` with the same signature in torch, simple and slow; `tests/kernels/test_<name>.py`, which compares
 the two. If a faster version for CPUs is worthwhile, `cpu/<name>.py` is a fourth file.
 `tests/kernels/test_layout.py` checks the folders against each other. `test_ahead_of_time.py` compiles every kernel for
-four architectures: add a line for the new kernel there.
+four architectures: add the new kernel to KERNELS there, and a call of the kernel to
+`compile_ahead_of_time.py`.
 """

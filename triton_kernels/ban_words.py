@@ -1,7 +1,7 @@
-"""Forbid the last token of every word of which all tokens but the last are at the end of the sequence.
+"""Forbid the last token of every word whose other tokens are the last tokens of the sequence.
 
-    words = lists[list_start ..] = `count` ends, ascending, then the tokens of all words: word w has the tokens
-            ends[w-1] .. ends[w] - 1, with ends[-1] = 0
+    words = the list that starts at lists[list_start]: first the `count` numbers ends[0], ends[1], ..., ascending, then
+            the tokens of all words. Word i has the tokens ends[i-1] .. ends[i] - 1, and word 0 begins with token 0
     t     = the first `length` tokens of the row's history
     logits[w[n-1]] = -inf for every word w of n tokens with t[length-n+1 ..] equal to w[.. n-2]. A word of one token is
     always forbidden.
@@ -15,7 +15,7 @@ Shapes      logits                   [R, V]   float32, R rows of V tokens, conti
             count                    [R] int32   number of words in the row's list
             max_count                at least the largest count
 Unused      history and history_row of a row whose words all have one token; history_row is then arbitrary
-Mutates     logits. Ids must be below V.
+Mutates     logits. The tokens of all words must be below V.
 Oracle      triton_kernels/reference/ban_words.py
 Source      TensorRT-LLM's rule and the idea of its packing; written for this project.
 
@@ -31,7 +31,10 @@ BLOCK = 64                              # words per program
 
 @triton.jit
 def words_lacking_last_token(history_ptr, length, list_ptr, count, first, BLOCK: tl.constexpr):
-    """Return (last token of each word of a block, whether the history ends with the word's other tokens)."""
+    """Return (last token, whether the history ends with the other tokens) of each of the BLOCK words from `first` on.
+
+    The last token is 0 where the second result is false, such as past the end of the list.
+    """
     word = first + tl.arange(0, BLOCK)
     there = word < count
     end = tl.load(list_ptr + word, mask=there, other=0)

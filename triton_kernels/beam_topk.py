@@ -14,7 +14,7 @@ Shapes      logits          [R, V]   any float dtype, R rows (beams) of V tokens
             group_starts    [G + 1] int32   group g has the rows group_starts[g] .. group_starts[g + 1] - 1
             num_candidates  K >= 1
             max_rows        at least the number of rows of the largest group
-            are_log_probs   [R] bool   the logits of the row are log-probs and are not normalized; None: in no row
+            are_log_probs   [R] bool   the logits of the row are log-probs and are used as they are; None: in no row
 Returns     log_probs       [G, K] float32   log-prob of the token alone; -inf past the last candidate of a group
             parents         [G, K] int32   row within the group; 0 past the last candidate
             tokens          [G, K] int32   0 past the last candidate
@@ -23,8 +23,8 @@ Oracle      triton_kernels/reference/beam_topk.py
 Source      top-k of blocks, then rows, then groups; written for this project.
 
 The diversity penalty grows with the rank, so it never reorders the tokens of a row. The best candidates of a group are
-therefore among the K largest logits of each of its rows. The K largest logits of a row are among the K largest logits
-of each of its blocks.
+therefore among the K largest logits of each of its rows. Each row is divided into blocks of tokens. The K largest
+logits of a row are among the K largest logits of each of its blocks.
 
 A program of the first kernel finds the K largest logits of one block. It removes the maximum K times while the block
 stays in registers, so each logit is read once. The second kernel merges the lists of the blocks of a row. The third

@@ -32,7 +32,7 @@ class ContextHeads(NamedTuple):
 
 
 class ContextTileWork(NamedTuple):
-    """The work of `paged_attention_context` for layers of one window.
+    """The work of `paged_attention_context` for all layers with the same window.
 
     If the keys of a tile are split into m > 1 parts, the tokens of the tile are called split. A split token has m
     partial results. S is the number of split tokens.
@@ -115,8 +115,9 @@ def _num_parts(tokens: np.ndarray, keys: np.ndarray, tile_rows: int, heads: Cont
 
     The share of a resident program is the number of keys that it would walk if all programs of the step walked the
     same number. A part has at least this share and at least MIN_KEYS_PER_PART keys. There are therefore at
-    most `resident_programs` programs of split tiles. A tile is split only if its programs walk at least two shares.
-    Prompts that fill the device are not split, because no tile of a prompt sees twice as many keys as the mean tile.
+    most `resident_programs` programs of split tiles. A tile is split only if each of its programs would walk at least
+    two shares. Prompts that fill the device are not split, because no tile of a prompt sees twice as many keys as the
+    mean tile.
 
     tokens   tokens of each tile
     keys     keys that the last token of each tile sees

@@ -21,7 +21,8 @@ the L2 cache. Half-empty tiles count as full ones, so all row counts with the sa
 decision.
 
 The constants are estimates for an H100, from vendors' bandwidths and latencies, not measured on a GPU.
-`python -m batch_manager.tools.gpu_report` times fused against separate launches; its ratios replace the constants here.
+`python -m batch_manager.tools.gpu_report` times fused against separate launches. Its ratios are meant to replace
+the constants here.
 """
 
 import functools
@@ -88,7 +89,8 @@ def is_fused(num_rows, in_size, out_size, gated, norm, saved_launches, element_s
     """Whether the fused launch is expected to be faster than separate launches, for a step of `num_rows` rows.
 
     norm             the fused norm: "none", "rms" or "layer"
-    saved_launches   number of launches that the fused launch saves; a norm that n products read counts as 1 / n
+    saved_launches   number of launches that the fused launch saves. A norm that n products read counts as 1 / n of a
+                     launch for each of them
     """
     if num_rows <= FEW_ROWS:
         settings = settings_of_few_rows(in_size, out_size, gated, element_size_bytes, limits)
@@ -129,7 +131,7 @@ def _plan(row_tiles, in_size, out_size, gated, norm, element_size_bytes, limits)
 
 
 def _settings(rows, columns, gated, step_bytes, in_size, element_size_bytes, limits) -> FusedLinearSettings:
-    """Return the settings of these tiles, with as many stages as fit."""
+    """Return the settings for tiles of `rows` rows and `columns` columns, with as many pipeline stages as fit."""
     step = step_bytes // element_size_bytes
     while step // 2 >= max(in_size, 16):
         step //= 2
@@ -140,7 +142,7 @@ def _settings(rows, columns, gated, step_bytes, in_size, element_size_bytes, lim
 def most_stages(rows, columns, gated, step, in_size, element_size_bytes, limits) -> int:
     """Return the largest number of pipeline stages, up to MOST_STAGES, that fit into shared memory and are of use.
 
-    The other arguments are those of `fused_linear_settings` and the fields of its result.
+    `rows`, `columns` and `step` are as in FusedLinearSettings, the other arguments as in `fused_linear_settings`.
     """
     piece_bytes = (columns * (2 if gated else 1) + rows) * step * element_size_bytes
     room = min(MOST_SHARED_BYTES, limits.shared_bytes - 1024)
@@ -158,7 +160,11 @@ def _separate_us(row_tiles, in_size, out_size, gated, norm, saved_launches, elem
 
 
 def _product_us(num_rows, in_size, weight_rows, reads, tile, share, element_size_bytes, limits) -> float:
-    """Return the estimated time of a product in tiles of (rows of x, rows of the weight). See the module docstring."""
+    """Return the estimated time of a product, in microseconds.
+
+    reads, share   see the module docstring
+    tile           (rows of x, rows of the weight) of one program
+    """
     rows, columns = tile
     tiles = -(-num_rows // rows), -(-weight_rows // columns)
     busiest = -(-tiles[0] * tiles[1] // limits.multiprocessors)

@@ -34,13 +34,13 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
             sink: number of first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); ignored
             without a window. Positions are absolute: a key is rotated once, by its position, when it is written to the
             pool. It is not rotated again when tokens between it and the query leave the window.
-            uniform_rows: rows of a tile, at least 16, which is also the tile height of work_list; None = chosen from
+            uniform_rows: rows of a tile, at least 16; work_list must have tiles of as many tokens. None = chosen from
             the shapes. When set, the bits of a row depend on its query and keys alone. The bits of a token are then
-             the same in a generation row (a context of one token) and in the middle of a prompt. No tile may be split.
+            the same in a generation row (a context of one token) and in the middle of a prompt. No tile may be split.
             num_partials: number of partial results to allocate memory for; see `most_partials`.
             The partition of the work list affects only the last bits of the result.
 Mutates     out, rows below cu_seqlens[C]. Later rows (generation, padding) are neither read nor written.
-Needs       pages with a visible key hold finite numbers for all B tokens: zero the pool once.
+Needs       finite numbers for all B tokens of every page with a visible key: zero the pool once.
 Oracle      triton_kernels/reference/paged_attention_context.py
 Source      FlashAttention-2 (Dao 2023) over pages (Kwon et al. 2023), a group's heads in one tile as in FlashInfer
             (Ye et al. 2025), split over keys (Flash-Decoding, Dao et al. 2023); written for this project.
@@ -330,7 +330,7 @@ def context_heads(num_heads: int, num_kv_heads: int, head_size: int, element_siz
                   tokens_per_block: int, limits: DeviceLimits) -> ContextHeads:
     """Return the argument `heads` of `context_work_list`.
 
-    Its number of programs that the device runs at the same time is an estimate from shared memory and warps.
+    The field resident_programs of the result is an estimate from shared memory and warps.
     """
     head_pow2 = max(16, triton.next_power_of_2(head_size))
     settings = context_settings(head_pow2, element_size_bytes, tokens_per_block, limits)

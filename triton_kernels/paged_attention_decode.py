@@ -34,8 +34,8 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
             The partition of the work list affects only the last bits of the result.
 Mutates     kv_pool, at the newest position of each sequence, and out. A row of length 0 does not write to the pool;
             its output is zero.
-Needs       pages with a visible key hold finite numbers before the position of the newest token; the rest is not
-            read. No two sequences append to the same position of a block.
+Needs       finite numbers in every page with a visible key, before the position of the newest token; the rest of a
+            page is not read. No two sequences append to the same position of a block.
 Oracle      triton_kernels/reference/paged_attention_decode.py
 Source      paged attention (Kwon et al. 2023), split over keys (Flash-Decoding, Dao et al. 2023), rotary embedding (Su
             et al. 2021) in the half-split arrangement; written for this project.
@@ -47,7 +47,7 @@ iteration would take up the pipeline stages that keep pages in flight. Neither t
 block tables recompiles the kernel.
 
 Each program rotates its queries. The program of the last part also rotates the newest key, writes key and value to the
-pool, and starts its running softmax from their values in registers. Loads of pages mask the newest token and all
+pool, and starts its running softmax from this key and value in registers. Loads of pages mask the newest token and all
 positions after it, so a launch never reads a position that it writes, and no ordering between threads or programs is
 needed. A page whose first token is the newest is not loaded at all. The program of the last part counts the sink
 logits, because each sequence has exactly one last part.
@@ -287,7 +287,7 @@ def decode_settings(head_size: int, tokens_per_block: int, element_size_bytes: i
 
 
 def bytes_of_page(head_size: int, tokens_per_block: int, element_size_bytes: int) -> int:
-    """Return the shared memory that the keys of a page take. The values take as much."""
+    """Return the bytes of shared memory for the keys of a page, of one KV head. The values take as many."""
     return tokens_per_block * _padded(head_size) * element_size_bytes
 
 
@@ -297,17 +297,17 @@ def bytes_of_program(num_stages: int, page_bytes: int) -> int:
 
 
 def with_resident_programs(num_stages: int, num_warps: int, page_bytes: int, limits: DeviceLimits) -> DecodeSettings:
-    """Return settings with these stages and warps, and the number of programs that the device then runs at a time."""
+    """Return the settings with these stages and warps, and with the number of resident programs that they allow."""
     resident = max(1, min(limits.shared_bytes // bytes_of_program(num_stages, page_bytes), 16 // num_warps))
     return DecodeSettings(resident * limits.multiprocessors, num_warps, num_stages)
 
 
 def decode_shared_bytes(head_size: int, group: int, tokens_per_block: int, element_size_bytes: int,
                         limits: DeviceLimits) -> int:
-    """Return the shared memory of one program, with the settings of `decode_settings`.
+    """Return the bytes of shared memory of one program, with the settings of `decode_settings`.
 
-    On NVIDIA GPUs, a program takes at most this memory, and at most 256 bytes less. On AMD GPUs, the number is
-    the memory of the pages alone.
+    On NVIDIA GPUs, a program takes this number of bytes, or up to 256 fewer. On AMD GPUs, the number counts only
+    the memory of the pages.
 
     group   query heads per kv head
     """

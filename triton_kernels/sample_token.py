@@ -164,7 +164,7 @@ def _histogram(histogram_ptr, row, which, DIGITS: tl.constexpr):
 def _next_digit(histogram, digits, missing, VALUES: tl.constexpr):
     """Find the next digit of a threshold. Returns (digits with the next one appended, new `missing`).
 
-    If the histogram has less than `missing`, the returned digits are KEEPS_ALL.
+    If the sum of the histogram is less than `missing`, the returned digits are KEEPS_ALL.
 
     histogram  for each value of the next digit, the count or weight of the logits that begin with `digits` and
                this value
