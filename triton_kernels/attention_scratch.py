@@ -15,7 +15,7 @@ FLOAT32_BYTES = 4
 
 def attention_scratch_bytes(num_rows: int, num_heads: int, num_kv_heads: int, head_size: int, element_size_bytes: int,
                             multiprocessors: int) -> int:
-    """Return an upper estimate of the bytes of partial results of a step with `num_rows` generation rows.
+    """Return an upper estimate of the bytes of partial results of a step with contexts and `num_rows` generation rows.
 
     multiprocessors   number of multiprocessors of the device
     """

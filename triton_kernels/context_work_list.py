@@ -21,7 +21,7 @@ MIN_KEYS_PER_PART = 256     # with fewer keys, writing and merging the partial r
 
 
 class ContextHeads(NamedTuple):
-    """The numbers that decide how many programs a tile has, and how many programs fill the device.
+    """The numbers from which `context_work_list` decides into how many parts it splits a tile.
 
     resident_programs   programs that the device runs at the same time; see `context_heads`
     """
@@ -141,7 +141,7 @@ class MostContextTileWork(NamedTuple):
 
 def most_context_work(num_tokens: int, num_contexts: int, tile_rows: int, heads: ContextHeads | None = None,
                       max_keys: int = 0) -> MostContextTileWork:
-    """Return the maximum array sizes for steps with up to `num_tokens` new tokens of `num_contexts` contexts.
+    """Return the largest array sizes of a ContextTileWork for up to `num_tokens` new tokens of `num_contexts` contexts.
 
     The maximum number of tiles occurs when all contexts but one have a single token.
 

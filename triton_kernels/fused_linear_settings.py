@@ -150,7 +150,7 @@ def most_stages(rows, columns, gated, step, in_size, element_size_bytes, limits)
 
 
 def _separate_us(row_tiles, in_size, out_size, gated, norm, saved_launches, element_size_bytes, limits) -> float:
-    """Return the estimated time of a library's product and of the norm, activation and sum launched separately."""
+    """Return the estimated time in microseconds of separate launches: a library's product, norm, activation and sum."""
     num_rows, weight_rows = row_tiles * TILE_ROWS, out_size * (2 if gated else 1)
     product_us = min(_product_us(num_rows, in_size, weight_rows, 1, tile, LIBRARY_SHARE, element_size_bytes, limits)
                      for tile in LIBRARY_TILES)

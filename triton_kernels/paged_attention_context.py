@@ -52,9 +52,9 @@ are query heads. A full tile of tokens keeps all these programs busy. With a sho
 immediately.
 
 The program of part i of n walks the i-th of n equal ranges of the key tiles that its queries see. A range can be empty,
-and a query can see no key of a range: its partial result is then zero, with a logarithm of -inf. The first part counts
-the sink logits. `paged_attention_merge` combines the partial results. The programs of an unsplit tile write to `out`.
-The number of parts does not recompile the kernel.
+or without a key that a query sees: the query's partial result is then zero, with a logarithm of -inf. The first part
+counts the sink logits. `paged_attention_merge` combines the partial results. The programs of an unsplit tile write to
+`out`. The number of parts does not recompile the kernel.
 
 Tiles of keys that all rows see are walked without a mask. The tiles at the edge of the window come before these tiles
 and need a mask. The tiles on the diagonal come after them and also need a mask. The tiles of the sinks are walked in
@@ -94,10 +94,10 @@ def _walk_tiles(
 ):
     """Attend to the key tiles with the numbers begin .. end - 1 and return the running softmax.
 
-    Without sink tokens, the number of a tile is its index in the sequence. With sink tokens, this applies to
-    `window_tile`, the first tile of the window, and larger numbers. A smaller number n belongs to the tile with index
-    n - skipped, which has sink tokens. `skipped` counts the tiles between the sinks and the window, to which no query
-    of this program attends.
+    Without sink tokens, the number of a tile is its index in the sequence. With sink tokens, this is true of
+    `window_tile`, the number of the first tile of the window, and of larger numbers. A smaller number n belongs to the
+    tile with index n - skipped, which has sink tokens. `skipped` counts the tiles between the sinks and the window, to
+    which no query of this program attends.
     """
     TILES_PER_PAGE: tl.constexpr = B // KEYS
     IS_SCALED: tl.constexpr = CAP_LOG2 > 0 or HAS_ALIBI   # scores are scaled before the softmax

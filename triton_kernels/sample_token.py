@@ -21,7 +21,7 @@ Shapes      logits                   [R, V]   any float dtype, R rows of V token
             tokens                   [R] int32 (or any integer dtype)      the caller can pass these three, so that a
             log_probs                [R] float32                           captured graph writes to fixed addresses;
             finite                   [R] bool, or any integer dtype        None: allocated
-            wants_log_prob           [R] bool on the host   rows that need a log-prob, which is arbitrary in other rows.
+            wants_log_prob           [R] bool on the host   rows that need a log-prob; in other rows it is arbitrary.
                                      None: all
             only_greedy              True: the caller guarantees that every row is greedy
             slots                    [R] int64   index of each row in temperature, top_k, top_p, min_p, seed and end_id,
@@ -37,16 +37,17 @@ Mutates     tokens, log_probs, finite, finish, last_tokens, counts. finite is Fa
 Oracle      triton_kernels/reference/sample_token.py
 Source      inverse transform sampling; thresholds by radix selection instead of a sort; written for this project.
 
-The kernels before the last run one program per row and piece of the vocabulary, so that few rows also fill the device:
+All kernels but the last run one program per row and piece of the vocabulary, so that few rows also fill the device:
 
     piece     find the maximum of each piece, its id and the sum of weights exp((logit - maximum) / temperature); for
               top-k, count the logits by their first digit
     digit     find the thresholds of top-k, then of top-p, digit by digit. Logits are mapped to integers of the same
-              order. A digit has 11 bits, the third 10: two digits cover a 16-bit logit, three a float32. For each digit
-              after the first, a pass counts and weighs, by that digit, the logits that share the digits of the
-              threshold so far. The first pass also weighs all logits by their first digit, for top-p. The weights that
-              top-k removes are subtracted when its threshold is known. Weights are integers, in units of 2^-40 of the
-              largest, so that their sums do not depend on the order
+              order. A digit has 11 bits, the third 10: two digits cover a 16-bit logit, three a float32. There is
+              one pass for each filter and each digit after the first. The pass takes the logits that share the digits
+              of the threshold so far, and counts and weighs them by the next digit. The first of these passes also
+              weighs all logits by their first digit, for top-p. The weights that top-k removes are subtracted when its
+              threshold is known. Weights are integers, in units of 2^-40 of the largest, so that their sums do not
+              depend on the order
     mass      sum the kept weights of each piece
     token     one program per row: find the piece that u falls into, then the token; set the results
 
@@ -148,7 +149,7 @@ def _slot(slot_ptr, row):
 #     counts for top-k, by digit 1 ..; weights of the same logits, by digit 1 ..; weights for top-p, by digit 0, 1 ..
 @triton.jit
 def _histogram_index(filter, digit, DIGITS: tl.constexpr):
-    """Return the index of the histogram that determines the digit with the number `digit` of a threshold.
+    """Return the index of the histogram that determines digit number `digit` of a threshold.
 
     filter   the filter that the threshold belongs to: TOP_K or TOP_P
     """

@@ -18,8 +18,7 @@ def ban_words(logits, history, history_row, length, lists, list_start, count, ma
 
 
 def words_lacking_last_token(history, history_row, length, lists, list_start, count):
-    """Return (row [n], last token [n]) of each word of which all tokens but the last are at the end of its row's
-    history.
+    """Return (row [n], last token [n]) of each word whose other tokens are the last tokens of the row's history.
 
     The arguments are tensors as in `ban_words`, the results numpy arrays.
     """

@@ -79,7 +79,7 @@ def _loaded(compiler: Compiler, name: str, functions: Sequence[str], check_inter
 
     Raises OSError and SubprocessError.
     """
-    refusal = OSError("no cache folder for the compiled library is writable")
+    refusal = OSError("no cache folder for the compiled library is writable by this user alone")
     for folder in _folders():
         path = folder / name
         try:
