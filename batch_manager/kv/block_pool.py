@@ -10,7 +10,7 @@ class OutOfBlocksError(OutOfResourceError):
     """A claim needs more blocks than are free."""
 
     def __init__(self, wanted: int, free: int) -> None:
-        super().__init__(f"{wanted} KV cache blocks are needed and {free} are free")
+        super().__init__(f"{wanted:,} free KV cache blocks are needed, and the pool has {free:,}")
 
 
 class BlockPool:

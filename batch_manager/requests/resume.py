@@ -63,11 +63,11 @@ def _resume(tensors: dict[str, Any], tokens: list[int]) -> None:
     num_left = _scalar(tensors, "request_output_len") - num_tokens
     if num_left < 1:
         raise _cannot(f"request_output_len is {num_left + num_tokens} and the responses have "
-                      f"{counted(num_tokens, 'token')} already")
+                      f"{counted(num_tokens, 'token')} already", is_complete=True)
     if "stop_words_list" in tensors and _ends_with_one_of(
             words(read_tensor(TENSORS["stop_words_list"], tensors["stop_words_list"], _ANY_SIZE), 2**31),
             prompt + tokens):
-        raise _cannot(f"tokens has {counted(num_tokens, 'token')} and ends with a stop word")
+        raise _cannot(f"tokens has {counted(num_tokens, 'token')} and ends with a stop word", is_complete=True)
     tensors.update(input_ids=prompt + tokens, request_output_len=num_left)
     tensors.pop("input_lengths", None)
     if "input_token_extra_ids" in tensors:
@@ -110,5 +110,11 @@ def _integers(name: str, values: Any) -> list[int]:
     return array.reshape(-1).tolist()
 
 
-def _cannot(fact: str) -> InvalidRequestError:
+def _cannot(fact: str, is_complete: bool = False) -> InvalidRequestError:
+    """Return the refusal of a request that cannot be resumed.
+
+    is_complete   whether the responses are already the whole answer
+    """
+    if is_complete:
+        return InvalidRequestError(fact, "such a request is complete and cannot be resumed", "use the responses")
     return InvalidRequestError(fact, "such a request cannot be resumed", "send the original request again")

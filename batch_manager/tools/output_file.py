@@ -15,14 +15,17 @@ from typing import IO, Any, Self
 
 NAME_KEPT = 40      # characters of the output's name in the name of the temporary file, whose length is limited too
 STANDARD_OUTPUT = Path("-")
+STANDARD_OUTPUT_NAME = "the standard output"          # in errors
 
 
 class OutputError(OSError):
     """An output cannot be written. `filename` is the name that the user gave."""
 
     def __str__(self) -> str:
-        return (f"{self.filename} cannot be written: {self.strerror}; expected a file in a folder that exists, with "
-                "room on its disk; name another one")
+        fact = f"{self.filename} cannot be written: {self.strerror}"
+        if self.filename == STANDARD_OUTPUT_NAME:
+            return f"{fact}; direct it elsewhere"
+        return f"{fact}; expected a file in a folder that exists, with room on its disk; name another one"
 
 
 class OutputFiles:

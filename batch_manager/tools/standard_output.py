@@ -3,7 +3,7 @@
 import os
 import sys
 
-from .output_file import OutputError
+from .output_file import STANDARD_OUTPUT_NAME, OutputError
 
 
 def discard_standard_output() -> None:
@@ -22,4 +22,4 @@ def print_flushed(text: str) -> None:
         discard_standard_output()
     except OSError as error:
         discard_standard_output()
-        raise OutputError(error.errno, error.strerror, "the standard output") from error
+        raise OutputError(error.errno, error.strerror, STANDARD_OUTPUT_NAME) from error

@@ -26,7 +26,7 @@ def test_blocks_given_back_together_are_handed_out_together_after_all_others():
 def test_more_than_there_is_takes_nothing():
     pool = BlockPool(4)
     pool.take(3)
-    with pytest.raises(OutOfBlocksError, match="2 KV cache blocks are needed and 1 are free"):
+    with pytest.raises(OutOfBlocksError, match="2 free KV cache blocks are needed, and the pool has 1"):
         pool.take(2)
     assert (len(pool.free), pool.num_live) == (1, 3)
 

@@ -85,7 +85,7 @@ def test_drafts_that_do_not_fit_change_nothing(make_request, start):
     kv = KvCacheManager(4, 2, 100, max_draft_len=3)
     first, second = start(kv, make_request(0, 2)), start(kv, make_request(1, 2))
     before = kv.pool.free_order()
-    with pytest.raises(OutOfBlocksError, match="3 KV cache blocks are needed and 2 are free"):
+    with pytest.raises(OutOfBlocksError, match="3 free KV cache blocks are needed, and the pool has 2"):
         kv.claim([], [first, second], [3, 0])
     assert (kv.pool.free_order(), kv.kv_length(first), kv.kv_length(second)) == (before, 2, 2)
     audit(kv)

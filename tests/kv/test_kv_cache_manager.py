@@ -44,7 +44,7 @@ def test_contexts_and_generation_are_claimed_together(make_request, start):
 def test_a_claim_that_does_not_fit_changes_nothing(make_request, start):
     kv = KvCacheManager(4, 4, 100)
     running, new = start(kv, make_request(0, 8)), make_request(1, 5)
-    with pytest.raises(OutOfBlocksError, match="3 KV cache blocks are needed and 2 are free"):
+    with pytest.raises(OutOfBlocksError, match="3 free KV cache blocks are needed, and the pool has 2"):
         kv.claim([new], [running])
     assert (kv.free_blocks, kv.kv_length(running), kv.held_blocks(new)) == (2, 8, 0)
     audit(kv)

@@ -15,7 +15,7 @@ Shapes      logits                   [R, V]   float32, R rows of V tokens, conti
             count                    [R] int32   number of words in the row's list
             max_count                at least the largest count
 Unused      history and history_row of a row whose words all have one token; history_row is then arbitrary
-Mutates     logits. Ids must be below V.
+Mutates     logits. The tokens of all words must be below V.
 """
 
 import torch

@@ -14,7 +14,7 @@ Shapes      logits          [R, V]   any float dtype, R rows (beams) of V tokens
             group_starts    [G + 1] int32   group g has the rows group_starts[g] .. group_starts[g + 1] - 1
             num_candidates  K >= 1
             max_rows        at least the number of rows of the largest group
-            are_log_probs   [R] bool   the logits of the row are log-probs and are not normalized; None: in no row
+            are_log_probs   [R] bool   the logits of the row are log-probs and are used as they are; None: in no row
 Returns     log_probs       [G, K] float32   log-prob of the token alone; -inf past the last candidate of a group
             parents         [G, K] int32   row within the group; 0 past the last candidate
             tokens          [G, K] int32   0 past the last candidate

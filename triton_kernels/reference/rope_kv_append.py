@@ -14,7 +14,7 @@ Shapes      query                    [T, HQ, D]   T packed tokens, HQ query head
             cos_table, sin_table     [positions, R / 2] float32   None: no rotation
             query_out                [T, HQ, D]   None: rotate the queries in place
 Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
-Mutates     kv_pool and query_out (or query). No two rows may have the same slot.
+Mutates     kv_pool and query_out (or query). No two rows may have the same slot, except -1.
 Returns     the rotated queries.
 """
 

@@ -21,7 +21,7 @@ Shapes      logits                   [R, V]   any float dtype, R rows of V token
             tokens                   [R] int32 (or any integer dtype)      the caller can pass these three, so that a
             log_probs                [R] float32                           captured graph writes to fixed addresses;
             finite                   [R] bool, or any integer dtype        None: allocated
-            wants_log_prob           [R] bool on the host   rows that need a log-prob, which is arbitrary in other rows.
+            wants_log_prob           [R] bool on the host   rows that need a log-prob; in other rows it is arbitrary.
                                      None: all
             only_greedy              True: the caller guarantees that every row is greedy
             slots                    [R] int64   index of each row in temperature, top_k, top_p, min_p, seed and end_id,

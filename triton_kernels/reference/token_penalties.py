@@ -15,7 +15,8 @@ Shapes      logits                   [R, V]   float32, R rows of V tokens, conti
             ignored                  [R] int32   number of leading tokens that presence and frequency ignore, 0..length
 Unused      history, history_row and length of a row with repetition 1, presence 0 and frequency 0. The row is
             unchanged; history_row and length are then arbitrary
-Mutates     logits. Finite logits stay finite: they saturate at the largest float32. Other logits are unchanged.
+Mutates     logits. Finite logits stay finite: they saturate at the largest float32. NaN and infinite logits are
+            unchanged.
 """
 
 import torch

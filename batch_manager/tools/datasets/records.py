@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...errors import counted
-from .errors import FIX_LINE, FIX_RECORD, DatasetError, quoted
+from .errors import FIX_RECORD, DatasetError, quoted
 
 MOST_TOKENS = 2**31 - 1    # of a prompt or an output; a larger number is refused
 MOST_SECONDS = 1e10        # 300 years
@@ -56,7 +56,7 @@ def whole_number(value: Any, place: str, name: str, minimum: int) -> int:
     """Return the value if it is an integer from `minimum` to MOST_TOKENS. Otherwise raises DatasetError."""
     if type(value) is not int or not minimum <= value <= MOST_TOKENS:
         raise DatasetError(place, f"{name} is {quoted(value)}", f"expected an integer, {minimum} to {MOST_TOKENS}",
-                           FIX_LINE)
+                           FIX_RECORD)
     return value
 
 
@@ -64,7 +64,7 @@ def seconds(value: Any, place: str, name: str) -> float:
     """Return the value as a float if it is a number from 0 to MOST_SECONDS. Otherwise raises DatasetError."""
     if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= MOST_SECONDS:
         raise DatasetError(place, f"{name} is {quoted(value)}", f"expected a number, 0 to {MOST_SECONDS:.0f}",
-                           FIX_LINE)
+                           FIX_RECORD)
     return float(value)
 
 

@@ -29,7 +29,9 @@ class Traffic:
     def __init__(self, arrival_s: np.ndarray, input_tokens: np.ndarray, output_tokens: np.ndarray, prompt: Prompt, *,
                  prefixes: Sequence[tuple[int, ...]] | None = None) -> None:
         if not len(arrival_s) == len(input_tokens) == len(output_tokens):
-            raise ValueError("the columns have different lengths")
+            lengths = len(arrival_s), len(input_tokens), len(output_tokens)
+            raise ValueError(f"arrival_s, input_tokens and output_tokens have {lengths[0]:,}, {lengths[1]:,} and "
+                             f"{lengths[2]:,} entries; expected the same number")
         self.arrival_s, self.input_tokens, self.output_tokens = arrival_s, input_tokens, output_tokens
         self.prompt, self.prefixes = prompt, prefixes
 
