@@ -18,10 +18,9 @@ def ban_words(logits, history, history_row, length, lists, list_start, count, ma
 
 
 def words_lacking_last_token(history, history_row, length, lists, list_start, count):
-    """Return (row [n], last token [n]) of each word of which all tokens but the last are at the end of its row's
-    history.
+    """Find the words that the next token can complete: the history of the row ends with all other tokens of the word.
 
-    The arguments are tensors as in `ban_words`, the results numpy arrays.
+    Returns (row [n], last token [n]) of these words, as numpy arrays. The arguments are tensors as in `ban_words`.
     """
     history, lists, start, count = history.numpy(), lists.numpy(), list_start.numpy(), count.numpy()
     rows = count.nonzero()[0]

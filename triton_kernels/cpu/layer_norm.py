@@ -6,7 +6,7 @@ from .fixed_pieces import row_by_row
 
 
 def layer_norm(hidden, weight, bias, epsilon, residual=None, out=None, deterministic=False):
-    """Normalize over the last dimension. Returns `out`, or a new tensor without `out`.
+    """Normalize over the last dimension. Returns `out`, or a new tensor if `out` is None.
 
     See triton_kernels/layer_norm.py for shapes.
     """
