@@ -8,7 +8,10 @@ import numpy as np
 
 
 def ban_ngrams(logits, history, history_row, length, size):
-    """Set the logits of forbidden tokens to -inf, in place. Returns `logits`. See the kernel for shapes."""
+    """Set the logits of forbidden tokens to -inf, in place. Returns `logits`.
+
+    See triton_kernels/ban_ngrams.py for shapes.
+    """
     numbers, tokens_of, size = logits.numpy(), history.numpy(), size.numpy()
     history_row, length = history_row.numpy(), length.numpy()
     for row in size.nonzero()[0].tolist():

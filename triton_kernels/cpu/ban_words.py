@@ -18,9 +18,9 @@ def ban_words(logits, history, history_row, length, lists, list_start, count, ma
 
 
 def words_lacking_last_token(history, history_row, length, lists, list_start, count):
-    """Return (row [n], last token [n]) of each word whose other tokens are the last tokens of the row's history.
+    """Find the words whose tokens but the last are the last tokens of the history of their row.
 
-    The arguments are tensors as in `ban_words`, the results numpy arrays.
+    Returns (row [n], last token [n]) of these words, as numpy arrays. The arguments are tensors as in `ban_words`.
     """
     history, lists, start, count = history.numpy(), lists.numpy(), list_start.numpy(), count.numpy()
     rows = count.nonzero()[0]

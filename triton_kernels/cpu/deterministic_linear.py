@@ -2,9 +2,9 @@
 
 Same contract as triton_kernels/deterministic_linear.py; the weight can also be packed for oneDNN.
 
-Torch multiplies the rows in pieces. A size of pieces is used only if a measurement gave the same bits as with the
-largest size, for the shape of the weight, on this machine, with this number of threads. The first call measures the
-sizes and caches them for the process.
+Torch multiplies the rows in pieces. A size of pieces is used only if a measurement on this machine gave the same bits
+for this size as for the largest size. The sizes are measured and cached in the first call of the process with each
+shape, dtype and layout of the weight, with or without a bias, and with each number of threads.
 """
 
 import torch
@@ -24,7 +24,10 @@ class NoAgreeingSizeError(RuntimeError):
 
 
 def deterministic_linear(x, weight, bias=None, out=None):
-    """Compute x W^T + bias. Returns out. Raises NoAgreeingSizeError. See the kernel for shapes."""
+    """Compute x W^T + bias. Returns out. Raises NoAgreeingSizeError.
+
+    See triton_kernels/deterministic_linear.py for shapes.
+    """
     key = (*weight.shape, weight.dtype, weight.is_mkldnn, bias is None, torch.get_num_threads())
     sizes = _sizes.get(key)
     if sizes is None:
@@ -40,8 +43,8 @@ def deterministic_linear(x, weight, bias=None, out=None):
 def _find_sizes(x, weight, bias):
     """Measure which piece sizes give every row of a product the same bits as the largest size, and return them.
 
-    A piece is a group of rows that are multiplied at once, and its size is the number of rows. The engine makes the
-    first call at startup, with the number of threads of all later steps.
+    A piece is a group of rows that are multiplied at once, and its size is the number of rows. The engine runs this
+    measurement at startup, with the number of threads of all later steps.
     """
     rows, tried = cancelling(x.shape[1], weight.shape[0], x.dtype)
     if weight.is_mkldnn:

@@ -36,7 +36,10 @@ def allocate(num_bytes: int) -> np.ndarray:
 
 
 def allocate_shared(num_bytes: int) -> np.ndarray:
-    """Return zeros [num_bytes] uint8 for an array that may share large pages with others, aligned to 4,096 bytes."""
+    """Return zeros [num_bytes] uint8, aligned to 4,096 bytes. Arrays smaller than SHARED_BYTES share large pages.
+
+    Raises   MemoryError if the system does not provide the memory
+    """
     global _shared
     if num_bytes >= SHARED_BYTES:
         return allocate(num_bytes)

@@ -1,7 +1,7 @@
 """RMSNorm on a CPU. Same contract as triton_kernels/rms_norm.py.
 
-The norm takes five torch operations, or six for 16-bit dtypes. One torch operation for each operation of the formula
-would make eight. The norm is at least as fast as torch's own, and faster for few rows.
+The norm takes five torch operations, or six for 16-bit dtypes. For these, the formula computed literally takes eight:
+six operations and two conversions. The norm is at least as fast as torch's own, and faster for few rows.
 """
 
 import functools
@@ -12,7 +12,7 @@ from .fixed_pieces import row_by_row
 
 
 def rms_norm(hidden, weight, epsilon, residual=None, weight_offset=0.0, out=None, deterministic=False):
-    """Normalize over the last dimension. Returns out. See the kernel for shapes."""
+    """Normalize over the last dimension. Returns out. See triton_kernels/rms_norm.py for shapes."""
     rows = hidden if residual is None else residual.add_(hidden)
     if weight_offset:
         weight = weight.float() + weight_offset

@@ -33,7 +33,7 @@ class StepRows:
     def rotate(self, rows, cos_table, sin_table):
         """Rotate `rows` [T, H, D] (queries, keys or both) in place.
 
-        The rows of the cosine and sine tables are gathered in the first of successive calls with the same `cos_table`.
+        The first of successive calls with the same `cos_table` gathers the rows of both tables. The others reuse them.
         """
         if self._table is not cos_table:
             cos, sin = cos_table.index_select(0, self._positions), sin_table.index_select(0, self._positions)
@@ -65,7 +65,10 @@ def packed(query, key, value):
 
 
 def pool_rows(kv_pool):
-    """View the pool of one layer, [N, 2, HK, B, D], as rows [.., D] from its first entry to the end of its storage."""
+    """View the storage of `kv_pool`, the pool of one layer [N, 2, HK, B, D], as rows [.., D].
+
+    The view begins at the first entry of `kv_pool` and ends with the storage, so it can contain rows of other layers.
+    """
     size = kv_pool.shape[-1]
     count = kv_pool.untyped_storage().nbytes() // kv_pool.element_size() - kv_pool.storage_offset()
     return kv_pool.as_strided((count // size, size), (size, 1))

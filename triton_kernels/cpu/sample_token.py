@@ -7,8 +7,8 @@ block with the largest maximum, and the K largest logits are in the K blocks wit
     top-k <= 64    k candidates from k blocks
     top-p          64 candidates, if their total probability suffices
     no filter      sums of the probabilities in each block, then one block
-    otherwise      find the smallest kept value by sorting the values (not the ids) with numpy's vectorized sort: for
-                   a larger k, a flatter distribution, or ties at the boundary
+    otherwise      sort the values (not the ids) with numpy's vectorized sort to find the smallest kept value. This case
+                   is a larger k, a flatter distribution, or ties at the boundary
 
 Min-p is a lower bound on logits that is known in advance. It is applied in all of these cases. A log-prob takes a pass
 over the row, so it is computed only for rows that need it. The result of a row depends on that row alone.
@@ -30,7 +30,7 @@ WORD = np.uint64(0xFFFFFFFF)
 def sample_token(logits, temperature, top_k, top_p, seed, position, tokens=None, log_probs=None, finite=None,
                  min_p=None, wants_log_prob=None, only_greedy=False, slots=None, end_id=None, finish=None,
                  last_tokens=None, counts=None):
-    """Sample one token per row. Returns (tokens, log_probs, finite). See the kernel for shapes."""
+    """Sample one token per row. Returns (tokens, log_probs, finite). See triton_kernels/sample_token.py for shapes."""
     if slots is not None:
         temperature, top_k, top_p, seed = temperature[slots], top_k[slots], top_p[slots], seed[slots]
         min_p = None if min_p is None else min_p[slots]
@@ -141,7 +141,7 @@ class _Batch:
 
 
 def _by_count(batch: _Batch) -> torch.Tensor:
-    """Return the tokens [n] of rows with top-k, sampled from the tokens that top-k, then top-p and min-p keep."""
+    """Return the tokens [n] of rows with top-k, sampled from the tokens that top-k, top-p and min-p keep in turn."""
     few = batch.top_k <= CANDIDATES
     if few.all():
         tokens, solved = _from_largest(batch)
@@ -153,7 +153,7 @@ def _by_count(batch: _Batch) -> torch.Tensor:
 
 
 def _solve_rest(batch: _Batch, tokens: torch.Tensor, solved: torch.Tensor) -> torch.Tensor:
-    """Sample the rows that are not `solved`, by sorting. Writes their tokens to `tokens`, and returns it."""
+    """Sample the rows that are not `solved`, by sorting. Writes their tokens to `tokens` and returns `tokens`."""
     rest = (~solved).nonzero()[:, 0]
     if len(rest):
         tokens[rest] = _by_sorting(batch.select(rest))
@@ -161,7 +161,9 @@ def _solve_rest(batch: _Batch, tokens: torch.Tensor, solved: torch.Tensor) -> to
 
 
 def _from_largest(batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample from the k largest logits of each row. Returns (tokens [n], whether each token is valid [n]).
+    """Sample from those of the k largest logits of each row that top-p and min-p keep.
+
+    Returns (tokens [n], whether each token is valid [n]).
 
     A token is invalid if the k-th largest logit of its row equals the next largest, unless both are -inf.
     """
@@ -207,7 +209,10 @@ def _from_all(batch: _Batch) -> torch.Tensor:
 
 
 def _by_sorting(batch: _Batch) -> torch.Tensor:
-    """Return the tokens [n] of rows with any filters. Sorting finds the smallest logit that the filters keep."""
+    """Return the tokens [n] of rows with any combination of filters.
+
+    Sorting finds the smallest logit of a row that top-k and top-p keep.
+    """
     # Row by row, because one row fits the cache.
     smallest = torch.tensor([
         _smallest_of_row(row, inverse, count, mass) for row, inverse, count, mass in zip(
@@ -302,5 +307,5 @@ def chosen_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: to
 
 
 def inverse_temperature_of(temperature: torch.Tensor) -> torch.Tensor:
-    """Return 1 / temperature, or 1 for temperature 0."""
+    """Return 1 / temperature, limited to LARGEST_INVERSE, or 1 for temperature 0."""
     return torch.where(temperature == 0, 1.0, temperature).reciprocal().clamp_(max=LARGEST_INVERSE)

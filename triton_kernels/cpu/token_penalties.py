@@ -10,7 +10,10 @@ LARGEST = np.finfo(np.float32).max
 
 
 def token_penalties(logits, history, history_row, length, repetition, presence, frequency, ignored):
-    """Apply the penalties to `logits`, in place, and return `logits`. See the kernel for shapes."""
+    """Apply the penalties to `logits`, in place, and return `logits`.
+
+    See triton_kernels/token_penalties.py for shapes.
+    """
     penalized = ((repetition != 1) | (presence != 0) | (frequency != 0)).nonzero()[:, 0].tolist()
     numbers, tokens_of, history_row, length = logits.numpy(), history.numpy(), history_row.numpy(), length.numpy()
     repetition, presence, frequency = repetition.numpy(), presence.numpy(), frequency.numpy()

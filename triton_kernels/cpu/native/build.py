@@ -44,7 +44,7 @@ class CannotBuildError(Exception):
 
 
 def built_library(functions: Sequence[str], check_interruption: Callable[[], None]) -> ctypes.CDLL:
-    """Return the library from the first usable cache folder, and build it there if it is missing.
+    """Return the library from the first usable cache folder, and build it there if it is missing or damaged.
 
     functions            functions that the library must export
     check_interruption   called periodically while the compiler runs; if it raises, the compiler is killed
@@ -79,7 +79,8 @@ def _loaded(compiler: Compiler, name: str, functions: Sequence[str], check_inter
 
     Raises OSError and SubprocessError.
     """
-    refusal = OSError("no cache folder for the compiled library is writable by this user alone")
+    refusal = OSError("no cache folder for the compiled library is usable; "
+                      "set XDG_CACHE_HOME to a folder that only this user can write to")
     for folder in _folders():
         path = folder / name
         try:
@@ -184,7 +185,7 @@ def _folders() -> list[Path]:
 
 
 def _processor() -> str:
-    """Return the name and the instruction sets of the processor, on which `-march=native` depends."""
+    """Return the name and the instruction sets of the processor. The effect of `-march=native` depends on both."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

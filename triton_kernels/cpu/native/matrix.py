@@ -69,7 +69,7 @@ class PackedMatrix:
         if len(x) and self._library.largest_outputs_of(
                 self.address, x.data_ptr(), x.stride(0), len(x), indices.data_ptr(), largest.data_ptr(),
                 threads or torch.get_num_threads()):
-            raise MemoryError(f"not enough memory for the largest outputs of {len(x):,} rows")
+            raise MemoryError(f"not enough memory to find the largest output of each of {len(x):,} rows")
         return indices, largest
 
     def add_product(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,10 @@ class PackedMatrix:
         return result
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x with contiguous rows, padded with zeros to the aligned width that products read."""
+        """Return x with contiguous rows, padded with zeros to a multiple of INPUTS_ALIGNED columns.
+
+        Raises   ValueError if x does not have the width and dtype of W
+        """
         if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != self.inputs:
             raise ValueError(f"x is {x.dtype} {list(x.shape)}; expected {self.dtype} [rows, {self.inputs}]")
         if self.inputs % INPUTS_ALIGNED:
