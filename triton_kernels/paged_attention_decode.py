@@ -306,7 +306,7 @@ def decode_shared_bytes(head_size: int, group: int, tokens_per_block: int, eleme
                         limits: DeviceLimits) -> int:
     """Return the bytes of shared memory of one program, with the settings of `decode_settings`.
 
-    On NVIDIA GPUs, a program takes this number of bytes, or up to 256 fewer. On AMD GPUs, the number counts only
+    On NVIDIA GPUs, a program takes this number of bytes, or up to 512 fewer. On AMD GPUs, the number counts only
     the memory of the pages.
 
     group   query heads per kv head
