@@ -248,13 +248,15 @@ def test_a_dash_is_the_standard_output(command, file_of, tmp_path, monkeypatch, 
     assert capfd.readouterr().out.startswith(("request_id,", "{")) and not (tmp_path / "-").exists()
 
 
-@pytest.mark.parametrize("command", [["why", "3", "trace.jsonl"], ["csv", "trace.jsonl", "/dev/full"]])
-def test_a_full_disk_is_one_line_and_status_2(command, file_of, tmp_path):
+@pytest.mark.parametrize("command, way_out", [
+    (["why", "3", "trace.jsonl"], "direct it elsewhere"),
+    (["csv", "trace.jsonl", "/dev/full"], "expected a file in a folder that exists, with room on its disk")])
+def test_a_full_disk_is_one_line_and_status_2(command, way_out, file_of, tmp_path):
     with open("/dev/full", "w") as full:
         run = subprocess.run([sys.executable, "-m", "batch_manager.tools.trace", *command], stdout=full, cwd=tmp_path,
                              stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": ROOT})
     assert run.returncode == 2 and run.stderr.count("\n") == 1
-    assert " cannot be written: No space left on device; expected a file" in run.stderr
+    assert f" cannot be written: No space left on device; {way_out}" in run.stderr
 
 
 def test_slowest_none_is_refused(file_of, capsys):
