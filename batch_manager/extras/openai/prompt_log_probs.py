@@ -10,9 +10,11 @@ ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class PromptLogProbs:
-    """Log-probabilities of the tokens of a prompt. The entry of the first token is None.
+    """Log-probabilities of the tokens of a prompt. The entries of the first token are None.
 
-    top_log_probs   for each position, the likeliest tokens and their log-probabilities; empty if not requested
+    log_probs       log-probability of each token, given the tokens before it
+    top_log_probs   for each token, the likeliest tokens in its place, with their log-probabilities; empty if not
+                    requested
     """
 
     tokens: list[int]
@@ -21,11 +23,11 @@ class PromptLogProbs:
 
 
 def prompt_log_probs(logits: np.ndarray, tokens: Sequence[int], count: int) -> PromptLogProbs:
-    """Return each prompt token's log-probability after the tokens before it, and the likeliest tokens per position.
+    """Return the log-probabilities of the prompt's tokens, and of the likeliest tokens in place of each.
 
-    logits   [n, vocab] float32; row i has the logits after token i
+    logits   [n, vocab] float32; row i has the logits after token i, from which entry i + 1 is computed
     tokens   [n]
-    count    number of likeliest tokens to return per position; 0: none
+    count    number of likeliest tokens for each prompt token; 0: none
     """
     values: list[float | None] = [None]
     likeliest: list[dict[int, float] | None] = [None]

@@ -5,8 +5,8 @@
     batch-manager draw --demo --policy GUARANTEED_NO_EVICT --num-blocks 20 --svg schedule.svg
 
 To write a trace, use `batch-manager bench --trace FILE`, or `Parts(trace=TraceFile("trace.jsonl"))` in a program. The
-demonstration runs the real scheduler with a scripted model. The program prints text if no output file is named,
-or with --text. FILE may be -, the standard output.
+demonstration runs the real scheduler with a scripted model. `draw` prints text if no output file is named, or with
+--text. The file of --html, --svg or --save can be "-", the standard output.
 
 Exit status: 0 drawn; 1 drawn, but requests of the demonstration cannot run; 2 an argument or a file is wrong, or the
 run is too large for text or SVG; 130 Ctrl-C.

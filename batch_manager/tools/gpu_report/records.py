@@ -88,7 +88,7 @@ def check(line: Any) -> None:
     if line["status"] != MEASURED and any(line[name] is not None for name in (*NUMBERS, "met")):
         raise ValueError(f"a case with the status {line['status']!r} has numbers: {line}; expected null")
     if line["status"] == MEASURED and line["numerator"] is None:
-        raise ValueError(f"a measured case has no number: {line}; expected a numerator")
+        raise ValueError(f"the numerator of a measured case is None: {line}; expected a number")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
