@@ -1,5 +1,5 @@
-"""The sampling parameters of a request. Each parameter is declared once, with its tensor, field, neutral value, range
-and device type."""
+"""The sampling parameters of a request. Each parameter is declared once, with its tensor, field, neutral value, range,
+and dtype on the device."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields

@@ -37,9 +37,9 @@ class ContextTileWork(NamedTuple):
     If the keys of a tile are split into m > 1 parts, the tokens of the tile are called split. A split token has m
     partial results. S is the number of split tokens.
 
-    work_list     [W, WORK_COLUMNS] int32   (sequence, index of the tile in the sequence, index of the part, number of
-                                            parts of the tile, index of the first partial result of the tile's first
-                                            token). The last number is -1 for a tile in one part.
+    work_list     [W, WORK_COLUMNS] int32   the columns: sequence; index of the tile among the tiles of the sequence's
+                                            new tokens; index of the part; number of parts of the tile; index of the
+                                            first partial result of the tile's first token, or -1 for a tile in one part
     part_starts   [S + 1] int32   the partial results of the s-th split token are part_starts[s] .. part_starts[s+1] - 1
     merged_rows   [S] int32   index of each split token in the packed tokens
     """

@@ -68,8 +68,9 @@ class AttentionWindow:
         """The largest number of blocks that one beam of a sequence longer than the window holds.
 
         The beam holds this many after a claim has taken new blocks and before the claim releases the oldest ones. A
-        claim releases only the blocks that the first token of its step does not need. Until the next release, the
-        sequence may grow by the accepted drafts of that step, and the next claim takes blocks for its own drafts.
+        claim releases only the blocks that the first token of its step does not need. Before the next release, the
+        sequence may grow by the drafts that this step accepts, and the next claim takes blocks for the drafts of the
+        next step. The number therefore includes the drafts of two steps.
         """
         tokens = self.size + self.unread_steps + 2 * self.max_draft_len
         return -(-tokens // self.tokens_per_block) + self.sink_blocks + 1

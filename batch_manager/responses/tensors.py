@@ -2,8 +2,8 @@
 
     output_ids          int32    [1, beam, n]                       streaming: the new tokens only
     sequence_length     int32    [1, beam]                          valid entries of each row of output_ids
-    context_logits      float32  [1, prompt, vocab]                 unless requested, the dummy: zeros [1, 1, 1]
-    generation_logits   float32  [1, beam, generated, vocab]        unless requested, the dummy: zeros [1, 1, 1, 1]
+    context_logits      float32  [1, prompt, vocab]                 zeros of shape [1, 1, 1] unless requested
+    generation_logits   float32  [1, beam, generated, vocab]        zeros of shape [1, 1, 1, 1] unless requested
     output_log_probs    float32  [1, beam, generated]               zeros unless requested
     cum_log_probs       float32  [1, beam]                          zeros unless requested
     finish_reason       int32    [1, beam]
@@ -26,8 +26,8 @@ possible output has finish_reason 0, no tokens and cum_log_probs -inf.
 In a streamed response, *generated* is the number of its new tokens. Concatenating these tensors over all streamed
 responses gives the tensors of a response that is not streamed: output_ids (without the prompt), output_log_probs,
 top_log_prob_ids, top_log_probs and, if requested, generation_logits. cum_log_probs always sums from the start of the
-request. The first streamed response has the context logits. Later streamed responses have the dummy of shape [1, 1, 1],
-and so has the response of a request that ends before its prompt is computed.
+request. The first streamed response has the context logits. In later streamed responses, context_logits are zeros of
+shape [1, 1, 1], and so they are if a request ends before its prompt is computed.
 
 The tensors share no memory with the engine's buffers, with other responses or with each other. A callback may keep or
 change them.
@@ -97,8 +97,9 @@ def build_response(
     log_probs           [n] log-probabilities of the tokens in `generated`; required if the options ask for them and
                         n > 0
     cum_log_prob        sum of log-probabilities since the start of the request; None: the sum of `log_probs`
-    context_logits      [prompt, vocab], or its chunks in order; None for the dummy, zeros [1, 1, 1]
-    generation_logits   [n, vocab] or n rows, of the tokens in `generated`; None for the dummy, zeros [1, 1, 1, 1]
+    context_logits      [prompt, vocab], or its chunks in order; None: the response has zeros of shape [1, 1, 1]
+    generation_logits   [n, vocab] or n rows, of the tokens in `generated`; None: the response has zeros of shape
+                        [1, 1, 1, 1]
     top_log_probs       likeliest tokens at each position of `generated`. Each element covers the next one or more
                         positions
     to_tensor           function that converts a new NumPy array to a tensor, such as torch.from_numpy; None: keep the
@@ -189,11 +190,12 @@ def build_beam_response(
     prompt              the user's prompt
     outputs             [beam], best first
     vocab_size          columns of generation_logits
-    context_logits      [prompt, vocab]; None for the dummy, zeros [1, 1, 1]
+    context_logits      [prompt, vocab]; None: the response has zeros of shape [1, 1, 1]
     to_tensor           as in `build_response`
 
-    Every row is as long as the longest output. Shorter outputs are padded with pad_id in output_ids, and with zeros in
-    the other tensors. Values that the options do not ask for are ignored. All values are copied.
+    The rows of a tensor are as long as the row of the longest output. Shorter outputs are padded with pad_id in
+    output_ids, and with zeros in the other tensors. Values that the options do not ask for are ignored. All values are
+    copied.
     """
     num_beams, longest = len(outputs), max(len(output.generated) for output in outputs)
     start = 0 if options.exclude_input else len(prompt)

@@ -13,7 +13,7 @@ def serve_with_transformers(bench: Bench, shape: Shape, requests: list[dict[str,
                             limit_seconds: float) -> tuple[float, str]:
     """Serve greedily, with outputs of exactly the requested lengths, and return (output tokens/s, note for the report).
 
-    Stops after `limit_seconds`. Only the tokens of requests that have completed count. Raises the errors of
+    Stops after `limit_seconds`. Tokens of incomplete requests do not count. Raises the errors of
     transformers, and RuntimeError if its generation thread ends or no request completes.
     """
     import torch
