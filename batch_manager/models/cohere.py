@@ -41,7 +41,7 @@ class Cohere:
         num_layers, bias = layer_count(config), config.flag("attention_bias", False)
         refuse_windows(config, num_layers)
         if "logit_scale" in config.values and "logit_scale" not in config:
-            raise config.fault("logit_scale", "a number or no value")
+            raise config.fault("logit_scale", "a number, or no such field")
         return read_decoder_spec(
             config, architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias, max_positions=8192,
             tie_word_embeddings=True, norm_epsilon="layer_norm_eps", default_norm_epsilon=1e-5,

@@ -100,9 +100,9 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         return min(self.credit_of(request), request.prompt_len)
 
     def _uncut(self, request: LlmRequest, left: int | float) -> tuple[int, int]:
-        """Return the size of a chunk if `chunking` is None, and the cost of the chunk in tokens.
+        """Return the size of the chunk of a request when contexts are not cut, and the cost of the chunk in tokens.
 
-        The chunk is the whole context, or 0 if the context does not fit. The chunk costs the whole prompt with its
+        The chunk is all that remains of the context, or 0 if it does not fit. It costs the whole prompt with its
         drafts, minus cached tokens, even if a part of the prompt is computed already.
 
         A paused context that is longer than any step costs only its uncomputed part with its drafts, minus cached

@@ -7,9 +7,9 @@ There are three series. Each varies one number:
 
     batch     decode steps of 1, 2, 4, ... requests, each with --batch-context tokens in the KV cache
     context   decode steps of --context-batch requests with contexts of different lengths
-    waiting   host time of an iteration with different numbers of waiting requests, while --generating requests
-              generate with a scripted model (no device). Each number is measured twice: with "active" requests, which
-              the scheduler scans in every iteration, and with "queued" requests, which are in the manager's queue
+    waiting   host time of an iteration with different numbers of requests that are not in the step, while --generating
+              requests generate with a scripted model (no device). Each number of requests is measured twice: the
+              requests are "active", so that the scheduler scans them in every iteration, or "queued" by the manager
 
 A decode step is one whole iteration of the engine: get, schedule, the step of the model, one token for every request,
 poll, statistics. Decoding is greedy, without streaming, and the loop runs without a worker thread. Prompts are random
