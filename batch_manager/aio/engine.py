@@ -145,7 +145,7 @@ class AsyncEngine:
         except InvalidRequestError as error:
             raise RequestFailed(error.code, str(error)) from None
         if request.streaming is not None:      # `generate` would return the first token only
-            raise RequestFailed(ErrorCode.INVALID_REQUEST, "the tensor streaming was given; stream() streams and "
+            raise RequestFailed(ErrorCode.INVALID_REQUEST, "the tensor 'streaming' was given; stream() streams and "
                                 "generate() does not; leave it out")
         mailbox = Mailbox(request_id, Wants.of(request))
         submitted: InferenceRequest | PackedRequest = request

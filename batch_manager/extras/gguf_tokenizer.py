@@ -27,12 +27,12 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _SPECIAL_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
                    "pad_token": "padding_token_id", "sep_token": "seperator_token_id", "mask_token": "mask_token_id"}
 
-# Architectures whose metadata does not fully describe the tokenizer -> what is missing.
+# Architectures whose metadata does not fully describe the tokenizer -> what the tokenizer does that is missing.
 _INCOMPLETE_METADATA = {
-    "gemma": "merges in another order than that of the scores",
-    "gemma2": "merges in another order than that of the scores",
-    "gemma3": "merges in another order than that of the scores",
-    "phi3": "special tokens that take the spaces around them"}
+    "gemma": "merges in an order that the file does not record",
+    "gemma2": "merges in an order that the file does not record",
+    "gemma3": "merges in an order that the file does not record",
+    "phi3": "has special tokens that absorb spaces, which the file does not record"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ def load_gguf_tokenizer(path: str | os.PathLike) -> Any:
         raise metadata.fault("tokenizer.ggml.model", f"{BYTE_LEVEL!r} or {SENTENCE_PIECE!r}")
     architecture = metadata.text("general.architecture")
     if architecture in _INCOMPLETE_METADATA:
-        raise metadata.fault("general.architecture", "another architecture, because the metadata of this one does not "
-                             f"describe {_INCOMPLETE_METADATA[architecture]}")
+        raise metadata.fault("general.architecture", "an architecture whose tokenizer the file describes; this one "
+                             f"{_INCOMPLETE_METADATA[architecture]}")
     tokens, kinds = metadata.vocabulary()
     try:
         if model == BYTE_LEVEL:

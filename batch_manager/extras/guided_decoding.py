@@ -116,9 +116,10 @@ class GuidedDecoding:
         self._sessions[request_id] = _Session(grammar.matcher.deep_copy())
 
     def processor(self, grammar: Grammar) -> Callable[[int, torch.Tensor, list[list[int]]], torch.Tensor]:
-        """Return a logits post-processor that constrains a single request with any id.
+        """Return a logits post-processor for one request, whose id need not be known.
 
-        It is slower than the batched post-processor.
+        The processor keeps the state of this request: pass it to no other request. It is slower than the batched
+        post-processor.
 
             InferenceRequest(7, {...}, logits_post_processor=guided.processor(grammar))
         """

@@ -42,7 +42,8 @@ def load_tokenizer(folder: str | os.PathLike) -> Any:
         tokenizer = Tokenizer.from_file(os.fspath(path))
     except Exception as error:    # the library raises a plain Exception
         raise ConfigError(f"{os.fspath(path)!r} cannot be read: {printable(str(error)[:LONGEST_QUOTE])}",
-                          "expected a file that tokenizers wrote", "download or save it again") from error
+                          "expected a tokenizer.json, as the library tokenizers writes it",
+                          "download or save the file again") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

@@ -107,10 +107,10 @@ def blocks_at_the_end(prompt_len: int, max_new_tokens: int, window: AttentionWin
 
 def blocks_to_last_token(prompt_len: int, max_new_tokens: int, generated: int, held: int, window: AttentionWindow,
                          beam_width: int = 1, shared: int = 0) -> int:
-    """Number of blocks that a sequence may still take until its last token.
+    """Number of blocks that a request, with all its beams, may still take until its last token.
 
     Counts prompt_len + max_new_tokens tokens, as TensorRT-LLM does, although the last token is never stored. Counts one
-    more block for a sliding window, because the sequence takes its new block before it releases the oldest one.
+    more block for a sliding window, because a sequence takes its new block before it releases the oldest one.
 
     generated   number of output tokens so far
     held        number of blocks that each beam holds; 0 before the first chunk

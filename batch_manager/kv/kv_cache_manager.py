@@ -238,15 +238,15 @@ class KvCacheManager:
         """Claim the blocks for a step: for the whole prompt of each first chunk, and for one more token of each
         generating request. Later chunks need no claim.
 
-        After a claim with reuse, `reused_tokens` returns the number of cached tokens of each prompt. Expired retention
-        priorities end before the first block is taken.
+        After a claim with reuse, `reused_tokens` returns the number of cached tokens of each prompt. Before the first
+        block is taken, expired retention priorities are reset to the default.
 
         num_drafts   [g] number of draft tokens of each generating request, 0..max_draft_len; room for them is claimed
                      in addition. None: no drafts
 
-        Raises OutOfBlocksError if too few blocks are free; expired priorities may have ended by then, but nothing is
-        claimed. Raises InternalError, with nothing changed, for a first chunk without a free slot, a generating request
-        without blocks, or too many drafts.
+        Raises OutOfBlocksError if too few blocks are free; nothing is claimed then, but expired priorities may have
+        been reset. Raises InternalError, with nothing changed, for a first chunk without a free slot, a generating
+        request without blocks, or too many drafts.
         """
         sequences = self.sequences
         if first_chunks:
@@ -286,9 +286,9 @@ class KvCacheManager:
 
         The method serves devices without block tables: it does not return the changed entries.
 
-        Raises OutOfBlocksError if too few blocks are free; expired priorities may have ended by then, but nothing is
-        claimed. Raises InternalError, with nothing changed, if there is an attention window, or if a request would get
-        more blocks than its final length needs.
+        Raises OutOfBlocksError if too few blocks are free; nothing is claimed then, but expired priorities may have
+        been reset. Raises InternalError, with nothing changed, if there is an attention window, or if a request would
+        get more blocks than its final length needs.
         """
         sequences = self.sequences
         slots = sequences.slots_of(generation)

@@ -83,7 +83,7 @@ class TritonPythonModel:
         client_id, streaming = request.request_id(), _flag(tensors.pop("streaming", None))
         with self._lock:
             if client_id and client_id in self._ids:
-                raise InvalidRequestError(f"a request with id {client_id!r} is active", "expected a unique id",
+                raise InvalidRequestError(f"a request with id {client_id!r} is unanswered", "expected a unique id",
                                           "use another id, or none")
             ours, self._next_id = self._next_id, self._next_id + 1
             made = InferenceRequest(ours, tensors, is_streaming=streaming)
@@ -95,8 +95,8 @@ class TritonPythonModel:
     def _stop(self, client_id: str) -> None:
         with self._lock:
             if client_id not in self._ids:
-                raise InvalidRequestError(f"stop is set for request {client_id!r}, which is not active",
-                                          "expected the id of an active request", "ignore this if it has ended")
+                raise InvalidRequestError(f"stop is set for request {client_id!r}, which is unknown or has ended",
+                                          "expected the id of an unanswered request", "ignore this if it has ended")
             self._stops.add(self._ids[client_id])
 
     # ------------------------------------------------------------------ callbacks, on the worker's thread

@@ -167,7 +167,7 @@ def test_refusals_and_names_that_are_none_raise_with_their_code():
         with pytest.raises(RequestFailed, match="Invalid tensor name: 'nonsense'"):
             engine.stream(request(nonsense=1))
         for way in (engine.stream, engine.generate):
-            with pytest.raises(RequestFailed, match="streaming was given; stream.. streams and generate.. does not"):
+            with pytest.raises(RequestFailed, match="'streaming' was given; stream.. streams and generate.. does not"):
                 answer = way(request(streaming=True))
                 await answer
         with pytest.raises(RequestFailed, match="return_log_probs"):

@@ -128,7 +128,7 @@ class CostModel:
 
 
 def amount(term: str, shape: StepShape) -> int:
-    """Return the number of units of `term` in a step of this shape, the factor of the term's seconds per unit."""
+    """Return the number of units of `term` in a step of this shape. The term takes a fixed time per unit."""
     if term == CONSTANT:
         return 1
     if term in UP_TO:
