@@ -13,7 +13,6 @@ An operation whose result overflows int32 raises OverflowError.
 kernels/test_quick_interpreter.py compares kernels with and without this module.
 """
 
-import builtins
 import functools
 import runpy
 import sys
@@ -51,7 +50,7 @@ def block_type_once_per_shape(initialize):
     known = {}
 
     def set_fields(self, element_ty, shape):
-        key = builtins.tuple([getattr(size, "value", size) for size in shape])
+        key = tuple([getattr(size, "value", size) for size in shape])
         if key not in known:
             initialize(self, element_ty, shape)
             known[key] = {name: value for name, value in vars(self).items() if name not in TYPE_FIELDS}
@@ -117,11 +116,12 @@ def result_type_once_per_pair(result_type):
     return find
 
 
-def refuse_overflow(left, right, operation):
+def refuse_overflow(self, left, right, operation):
     """Raise OverflowError if the result of an operation on int32 overflows. Unsigned integers wrap around.
 
-    Kernels compute addresses in int32 where the sizes allow it, and an address that overflows is wrong. Triton's check
-    takes seven operations of the interpreter, and then reports nothing.
+    This function takes the place of `TritonSemantic.binary_op_sanitize_overflow_impl`. Kernels compute
+    addresses in int32 where the sizes allow it, and an address that overflows is wrong. Triton's check takes seven
+    operations of the interpreter, and then reports nothing.
     """
     kind, name = left.type.scalar, operation.__name__
     if kind == core.int32 and name in OPERATIONS:
@@ -162,7 +162,7 @@ def install():
         original = getattr(owner, name)
         setattr(owner, name, functools.wraps(original)(faster(original)))
     core.block_type.name = property(block_type_name, lambda self, name: None)
-    of_types.binary_op_sanitize_overflow_impl = lambda self, *operands: refuse_overflow(*operands)
+    of_types.binary_op_sanitize_overflow_impl = refuse_overflow
 
 
 if __name__ == "__main__":

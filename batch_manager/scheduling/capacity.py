@@ -144,7 +144,8 @@ class MaxUtilizationScheduler(CapacityScheduler):
     def _front_that_fits_at_once(self, line: RequestList, ledger: KvLedger, pages: PageLedger | None) -> int:
         """Spend blocks and pages for the generating requests at the front of the line.
 
-        Returns the number of these requests, at most `max_num_requests`; 0, with nothing spent, if they do not all fit.
+        Only the first `max_num_requests` of them count. Returns their number. If they do not all fit, spends nothing
+        and returns 0.
 
         This is a shortcut with the same result as the loop in `schedule_request`, for the common case that all
         generating requests fit.

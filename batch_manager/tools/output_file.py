@@ -15,11 +15,11 @@ from typing import IO, Any, Self
 
 NAME_KEPT = 40      # characters of the output's name in the name of the temporary file, whose length is limited too
 STANDARD_OUTPUT = Path("-")
-STANDARD_OUTPUT_NAME = "the standard output"          # in errors
+STANDARD_OUTPUT_NAME = "the standard output"
 
 
 class OutputError(OSError):
-    """An output cannot be written. `filename` is the name that the user gave."""
+    """An output cannot be written. `filename` is the output's name, as `name_of` returns it."""
 
     def __str__(self) -> str:
         fact = f"{self.filename} cannot be written: {self.strerror}"
@@ -148,7 +148,7 @@ def _errors_naming(path: Path) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise OutputError(error.errno, error.strerror, str(path)) from error
+        raise OutputError(error.errno, error.strerror, name_of(path)) from error
 
 
 @contextmanager
@@ -156,6 +156,11 @@ def output_file(path: Path, *, source: Path | None = None, mode: str = "w") -> I
     """Context manager that yields one output file for writing. The file behaves as a file of `OutputFiles`."""
     with OutputFiles(source) as files:
         yield files.open(path, mode)
+
+
+def name_of(path: Path) -> str:
+    """Return the name of an output in messages."""
+    return STANDARD_OUTPUT_NAME if path == STANDARD_OUTPUT else str(path)
 
 
 def why_not_writable(path: Path) -> str:

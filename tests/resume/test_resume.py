@@ -58,12 +58,14 @@ def test_top_p_begins_where_it_had_got_to():
 
 
 @pytest.mark.parametrize("more, tokens, message", [
-    ({"beam_width": 2}, [1], "beam_width is 2"),
+    ({"beam_width": 2}, [1], "beam_width is 2; such a request cannot be resumed; send the original request again"),
     ({"return_context_logits": True}, [1], "return_context_logits is True"),
     ({"draft_input_ids": [1]}, [1], "draft_input_ids is set"),
     ({"runtime_top_p": 0.9, "runtime_top_p_decay": 0.9, "runtime_top_p_reset_ids": 4}, [1], "top_p_reset_ids is 4"),
-    ({}, [1] * 5, "request_output_len is 5 and the responses have 5 tokens already"),
-    ({"stop_words_list": [[7], [8, 9]]}, [3, 8, 9], "tokens has 3 tokens and ends with a stop word"),
+    ({}, [1] * 5, "request_output_len is 5 and the responses have 5 tokens already; such a request is "
+     "complete and cannot be resumed; use the responses"),
+    ({"stop_words_list": [[7], [8, 9]]}, [3, 8, 9], "tokens has 3 tokens and ends with a stop word; such a "
+     "request is complete and cannot be resumed; use the responses"),
     ({"stop_words_list": np.array([[2, 8, 9, 5], [2, 4, -1, -1]])}, [8],
      "tokens has 1 token and ends with a stop word"),
     ({"request_output_len": None}, [1], "request_output_len is missing"),

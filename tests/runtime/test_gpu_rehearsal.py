@@ -14,9 +14,8 @@ import torch
 from tests.first_hour.parts import BF16_TEST, ROOT, gpu_test_files
 from tests.harness import gpu
 
-# tests/integration/test_whole_engine_interpreted.py also runs the other modes and layouts on interpreted kernels.
-SELECTED = {"tests/integration/test_whole_engine_interpreted.py": "plain_rows",
-            "tests/runtime/test_native_backend.py": "not split and not padded"}
+# tests/integration/test_whole_engine_interpreted.py also runs the other modes on interpreted kernels.
+SELECTED = {"tests/integration/test_whole_engine_interpreted.py": "plain_rows"}
 NOT_REHEARSED = {"tests/runtime/test_block_copies.py": 1}         # tests of pinned memory
 
 

@@ -250,6 +250,7 @@ def test_a_dash_is_the_standard_output(command, file_of, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("command, way_out", [
     (["why", "3", "trace.jsonl"], "direct it elsewhere"),
+    (["csv", "trace.jsonl", "-"], "direct it elsewhere"),
     (["csv", "trace.jsonl", "/dev/full"], "expected a file in a folder that exists, with room on its disk")])
 def test_a_full_disk_is_one_line_and_status_2(command, way_out, file_of, tmp_path):
     with open("/dev/full", "w") as full:

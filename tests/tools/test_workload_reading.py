@@ -253,7 +253,8 @@ def test_tokens_beyond_the_vocabulary_are_refused(write):
 
 def test_prompts_that_would_fill_the_memory_are_refused_before_they_are_made(write, monkeypatch):
     path = write("arrival_s,input_tokens,output_tokens\n0,1000,1\n0,2000000000,1\n")
-    with pytest.raises(DatasetError, match=r":3: the prompts up to here have 2000001000 tokens, about 75 GiB; "):
+    with pytest.raises(DatasetError, match=r":3: the prompts up to here have 2000001000 tokens, about 75 GiB; "
+                       "expected at most half of the 64 GiB of memory of this machine; take fewer requests"):
         monkeypatch.setattr("batch_manager.tools.datasets.reading.memory_bytes", lambda: 64 << 30)
         read_workload(path, vocab_size=100)
     assert len(list(read_arrivals(path))) == 2

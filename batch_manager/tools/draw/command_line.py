@@ -24,7 +24,7 @@ from ...errors import BatchManagerError, ConfigError
 from ...names import ContextChunkingPolicy, SchedulerPolicy
 from ...stats.trace import IterationTrace, read_trace, write_trace
 from ..command_parser import CommandParser
-from ..output_file import STANDARD_OUTPUT, OutputError, OutputFiles, why_not_writable
+from ..output_file import STANDARD_OUTPUT, OutputError, OutputFiles, name_of, why_not_writable
 from ..standard_output import discard_standard_output, print_flushed
 from .demo import parse_requests, run_demo
 from .html import summary, write_html
@@ -128,8 +128,8 @@ def _draw(options: argparse.Namespace) -> tuple[str, str]:
             opened["svg"].write(render_svg(small.iterations).encode())
         if timeline:
             write_html(timeline, opened["html"], title=_title(options))
-    names = {name: "the standard output" if path == STANDARD_OUTPUT else path for name, path in outputs.items()}
-    written = [f"wrote {path}{f': {summary(timeline)}' if name == 'html' else ''}" for name, path in names.items()]
+    written = [f"wrote {name_of(path)}{f': {summary(timeline)}' if name == 'html' else ''}"
+               for name, path in outputs.items()]
     shown = [render_text(small.iterations, width=options.width)] if shows_text else []
     return "\n\n".join([*heading, *shown, *(["\n".join(written)] if written else [])]), complaint
 
