@@ -261,14 +261,20 @@ def rewind(requests: Sequence[LlmRequest], num_tokens: int | Sequence[int], sequ
     lengths = sequences.kv_lengths[slots] - counts
     ends = -(-lengths // unit)
     shortest = np.array([request.prompt_len for request in requests]) if keeps_prompts else 1
-    refused = (counts < 0) | (lengths < shortest) | (sequences.dropped[slots] > window.num_unseen(lengths))
+    faults = {"expected a number of tokens that is not negative": counts < 0,
+              "expected a remaining sequence that is not empty and that keeps a shared prompt": lengths < shortest,
+              "expected a remaining sequence whose blocks are in the attention window":
+                  sequences.dropped[slots] > window.num_unseen(lengths)}
     if sequences.max_beam_width > 1:
-        for index in np.flatnonzero(~refused & (lengths % unit > 0)).tolist():
+        shared = np.zeros(slots.shape, np.bool_)
+        for index in np.flatnonzero((lengths >= 1) & (lengths % unit > 0)).tolist():
             last = sequences.table(requests[index])[:, ends[index] - 1].tolist()
-            refused[index] = any(pool.owners(block_id) > 1 for block_id in last)
-    if refused.any():
-        index = int(refused.argmax())
-        raise InternalError(f"{requests[index]} cannot be rewound by {counted(counts[index], 'token')}")
+            shared[index] = any(pool.owners(block_id) > 1 for block_id in last)
+        faults["expected a last block that is full, or that the beams do not share"] = shared
+    for expected, refused in faults.items():
+        if refused.any():
+            index = int(refused.argmax())
+            raise InternalError(f"{requests[index]} cannot be rewound by {counted(counts[index], 'token')}", expected)
     if len(set(slots.tolist())) < len(slots):
         raise InternalError("a rewind has the same request twice", "each request occurs once")
 

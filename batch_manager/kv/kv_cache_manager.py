@@ -287,8 +287,8 @@ class KvCacheManager:
         The method serves devices without block tables: it does not return the changed entries.
 
         Raises OutOfBlocksError if too few blocks are free; nothing is claimed then, but expired priorities may have
-        been reset. Raises InternalError, with nothing changed, if there is an attention window, or if a request would
-        get more blocks than its final length needs.
+        been reset. Raises InternalError, with nothing changed, if the attention window is shorter than max_seq_len, or
+        if a request would get more blocks than its final length needs.
         """
         sequences = self.sequences
         slots = sequences.slots_of(generation)
@@ -296,8 +296,8 @@ class KvCacheManager:
         ends = -(-lengths // self.tokens_per_block)
         if self._slides or (ends > sequences.last_blocks[slots]).any():
             raise InternalError(f"a step claims {counted(tokens, 'token')} at once",
-                                "expected no attention window, and no more blocks than the final length of a request "
-                                "needs")
+                                "expected no attention window shorter than max_seq_len, and no more blocks than the "
+                                "final length of a request needs")
         counts = ends - sequences.ends[slots]
         growing = counts > 0
         if self.pool.has_timed_priorities:

@@ -24,6 +24,8 @@ END = "<!-- written by python -m batch_manager.tools.draw_scaling: end -->"
 MIDDLE = "points: medians; bars: 10th to 90th percentile"
 WHERE = {"active": "in the scheduler's sight", "queued": "in the manager's queue"}
 
+SERIES = ("batch", "context", "waiting")
+
 Result = dict[str, Any]
 Row = dict[str, Any]
 
@@ -32,7 +34,7 @@ Row = dict[str, Any]
 
 
 def plots(result: Result) -> dict[str, LinePlot]:
-    """Return file name -> plot of a series of the measurements. Raises LookupError if a series is missing or empty."""
+    """Return file name -> plot of a series of the measurements. Raises LookupError if a field is missing."""
     context, batch = result["batch"][0]["context"], result["context"][0]["batch"]
     generating = result["waiting"][0]["generating"]
     return {
@@ -140,10 +142,15 @@ def written_into(text: str, part: str) -> str:
 
 
 def read(path: Path) -> Result:
-    """Read the measurements of a file. Raises ValueError if it is not a result of `batch_manager.tools.scaling`."""
+    """Read the measurements of a file.
+
+    Raises ValueError if the file is not a result of `batch_manager.tools.scaling`, or if a series has no measurements.
+    """
     result = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(result, dict) or result.get("tool") != "scaling":
         raise ValueError(f"{path} is not a result of batch_manager.tools.scaling")
+    if empty := [series for series in SERIES if not result.get(series)]:
+        raise ValueError(f"{path} has no measurements of the series {', '.join(empty)}; measure again")
     return result
 
 
@@ -156,6 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         result = read(options.result)
         drawn = {name: plot.render() for name, plot in plots(result).items()}
+        printed = [measured_on(result), *tables(result).values()]
         options.out.mkdir(parents=True, exist_ok=True)
         for name, svg in drawn.items():
             (options.out / name).write_text(svg, encoding="utf-8")
@@ -167,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"draw_scaling: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     if options.page is None:
-        print(measured_on(result), *tables(result).values(), sep="\n\n")
+        print(*printed, sep="\n\n")
     return 0
 
 

@@ -100,19 +100,19 @@ class SafetensorsWeights:
         self.num_bytes += num_bytes
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
-        """Close the files.
+        """Close the files, also if the method raises.
 
         Raises ModelLoadError if a tensor was never requested and its name matches no pattern of `harmless`.
         """
+        tensors, self._tensors = self._tensors, {}
         patterns = [re.compile(pattern) for pattern in harmless]
-        left = sorted(name for name in self._tensors.keys() - self._used
+        left = sorted(name for name in tensors.keys() - self._used
                       if not any(pattern.fullmatch(name) for pattern in patterns))
         if left:
             more = f" and {len(left) - 1} more" if left[1:] else ""
-            raise ModelLoadError(f"{self._tensors[left[0]].path} contains tensor {shown(left[0])}{more}, which the "
+            raise ModelLoadError(f"{tensors[left[0]].path} contains tensor {shown(left[0])}{more}, which the "
                                  "model does not use", "expected only tensors of the architecture in config.json",
                                  "check the architecture, the sizes and tie_word_embeddings in config.json")
-        self._tensors.clear()
 
     def _open_all(self) -> None:
         if self.folder.has(SINGLE_FILE):

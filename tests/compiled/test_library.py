@@ -182,5 +182,5 @@ def test_a_folder_of_somebody_elses_is_not_loaded_from(cache, monkeypatch, tmp_p
     load()
     monkeypatch.setattr(build.os, "getuid", lambda: 12345)
     monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "other"))
-    assert load().endswith("failed: no cache folder for the compiled library is usable; "
-                           "set XDG_CACHE_HOME to a folder that only this user can write to")
+    assert load() == ("no cache folder for the compiled library is usable; "
+                      "set XDG_CACHE_HOME to a folder that only this user can write to")

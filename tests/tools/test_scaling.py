@@ -155,8 +155,9 @@ def test_drawing_twice_gives_the_same_files_and_page(result_file, tmp_path):
 
 @pytest.mark.parametrize("spoil, says", [
     (lambda result: result.update(tool="benchmark"), "is not a result of batch_manager.tools.scaling"),
-    (lambda result: result.update(batch=[]), "IndexError"),
-    (lambda result: result.pop("waiting"), "KeyError: 'waiting'")])
+    (lambda result: result.update(batch=[]), "has no measurements of the series batch; measure again"),
+    (lambda result: result.pop("waiting"), "has no measurements of the series waiting; measure again"),
+    (lambda result: result.pop("versions"), "KeyError: 'versions'")])
 def test_a_file_without_measurements_is_named_and_nothing_is_written(result_file, tmp_path, capsys, spoil, says):
     result = json.loads(result_file.read_text())
     spoil(result)

@@ -56,8 +56,8 @@ class Study:
 
         files   output files of the command; `run` opens the trace file of --trace through this object
 
-        Raises ConfigError for settings that a manager would refuse, InputError for an invalid size of the pool, and
-        OSError if the trace cannot be written.
+        Raises ConfigError for settings that a manager would refuse, OSError if the trace cannot be written, and
+        InputError for an invalid size of the pool, or if the workload cannot be read with a swept request rate.
         """
         options = self._options
         trace = None if options.trace is None else TraceWriter(files.open(options.trace, "wb"))

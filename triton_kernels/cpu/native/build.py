@@ -77,10 +77,10 @@ def _loaded(compiler: Compiler, name: str, functions: Sequence[str], check_inter
             ) -> ctypes.CDLL:
     """Return the library `name` from the first usable cache folder, built if it is missing or damaged.
 
-    Raises OSError and SubprocessError.
+    Raises CannotBuildError if no folder is usable, and OSError and SubprocessError if the compiler fails.
     """
-    refusal = OSError("no cache folder for the compiled library is usable; "
-                      "set XDG_CACHE_HOME to a folder that only this user can write to")
+    refusal: Exception = CannotBuildError("no cache folder for the compiled library is usable; "
+                                          "set XDG_CACHE_HOME to a folder that only this user can write to")
     for folder in _folders():
         path = folder / name
         try:
