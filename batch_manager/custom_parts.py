@@ -11,6 +11,7 @@ from .config import Limits, TrtGptModelOptionalParams
 from .errors import ConfigError, text_of, type_name
 from .kv.kv_cache_manager import KvCacheManager
 from .sampling_config import PARAMETERS
+from .scheduling import capacity, micro_batch, simple
 from .scheduling.interfaces import CapacityScheduler, MicroBatchScheduler, RequestScheduler
 from .scheduling.policies import make_scheduler
 from .scheduling.simple import SimpleScheduler
@@ -18,6 +19,7 @@ from .seams import ModelBackend
 
 MOST_OWN_STAGES = 16
 SCHEDULERS = "a RequestScheduler, a CapacityScheduler or a MicroBatchScheduler"
+_CONSTRUCTORS_IN = {module.__name__ for module in (capacity, micro_batch, simple)}
 
 
 def _made(name: str, factory: Callable[..., Any], *given: Any, **options: Any) -> Any:
@@ -158,10 +160,11 @@ def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager
         raise ConfigError(f"Parts.scheduler is of type {type_name(part)}",
                           f"expected {SCHEDULERS}, or a function (limits, kv_cache_manager) that returns one",
                           "inherit from one of these classes, or leave it None")
-    if isinstance(part, type) and not can_be_called_with(part, 2):
+    if isinstance(part, type) and (_has_our_constructor(part) or not can_be_called_with(part, 2)):
         if not can_be_called_with(part, 0):
-            raise _a_class("scheduler", part, "a class whose constructor takes (limits, kv_cache_manager) or no "
-                           "arguments", f"{part.__name__}(...), or a factory (limits, kv_cache_manager)")
+            raise _a_class("scheduler", part,
+                           "a class whose constructor takes (limits, kv_cache_manager) or no arguments",
+                           f"{part.__name__}(...), or a function (limits, kv_cache_manager) that returns one")
         made = _made("scheduler", part)
     else:
         made = _made("scheduler", part, limits, kv_cache_manager)
@@ -170,6 +173,15 @@ def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager
         raise ConfigError(f"the factory in Parts.scheduler returned a value of type {type_name(made)}",
                           f"expected {SCHEDULERS}", "inherit from one of these classes")
     return scheduler
+
+
+def _has_our_constructor(part: type) -> bool:
+    """Whether a scheduler class has the constructor of one of this package's schedulers.
+
+    None of these constructors takes (limits, kv_cache_manager), although some take two arguments.
+    """
+    constructor: Any = part.__init__                        # type: ignore[misc]
+    return getattr(constructor, "__module__", "") in _CONSTRUCTORS_IN
 
 
 def _with_defaults(part: Any, default: SimpleScheduler) -> RequestScheduler | None:

@@ -45,6 +45,19 @@ def num_beam_candidates(width: int, end_ids: Sequence[int], stop_words: Sequence
     return max(2, 1 + len(ends)) * width
 
 
+def added_log_probs(cum_log_probs: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
+    """Return cum_log_probs + log_probs, float32. The sum of two finite numbers saturates at the largest float32.
+
+    With an embedding bias or a penalty, the log-probabilities of beams are as large as the bias or the penalty.
+    """
+    with np.errstate(over="ignore"):
+        sums: np.ndarray = cum_log_probs + log_probs
+    if np.isinf(sums).any():
+        largest = np.finfo(np.float32).max
+        np.clip(sums, -largest, largest, out=sums, where=np.isfinite(cum_log_probs) & np.isfinite(log_probs))
+    return sums
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotSetup:
     """The options of a sequence. The device gets them before the sequence's first token, and again after a pause.

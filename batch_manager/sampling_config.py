@@ -84,10 +84,10 @@ class Parameter:
                     if value in self.range and value != self.neutral)
 
     def stored(self, value: int | float) -> int | float:
-        """Convert a value to its form on the device. A value that must be above 0 stays above 0 in float32."""
+        """Convert a value to its form on the device. A value above 0 stays above 0 in float32."""
         if self.dtype is np.int64:
             return (int(value) ^ _SIGN_BIT) - _SIGN_BIT
-        return max(value, _SMALLEST) if self.range.above_low and self.range.low == 0 else value
+        return max(value, _SMALLEST) if value > 0 else value
 
 
 def _parameter(tensor: str, neutral: int | float, allowed: Range) -> Any:

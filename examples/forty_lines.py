@@ -1,4 +1,4 @@
-"""A server in forty lines: a queue of requests, four callbacks, three continued sentences."""
+"""A server in forty lines: a queue of requests, four callbacks, and three prompts that the model continues."""
 
 import queue
 import sys

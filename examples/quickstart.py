@@ -449,7 +449,7 @@ def at_least_one(text: str) -> int:
 def main(argv: list[str] | None = None, parts: dict | None = None) -> int:
     """Run the program and return its exit status.
 
-    parts   fields of Parts, which tests pass
+    parts   fields of Parts, for tests
     """
     parser = argparse.ArgumentParser(description="Ten prompts, one small model, and what in-flight batching does.")
     parser.add_argument("--model", default=str(MODEL), metavar="FOLDER", help="a checkpoint with a tokenizer.json")

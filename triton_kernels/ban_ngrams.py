@@ -9,7 +9,7 @@ Shapes      logits                   [R, V]   float32, R rows of V tokens, conti
             length                   [R] int64   number of tokens of the sequence in its row of `history`, at most C
             size                     [R] int32   n; 0: off; 1: forbid all tokens of the sequence
 No effect   size 0: the row is unchanged, and its history is not read. history_row and length are then arbitrary
-Mutates     logits
+Mutates     logits. NaN stays and +inf becomes NaN, so that a later check still finds them
 Oracle      triton_kernels/reference/ban_ngrams.py
 Source      the rule is that of fairseq and transformers; written for this project.
 
@@ -44,8 +44,8 @@ def _ban_ngrams_kernel(
             same = same & (tl.load(tokens_ptr + start + offset, mask=same, other=-1) == last)
             offset += 1
         banned = tl.load(tokens_ptr + start + others, mask=same, other=0)
-        forbidden = tl.full([BLOCK], -float("inf"), tl.float32)
-        tl.store(logits_ptr + row * logits_stride_r + banned, forbidden, mask=same & (banned < vocabulary))
+        banned_ptr, has_logit = logits_ptr + row * logits_stride_r + banned, same & (banned < vocabulary)
+        tl.store(banned_ptr, tl.load(banned_ptr, mask=has_logit, other=0.0) - float("inf"), mask=has_logit)
 
 
 def ban_ngrams(logits, history, history_row, length, size):

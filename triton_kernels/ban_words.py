@@ -15,7 +15,8 @@ Shapes      logits                   [R, V]   float32, R rows of V tokens, conti
             count                    [R] int32   number of words in the row's list
             max_count                at least the largest count
 Unused      history and history_row of a row whose words all have one token; history_row is then arbitrary
-Mutates     logits. The tokens of all words must be below V.
+Mutates     logits. NaN stays and +inf becomes NaN, so that a later check still finds them. The tokens of all words must
+            be below V.
 Oracle      triton_kernels/reference/ban_words.py
 Source      TensorRT-LLM's rule and the idea of its packing; written for this project.
 
@@ -66,8 +67,8 @@ def _ban_words_kernel(
             history_ptr + tl.load(history_row_ptr + row) * history_stride_h, tl.load(length_ptr + row).to(tl.int32),
             lists_ptr + tl.load(list_start_ptr + row), count, first, BLOCK,
         )
-        forbidden = tl.full([BLOCK], -float("inf"), tl.float32)
-        tl.store(logits_ptr + row * logits_stride_r + banned, forbidden, mask=matched)
+        banned_ptr = logits_ptr + row * logits_stride_r + banned
+        tl.store(banned_ptr, tl.load(banned_ptr, mask=matched, other=0.0) - float("inf"), mask=matched)
 
 
 def ban_words(logits, history, history_row, length, lists, list_start, count, max_count):

@@ -32,9 +32,9 @@ class _Tile:
 
     rows     packed rows of the queries
     sinks    number of sink keys that all rows see and that are not in `keys`
-    keys     the tile's range in the gathered keys of the context. It ends with the key of the last row. It starts with
-             the first key in the window of the first row if at least one key lies between the sinks and this window,
-             else with the key at position 0
+    keys     the tile's range in the gathered keys of the context. It ends with the key of the last row. If a gap
+             separates the sinks from the window of the first row, the range starts with the first key of that window.
+             Without a gap, it starts with the key at position 0
     window_mask   [rows, n] for the first n of `keys`: -inf where the key is before the window of the row and is not a
              sink, else 0. None: no key is outside the window of a row
     first    (position of the first row, position of the first of `keys`)

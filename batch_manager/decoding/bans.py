@@ -3,6 +3,8 @@
     end ids               are forbidden until min_length tokens are generated
     repeated n-grams      a token is forbidden if it would repeat an n-gram of the sequence
     bad words             the last token of a word is forbidden if the sequence ends with the word's other tokens
+
+A ban subtracts infinity. NaN therefore stays and +inf becomes NaN, and the check for finite logits still finds them.
 """
 
 import numpy as np
@@ -44,8 +46,8 @@ class MinLength(LogitsStage):
                 if more:
                     banned_rows, tokens = zip(*more)
                     too_short, end_ids = np.append(too_short, banned_rows), np.append(end_ids, tokens)
-            # A number that is assigned to entries by index would be copied to the device, and the host would wait.
-            logits.index_put_(tuple(rows.send([too_short, end_ids])), logits.new_full((), -torch.inf))
+            at = tuple(rows.send([too_short, end_ids]))
+            logits.index_put_(at, logits[at] - torch.inf)
 
 
 class NgramBan(LogitsStage):

@@ -45,6 +45,7 @@ from ..handover import (
     GenerationWork,
     Hypothesis,
     SlotSetup,
+    added_log_probs,
     num_beam_candidates,
 )
 from ..sampling_config import SamplingConfig
@@ -160,7 +161,7 @@ class BeamSearch:
         log_probs, parents, tokens   [num_candidates] the best continuations, best first, from `beam_topk`
         """
         width, length = self.sampling.beam_width, self._num_generated + 1
-        sums = self.cum_log_probs[parents] + log_probs
+        sums = added_log_probs(self.cum_log_probs[parents], log_probs)
         exists, is_last = sums > EMPTY, length == self.max_new_tokens
         finish = np.full(len(tokens), LENGTH if is_last else NOT_FINISHED)
         if self.stop_words is not None:

@@ -148,10 +148,7 @@ class SlotState:
         self._changed.append(slot)
 
     def _is_sampled(self, slot: int) -> bool:
-        """Whether the tokens of the sequence in a slot are sampled at random, and not greedily.
-
-        The method reads the parameters in float32, as the device does. A value that rounds to 0 in float32 is 0 here.
-        """
+        """Whether the tokens of the sequence in a slot are sampled at random, and not greedily."""
         temperature, top_k, top_p = (self.host[name][slot] for name in ("temperature", "top_k", "top_p"))
         return temperature != 0 and top_k != 1 and bool(top_k != 0 or top_p != 0)
 

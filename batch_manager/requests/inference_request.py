@@ -100,7 +100,7 @@ class InferenceRequest(TensorAttributes):
     Values are torch CPU tensors, numpy arrays, plain ints, floats and bools, or lists of plain values.
 
     request_id              0 <= id < 2^64; an id can be used again after its final response
-    is_streaming            send a response for each new token; same as the tensor `streaming`
+    is_streaming            send a response for each new token. The tensor `streaming` does the same; either suffices
     logits_post_processor   (request_id, logits [1, beams, vocab], token_ids of each beam) -> logits. The engine calls
                             the function on the worker thread once before each token is sampled, and again if a failed
                             step is rerun. The value "batched" selects Parts(logits_post_processor_batched=...), which

@@ -8,7 +8,7 @@ import numpy as np
 from ..errors import InvalidRequestError, counted, type_name
 from ..sampling_config import shown, top_p_after
 from .inference_request import TENSORS, InferenceRequest
-from .tensor_values import Bound, read_tensor, scalar, words
+from .tensor_values import Bound, few, read_tensor, scalar, words
 
 _ANY_SIZE = Bound(2**63, "", 2**63)     # the engine checks sizes
 
@@ -33,8 +33,9 @@ def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> Inf
     new request. A logits post-processor gets `tokens` as a part of the prompt; the caller must restore the state of the
     post-processor.
 
-    Raises InvalidRequestError for a request that is complete or ended with a stop word. Raises it for beams, context
-    logits, draft tokens and a decaying top-p with a reset id, and for tokens that are not a row of integers.
+    Raises InvalidRequestError for a request that is complete: `tokens` has its full length, or ends with a stop word or
+    with one of the request's end ids. Raises it for beams, context logits, draft tokens and a decaying top-p with a
+    reset id, and for tokens that are not a row of integers.
     """
     if not isinstance(request, InferenceRequest):
         raise InvalidRequestError(f"request is of type {type_name(request)}", "expected an InferenceRequest")
@@ -64,6 +65,8 @@ def _resume(tensors: dict[str, Any], tokens: list[int]) -> None:
     if num_left < 1:
         raise _cannot(f"request_output_len is {num_left + num_tokens} and the responses have "
                       f"{counted(num_tokens, 'token')} already", is_complete=True)
+    if "end_id" in tensors and tokens[-1] in few(TENSORS["end_id"], tensors["end_id"]):
+        raise _cannot(f"tokens has {counted(num_tokens, 'token')} and ends with an end id", is_complete=True)
     if "stop_words_list" in tensors and _ends_with_one_of(
             words(read_tensor(TENSORS["stop_words_list"], tensors["stop_words_list"], _ANY_SIZE), 2**31),
             prompt + tokens):

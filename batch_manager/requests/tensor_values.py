@@ -222,6 +222,9 @@ def _as_array(spec: TensorSpec, value: Any) -> np.ndarray:
         array = _torch_as_array(spec, value)
     elif type(value) in (int, float, bool):
         raise _wrong_shape(spec, ())
+    elif type(value) in _LISTS:
+        raise InvalidRequestError(f"{spec.name} is a list with too many levels", f"it must be {spec.shape.value}",
+                                  "flatten it")
     else:
         is_like_an_array = not isinstance(value, str | bytes) and (
             isinstance(value, Sequence) or hasattr(type(value), "__array__"))
@@ -245,7 +248,7 @@ def _is_bfloat16(tensor: Any) -> bool:
 
 
 def _torch_as_array(spec: TensorSpec, tensor: Any) -> np.ndarray:
-    """Return an array that shares memory with the tensor, which may require grad.
+    """Return an array that shares memory with the tensor, which may require grad. Copies only a negated view.
 
     numpy has no bfloat16: such numbers become int16 numbers with the same bits.
     """
@@ -256,9 +259,9 @@ def _torch_as_array(spec: TensorSpec, tensor: Any) -> np.ndarray:
         raise InvalidRequestError(f"{spec.name} is a torch tensor of layout {tensor.layout}",
                                   "tensors of a request must be dense", "call .to_dense() first")
     if _is_bfloat16(tensor) and spec.content is Content.NUMBER:
-        tensor = tensor.view(sys.modules["torch"].int16)
+        tensor = tensor.resolve_neg().view(sys.modules["torch"].int16)
     try:
-        array = tensor.detach().numpy()
+        array = tensor.detach().resolve_neg().numpy()
     except (TypeError, RuntimeError):
         way_out = ".float()" if spec.content is Content.NUMBER else ".int()"
         raise InvalidRequestError(f"{spec.name} is a torch tensor of dtype {tensor.dtype}",
@@ -276,6 +279,9 @@ def _read_list(spec: TensorSpec, value: Sequence[Any], bound: Bound) -> GivenTen
         return GivenTensor(spec, (len(numbers),), 8 * len(numbers), numbers)
 
     levels = _levels(value)
+    if levels == 1 and value and type(value[0]) not in _INTEGERS | _FLOATS:
+        raise InvalidRequestError(f"{spec.name} is a list that holds a value of type {type_name(value[0])}",
+                                  f"it must be {spec.shape.value}", "pass each row as a list")
     if levels == 3 and len(value) == 1:
         (value,) = value
     elif levels != 2 and len(value):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..handover import Hypothesis
+from ..handover import Hypothesis, added_log_probs
 from ..names import FinishReason
 from ..requests.llm_request import LlmRequest
 from .tensors import BeamOutput
@@ -44,7 +44,7 @@ class BeamDelivery:
         """
         if is_first:
             self._start()
-        self._cum_log_probs = (np.array(self._cum_log_probs, np.float32)[parents] + log_probs).tolist()
+        self._cum_log_probs = added_log_probs(np.array(self._cum_log_probs, np.float32)[parents], log_probs).tolist()
         if self._keeps_log_probs:
             self._log_probs = [[*self._log_probs[parent], log_prob]
                                for parent, log_prob in zip(parents, log_probs.tolist())]

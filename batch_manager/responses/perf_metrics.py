@@ -21,8 +21,8 @@ class PerfMetrics:
 
     arrival_time_ns             `arrival_time` of the request; without it, the time of admission
     first_scheduled_time_ns     time at which the first chunk of the request was put into a step
-    first_token_time_ns         time at which the first step that sampled a token or the end id for the request was read
-    last_token_time_ns          time at which the last step that sampled a token or the end id for the request was read
+    first_token_time_ns         time at which the loop read the first token of the request; an end id counts as a token
+    last_token_time_ns          time at which the loop read the last token of the request; an end id counts as a token
     kv_cache_alloc_new_blocks   blocks taken from the pool, including those taken after pauses
     kv_cache_reused_blocks      blocks found in the cache, including those found after pauses
     cached_tokens               prompt tokens that were cached at the first start of the request

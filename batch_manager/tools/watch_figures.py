@@ -100,7 +100,9 @@ def _counts(start: Reading, now: Reading) -> dict[str, int]:
 
 
 def _latencies(start: Reading | None, now: Reading) -> dict[str, Spread | None]:
-    """Return name -> latencies of the requests that ended between two readings. The value is None if no request ended.
+    """Return name of a latency -> its spread over the requests that ended between two readings.
+
+    The spread is None if no request ended. A name without measurements is left out.
 
     start   the earlier of the two readings; None: count from the engine's start
     """

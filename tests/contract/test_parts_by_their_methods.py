@@ -5,9 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from batch_manager import CapacityScheduler, MicroBatchScheduler, Parts, RequestScheduler, SchedulerOutput
+from batch_manager import (
+    CapacityScheduler,
+    GuaranteedNoEvictScheduler,
+    MaxUtilizationScheduler,
+    MicroBatchScheduler,
+    Parts,
+    RequestScheduler,
+    SchedulerOutput,
+    SimpleScheduler,
+)
 from batch_manager.custom_parts import checked_attention
 from batch_manager.errors import ConfigError, InsufficientMemoryError
+from batch_manager.scheduling.micro_batch import EvenMicroBatches, TokenBudgetScheduler
 from batch_manager.testing.scripted_backend import ScriptedBackend
 
 PROMPTS = {1: [5, 6, 7], 2: [8, 9], 3: [4]}
@@ -81,6 +91,12 @@ class TakesFive(InheritsOneAtATime):
 
 @pytest.mark.parametrize(("scheduler", "said"), [
     (TakesFive, "Parts.scheduler is the class TakesFive; expected a class whose constructor takes"),
+    (SimpleScheduler, "Parts.scheduler is the class SimpleScheduler; .*a function .limits, kv_cache_manager. that"),
+    (MaxUtilizationScheduler, "Parts.scheduler is the class MaxUtilizationScheduler; expected a class whose"),
+    (GuaranteedNoEvictScheduler, "Parts.scheduler is the class GuaranteedNoEvictScheduler; expected a class whose"),
+    (TokenBudgetScheduler, "Parts.scheduler is the class TokenBudgetScheduler; expected a class whose"),
+    (EvenMicroBatches, "Parts.scheduler is the class EvenMicroBatches; expected a class whose"),
+    (type("Mine", (MaxUtilizationScheduler,), {}), "Parts.scheduler is the class Mine; expected a class whose"),
     (5, "Parts.scheduler is of type int"), (SimpleNamespace(), "Parts.scheduler is of type SimpleNamespace"),
     (lambda limits, kv: None, "returned a value of type NoneType"),
     (lambda limits, kv: 1 / 0, "the factory in Parts.scheduler raised ZeroDivisionError: division by zero"),

@@ -418,3 +418,16 @@ def test_a_step_that_is_run_again_starts_from_the_same_search():
     assert len(searches.at(3, 10).cum_log_probs) == 1
     searches.set_up(3, SlotSetup())
     assert 3 not in searches
+
+
+@pytest.mark.parametrize("size", [1e38, -1e38])
+@pytest.mark.filterwarnings("error")
+def test_sums_of_huge_log_probabilities_stay_finite(size):
+    search = BeamSearch.of(beams(2, 6))
+    for step in range(6):
+        live = len(search.cum_log_probs)
+        search, output = search.advance(np.full(4, size, np.float32), np.arange(4, dtype=np.int32) % live,
+                                        np.arange(4, dtype=np.int32))
+        expected = np.clip(size * (step + 1), -3.4028235e38, 3.4028235e38)
+        assert search.cum_log_probs.tolist() == pytest.approx([expected] * 2)
+    assert [one.cum_log_prob for one in output.hypotheses] == pytest.approx([np.sign(size) * 3.4028235e38] * 2)

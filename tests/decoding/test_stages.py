@@ -171,6 +171,19 @@ def test_a_row_whose_tokens_are_all_banned_is_flagged_and_the_others_go_on(decod
     assert sampled.finite.tolist() == [False, True]
 
 
+@pytest.mark.parametrize("fault", [torch.nan, torch.inf])
+@pytest.mark.parametrize("setup", [
+    SlotSetup(bad_words=((7,),)), SlotSetup(SamplingConfig(min_length=5), end_id=7),
+    SlotSetup(SamplingConfig(min_length=5), end_id=2, more_end_ids=(7,)),
+    SlotSetup(SamplingConfig(no_repeat_ngram_size=1)), SlotSetup(SamplingConfig(no_repeat_ngram_size=1, top_p=0.9))])
+def test_a_ban_does_not_hide_that_a_row_is_not_finite(decoder_with, rows_of, setup, fault):
+    logits = random_logits(2)
+    logits[1, 7] = fault
+    decoder = decoder_with(*[replace(setup, prompt_length=1).continuing([7])] * 2)
+    assert decoder.sample(logits, rows_of([0, 1], [1, 1])).finite.tolist() == [True, False]
+    assert logits[0, 7].isneginf() and logits[1, 7].isnan()
+
+
 def test_virtual_tokens_of_a_prompt_table_have_no_logit(decoder_with, rows_of):
     tokens = [VOCAB + 3, 5, VOCAB + 3, 6, VOCAB + 3]
     logits = torch.ones(1, VOCAB)

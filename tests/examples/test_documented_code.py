@@ -17,7 +17,7 @@ MODEL = REPOSITORY / "examples" / "models" / "austen-4m"
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 # First line of a block -> the test that runs it.
 RUN_BY = {
-    '"""A server in forty lines: a queue of requests, four callbacks, three continued sentences."""':
+    '"""A server in forty lines: a queue of requests, four callbacks, and three prompts that the model continues."""':
         "tests/examples/test_forty_lines.py runs the example, which is this block",
     "from batch_manager.extras.llm import LLM": "tests/extras/test_llm.py runs the README's",
     "def samples(first_id, prompt, count, **tensors):": "tests/examples/test_several_outputs.py",

@@ -55,3 +55,13 @@ def test_a_row_of_size_0_does_not_look_at_its_history(run_kernel, run_twin, run_
         run("ban_ngrams", logits, integers([[1, 1, 1]]), integers([2**40], torch.int64),
             integers([2**40], torch.int64), integers([0]))
         assert torch.equal(logits, before)
+
+
+def test_a_banned_logit_that_is_not_finite_becomes_nan(run_kernel, run_twin, run_oracle, integers):
+    for run in (run_kernel, run_twin, run_oracle):
+        logits = torch.zeros(1, 20)
+        logits[0, 4:7] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+        run("ban_ngrams", logits, integers([[4, 5, 6]]), integers([0], torch.int64), integers([3], torch.int64),
+            integers([1]))
+        assert logits.isnan().nonzero().tolist() == [[0, 4], [0, 5]]
+        assert logits.isneginf().nonzero().tolist() == [[0, 6]]

@@ -75,3 +75,13 @@ def test_without_longer_words_the_history_is_not_looked_at(run_kernel, run_twin,
         run("ban_words", logits, integers([[0] * 64])[:0], integers([2**40] * 2, torch.int64),
             integers([9, 9], torch.int64), *packed([[[4], [5]], []]))
         assert logits.isneginf().nonzero().tolist() == [[0, 4], [0, 5]]
+
+
+def test_a_banned_logit_that_is_not_finite_becomes_nan(run_kernel, run_twin, run_oracle, integers, packed):
+    for run in (run_kernel, run_twin, run_oracle):
+        logits = torch.zeros(1, 20)
+        logits[0, 4:7] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+        run("ban_words", logits, integers([[4, 5, 6]]), integers([0], torch.int64), integers([3], torch.int64),
+            *packed([[[4], [5], [6]]]))
+        assert logits.isnan().nonzero().tolist() == [[0, 4], [0, 5]]
+        assert logits.isneginf().nonzero().tolist() == [[0, 6]]

@@ -729,6 +729,21 @@ def test_scalars_are_read_from_torch_tensors_of_any_float_type(dtype, shape, adm
     assert "temperature has shape [2]" in refusal(temperature=torch.ones(2, dtype=getattr(torch, dtype)))
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_a_view_that_torch_negates_later_is_read(dtype, admit):
+    torch = pytest.importorskip("torch")
+    negated = torch.tensor([complex(0, 0.25)], dtype=getattr(torch, dtype)).conj().imag
+    assert negated.is_neg() and admit(presence_penalty=negated).setup.sampling.presence_penalty == -0.25
+
+
+def test_a_list_of_tensors_and_a_list_of_too_many_levels_are_named(refusal):
+    for rows in ([np.array([5, 6])], [None], ["ab"], [True]):
+        assert f"stop_words_list is a list that holds a value of type {type(rows[0]).__name__}; it must be" in refusal(
+            stop_words_list=rows)
+    for name in ("request_output_len", "temperature", "end_id"):
+        assert f"{name} is a list with too many levels; it must be" in refusal(**{name: [[[3]]]})
+
+
 def test_torch_tensors_that_numpy_cannot_read_say_what_to_do(refusal):
     torch = pytest.importorskip("torch")
     assert ".float()" in refusal(temperature=torch.tensor([1.0]).to(torch.float8_e4m3fn))

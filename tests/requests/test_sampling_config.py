@@ -74,7 +74,9 @@ def test_each_parameter_has_another_value_that_is_allowed():
 
 def test_the_device_holds_what_a_number_means():
     assert PARAMETERS["random_seed"].stored(2**64 - 1) == -1 and PARAMETERS["random_seed"].stored(3) == 3
-    assert np.float32(PARAMETERS["repetition_penalty"].stored(1e-60)) > 0
+    for name in ("repetition_penalty", "temperature", "top_p", "min_p"):
+        assert np.float32(PARAMETERS[name].stored(1e-60)) > 0 and PARAMETERS[name].stored(0.25) == 0.25
+    assert PARAMETERS["top_p"].stored(0.0) == 0 and PARAMETERS["presence_penalty"].stored(-1e-60) == -1e-60
     assert [PARAMETERS[name].dtype for name in ("random_seed", "top_k", "top_p")] == [np.int64, np.int32, np.float32]
 
 

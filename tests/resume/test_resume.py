@@ -68,6 +68,8 @@ def test_top_p_begins_where_it_had_got_to():
      "request is complete and cannot be resumed; use the responses"),
     ({"stop_words_list": np.array([[2, 8, 9, 5], [2, 4, -1, -1]])}, [8],
      "tokens has 1 token and ends with a stop word"),
+    ({"end_id": 9}, [3, 9], "tokens has 2 tokens and ends with an end id; such a request is complete"),
+    ({"end_id": [7, 9]}, [9], "tokens has 1 token and ends with an end id"),
     ({"request_output_len": None}, [1], "request_output_len is missing"),
     ({}, [0.5], "tokens holds float64"),
     ({}, "no", "tokens holds"),
@@ -94,6 +96,12 @@ def test_a_row_of_tokens_may_have_leading_dimensions_of_1(tokens):
 def test_a_stop_word_that_is_not_whole_ended_nothing(tokens):
     request = InferenceRequest(1, {"input_ids": [1, 2], "request_output_len": 5, "stop_words_list": [[8, 9, 7]]})
     assert resume(request, tokens).input_ids == [1, 2, *tokens]
+
+
+@pytest.mark.parametrize("end_id", [-1, 5, [5, 7], np.array([[5]])])
+def test_tokens_that_do_not_end_with_an_end_id_continue(end_id):
+    request = InferenceRequest(1, {"input_ids": [1, 2], "request_output_len": 5, "end_id": end_id})
+    assert resume(request, [3, 4]).input_ids == [1, 2, 3, 4]
 
 
 def test_what_is_no_request_is_named():

@@ -16,7 +16,8 @@ def ban_ngrams(logits, history, history_row, length, size):
     history_row, length = history_row.numpy(), length.numpy()
     for row in size.nonzero()[0].tolist():
         banned = repeating_tokens(tokens_of[history_row[row], : length[row]], int(size[row]))
-        numbers[row, banned[banned < logits.shape[1]]] = -np.inf
+        with np.errstate(invalid="ignore"):             # +inf becomes NaN
+            numbers[row, banned[banned < logits.shape[1]]] -= np.inf
     return logits
 
 

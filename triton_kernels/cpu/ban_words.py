@@ -13,7 +13,8 @@ def ban_words(logits, history, history_row, length, lists, list_start, count, ma
     See triton_kernels/ban_words.py for shapes.
     """
     rows, tokens = words_lacking_last_token(history, history_row, length, lists, list_start, count)
-    logits.numpy()[rows, tokens] = -np.inf
+    with np.errstate(invalid="ignore"):                             # +inf becomes NaN
+        logits.numpy()[rows, tokens] -= np.inf
     return logits
 
 

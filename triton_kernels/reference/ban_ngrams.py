@@ -9,7 +9,7 @@ Shapes      logits                   [R, V]   float32, R rows of V tokens, conti
             length                   [R] int64   number of tokens of the sequence in its row of `history`, at most C
             size                     [R] int32   n; 0: off; 1: forbid all tokens of the sequence
 No effect   size 0: the row is unchanged, and its history is not read. history_row and length are then arbitrary
-Mutates     logits
+Mutates     logits. NaN stays and +inf becomes NaN, so that a later check still finds them
 """
 
 import torch
@@ -25,5 +25,5 @@ def ban_ngrams(logits, history, history_row, length, size):
         for start in range(len(tokens) - others):
             banned = tokens[start + others]
             if tokens[start : start + others] == tokens[len(tokens) - others :] and banned < logits.shape[1]:
-                logits[row, banned] = -torch.inf
+                logits[row, banned] -= torch.inf
     return logits

@@ -15,7 +15,8 @@ Shapes      logits                   [R, V]   float32, R rows of V tokens, conti
             count                    [R] int32   number of words in the row's list
             max_count                at least the largest count
 Unused      history and history_row of a row whose words all have one token; history_row is then arbitrary
-Mutates     logits. The tokens of all words must be below V.
+Mutates     logits. NaN stays and +inf becomes NaN, so that a later check still finds them. The tokens of all words must
+            be below V.
 """
 
 import torch
@@ -41,5 +42,5 @@ def ban_words(logits, history, history_row, length, lists, list_start, count, ma
     for row in range(len(logits)):
         for word in words_of(lists, list_start[row], count[row]):
             if lacks_last_token(word, history, history_row[row], length[row]):
-                logits[row, word[-1]] = -torch.inf
+                logits[row, word[-1]] -= torch.inf
     return logits

@@ -52,9 +52,10 @@ class LogBook:
         self._add(np.diff(times), np.full(len(times) - 1, len(indices)))
 
     def gaps(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (seconds [k], counts [k]): times between successive tokens of all requests, and how often each occurs.
+        """Return (seconds [k], counts [k]): the times between successive tokens of the same request, for all requests.
 
-        A time may be listed more than once.
+        `counts` has the number of occurrences of each time. If an entry repeats a time, its count is added to the
+        counts of the other entries.
         """
         return self._gaps[:self._used], self._counts[:self._used]
 
