@@ -91,8 +91,8 @@ class TrtGptModelOptionalParams:
     context_chunking_policy     how to divide the token budget when it is too small for all waiting prompts
     normalize_log_probs         has no effect. Log-probabilities are over the whole vocabulary and taken after penalties
                                 and temperature, as in TensorRT-LLM with False. Requests with raw_log_probs get them
-                                from the model's unchanged logits. In TensorRT-LLM, True normalizes over the tokens that
-                                top-k keeps, which makes every log-probability of a greedy request 0
+                                from the model's unchanged logits. In TensorRT-LLM, True normalizes over the tokens of
+                                top-k, and every log-probability of a greedy request is 0
     max_batch_size              requests in one step
     max_num_tokens              tokens in one step, over all its requests
     max_seq_len                 prompt plus generated tokens of one request; None: the model's max_position_embeddings

@@ -175,13 +175,12 @@ def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager
     return scheduler
 
 
-def _has_our_constructor(part: type) -> bool:
+def _has_our_constructor(part: Any) -> bool:
     """Whether a scheduler class has the constructor of one of this package's schedulers.
 
     None of these constructors takes (limits, kv_cache_manager), although some take two arguments.
     """
-    constructor: Any = part.__init__                        # type: ignore[misc]
-    return getattr(constructor, "__module__", "") in _CONSTRUCTORS_IN
+    return getattr(part.__init__, "__module__", "") in _CONSTRUCTORS_IN
 
 
 def _with_defaults(part: Any, default: SimpleScheduler) -> RequestScheduler | None:

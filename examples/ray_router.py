@@ -11,8 +11,7 @@ LEAST_FREE_SHARE = 0.1      # of the KV cache blocks; a replica with a smaller s
 class PrefixRouter(FIFOMixin, RequestRouter):
     """Sends prompts with the same prefix to the same replica, whose cache has the prefix.
 
-    A replica whose share of free KV cache blocks is below LEAST_FREE_SHARE gets only requests that all other replicas
-    decline.
+    A replica with a share of free KV cache blocks below LEAST_FREE_SHARE is tried last.
     """
 
     async def choose_replicas(self, candidate_replicas, pending_request=None):

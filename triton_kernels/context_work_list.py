@@ -113,8 +113,8 @@ def context_work_list(
 def _num_parts(tokens: np.ndarray, keys: np.ndarray, tile_rows: int, heads: ContextHeads) -> np.ndarray:
     """Return the number of parts of each tile.
 
-    The share of a resident program is the number of keys that it would walk if all programs of the step walked the
-    same number. A part has at least this share and at least MIN_KEYS_PER_PART keys. There are therefore at
+    The work of the step, divided equally among the resident programs, gives the share of a program: a number of keys. A
+    part has at least this share and at least MIN_KEYS_PER_PART keys. There are therefore at
     most `resident_programs` programs of split tiles. A tile is split only if each of its programs would walk at least
     two shares. Prompts that fill the device are not split, because no tile of a prompt sees twice as many keys as the
     mean tile.

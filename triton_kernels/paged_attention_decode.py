@@ -272,10 +272,10 @@ def decode_settings(head_size: int, tokens_per_block: int, element_size_bytes: i
                     limits: DeviceLimits) -> DecodeSettings:
     """Return the launch settings. They depend only on shapes, so all steps of an engine use the same settings.
 
-    Each stage beyond the first holds a page of keys and a page of values. The number of stages is the largest, up to
-    4, at which two programs share a multiprocessor, so that one loads while the other computes. If two programs do not
-    fit with 2 stages, the number is 2 if one program fits, otherwise 1. Small pages leave room for more programs, up to
-    four programs of four warps each; the registers allow no more.
+    Each stage beyond the first holds a page of keys and a page of values. The number of stages is at most 4.
+    It is the largest number with which two programs share a multiprocessor: one loads while the other computes. If two
+    programs do not fit with 2 stages, the number is 2 if one program fits, otherwise 1. Small pages leave room for more
+    programs, up to four programs of four warps each; the registers allow no more.
     """
     page_bytes = bytes_of_page(head_size, tokens_per_block, element_size_bytes)
     num_stages = 4

@@ -47,8 +47,8 @@ class Delta:
                    with `return_top_log_probs`; without tokens of probability 0
     cum_log_prob   sum of log-probabilities of all tokens so far, for requests with `return_log_probs`
     finish_reason  reason why the output ended; NOT_FINISHED in all deltas but the last
-    responses      for requests with logits or beams, the responses that brought these tokens, each as the list of
-                   NamedTensor that `send_response_cb` gets
+    responses      for requests with logits or beams: the responses with these tokens. Each is the list of NamedTensor
+                   that `send_response_cb` gets
     metrics        PerfMetrics, in the last delta of a request with `return_perf_metrics`; otherwise None
     """
 

@@ -132,7 +132,7 @@ def to_log_probs(logits: torch.Tensor, temperature: torch.Tensor, rows: BeamRows
 
     Returns [b] bool: False for a row on which stages act and whose logits contain NaN or +inf, or only -inf; else True.
 
-    send         function that uploads arrays in one copy, for which the host does not wait
+    send         function that uploads arrays in one copy. It does not wait for the copy
     one_by_one   compute the beams of each sequence separately
     Shapes       logits [b, vocab] float32; temperature [b]
     """

@@ -53,14 +53,14 @@ class GptDecoder:
 
     state           per-slot state. `keep` updates histories and stages, and then stores the sampled tokens in `state`
     searches        beam searches by slot; they advance when the host has read the candidates
-    history         token histories of the sequences that have a stage or stop words that read them. In a step
+    history         token histories, of the sequences whose stages or stop words need them. In a step
                     with beams, the decoder writes the beams' outputs so far to the history before the stages read it
     stages          the changes made to logits before sampling
     own_stages      custom stages, which run between the stages of `stages.default_stages`, see stages.py
     deterministic   True: the bits of a row do not depend on the other rows. On a CPU, torch splits work by the number
                     of rows, and the decoder therefore processes each row and the beams of each sequence separately.
                     Triton's kernels and a plain argmax process rows independently in any case
-    send            function that uploads arrays in one copy, for which the host does not wait
+    send            function that uploads arrays in one copy. It does not wait for the copy
     """
 
     def __init__(self, num_slots: int, device: torch.device, own_stages: Sequence[LogitsStage] = (),

@@ -76,7 +76,7 @@ class _Rows:
 class LogitsPostProcessors:
     """The post-processors of the sequences in the slots.
 
-    send   function that uploads arrays in one copy, for which the host does not wait
+    send   function that uploads arrays in one copy. It does not wait for the copy
     """
 
     def __init__(self, send: Send = share) -> None:

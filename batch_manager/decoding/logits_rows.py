@@ -66,7 +66,7 @@ class LogitsRows:
         self._replaced[name] = values
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """Return the arrays as tensors on the device, sent in one copy for which the host does not wait.
+        """Return the arrays as tensors on the device, sent in one copy. Does not wait for the copy.
 
         On a CPU, the tensors share the arrays' memory.
         """

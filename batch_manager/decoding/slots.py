@@ -92,7 +92,7 @@ class SlotState:
     stages and word lists add. `upload` sends all changes to the device in one copy. Capacity at least doubles
     when a new slot does not fit.
 
-    send   function that uploads arrays in one copy, for which the host does not wait
+    send   function that uploads arrays in one copy. It does not wait for the copy
     """
 
     def __init__(self, num_slots: int, device: torch.device, send: Send = share) -> None:

@@ -21,9 +21,9 @@ are not normalised again before they are added to the cumulative log-probabiliti
 transformers. A ban therefore makes no other token more likely. For beams without an active stage, `beam_topk` computes
 the log-probabilities.
 
-Changes 5 to 7 are one operation, `sample_token`, because a greedy row needs none of the passes over the vocabulary that
-a sampled row needs. Changes 1 to 4 are instances of `LogitsStage`. A stage that is active for no row of a step is
-skipped.
+Changes 5 to 7 are one operation, `sample_token`, which makes fewer passes over the vocabulary for greedy rows. Changes
+1 to 4 are instances of `LogitsStage`. A stage that is active for no row of a step is skipped.
+
 A new parameter needs a field of SamplingConfig, a name in requests/tensor_attributes.py, a file with the stage that
 lists the parameter in `reads`, and a line in `default_stages`.
 """

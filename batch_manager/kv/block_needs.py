@@ -36,11 +36,10 @@ def most_blocks(prompt_len: int, max_new_tokens: int, window: AttentionWindow, b
 
 def blocks_with_last_one(prompt_len: int, max_new_tokens: int, window: AttentionWindow, beam_width: int = 1, *,
                          own_last: bool = False) -> int:
-    """Number of blocks that a sequence holds, over all beams, when it has taken its last block, but has not yet
-    released the oldest block, which leaves the window.
+    """Number of blocks, over all beams, of a sequence that has just taken its last block.
 
-    This is the largest number of the generation phase: each beam takes its own new block, while all beams may share the
-    block that leaves the window.
+    The sequence has not yet released the block that leaves the window. This is the largest number of the generation
+    phase: each beam takes its own new block, while all beams may share the block that leaves the window.
     """
     unit = window.tokens_per_block
     shared = (prompt_len - 1 if own_last else prompt_len) // unit

@@ -50,8 +50,8 @@ class Reservations:
     def most_blocks(self, request: LlmRequest, *, with_pauses: bool = False) -> int:
         """The largest number of blocks that a sequence holds at a time, if it shares no blocks.
 
-        with_pauses   whether the sequence may be paused. After a pause, its output is part of its prompt, which is
-                      stored whole, so that a window saves no blocks
+        with_pauses   whether the sequence may be paused. After a pause, its output is part of its prompt. A prompt is
+                      stored whole, and a window then saves no blocks
         """
         window = self._window.without_sliding if with_pauses else self._window
         return block_needs.most_blocks(request.prompt_len, request.max_new_tokens, window, request.beam_width,

@@ -9,11 +9,11 @@ NATIVE, TRANSFORMERS = "native", "transformers"
 
 
 def choose_implementation(config: Fields, architecture: str, wanted: str) -> str:
-    """Return NATIVE or TRANSFORMERS, which names the implementation that runs a checkpoint.
+    """Return the implementation that runs a checkpoint: NATIVE or TRANSFORMERS.
 
     wanted   "native", "transformers" or "auto", as for load_model. "auto" chooses NATIVE if a native class is known for
              the architecture, except for a model type that only transformers runs. It also chooses NATIVE if the file
-             names no model type or has a `text_config`, because loading then raises an error that explains the fault
+             names no model type or has a `text_config`. Loading then raises an error that explains the fault
     Raises   UnsupportedModelError if the choice is transformers and the model type is not proven to run in the engine
     """
     if wanted == NATIVE:

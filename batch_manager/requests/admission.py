@@ -548,8 +548,8 @@ def _cache_salt(raw: _RawRequest, prompt_table: PromptTable | None) -> Hashable:
 def usable_id(item: Any) -> int | None:
     """Return the id under which a refusal of `item` can be sent, or None. Never raises.
 
-    Any object with a valid id in its attribute `request_id` has a usable id, so that a client that waits for this id
-    gets a response.
+    Any object with a valid id in its attribute `request_id` has a usable id. A client that waits for this id then gets
+    a response.
     """
     try:
         request_id = item.request_id    # the only line that runs user code

@@ -27,11 +27,11 @@ class UniformArray:
 class NamedTensor:
     """A tensor of a response and its name.
 
-    A response has at least seven tensors, of which most receivers read one or two. To save time, `array` and `tensor`
-    are made on first access. The constructor gets an array, a tensor or a UniformArray, from which `array` is made, and
-    a function `to_tensor`, which makes `tensor` from `array`. If `to_tensor` is None, `tensor` is the object that the
-    constructor got or, for a UniformArray, `array`. Array and tensor share memory. Access is thread-safe: all
-    threads get the object that the first thread made.
+    A response has at least seven tensors, and most receivers read one or two of them. To save time, `array` and
+    `tensor` are made on first access. The constructor gets an array, a tensor or a UniformArray, and makes `array` from
+    it. The function `to_tensor` makes `tensor` from `array`. Without this function, `tensor` is the object that the
+    constructor got or, for a UniformArray, `array`. Array and tensor share memory. Access is thread-safe: all threads
+    get the object that the first thread made.
 
     name     name of the tensor, such as "output_ids"
     array    the values as a NumPy array

@@ -1,6 +1,6 @@
 """Runs a model's recorded forward in generation steps, with fewer launches than its layers make.
 
-The operations that `product_fusion.fuse` joins run as one launch of the kernel `fused_linear`, where
+`product_fusion.fuse` joins operations. Joined operations run as one launch of the kernel `fused_linear`, if
 `fused_linear_settings.is_fused` expects that to be faster. All other operations are launched as the layers launch them.
 Layers and models need no code for fusion.
 """

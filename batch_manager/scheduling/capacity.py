@@ -61,14 +61,14 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
 class StaticBatchScheduler(CapacityScheduler):
     """Starts the requests of a batch together. The next batch starts once no request is generating any more.
 
-    Once a request generates, only generating requests run. A request whose prompt is computed in part at that time
-    waits, and belongs to the next batch.
+    Once a request generates, only generating requests run. Requests between two chunks of their prompts wait for the
+    next batch.
 
     Never pauses. Source: TensorRT-LLM's STATIC_BATCH, which serves the V1 batching scheme.
 
-    in_line   True: start a batch in TensorRT-LLM's order of requests, in which a request whose prompt is computed in
-              part may have to wait again; see GuaranteedNoEvictScheduler. False: blocks are reserved for such
-              requests before new requests get any
+    in_line   True: start a batch in TensorRT-LLM's order of requests. A request between two chunks may then have to
+              wait again; see GuaranteedNoEvictScheduler. False: blocks are reserved for such requests before new
+              requests get any
     """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,
@@ -166,8 +166,8 @@ class MaxUtilizationScheduler(CapacityScheduler):
 class _AdmissionGate:
     """Admits contexts that can run to their last token within the budgets of blocks and adapter pages.
 
-    promised   requests for which the gate sets something aside before it admits any context: for each of them that
-               holds blocks, the pages of its adapter and the blocks that it still needs
+    promised   requests that go before all contexts. For those that hold blocks, the gate first sets aside the blocks
+               that they still need and the pages of their adapters
     in_line    True: contexts between chunks must fit like new contexts, as in TensorRT-LLM; see
                GuaranteedNoEvictScheduler. All of `promised` must then hold blocks. False: contexts between chunks are
                always admitted

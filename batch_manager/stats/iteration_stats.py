@@ -41,8 +41,8 @@ class StaticBatchStats:
 class IterationStats:
     """The statistics of one iteration.
 
-    They describe the step that the iteration launched, except `generated_tokens`, which counts the tokens of the step
-    that the iteration read.
+    They describe the step that the iteration launched. Only `generated_tokens` is about the step that the iteration
+    read.
 
     iteration               rises by one with every record
     active_requests         number of active requests when the step was planned
@@ -58,8 +58,8 @@ class IterationStats:
     new_requests, refused_requests   requests accepted and requests refused since the last record
     prompt_tokens           prompt tokens of accepted requests, since construction
     lookup_tokens, hit_tokens   prompt tokens looked up in the cache, and those found in it, since construction
-    oldest_wait_seconds     among the live requests that were in no step yet, the time since the arrival of the one that
-                            was accepted first; 0: no such request
+    oldest_wait_seconds     time since the arrival of the oldest live request that was in no step yet, in order of
+                            acceptance; 0: no such request
     started_requests, queue_seconds, longest_queue_seconds   since the last record: requests in a step for the first
                             time, the sum of their times from arrival to this step, and the longest of these times
     reasons                 name of a statistic, such as "Finals Length" -> final responses for this reason, since

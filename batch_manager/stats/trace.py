@@ -41,7 +41,7 @@ class IterationTrace:
     queued_requests   number of accepted requests that are not active yet
     live_blocks, cached_blocks, free_blocks   numbers of KV cache blocks after the claim: blocks held by sequences,
                  reusable blocks that no sequence holds, and empty blocks
-    end_reasons  name of a FinishReason or an ErrorCode -> ids of the requests whose final response has it. Refused
+    end_reasons  name of a FinishReason or an ErrorCode -> ids of the requests that ended with it. Refused
                  requests are listed here only. Empty in traces written before this field existed
     arrived_at_s   when each request of `arrived` arrived, in seconds of the engine's clock: its arrival_time, or the
                  time of its admission if it has none. Empty in traces written before this field existed

@@ -16,8 +16,8 @@ allows. For sides A and B, it also warns of different settings, machines, versio
 workloads, models, precisions and token counts, and runs with outputs of the wrong length, unless --anyway is given.
 
 For --first and --second, run both programs in turn (a1, b1, a2, b2, ...). Pair i is the i-th file of each side, and its
-two runs have similar conditions. The ratio is first / second for rates and second / first for times and memory, so that
-a ratio above 1 means that the first program is better. The table has the smallest, median and largest ratio of the
+two runs have similar conditions. The ratio is first / second for rates and second / first for times and memory. A
+ratio above 1 means that the first program is better. The table has the smallest, median and largest ratio of the
 pairs. The difference exceeds the spread if the factor between 1 and the median ratio is larger than the factor between
 the smallest and the largest ratio. The program refuses pairs with different workloads, threads, precisions or token
 counts, and runs with outputs of the wrong length, even if --anyway is given.

@@ -15,7 +15,7 @@ class StepRows:
     slot_mapping    [T] int64   as in triton_kernels/rope_kv_append.py; `kv_rows` is undefined for entries of -1
     positions       [T] int64   position of each token; None: `rotate` is not called
     kv_pool         [N, 2, HK, B, D]   the pool of any one layer: all layers have the same strides
-    deterministic   make the bits of a row depend on that row alone, by avoiding `addcmul`, which rounds once in the
+    deterministic   make the bits of a row depend on that row alone. `addcmul` is then not used: it rounds once in the
                     vectorized part of its loop and twice in the tail
 
     kv_rows         [T, 2 HK] int64: the row of each key and value in the `pool_rows` of a layer

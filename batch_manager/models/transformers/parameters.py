@@ -40,7 +40,7 @@ def _from_files(model: Any, stored: dict[str, torch.Tensor], tied: dict[str, str
                 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name in the model, tensor from the files) for every parameter and persistent buffer in `stored`.
 
-    tied   name of a parameter that shares a tensor -> name of the parameter whose tensor it shares
+    tied   name of a parameter without a tensor of its own -> name of the parameter whose tensor it uses
     """
     mapping, loading = checkpoint_names()
     try:

@@ -27,8 +27,8 @@ FILE = "attention.py"
 class AttentionPeer:
     """The attention kernel to compare with.
 
-    Its methods take sequences that this package's kernels also get, and return a function that launches this kernel for
-    the layer with a given number.
+    Its methods take the same sequences as this package's kernels. They return a function (number of a layer) that
+    launches the peer's kernel for this layer.
     """
 
     def __init__(self, module: ModuleType) -> None:

@@ -36,7 +36,7 @@ class Section:
 
     seconds    time budget; 0: the section runs after all sections with a budget, in the time that is left
     goals      what the section measures: names of goals, SETTINGS or FACTS, as for --goal
-    needed_by  further goals for which the section runs, because the measurement of these goals needs the section
+    needed_by  further goals whose measurement needs the section; it also runs for these goals
     """
 
     name: str

@@ -25,9 +25,9 @@ class SimulatedBackend:
 
     steps     number of launched steps
     busy_s    total time of the steps in seconds
-    beyond    name of an amount in StepShape -> number of steps in which the amount exceeded the largest one that the
-              cost model was fitted to
-    steps_beyond    number of steps in which any amount exceeded the largest one that the cost model was fitted to
+    beyond    name of an amount in StepShape -> number of steps in which the amount was above the fitted range of the
+              cost model
+    steps_beyond    number of steps in which any amount was above the fitted range
     reused_tokens   number of prompt tokens found in the KV cache
     """
 

@@ -90,7 +90,7 @@ class CostModel:
         return _linear(self.host_s, shape)
 
     def beyond(self, shape: StepShape) -> tuple[str, ...]:
-        """Return the names of the amounts of the shape that exceed the largest ones that the model was fitted to."""
+        """Return the names of the amounts of the shape that are above the range to which the model was fitted."""
         return tuple(name for name, most in self.most.items() if getattr(shape, name) > most)
 
     def write(self, path: Path) -> None:

@@ -13,9 +13,8 @@ from .fleet import Run
 def point_fields(run: Run, load: Load, mode: str, bounds: Bounds, simulated_in_s: float) -> dict[str, Any]:
     """Return the figures of one simulation, with the names of `batch-manager bench`.
 
-    extrapolated   two entries. `share`: share of the steps in which any field of StepShape exceeds the largest value to
-                   which the cost model was fitted. `steps`: name of a field -> number of steps in which this field
-                   exceeds that value
+    extrapolated   two entries. `share`: share of the steps in which a field of StepShape is above the fitted range of
+                   the cost model. `steps`: name of a field -> number of steps in which it is above its range
     replicas       see `balance`
     """
     stamps = stamps_of(run)

@@ -53,8 +53,8 @@ class LongestPrefix:
     """Chooses the replica that has already received the longest prefix of the prompt, unless the load is unbalanced.
 
     Source: the cache-aware policy of SGLang's router (sgl-router, 2024), which records the prompts sent to each
-    replica. A prompt goes to the replica with the longest match if the match covers more than MATCH_SHARE of the
-    prompt, otherwise to the least loaded replica. Matches are ignored if the largest and the smallest load differ by
+    replica. A prompt goes to the replica with the longest match. If this match covers at most MATCH_SHARE of the
+    prompt, it goes to the least loaded replica. Matches are ignored if the largest and the smallest load differ by
     more than MOST_DIFFERENCE requests and by more than the factor MOST_RATIO. This class compares prompts by the ids of
     their blocks of PREFIX_TOKENS tokens. For each replica, it remembers the BLOCKS_KEPT most recently sent blocks.
     """
