@@ -66,7 +66,7 @@ class BackendInfo:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Bytes held for weights, KV cache and buffers, by kind of memory."""
+    """Bytes that weights, KV cache and buffers take together, in each kind of memory."""
 
     gpu: int = 0
     cpu: int = 0
@@ -102,7 +102,7 @@ class ModelBackend(Protocol):
         ...
 
     def memory_usage(self) -> MemoryUsage:
-        """Return the number of bytes that the backend holds now, by kind of memory."""
+        """Return the number of bytes that the backend holds now, in each kind of memory."""
         ...
 
     def close(self) -> None:

@@ -42,11 +42,10 @@ def _rounded(number):
 
 
 def alibi_factors(bfloat16_factor):
-    """Return two factors for the kernels, which together multiply the bias by log2(e).
+    """Return (factor of the slopes, FACTOR_LOG2), with which `alibi` returns the bias times log2(e).
 
-    The caller multiplies the slopes by the first factor, and passes the second to `alibi` as FACTOR_LOG2. Without
-    rounding (`bfloat16_factor` is None), the factors are log2(e) and 0. With rounding, they are 1 and
-    bfloat16_factor * log2(e).
+    The caller multiplies the slopes by the first factor. Without rounding (`bfloat16_factor` is None), the result is
+    (log2(e), 0). With rounding, it is (1, bfloat16_factor * log2(e)).
     """
     assert bfloat16_factor is None or bfloat16_factor > 0
     return (LOG2_E, 0.0) if bfloat16_factor is None else (1.0, bfloat16_factor * LOG2_E)

@@ -43,7 +43,7 @@ def fused(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> 
 
 
 def split(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
-    """Return a packed call for the contexts, then one for the generation rows. Empty calls are left out."""
+    """Return a packed model call for the contexts, then one for the generation rows. Empty calls are left out."""
     if not (batch.context and len(batch.generation)):
         return fused(batch, tables, tokens_per_block)
     parts = (replace(batch, generation=NO_GENERATION), replace(batch, context=()))
@@ -51,6 +51,6 @@ def split(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> 
 
 
 def padded(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
-    """Return a padded call for the contexts, then one for the generation rows. Empty calls are left out."""
+    """Return a padded model call for the contexts, then one for the generation rows. Empty calls are left out."""
     return [replace(call, padding=padding(call.step, batch.num_padded_rows * batch.generation.beam_width))
             for call in split(batch, tables, tokens_per_block)]

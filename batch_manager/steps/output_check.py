@@ -400,4 +400,4 @@ def _numbers(name: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
 
 def _check_beams(bound: int, beams: np.ndarray) -> None:
     if ((beams < 0) | (beams >= bound)).any():
-        raise WrongOutputError(f"a beam in `parents` or in the rows of a hypothesis is outside 0..{bound - 1}")
+        raise WrongOutputError(f"a beam in `parents` or in `rows` of a hypothesis is outside 0..{bound - 1}")

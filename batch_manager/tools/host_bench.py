@@ -228,8 +228,8 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
 def _requests(setting: Setting, turns: int):
     """Yield the requests of a full batch, then more requests.
 
-    The next `setting.waiting` requests become active, `setting.queued` requests stay in the manager's queue, and the
-    others replace requests that end.
+    The next `setting.waiting` requests become active and wait for room in the batch. `setting.queued` requests stay in
+    the manager's queue. The others replace requests that end.
 
     Prompt lengths differ, so that not all requests need a new block in the same iteration. If requests end, the
     requests of the first batch end one after the other.

@@ -110,7 +110,7 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
 
 
 def value(line: dict[str, Any]) -> str:
-    """Format the numerator of a report's line with its unit."""
+    """Format the measured value of a report's line, its `numerator`, with the unit."""
     return "-" if line["numerator"] is None else f"{number(line['numerator'])} {line['unit']}".strip()
 
 
