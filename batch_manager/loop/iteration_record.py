@@ -13,8 +13,8 @@ NO_PLAN = SchedulerOutput()
 class IterationRecord:
     """What one iteration did, for statistics and traces.
 
-    Fields about a step describe the step that the iteration launched. Only `generated_tokens` is about the step that the
-    iteration read.
+    Fields about a step describe the step that the iteration launched. Only `generated_tokens` is about the step that
+    the iteration read.
 
     number             rises by one with every reported record
     micro_batch_id     number of the micro-batch that the iteration launches
