@@ -31,7 +31,7 @@ class KvCacheUsage:
     live_blocks      blocks that running sequences hold
     cached_blocks    blocks that no sequence holds, with reusable content
     reused_blocks    blocks that prompts found in the cache, since construction
-    evicted_blocks   cached blocks whose content was lost, since construction
+    evicted_blocks   evicted blocks whose content was lost, not moved to a host block, since construction
     host_blocks, used_host_blocks   number of host blocks, and of host blocks with content
     """
 

@@ -19,7 +19,7 @@ class PrefixCache:
 
     copies            copies that the device makes before the next step, in order
     reused_blocks     number of blocks that prompts found in the cache
-    evicted_blocks    number of cached blocks whose content was lost
+    evicted_blocks    number of evicted blocks whose content was lost, not moved to a host block
     """
 
     def __init__(self, pool: BlockPool, tokens_per_block: int, *, enable_partial_reuse: bool = True,

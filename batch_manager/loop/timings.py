@@ -20,7 +20,7 @@ class Timings:
     waiting          request id -> arrival in seconds of the clock, of accepted requests that were in no step yet
     lookup_tokens    number of prompt tokens of all requests at their first start; 0 without block reuse
     hit_tokens       how many of the `lookup_tokens` were cached
-    started          number of requests that started for the first time since the last call of `take_started`
+    started          number of requests that started since the last call of `take_started`, but not after a pause
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -59,8 +59,10 @@ class Timings:
                                                   cached_tokens=kv.reused_tokens(request))
 
     def take_started(self) -> tuple[int, float, float]:
-        """Return the number of requests that started for the first time since the last call, and the sum and the
-        maximum of their queue times in seconds."""
+        """Return (number of requests that started since the last call, sum and maximum of their queue times).
+
+        Times are in seconds. Requests that start again after a pause are not counted.
+        """
         taken = self.started, self._queue_s, self._longest_queue_s
         self.started, self._queue_s, self._longest_queue_s = 0, 0.0, 0.0
         return taken

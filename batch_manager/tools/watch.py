@@ -16,9 +16,9 @@ is not the order of this list; "-" means unknown:
     latency_over            period of these latencies: usually 60s; "start" means since the engine's start, because no
                             request ended in the last 60 s
 
-Percentiles are interpolated in the buckets of /metrics. The only latency of a file is the mean time in the queue, of
-requests that were in a step for the first time. The program first reads the last MiB of a file. The file may be
-replaced or truncated. The address must belong to one engine. If gunicorn workers share the address, answers come from
+Percentiles are interpolated in the buckets of /metrics. A file of records gives one latency only: the mean time in the
+queue of the requests that started. The program first reads the last MiB of a file. The file may be replaced or
+truncated. The address must belong to one engine. If gunicorn workers share the address, answers come from
 different engines, and rates are wrong.
 """
 

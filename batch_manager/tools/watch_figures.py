@@ -102,7 +102,7 @@ def _counts(start: Reading, now: Reading) -> dict[str, int]:
 def _latencies(start: Reading | None, now: Reading) -> dict[str, Spread | None]:
     """Return name of a latency -> its spread over the requests that ended between two readings.
 
-    The spread is None if no request ended. A name without measurements is left out.
+    The spread is None if no request ended. Names that `now.latencies` lacks are left out.
 
     start   the earlier of the two readings; None: count from the engine's start
     """

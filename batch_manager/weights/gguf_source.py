@@ -103,7 +103,7 @@ class GgufWeights:
             raise ModelLoadError(f"{self._file_of(left[0])} contains tensor {shown(self._locations[left[0]].tensor)}"
                                  f"{more}, which the model does not use",
                                  "expected only tensors of the model that the metadata describes",
-                                 "check that the file is complete")
+                                 "convert the model again with a current version of llama.cpp")
 
     def _file_of(self, name: str) -> CheckpointFile:
         return self._files.of(self._locations[name].tensor)
