@@ -66,17 +66,18 @@ class TextStream:
     The text ends before the stop string that is completed first. If one character completes two stop strings, the text
     ends before the shorter one. `stopped_by` is the stop string that ended the text, otherwise None.
 
-    `comes_in_pieces` is False for a tokenizer whose tokens cannot be decoded incrementally. One group has the decoder
-    CTC or BPEDecoder, a custom decoder, or a decoder that replaces regular expressions. In the other group, the class
-    of the tokenizer overrides `decode`, such as slow SentencePiece tokenizers. In both cases a warning is logged, and
-    `finish` searches the whole text for stop strings and returns the text. A tokenizer is examined once, for a few
-    milliseconds, and again after its decoder, vocabulary size or special tokens have changed.
+    `comes_in_pieces` is False for a tokenizer whose tokens cannot be decoded incrementally: its decoder is CTC,
+    BPEDecoder, a custom decoder or one that replaces regular expressions, or its class overrides `decode`, as classes
+    of slow SentencePiece tokenizers do. A warning is then logged, and `finish` searches the whole text for stop strings
+    and returns the text. A tokenizer is examined once, for a few milliseconds, and again after its decoder, vocabulary
+    size or special tokens have changed.
 
     A token takes a few microseconds, whatever the length of the sequence. Prompt tokens cost the same. Not thread-safe,
     but several threads may use streams of the same tokenizer.
 
     Raises ConfigError for an object that is not a tokenizer and for an empty stop string, and InvalidRequestError for
-    token ids that are not integers or out of range. Ids beyond the vocabulary are skipped, as `decode` does.
+    token ids that are not integers or that the tokenizer cannot look up, such as negative ones. An integer without a
+    token is skipped, as in `decode`.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Iterable[int] = (),

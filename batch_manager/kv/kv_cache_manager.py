@@ -294,10 +294,12 @@ class KvCacheManager:
         slots = sequences.slots_of(generation)
         lengths = sequences.kv_lengths[slots] + tokens
         ends = -(-lengths // self.tokens_per_block)
-        if self._slides or (ends > sequences.last_blocks[slots]).any():
-            raise InternalError(f"a step claims {counted(tokens, 'token')} at once",
-                                "expected no attention window shorter than max_seq_len, and no more blocks than the "
-                                "final length of a request needs")
+        if self._slides:
+            raise InternalError(f"a step claims {counted(tokens, 'token')} at once, with an attention window of "
+                                f"{counted(self.window.size, 'token')}", "expected a window of max_seq_len")
+        if (ends > sequences.last_blocks[slots]).any():
+            raise InternalError(f"a step claims {counted(tokens, 'token')} at once, beyond the end of a request",
+                                "expected no more blocks than its final length needs")
         counts = ends - sequences.ends[slots]
         growing = counts > 0
         if self.pool.has_timed_priorities:

@@ -158,10 +158,10 @@ def test_more_tokens_than_there_is_room_for_are_not_claimed_at_once(make_request
     requests = [start(kv, make_request(number, 4, max_new_tokens=20)) for number in range(2)]
     with pytest.raises(OutOfBlocksError):
         kv.claim_tokens(requests, 8)
-    with pytest.raises(InternalError, match="a step claims 25 tokens at once"):
+    with pytest.raises(InternalError, match="a step claims 25 tokens at once, beyond the end of a request"):
         kv.claim_tokens(requests[:1], 25)
     assert [kv.kv_length(request) for request in requests] == [4, 4] and kv.free_blocks == 2
     audit(kv)
     kv = KvCacheManager(8, 2, 100, window=4)
-    with pytest.raises(InternalError, match="no attention window"):
+    with pytest.raises(InternalError, match="a step claims 2 tokens at once, with an attention window of 4 tokens"):
         kv.claim_tokens([start(kv, make_request(0, 4, max_new_tokens=20))], 2)
