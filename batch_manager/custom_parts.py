@@ -70,12 +70,15 @@ def _check_backend_methods(backend: Any) -> None:
     """Raise ConfigError if the backend lacks a method that the engine needs. Closes the backend first, if possible."""
     missing = [name for name in ("start", "memory_usage", "close")
                if not callable(getattr(backend, name, None))]
+    if not hasattr(backend, "info"):
+        missing.append("info")
     if not missing:
         return
     if "close" not in missing:
         backend.close()
     raise ConfigError(f"the backend of type {type_name(backend)} in Parts.backend lacks {', '.join(missing)}",
-                      "expected a ModelBackend with all of its methods", "see batch_manager.ModelBackend")
+                      "expected a ModelBackend with all of its methods and its `info`",
+                      "see batch_manager.ModelBackend")
 
 
 def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] | None:

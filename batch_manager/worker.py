@@ -186,9 +186,15 @@ def _serve(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: f
         loop.answer_the_rest(_failure_of(error) if error is not None else ManagerClosedError(
             "the engine was shut down before the request was done", "the tokens of the request are dropped",
             "send the request to another instance"))
-        loop.backend.close()
+        _close_backend(loop)
         loop.callbacks.at_end(lambda: health_of(loop, control, "STOPPED"))
     close_worker(control)
+
+
+def _close_backend(loop: GenerationLoop) -> None:
+    """Close the backend. An exception of a custom backend is counted and logged, and the worker ends all the same."""
+    with loop.callbacks.guard.containing("close"):
+        loop.backend.close()
 
 
 def _is_done(loop: GenerationLoop, control: WorkerControl) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..contained_log import RateLimitedLog
 from ..guard import Guard
+from ..requests.inference_request import InferenceRequest
 
 COLLECTIONS = {list, tuple, deque, set, frozenset, dict}
 # Iterating over these, and over subclasses that do not override iteration, runs no user code.
@@ -23,7 +24,7 @@ class FetchedItems:
 
     If the returned object has a length or a length hint, items that one iteration does not read wait for the next
     iteration. From any other object, such as a generator, the first iteration reads up to max_admissions_per_iteration
-    items and drops the remaining ones.
+    items and drops the remaining ones. An InferenceRequest that is not in a collection is read, and the misuse logged.
 
     No exception can lose an item; unanswered.py explains how. Each use of the block `in_get` makes a single call, which
     is prepared outside the block. With two calls in the block, an asynchronous exception between them would look like
@@ -60,7 +61,10 @@ class FetchedItems:
             returned.value.extend(map(self._get, (max_num_requests,)))
         if returned.value:
             back_off.seconds = 0.0
-            if not returned.is_iterable:
+            if returned.is_one_request:
+                self._guard.note_misuse("get", returned.value[0],
+                                        "expected an iterable of InferenceRequests; the request is read all the same")
+            elif not returned.is_iterable:
                 back_off.grow()
                 self._guard.note_misuse("get", returned.value[0], "expected an iterable of InferenceRequests")
                 self._returned.pop()
@@ -105,6 +109,8 @@ class FetchedItems:
 
     def _begin(self, returned: "_Returned") -> bool:
         """Create the iterator if necessary. Returns whether there may be items to read."""
+        if returned.is_one_request:
+            returned.value[0] = (returned.value[0],)
         if not returned.iterator and not returned.is_nothing:
             iterator = map(iter, map(tuple, map(iter, returned.value)) if returned.is_copied else returned.value)
             with self.in_get:
@@ -138,6 +144,11 @@ class _Returned:
             return True
         items = self.value[0]
         return items is None or (type(items) in COLLECTIONS and not items)
+
+    @property
+    def is_one_request(self) -> bool:
+        """Whether the object is an InferenceRequest that is not in a collection. Runs no user code."""
+        return bool(self.value) and issubclass(type(self.value[0]), InferenceRequest)
 
     @property
     def is_iterable(self) -> bool:

@@ -99,7 +99,8 @@ class TraceFile:
     seconds_between_flushes   0 or more; a crash of the process loses the iterations since the last flush
 
     Only one thread at a time may call a TraceFile. A forked child writes nothing. If the disk fails or is full, one
-    error is logged, the trace ends, and `close` raises OSError.
+    error is logged, the trace ends, and `close` raises OSError. A call after `close` raises ValueError; the engine logs
+    it.
 
     Raises OSError if the file cannot be written, ConfigError if another TraceFile has it open.
     """
@@ -146,6 +147,7 @@ class _LineFile:
         self._path, self._process_id = path, os.getpid()
         self._buffer = memoryview(bytearray(BUFFER_BYTES))      # new memory for each line would cost more than its copy
         self._used = 0
+        self._is_closed = False
         self._failure: OSError | None = None
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -167,6 +169,8 @@ class _LineFile:
             pass
 
     def append(self, line: bytes) -> None:
+        if self._is_closed:
+            raise ValueError(f"{self._path} is closed; expected no iteration after `close`")
         end = self._used + len(line)
         if end > BUFFER_BYTES:
             self.flush()
@@ -197,6 +201,7 @@ class _LineFile:
             if os.getpid() == self._process_id:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)        # a forked child may have the descriptor open
         finally:
+            self._is_closed = True          # another file may get the number of the descriptor
             os.close(self._descriptor)
         if self._failure is not None:
             raise self._failure

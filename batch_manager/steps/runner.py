@@ -1,8 +1,9 @@
 """Runs a step, and bisects a failed one to find the sequences that fail alone."""
 
+import logging
 from dataclasses import dataclass, replace
 
-from ..contained_log import log
+from ..contained_log import RateLimitedLog, log
 from ..errors import (
     DeviceLostError,
     InsufficientMemoryError,
@@ -53,6 +54,7 @@ class StepRunner:
         self._vocab_size = vocab_size
         self._check = StepOutputCheck(vocab_size)
         self._in_step = guard.raising("model step", passing=DeviceLostError)
+        self._log = RateLimitedLog(guard.monotonic)
         self.num_failed_steps = 0
 
     def start(self, batch: ScheduledBatch) -> RunningStep:
@@ -69,6 +71,9 @@ class StepRunner:
 
     def _launch(self, batch: ScheduledBatch) -> PendingStep:
         pending = self._backend.start(batch)
+        if not hasattr(pending, "finish"):
+            raise WrongOutputError(f"`start` of the backend returned a value of type {type_name(pending)}; expected a "
+                                   "step with the method `finish`")
         if self._device_work.has_pending:
             self._device_work.launched()
         return pending
@@ -112,6 +117,8 @@ class StepRunner:
         """
         count = batch.num_sequences
         if count > 1:
+            self._log.log(logging.WARNING, "a step of %d sequences raised %s; it is bisected, to find the sequences "
+                          "that fail alone", count, type_name(error), raised=error)
             middle = count // 2
             halves = [self.run_again(batch.take(range(middle)), requested),
                       self.run_again(batch.take(range(middle, count)), requested)]

@@ -42,7 +42,7 @@ def world_with_hook(make_world, hook, where="on_step", **params):
 @pytest.mark.parametrize("where", ["on_step", "on_finish"])
 @pytest.mark.parametrize(("error", "code"), [(RuntimeError("x"), "MODEL_ERROR"), (MemoryError(), "OUT_OF_MEMORY"),
                                              (SystemExit(), "MODEL_ERROR")], ids=["error", "memory", "exit"])
-def test_c21_only_the_request_that_fails_alone_is_lost(make_world, new_request, where, error, code):
+def test_c21_only_the_request_that_fails_alone_is_lost(make_world, new_request, caplog, where, error, code):
     def fails_for_number_three(batch, backend):
         if holds_token(batch, backend, 13):
             raise error
@@ -50,12 +50,28 @@ def test_c21_only_the_request_that_fails_alone_is_lost(make_world, new_request, 
     world = world_with_hook(make_world, fails_for_number_three, where)
     submit_all(world, new_request)
     world.run()
+    assert f"sequences raised {type(error).__name__}; it is bisected, to find the sequences that fail alone" in caplog.text
     for i, prompt in PROMPTS.items():
         final = world.client.final(i)
         if i == 3:
             assert final.code == code and not final.tensors
         else:
             assert final.tokens() == prompt + world.expected(prompt, 6)
+
+
+@pytest.mark.parametrize("returned", [None, 5, [1]], ids=str)
+def test_c21_a_start_that_returns_no_step_is_answered_with_model_error(make_world, new_request, caplog, returned):
+    class ReturnsNoStep(ScriptedBackend):
+        def start(self, batch):
+            super().start(batch)
+            return returned
+
+    world = make_world(backend=ReturnsNoStep())
+    submit_all(world, new_request)
+    world.run()
+    assert {world.client.final(i).code for i in PROMPTS} == {"MODEL_ERROR"} and world.loop.failure is None
+    assert (f"`start` of the backend returned a value of type {type(returned).__name__}; expected a step with the "
+            "method `finish`") in caplog.text
 
 
 def test_c21_an_exception_that_does_not_come_again_costs_nobody_anything(make_world, new_request):

@@ -16,6 +16,7 @@ from batch_manager import (
     SchedulerPolicy,
     TrtGptModelOptionalParams,
 )
+from batch_manager.testing.scripted_backend import ScriptedBackend
 
 
 @pytest.fixture
@@ -127,6 +128,29 @@ def test_c15_hooks_that_raise_are_counted_and_cost_nothing(make_manager, new_cli
     assert [len(client.responses[number]) for number in range(3)] == [4, 4, 4]
 
 
+@pytest.mark.parametrize("drain", [True, False])
+@pytest.mark.parametrize("error", [ValueError("x"), SystemExit(3)], ids=["error", "exit"])
+def test_at_end_is_called_after_a_backend_that_cannot_be_closed(make_manager, new_client, new_request, caplog, drain,
+                                                                error):
+    """C15: an exception of the backend's `close` is counted and logged once. The worker ends as usual."""
+    told, closed = [], []
+
+    class Stays(ScriptedBackend):
+        def close(self):
+            closed.append(1)
+            raise error
+
+    client = new_client()
+    client.pending = [new_request(1, [5, 6], 3)]
+    manager = make_manager(client, model_path="", parts={"backend": Stays(), "at_end": told.append})
+    client.wait_for_finals(1)
+    assert manager.shutdown(drain=drain, timeout=10)
+    assert closed == [1] and [health["state"] for health in told] == ["STOPPED"]
+    assert manager.health()["failure"] == "" and manager.health()["callback_failures"]["close"] == 1
+    assert [record.getMessage().split("\n")[0] for record in caplog.records if record.levelname == "ERROR"] == [
+        f"the close callback raised {type(error).__name__} (1 so far); the loop goes on"]
+
+
 def test_shutdown_returns_behind_at_end(make_manager, new_client):
     ended = []
     manager = make_manager(new_client(), parts={"at_end": lambda health: (time.sleep(0.1), ended.append(1))})
@@ -220,13 +244,15 @@ def test_c15_a_poll_that_returns_what_holds_no_ids_is_told_so(make_world, new_re
 def test_c15_a_get_that_returns_a_request_is_told_so(make_world, new_request, caplog):
     world = make_world()
     fetched = world.loop.callbacks.fetched
-    before, fetched._get = fetched._get, lambda most: new_request(1, [1], 2)
+    alone = [new_request(1, [1], 2)]
+    before, fetched._get = fetched._get, lambda most: alone.pop() if alone else []
     world.step(3)
-    assert world.loop.callbacks.failures["get"] >= 1
-    assert ("the get callback returned a value of type InferenceRequest; expected an iterable of InferenceRequests"
-            ) in caplog.text
+    assert world.loop.callbacks.failures["get"] == 1
+    assert ("the get callback returned a value of type InferenceRequest; expected an iterable of InferenceRequests; "
+            "the request is read all the same") in caplog.text
     assert "Traceback" not in caplog.text and "File " not in caplog.text
-    fetched._get, fetched.back_off.seconds = before, 0.0        # the back-off is over
+    assert world.client.final(1).error == "" and world.client.final(1).tokens() == [1, *world.expected([1], 2)]
+    fetched._get = before
     world.client.pending = [new_request(2, [1], 2)]
     world.run()
     assert world.client.final(2).error == ""

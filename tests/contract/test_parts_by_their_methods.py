@@ -118,6 +118,11 @@ def test_a_backend_is_refused_by_the_name_of_the_method_it_lacks(make_manager, n
     assert closed == [1] * (missing != "close")
 
 
+def test_a_backend_without_info_is_refused_by_that_name(make_manager, new_client):
+    with pytest.raises(ConfigError, match="SimpleNamespace in Parts.backend lacks info; .*all of its methods and its"):
+        make_manager(new_client(), model_path="", parts={"backend": SimpleNamespace(**dict.fromkeys(METHODS, print))})
+
+
 def test_a_backend_with_these_methods_is_all_there_need_be_and_copies_are_needed_by_nobody_who_copies_no_blocks(
         make_manager, new_client, new_request):
     """A backend needs no base class. It need not copy blocks if the engine has no beams and no block reuse."""

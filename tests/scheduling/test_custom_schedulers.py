@@ -141,3 +141,34 @@ def test_a_policy_of_ones_own_can_wrap_ours(play):
                 chunking=ContextChunkingPolicy.EQUAL_PROGRESS).run().picture() == """\
 C2 C2 C4
 C6 .  ."""
+
+
+@pytest.mark.parametrize("returned, said", [
+    (None, "a value of type NoneType"), ("ab", "a value of type str"), ({1: 2}, "a value of type dict"),
+    (([],), "1 value"), (([], [], [], []), "4 values")])
+def test_a_capacity_scheduler_that_returns_something_else_is_told_what_it_returned(make_line, returned, said):
+    class Wrong(CapacityScheduler):
+        def schedule_request(self, active_requests):
+            return returned
+
+    scheduler = SimpleScheduler(Wrong(), TokenBudgetScheduler(8))
+    with pytest.raises(SchedulerContractError, match=f"Wrong broke the scheduler contract: schedule_request returned "
+                                                     f"{said}, not .fitting requests, paused requests.;"):
+        scheduler.schedule_request([], ())
+
+
+@pytest.mark.parametrize("returned, said", [
+    (None, "a value of type NoneType"), (iter([[], []]), "a value of type list_iterator"), ([[]], "1 value"),
+    ([[]] * 5, "5 values")])
+def test_a_micro_batch_scheduler_that_returns_something_else_is_told_what_it_returned(make_line, returned, said):
+    class Wrong:
+        def schedule(self, fitting_requests, inflight_request_ids):
+            return returned
+
+    class TakesAll(CapacityScheduler):
+        def schedule_request(self, active_requests):
+            return active_requests, []
+
+    with pytest.raises(SchedulerContractError, match=f"Wrong broke the scheduler contract: schedule returned {said}, "
+                                                     "not .context requests, generation requests"):
+        SimpleScheduler(TakesAll(), Wrong()).schedule_request([], ())

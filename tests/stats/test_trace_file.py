@@ -151,6 +151,16 @@ def test_a_full_disk_is_logged_once_and_told_at_the_end(tmp_path, monkeypatch, c
     assert read(path.read_bytes()) == [record(0)]
 
 
+def test_a_closed_file_takes_no_record_and_leaves_a_descriptor_of_the_same_number_alone(tmp_path):
+    trace = TraceFile(tmp_path / "trace.jsonl", seconds_between_flushes=0)
+    trace.close()
+    with (tmp_path / "other").open("wb"):                   # gets the number of the closed descriptor
+        for _ in range(2):
+            with pytest.raises(ValueError, match="trace.jsonl is closed; expected no iteration after `close`"):
+                trace(record(0))
+    assert (tmp_path / "other").read_bytes() == b"" and (tmp_path / "trace.jsonl").read_bytes() == HEADER
+
+
 def test_a_record_larger_than_the_buffer(tmp_path):
     path = tmp_path / "trace.jsonl"
     large = IterationTrace(1, (), tuple(range(10**6, 10**6 + 200_000)), (), (), started_at_s=1.0)

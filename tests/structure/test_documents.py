@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from batch_manager import TrtGptModelOptionalParams
 from tests.campaigns.registry import SUITES
 
 from .documents import (
@@ -191,3 +192,11 @@ def test_suites_that_run_as_campaigns_are_marked():
 ])
 def test_citations_are_found(text, numbers):
     assert cited_in_text(text) == numbers
+
+
+def test_the_limits_of_the_page_for_hosts_are_the_defaults():
+    page = (REPOSITORY / "docs" / "embedding.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.,]+) \|", page.partition("## Limits")[2].partition("\n## ")[0], re.M)
+    params = TrtGptModelOptionalParams()
+    assert len(rows) >= 7 and {name: float(value.replace(",", "")) for name, value in rows} == {
+        name: getattr(params, name) for name, _ in rows}

@@ -82,10 +82,10 @@ def _from_files(model: Any, stored: dict[str, torch.Tensor], tied: dict[str, str
         for name, tensor in made.items():
             tensor = tensor[0] if isinstance(tensor, list) else tensor
             if name not in stored or tensor.shape != stored[name].shape:
-                raise UnsupportedModelError(f"{where}: {name}, assembled from {parts[0][0]} and others, has shape "
-                                            f"{list(tensor.shape)}",
-                                            "expected the name and the shape of a tensor of the model",
-                                            "save the model again with the newest transformers")
+                raise UnsupportedModelError(
+                    f"{where}: {name}, assembled from {parts[0][0]} and others, has shape {list(tensor.shape)}",
+                    f"expected shape {list(stored[name].shape)}" if name in stored
+                    else "the model has no tensor of this name", "save the model again with the newest transformers")
             given.add(name)
             yield name, tensor
     for name in sorted(stored.keys() - given):
