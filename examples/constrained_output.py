@@ -22,8 +22,16 @@ from time import perf_counter
 
 from tokenizers import Tokenizer
 
-from batch_manager import GptManager, InferenceRequest, Parts, SchedulerPolicy, TrtGptModelType
+from batch_manager import (
+    BatchManagerError,
+    GptManager,
+    InferenceRequest,
+    Parts,
+    SchedulerPolicy,
+    TrtGptModelType,
+)
 from batch_manager.extras.guided_decoding import GuidedDecoding
+from batch_manager.tools.command_parser import CommandParser
 
 SCHEMA = {
     "type": "object", "additionalProperties": False, "required": ["name", "temper", "age", "friends"],
@@ -35,7 +43,12 @@ SCHEMA = {
 SENTENCE = r' "[A-Z][a-z]+( [a-z]{2,9}){3,8}[.!?]" said (Emma|Mr\. Knightley|Miss Bates)\.'
 COPIES, LAST = 8, 1000      # requests per kind; a request with the id LAST makes the worker finish and end
 
-model = sys.argv[1] if len(sys.argv) > 1 else str(Path(__file__).parent / "models" / "austen-4m")
+parser = CommandParser(description=__doc__)
+parser.add_argument("model", nargs="?", default=str(Path(__file__).parent / "models" / "austen-4m"),
+                    help="folder of a checkpoint with a tokenizer.json; default: the included model")
+model = parser.parse_args().model
+if not Path(model, "tokenizer.json").is_file():
+    parser.error(f"there is no tokenizer.json in {model}; expected a folder of a checkpoint; pass another one")
 tokenizer = Tokenizer.from_file(f"{model}/tokenizer.json")
 end_id = tokenizer.token_to_id("</s>")
 guided = GuidedDecoding(f"{model}/tokenizer.json", vocab_size=tokenizer.get_vocab_size(), end_id=end_id)
@@ -71,10 +84,13 @@ def send_response(request_id, tensors, final_response, error_message):
         texts[request_id] = tokenizer.decode(tensors[0].array[0, 0].tolist())
 
 
-with GptManager(model, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION,
-                get_inference_requests, send_response, terminate_req_id=LAST, exclude_input_in_output=True,
-                parts=Parts(logits_post_processor_batched=timed)) as manager:
-    manager.wait_until_terminate()
+try:
+    with GptManager(model, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION,
+                    get_inference_requests, send_response, terminate_req_id=LAST, exclude_input_in_output=True,
+                    parts=Parts(logits_post_processor_batched=timed)) as manager:
+        manager.wait_until_terminate()
+except BatchManagerError as error:
+    parser.error(str(error))
 
 for request_id, text in sorted(texts.items()):
     if request_id % 2 == 0:

@@ -6,21 +6,26 @@ Each line of the input is a JSON object with `prompt` (a string, a list of token
 keys are `id` (a string or an integer; default: the line number) and the options of
 `batch_manager.extras.sampling.Sampling`, such as `max_tokens` and `temperature`. The default `seed` is derived from
 the id, so that a second run gives the same texts (in bfloat16 up to rounding, see `--dtype`). Blank lines are skipped.
+An input is refused if the id of one line is the line number of a line without a valid id.
 
 Each line of the output has the `id` and either `text`, `num_tokens` and `finish_reason`, or `error` (`code`,
 `message`). The program writes a line as soon as its text is complete. After a kill, the next run generates unfinished
 texts again. No input line is answered twice, and a line with the id of an earlier line is skipped. If a request fails
 with a retryable error, for example at shutdown, the program writes no line for the request. In this case the exit
 status is 1, and running the command again continues. Only one run at a time can write an output. The program refuses an
-output with lines that it did not write. The exit status is 2 in this case.
+output that is not a regular file, and an output with lines that it did not write. The exit status of every refusal is
+2, and a refusal makes no output file.
 """
 
 import argparse
 import fcntl
 import json
 import os
+import re
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import zlib
 from collections.abc import Iterator
@@ -31,6 +36,7 @@ from batch_manager import BatchManagerError, ManagerClosedError
 from batch_manager.extras.llm import LLM
 
 BEGINNING = b'{"id": '             # start of each output line
+OPTION_OF_PARAMETER = {"max_batch_size": "--in-flight", "num_threads": "--threads", "dtype": "--dtype"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,38 +51,64 @@ def main(arguments: list[str] | None = None) -> int:
     must_end = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: must_end.set())
     signal.signal(signal.SIGINT, lambda *_: must_end.set())
+    is_new = not os.path.exists(options.output)
     try:
+        lines = opened_input(options.input)
+        check_default_ids(lines)
         output = opened_output(options.input, options.output)
         answered = answered_ids(output)
     except (OSError, ValueError) as error:
         print(f"jsonl_batch: {error}", file=sys.stderr)
         return 2
-    with output:
+    with lines, output:
         try:
             llm = LLM(options.model, max_batch_size=options.in_flight, num_threads=options.threads, dtype=options.dtype)
         except BatchManagerError as error:
-            print(f"jsonl_batch: {error}", file=sys.stderr)
+            print(f"jsonl_batch: {with_names_of_options(str(error))}", file=sys.stderr)
+            if is_new and not output.tell():
+                os.unlink(os.path.realpath(options.output))
             return 2
         with llm:
-            num_written, num_unanswered = run(llm, options.input, output, answered, options.in_flight, must_end)
+            num_written, num_unanswered = run(llm, lines, output, answered, options.in_flight, must_end)
     print(f"{len(answered)} lines were answered before, {num_written} now; {num_unanswered} are left", file=sys.stderr)
     return 1 if num_unanswered else 0
+
+
+def with_names_of_options(message: str) -> str:
+    """Return the message of an error about parameters of the engine, with the options that set these parameters."""
+    names = r"\b(max_batch_size|num_threads)\b|^dtype(?= is )"
+    named = re.sub(names, lambda name: OPTION_OF_PARAMETER[name[0]], message)
+    return named.replace(", or None", "; leave it out for the default")
+
+
+def opened_input(path: str) -> BinaryIO:
+    """Open the input file. A pipe is first copied to a temporary file, because the input is read twice."""
+    file = open(path, "rb")
+    if file.seekable():
+        return file
+    copy = tempfile.TemporaryFile()
+    with file:
+        shutil.copyfileobj(file, copy)
+    return copy
 
 
 def opened_output(input_path: str, output_path: str) -> BinaryIO:
     """Open and lock the output file.
 
-    Raises OSError if the input or the output cannot be opened, and ValueError if the output is the input or another run
-    writes it.
+    Raises OSError if the output cannot be opened, and ValueError if it is not a regular file, if it is the input, or if
+    another run writes it.
     """
-    with open(input_path, "rb"):
-        pass
+    if os.path.exists(output_path):
+        if not os.path.isfile(output_path):
+            raise ValueError(f"{output_path} is not a regular file; expected a file or a new name; name another output")
+        if os.path.samefile(input_path, output_path):
+            raise ValueError(f"{output_path} is also the input; expected another file; name one")
     output = open(output_path, "a+b")
-    if os.path.samefile(input_path, output_path):
-        raise ValueError(f"{output_path} is also the input; expected another file; name one")
     try:
         fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        if not os.path.samestat(os.fstat(output.fileno()), os.stat(output_path)):    # removed by a run that was refused
+            raise FileNotFoundError
+    except (BlockingIOError, FileNotFoundError):
         raise ValueError(f"{output_path} is being written by another run; one run at a time; wait for it") from None
     return output
 
@@ -106,36 +138,61 @@ def answered_ids(output: BinaryIO) -> set[str | int]:
     return ids
 
 
-def prompts(path: str, answered: set[str | int]) -> Iterator[tuple[str | int, Any, dict[str, Any] | str]]:
+def check_default_ids(lines: BinaryIO) -> None:
+    """Raise ValueError if the id of one line is the line number of a line without an id.
+
+    Both lines would have the same id in the output, and one of the prompts would not be answered.
+    """
+    without_id: set[int] = set()
+    numbers: dict[int, int] = {}           # integer id -> line that has it
+    for number, line_id, _ in numbered_lines(lines):
+        if line_id is None:
+            without_id.add(number)
+        elif isinstance(line_id, int):
+            numbers.setdefault(line_id, number)
+    for line_id in sorted(without_id & numbers.keys())[:1]:
+        raise ValueError(f"line {numbers[line_id]} has the id {line_id}, which is the default id of line {line_id}; "
+                         f"expected different ids; give line {line_id} an id")
+
+
+def prompts(lines: BinaryIO, answered: set[str | int]) -> Iterator[tuple[str | int, Any, dict[str, Any] | str]]:
     """Yield (id, prompt, options) of each unanswered line. For an invalid line, `options` is an error message."""
     seen: set[str | int] = set()
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            line_id: str | int = number
-            prompt, options = None, {}
-            try:
-                options = parsed(line)
-                if not isinstance(options, dict):
-                    raise ValueError("it is not a JSON object")
-                given_id = options.pop("id", number)
-                if type(given_id) not in (str, int):
+    for number, given_id, options in numbered_lines(lines):
+        line_id = number if given_id is None else given_id
+        if line_id in seen:
+            print(f"line {number} has the id of an earlier line and is skipped", file=sys.stderr)
+            continue
+        seen.add(line_id)
+        if line_id not in answered:
+            yield line_id, options.pop("prompt") if isinstance(options, dict) else None, options
+
+
+def numbered_lines(lines: BinaryIO) -> Iterator[tuple[int, str | int | None, dict[str, Any] | str]]:
+    """Yield (line number, id, object without the id) of each line that is not blank, from the start.
+
+    The id is None if the line has no valid one. For an invalid line, the object is an error message.
+    """
+    lines.seek(0)
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        line_id: str | int | None = None
+        try:
+            fields = parsed(line)
+            if not isinstance(fields, dict):
+                raise ValueError("it is not a JSON object")
+            if "id" in fields:
+                if type(fields["id"]) not in (str, int):
                     raise ValueError("its id is neither a string nor an integer")
-                line_id = given_id
-                if "prompt" not in options:
-                    raise ValueError("it has no prompt")
-                prompt, bias = options.pop("prompt"), options.get("logit_bias")
-                if isinstance(bias, dict):     # names in JSON are strings
-                    options["logit_bias"] = {int(name) if name.isdecimal() else name: bias[name] for name in bias}
-                if line_id in seen:
-                    print(f"line {number} has the id of an earlier line and is skipped", file=sys.stderr)
-                    continue
-            except (ValueError, RecursionError) as error:
-                options = f"line {number}: {error}"
-            seen.add(line_id)
-            if line_id not in answered:
-                yield line_id, prompt, options
+                line_id = fields.pop("id")
+            if "prompt" not in fields:
+                raise ValueError("it has no prompt")
+            if isinstance(bias := fields.get("logit_bias"), dict):     # names in JSON are strings
+                fields["logit_bias"] = {int(name) if name.isdecimal() else name: bias[name] for name in bias}
+        except (ValueError, RecursionError) as error:
+            fields = f"line {number}: {error}"
+        yield number, line_id, fields
 
 
 def parsed(line: bytes) -> Any:
@@ -145,7 +202,7 @@ def parsed(line: bytes) -> Any:
         raise ValueError("it is not JSON") from None
 
 
-def run(llm: LLM, path: str, output: BinaryIO, answered: set[str | int], in_flight: int,
+def run(llm: LLM, lines: BinaryIO, output: BinaryIO, answered: set[str | int], in_flight: int,
         must_end: threading.Event) -> tuple[int, int]:
     """Generate the texts of the unanswered lines, and return (number of lines written, number of lines left).
 
@@ -153,7 +210,7 @@ def run(llm: LLM, path: str, output: BinaryIO, answered: set[str | int], in_flig
     in_flight   number of texts that are generated at the same time
     must_end    when set, running requests end without an answer, and their lines are left
     """
-    waiting, running, written, unanswered = prompts(path, answered), set(), 0, 0
+    waiting, running, written, unanswered = prompts(lines, answered), set(), 0, 0
     with ThreadPoolExecutor(in_flight) as pool:
         while True:
             while len(running) < 2 * in_flight and not must_end.is_set():
@@ -196,7 +253,8 @@ def answer(llm: LLM, line_id: str | int, prompt: Any, options: dict[str, Any] | 
     if completion.error is not None:
         if completion.error.is_retryable:
             return None
-        return {"id": line_id, "error": {"code": completion.error.code.value, "message": completion.error.message}}
+        return {"id": line_id, "error": {"code": completion.error.code.value,
+                                         "message": re.sub(r"^request \d+: ", "", completion.error.message)}}
     return {"id": line_id, "text": completion.text, "num_tokens": len(completion.tokens),
             "finish_reason": completion.finish_reason.name.lower()}
 

@@ -4,9 +4,9 @@
     gunicorn -k uvicorn.workers.UvicornWorker -w 2 --chdir examples 'openai_server:make_app("models/austen-4m")'
 """
 
-import argparse
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -28,6 +28,7 @@ from batch_manager.aio import AsyncEngine
 from batch_manager.extras.openai import OpenAIError, OpenAIService
 from batch_manager.extras.openai.responses import answer_to, error_response, json_response
 from batch_manager.extras.prometheus import CONTENT_TYPE, PrometheusStatistics
+from batch_manager.tools.command_parser import CommandParser
 
 SECONDS_BETWEEN_LOOKS = 0.05
 
@@ -61,11 +62,12 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
 
 
 def without_stack(app):
-    """ASGI middleware that logs a BatchManagerError at start-up without a stack trace."""
+    """ASGI middleware that logs a BatchManagerError at start-up without a stack trace, and sets `is_refused`."""
     async def asgi(scope, receive, send):
         async def send_text(message):
             if message["type"] == "lifespan.startup.failed" and isinstance(sys.exception(), BatchManagerError):
                 message["message"] = str(sys.exception())
+                scope["app"].state.is_refused = True
             await send(message)
 
         await app(scope, receive, send_text if scope["type"] == "lifespan" else send)
@@ -134,25 +136,35 @@ class DrainingServer(uvicorn.Server):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="OpenAI's HTTP API for one model")
+    parser = CommandParser(description="OpenAI's HTTP API for one model. Exit status: 2 if an option or the model is "
+                                       "refused, 1 if the start fails otherwise")
     parser.add_argument("--model", required=True, help="folder with a tokenizer, or .gguf file")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=int, default=8000, help="0: any free port (8000)")
     parser.add_argument("--served-model-name")
-    parser.add_argument("--drain-seconds", type=float, default=30.0)
+    parser.add_argument("--drain-seconds", type=float, default=30.0, help="for running requests after SIGTERM (30)")
     parser.add_argument("--no-block-reuse", action="store_true")
     for name, kind in (("max-batch-size", int), ("max-queued-requests", int), ("max-seq-len", int),
                        ("num-threads", int), ("device", str), ("dtype", str)):
         parser.add_argument(f"--{name}", type=kind)
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
     host, port, drain_s = (given.pop(name) for name in ("host", "port", "drain_seconds"))
+    if not 0 <= port <= 65535:
+        parser.error(f"--port is {port}; expected 0 to 65535; 0 takes any free port")
+    if not drain_s >= 0:                             # also refuses nan
+        parser.error(f"--drain-seconds is {drain_s}; expected at least 0; 0 ends running requests at once")
     try:                                             # check the port before loading the model
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        sys.exit(f"openai_server: cannot listen on {host}, port {port}: {error}; pass another --port")
+    except (OSError, UnicodeError) as error:
+        wrong = "--port" if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        print(f"openai_server: cannot listen on {host}, port {port}: {error}; pass another {wrong}", file=sys.stderr)
+        sys.exit(2)
     app = make_app(given.pop("model"), block_reuse=not given.pop("no_block_reuse"), **given)
-    with contextlib.suppress(KeyboardInterrupt):     # raised by uvicorn after an orderly shutdown
-        DrainingServer(app, host, port, drain_s).run()
+    try:
+        with contextlib.suppress(KeyboardInterrupt):     # raised by uvicorn after an orderly shutdown
+            DrainingServer(app, host, port, drain_s).run()
+    except SystemExit:                                   # uvicorn's status of a failed start is 3
+        sys.exit(2 if getattr(app.state, "is_refused", False) else 1)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ except ImportError:
     sys.exit('redis_worker: redis is not installed; pip install -e ".[examples]"')
 
 from batch_manager import (
+    BatchManagerError,
     ErrorCode,
     FinishReason,
     GptManager,
@@ -42,10 +43,12 @@ from batch_manager import (
     TrtGptModelType,
     resume,
 )
+from batch_manager.tools.command_parser import CommandParser
 
 log = logging.getLogger("redis_worker")
 GROUP = "workers"                    # consumer group
 SECONDS_TO_KEEP_TOKENS = 3600        # after the answer, for late clients
+LONGEST_LEASE = 86_400               # seconds
 MOST_DELIVERIES = 10                 # an entry that so many workers got without answering it gets an error
 
 
@@ -237,7 +240,7 @@ def is_healthy(manager: GptManager) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder of a checkpoint")
     parser.add_argument("--redis", required=True, help="redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]")
     parser.add_argument("--consumer", required=True, help="unique name of this worker")
@@ -249,19 +252,37 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="auto", help="dtype of weights and activations: float32, bfloat16, ...")
     parser.add_argument("--deterministic", action="store_true", help="bitwise equal tokens on every worker")
     options = parser.parse_args(arguments)
+    if not 1 <= options.lease <= LONGEST_LEASE:              # a shorter lease may end before the worker renews it
+        parser.error(f"--lease is {options.lease}; expected 1 to {LONGEST_LEASE:,} seconds; leave it out for 10")
+    if not options.drain >= 0:                               # also refuses nan
+        parser.error(f"--drain is {options.drain}; expected at least 0 seconds; 0 releases running entries at once")
+    if options.in_flight < 1:
+        parser.error(f"--in-flight is {options.in_flight}; expected at least 1; leave it out for 16")
+    if options.threads is not None and options.threads < 1:
+        parser.error(f"--threads is {options.threads}; expected at least 1; leave it out for the default")
+    try:
+        client = redis.Redis.from_url(options.redis, protocol=2, socket_timeout=5, socket_connect_timeout=5,
+                                      retry=Retry(NoBackoff(), 0))
+    except ValueError:                                       # its text, like the address, may contain a password
+        parser.error("--redis is not an address of Redis; expected redis://HOST:PORT, rediss://HOST:PORT or "
+                     "unix://PATH, with a port up to 65535; correct it")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     must_end = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: must_end.set())
-    client = redis.Redis.from_url(options.redis, protocol=2, socket_timeout=5, socket_connect_timeout=5,
-                                  retry=Retry(NoBackoff(), 0))
     worker = Worker(client, options)
-    with GptManager(options.model, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.GUARANTEED_NO_EVICT,
-                    worker.get_inference_requests, worker.send_response, lambda: worker.stopped,
-                    optional_params=TrtGptModelOptionalParams(
-                        max_batch_size=options.in_flight, num_threads=options.threads, dtype=options.dtype,
-                        deterministic=options.deterministic),
-                    exclude_input_in_output=True, parts=Parts(after_responses=worker.news.set)) as manager:
+    try:
+        manager = GptManager(
+            options.model, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.GUARANTEED_NO_EVICT,
+            worker.get_inference_requests, worker.send_response, lambda: worker.stopped,
+            optional_params=TrtGptModelOptionalParams(
+                max_batch_size=options.in_flight, num_threads=options.threads, dtype=options.dtype,
+                deterministic=options.deterministic),
+            exclude_input_in_output=True, parts=Parts(after_responses=worker.news.set))
+    except BatchManagerError as error:
+        print(f"redis_worker: {error}", file=sys.stderr)
+        return 2
+    with manager:
         log.info("%s serves %s", options.consumer, options.stream)
         ended_healthy = worker.run(manager, must_end)
         if not manager.shutdown(drain=False, timeout=5):

@@ -7,7 +7,6 @@ backend, or a field of TrtGptModelOptionalParams or KvCacheConfig. With --run, t
 package nvidia-pytriton.
 """
 
-import argparse
 import os
 import shutil
 import sys
@@ -20,6 +19,7 @@ sys.path.insert(0, str(HERE))
 import triton_settings  # noqa: E402
 
 import batch_manager  # noqa: E402
+from batch_manager.tools.command_parser import CommandParser  # noqa: E402
 
 HOST_FILES = ("triton_host.py", "triton_metrics.py", "triton_settings.py")
 
@@ -140,7 +140,7 @@ def _numpy_is_old() -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="the model repository; FOLDER/NAME is written")
     parser.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--name", default="gpt", help="the model's name on the server (gpt)")
@@ -159,6 +159,9 @@ def main(arguments: list[str] | None = None) -> int:
         write_repository(folder, given.name, parameters)
     except ValueError as error:             # SettingError, ConfigError
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"{folder / given.name} cannot be written ({error.strerror}); expected a folder that can be made "
+                     "or written; name another")
     print(f"wrote {folder / given.name}")
     if given.run:
         command, environment = server_command(folder, given.http_port, given.grpc_port, given.metrics_port)

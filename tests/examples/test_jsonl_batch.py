@@ -18,13 +18,13 @@ MODEL = ROOT / "examples/models/austen-4m"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def command(folder):
+def command(folder, *options):
     return [sys.executable, ROOT / "examples/jsonl_batch.py", folder / "in.jsonl", folder / "out.jsonl", "--model",
-            MODEL, "--in-flight", "4", "--threads", "1", "--dtype", "float32"]
+            MODEL, "--in-flight", "4", "--threads", "1", "--dtype", "float32", *options]
 
 
-def run(folder):
-    return subprocess.run(command(folder), capture_output=True, text=True, timeout=120)
+def run(folder, *options):
+    return subprocess.run(command(folder, *options), capture_output=True, text=True, timeout=120)
 
 
 def lines(folder):
@@ -145,3 +145,64 @@ def test_a_model_that_is_not_there_is_named_without_a_stack(tmp_path):
                           capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.startswith("jsonl_batch: ") and done.stderr.count("\n") == 1
     assert "hf download" in done.stderr and lines(tmp_path) == []
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("device", ["/dev/full", "/dev/zero"])
+def test_an_output_that_is_a_device_is_refused(tmp_path, device):
+    write(tmp_path, ROWS[:1])
+    (tmp_path / "out.jsonl").symlink_to(device)
+    done = subprocess.run(["bash", "-c", 'ulimit -v 6000000; exec "$@"', "bash", *command(tmp_path)],
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "out.jsonl is not a regular file; expected a file or a new name; name another output" in done.stderr
+
+
+@pytest.mark.parametrize("rows, message", [
+    ([{"prompt": "The"}, {"id": 1, "prompt": "A second one"}],
+     "line 2 has the id 1, which is the default id of line 1"),
+    ([{"id": 3, "prompt": "The"}, {"id": "b", "prompt": "The"}, {"prompt": "A third one"}],
+     "line 1 has the id 3, which is the default id of line 3"),
+    (["no json", {"id": 1, "prompt": "The"}], "line 2 has the id 1, which is the default id of line 1"),
+])
+def test_an_id_that_is_the_number_of_a_line_without_id_is_refused(tmp_path, rows, message):
+    write(tmp_path, rows)
+    done = run(tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert message in done.stderr and "; expected different ids; give line" in done.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_ids_that_only_look_like_line_numbers_of_others_are_kept(tmp_path):
+    rows = [{"id": 1}, {"id": "3", "prompt": "The"}, {"prompt": "The"}, {"id": 2, "prompt": "The"},
+            {"id": 2, "promt": "The"}]
+    write(tmp_path, [{"max_tokens": 2, **row} for row in rows])
+    (tmp_path / "file.jsonl").write_bytes((tmp_path / "in.jsonl").read_bytes())
+    (tmp_path / "in.jsonl").unlink()
+    os.mkfifo(tmp_path / "in.jsonl")                       # the input may be a pipe
+    with subprocess.Popen(["cp", tmp_path / "file.jsonl", tmp_path / "in.jsonl"]):
+        done = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(str(line["id"]) for line in lines(tmp_path)) == ["1", "2", "3", "3"]
+    assert "line 5 has the id of an earlier line" in done.stderr
+
+
+@pytest.mark.parametrize("option, value, message", [
+    ("--in-flight", "0", "--in-flight is 0; expected an integer of at least 1"),
+    ("--threads", "-1", "--threads is -1; expected an integer in 1..1,024; leave it out for the default"),
+    ("--dtype", "float7", "--dtype is 'float7'; expected one of "),
+])
+def test_a_refused_option_is_named_and_makes_no_output(tmp_path, option, value, message):
+    write(tmp_path, ROWS[:1])
+    done = run(tmp_path, option, value)
+    assert done.returncode == 2 and done.stderr.startswith(f"jsonl_batch: {message}"), done.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+    (tmp_path / "out.jsonl").touch()
+    assert run(tmp_path, option, value).returncode == 2 and (tmp_path / "out.jsonl").exists()
+
+
+def test_an_error_of_a_line_has_no_number_of_the_engine(tmp_path):
+    write(tmp_path, [{"prompt": "The", "max_tokens": 2}, {"prompt": "The", "temperature": -1, "max_tokens": 2}])
+    assert run(tmp_path).returncode == 0
+    found = {line["id"]: line for line in lines(tmp_path)}
+    assert found[2]["error"]["message"].startswith("temperature is -1")

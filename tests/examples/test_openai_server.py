@@ -357,8 +357,32 @@ def test_a_start_up_that_is_refused_says_what_to_do_without_a_stack(tmp_path):
     command = [sys.executable, REPOSITORY / "examples" / "openai_server.py", "--model", "nowhere", "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-    assert ended.returncode and "pass an existing path" in ended.stderr
+    assert ended.returncode == 2 and "pass an existing path" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("option, value, message", [
+    ("--port", "99999", "--port is 99999; expected 0 to 65535; 0 takes any free port"),
+    ("--port", "-1", "--port is -1; expected 0 to 65535; 0 takes any free port"),
+    ("--drain-seconds", "nan", "--drain-seconds is nan; expected at least 0; 0 ends running requests at once"),
+    ("--drain-seconds", "-5", "--drain-seconds is -5.0; expected at least 0; 0 ends running requests at once"),
+    ("--host", "nowhere.invalid", "pass another --host"),
+    ("--host", "a" * 70, "pass another --host"),
+])
+def test_a_wrong_option_is_refused_in_one_line(tmp_path, option, value, message):
+    command = [sys.executable, SERVER, "--model", "nowhere", "--port", "0", option, value]
+    ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+                           capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and message in ended.stderr and ended.stderr.count("\n") == 1, ended.stderr
+
+
+def test_a_start_up_that_fails_for_another_reason_has_another_status(tmp_path):
+    code = ("import runpy, sys; from batch_manager.aio import AsyncEngine; AsyncEngine.start = lambda *_, **__: 1 / 0; "
+            f"sys.argv = ['', '--model', 'nowhere', '--port', '0']; runpy.run_path({str(SERVER)!r}, None, '__main__')")
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True,
+                           timeout=60)
+    assert ended.returncode == 1 and "ZeroDivisionError" in ended.stderr
 
 
 def test_a_port_in_use_is_refused_before_the_model_is_looked_for(tmp_path):
@@ -366,7 +390,7 @@ def test_a_port_in_use_is_refused_before_the_model_is_looked_for(tmp_path):
         command = [sys.executable, SERVER, "--model", "nowhere", "--port", str(other.getsockname()[1])]
         ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
                                capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1 and "pass another --port" in ended.stderr
+    assert ended.returncode == 2 and "pass another --port" in ended.stderr
     assert "nowhere" not in ended.stderr and "Traceback" not in ended.stderr
 
 

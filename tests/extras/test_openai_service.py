@@ -220,6 +220,7 @@ def test_a_chat_with_its_shapes(tmp_path):
         chunks = await events(service, True, **body, stream_options={"continuous_usage_stats": True})
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
         assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
+        assert [chunk["usage"]["completion_tokens"] for chunk in chunks][0] == 0
         assert "".join(delta.get("content", "") for delta in deltas) == choice["message"]["content"]
         assert chunks[-2]["usage"]["completion_tokens"] == 8 and chunks[-1]["usage"] == one["usage"]
         with pytest.raises(OpenAIError, match="a template variable is named messages; ") as raised:
@@ -262,6 +263,20 @@ def test_what_cannot_be_used_is_refused_by_name(body, param):
 def test_chats_that_cannot_be_used(body, message):
     with pytest.raises(OpenAIError, match=message):
         read_body(body, is_chat=True)
+
+
+@pytest.mark.parametrize("value, about", [(2**64, "1.84467e+19"), (-(2**63) - 1, "-9.22337e+18"), (10**30, "1e+30")])
+def test_an_integer_of_more_than_64_bits_is_called_that(value, about):
+    expected = {"seed": "an integer of at most 64 bits", "max_tokens": f"an integer in 0..{2**31 - 1}",
+                "top_k": f"an integer in -1..{2**31 - 1}", "logprobs": "an integer in 0..20",
+                "priority": f"an integer in {-2**31}..{2**31 - 1}"}
+    for field, integers in expected.items():
+        with pytest.raises(OpenAIError) as told:
+            read_body(json.dumps({"prompt": "x", field: value}).encode(), is_chat=False)
+        assert told.value.message == f"{field}: got about {about}, which has more than 64 bits; expected {integers}"
+    for value in (2.5, 1e18):
+        with pytest.raises(OpenAIError, match="seed: got float; expected int"):
+            read_body(json.dumps({"prompt": "x", "seed": value}).encode(), is_chat=False)
 
 
 def test_options_of_other_engines_and_harmless_fields():
@@ -323,6 +338,28 @@ def test_a_request_that_is_too_large_names_fields_of_the_body():
     error = OpenAIError.of(RequestFailed(ErrorCode.TOO_LARGE_FOR_KV_CACHE, text))
     assert (error.status, error.param, error.code) == (413, "prompt", "too_large_for_kv_cache")
     assert error.message == "prompt has 500 tokens and max_tokens is 900; together they may need 9 blocks"
+
+
+def test_a_full_queue_tells_the_client_what_it_can_do():
+    text = ("request 3: the queue has 16 requests already; max_queued_requests is 16; return no more than "
+            "max_num_requests from get, or raise max_queued_requests")
+    error = OpenAIError.of(RequestFailed(ErrorCode.QUEUE_FULL, text))
+    assert (error.status, error.param, error.headers) == (429, None, {"Retry-After": "1"})
+    assert error.message == ("the queue has 16 requests already; max_queued_requests is 16; send the request again "
+                             "after the seconds in Retry-After, or ask for fewer outputs at once")
+
+
+def test_every_event_has_the_usage_if_the_client_wants_it():
+    async def test(service):
+        for extra in ({}, {"echo": True}, {"echo": True, "logprobs": 1}, {"echo": True, "n": 2, "logprobs": 0},
+                      {"echo": True, "max_tokens": 0}):
+            chunks = await events(service, prompt="Emma smiled, and", **{"max_tokens": 5, **extra},
+                                  stream_options={"continuous_usage_stats": True})
+            counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+            assert counts == sorted(counts) and (counts[0] == 0) == ("echo" in extra)
+            assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {chunks[0]["usage"]["prompt_tokens"]}
+
+    run(test)
 
 
 def test_every_tensor_that_a_body_sets_has_a_field():
@@ -450,5 +487,26 @@ def test_a_bias_of_the_whole_vocabulary_is_made_once_for_all_texts(monkeypatch):
         with pytest.raises(OpenAIError, match="logit_bias of token 7 is not a number in the valid range") as raised:
             await whole(service, prompt=[5], logit_bias={"7": 101})
         assert raised.value.status == 400
+
+    run(test)
+
+
+def test_the_documented_limits_are_those_of_the_server():
+    root = MODEL.parents[2]
+    page = (root / "docs" / "servers.md").read_text(encoding="utf-8")
+    responses = pytest.importorskip("batch_manager.extras.openai.responses")
+    params = TrtGptModelOptionalParams()
+    assert f"413 above {responses.LARGEST_BODY:,} bytes" in page
+    assert f"(`--max-queued-requests`, {params.max_queued_requests:,})" in page
+    assert f"`max_queued_tokens` tokens ({params.max_queued_tokens:,})" in page
+    assert f"`max_bytes_in_flight` bytes ({params.max_bytes_in_flight >> 30} GiB)" in page
+    with pytest.raises(OpenAIError, match="max_completion_tokens"):
+        read_body(b'{"prompt": "x", "max_completion_tokens": 3}', is_chat=False)
+    fields = (root / "examples" / "openai_server.md").read_text(encoding="utf-8")
+    assert "| `max_completion_tokens` | chats only: " in fields
+
+    async def test(service):
+        (choice,) = (one := await whole(service, prompt=[5], max_tokens=9000, ignore_eos=True))["choices"]
+        assert choice["finish_reason"] == "length" and one["usage"]["total_tokens"] == service.engine.info.max_seq_len
 
     run(test)

@@ -10,6 +10,7 @@ from ...names import ErrorCode
 from ..sampling import OPTION_OF_TENSOR
 
 SECONDS_UNTIL_A_RETRY = {429: 1, 503: 5}
+_WHAT_A_CLIENT_CAN_DO = "send the request again after the seconds in Retry-After, or ask for fewer outputs at once"
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
 _REQUEST = re.compile(r"request \d+: ")     # the engine's id of a request, which clients do not know
 # Request tensor -> field of a body. Tensors that have the name of their field are listed too.
@@ -40,7 +41,8 @@ class OpenAIError(Exception):
         """Return the OpenAIError that answers a request on which the engine raised or reported `error`.
 
         The message of an invalid or too large request names the fields of the body in place of the request tensors.
-        `param` is the first field named in the part of the message before the first semicolon.
+        `param` is the first field named in the part of the message before the first semicolon. The message of a full
+        queue ends with what a client can do, in place of what the host of the engine can do.
         """
         message = _REQUEST.sub("", error.message if isinstance(error, RequestFailed) else str(error), count=1)
         param = None
@@ -49,6 +51,8 @@ class OpenAIError(Exception):
             if (found := _TENSOR.search(message.partition(";")[0])) is not None:
                 param = names[found[0]]
             message = _TENSOR.sub(lambda tensor: names[tensor[0]], message)
+        elif error.code is ErrorCode.QUEUE_FULL:
+            message = f"{message.rpartition('; ')[0] or message}; {_WHAT_A_CLIENT_CAN_DO}"
         return cls(error.code.http_status, message, param, error.code.value.lower())
 
     @property

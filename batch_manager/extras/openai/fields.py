@@ -72,12 +72,16 @@ class _Body:
             raise OpenAIError(400, "the body is not a JSON object")
         self._fields = {name: value for name, value in fields.items() if value is not None}
 
-    def take(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+    def take(self, name: str, kind: type | tuple[type, ...], default: Any = None, *,
+             integers: str = "an integer of at most 64 bits") -> Any:
+        """Remove and return a field. `integers` describes, for an error, the integers that are valid."""
         value = self._fields.pop(name, None)
         if value is None:
             return default
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if type(value) not in kinds:
+            if int in kinds and type(value) is float and not -(2**63) < value < 2**64:   # orjson's longer integers
+                raise refused(name, f"got about {value:g}, which has more than 64 bits; expected {integers}")
             names = " or ".join(each.__name__ for each in kinds)
             raise refused(name, f"got {type_name(value)}; expected {names}")
         return value
@@ -86,9 +90,10 @@ class _Body:
         return self.take(name, (int, float), default)
 
     def count(self, name: str, default: int | None, least: int = 0, most: int = 2**31 - 1) -> int | None:
-        value = self.take(name, int, default)
+        expected = f"an integer in {least}..{most}"
+        value = self.take(name, int, default, integers=expected)
         if value is not None and not least <= value <= most:
-            raise refused(name, f"got {value}; expected an integer in {least}..{most}")
+            raise refused(name, f"got {value}; expected {expected}")
         return value
 
     def check_rest(self) -> None:
@@ -195,13 +200,14 @@ def _stream_options(fields: _Body, parsed: ParsedBody) -> None:
 
 def _log_probs_of_a_completion(fields: _Body) -> int | None:
     """Return the number of likeliest tokens to return per position, or None for no log-probabilities."""
-    most = fields.take("logprobs", (int, bool))
+    expected = f"an integer in 0..{MOST_TOP_LOG_PROBS}"
+    most = fields.take("logprobs", (int, bool), integers=expected)
     if most is None or most is False:
         return None
     if most is True:
         return 0
     if not 0 <= most <= MOST_TOP_LOG_PROBS:
-        raise refused("logprobs", f"got {most}; expected an integer in 0..{MOST_TOP_LOG_PROBS}")
+        raise refused("logprobs", f"got {most}; expected {expected}")
     return most
 
 

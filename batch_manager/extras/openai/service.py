@@ -280,20 +280,22 @@ class Answer:
 
     async def _events_of(self, choice: _Choice) -> AsyncIterator[bytes]:
         shapes, index, with_usage = self._shapes, choice.index, self._parsed.with_usage_in_every_chunk
-        before = shapes.role(index) if self._parsed.is_chat else b""
-        echo = self._echoes[index // self._parsed.count]
-        if echo:
-            before = shapes.chunk(index, echo, None, None)
+        echo, has_begun = self._echoes[index // self._parsed.count], False
         async for delta in choice.stream:
+            if not has_begun:
+                has_begun, used = True, self._usage() if with_usage else None
+                if self._parsed.is_chat:
+                    yield shapes.role(index, used)
+                elif echo:
+                    yield shapes.chunk(index, echo, None, used)
             piece = await self._piece(choice, delta)
             log_probs = self._log_probs(choice, delta)
             used = self._usage() if with_usage else None
             if choice.is_over:
-                yield before + shapes.last(index, piece, log_probs, choice.text.finish_reason, used)
+                yield shapes.last(index, piece, log_probs, choice.text.finish_reason, used)
                 return
-            if piece or log_probs is not None or before:
-                yield before + (shapes.chunk(index, piece, log_probs, used) if piece or log_probs is not None else b"")
-                before = b""
+            if piece or log_probs is not None:
+                yield shapes.chunk(index, piece, log_probs, used)
 
     async def _piece(self, choice: _Choice, delta: Delta) -> str:
         if choice.waits_for_prompt and delta.responses:

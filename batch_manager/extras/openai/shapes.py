@@ -33,10 +33,10 @@ class Shapes:
         self._text = b',"delta":{"content":' if is_chat else b',"text":'
         self._after_text = (b"}" if is_chat else b"") + b',"logprobs":'
 
-    def role(self, index: int) -> bytes:
+    def role(self, index: int, usage: dict[str, Any] | None) -> bytes:
         """Return the first chunk of a chat's output, which has the role."""
         delta = b'%d,"delta":{"role":"assistant","content":""},"logprobs":null' % index
-        return self._start + delta + self._end(b"null", None)
+        return self._start + delta + self._end(b"null", usage)
 
     def chunk(self, index: int, text: str, log_probs: dict[str, Any] | None, usage: dict[str, Any] | None) -> bytes:
         """Return a chunk with a piece of text."""
