@@ -17,7 +17,6 @@ output that is not a regular file, and an output with lines that it did not writ
 2, and a refusal makes no output file.
 """
 
-import argparse
 import fcntl
 import json
 import os
@@ -34,18 +33,19 @@ from typing import Any, BinaryIO
 
 from batch_manager import BatchManagerError, ManagerClosedError
 from batch_manager.extras.llm import LLM
+from batch_manager.tools.command_parser import CommandParser
+from batch_manager.tools.workload import at_least
 
 BEGINNING = b'{"id": '             # start of each output line
-OPTION_OF_PARAMETER = {"max_batch_size": "--in-flight", "num_threads": "--threads", "dtype": "--dtype"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("input", help="JSONL of prompts")
     parser.add_argument("output", help="JSONL of texts; existing lines are kept")
     parser.add_argument("--model", required=True, help="folder of a checkpoint with a tokenizer")
-    parser.add_argument("--in-flight", type=int, default=16, help="number of prompts that run at the same time")
-    parser.add_argument("--threads", type=int, default=None, help="processor threads of the engine")
+    parser.add_argument("--in-flight", type=at_least(1), default=16, help="number of prompts that run at the same time")
+    parser.add_argument("--threads", type=at_least(1), default=None, help="processor threads of the engine")
     parser.add_argument("--dtype", default="auto", help="dtype of weights and activations: float32, bfloat16, ...")
     options = parser.parse_args(arguments)
     must_end = threading.Event()
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             llm = LLM(options.model, max_batch_size=options.in_flight, num_threads=options.threads, dtype=options.dtype)
         except BatchManagerError as error:
-            print(f"jsonl_batch: {with_names_of_options(str(error))}", file=sys.stderr)
+            print(f"jsonl_batch: {error}", file=sys.stderr)
             if is_new and not output.tell():
                 os.unlink(os.path.realpath(options.output))
             return 2
@@ -72,13 +72,6 @@ def main(arguments: list[str] | None = None) -> int:
             num_written, num_unanswered = run(llm, lines, output, answered, options.in_flight, must_end)
     print(f"{len(answered)} lines were answered before, {num_written} now; {num_unanswered} are left", file=sys.stderr)
     return 1 if num_unanswered else 0
-
-
-def with_names_of_options(message: str) -> str:
-    """Return the message of an error about parameters of the engine, with the options that set these parameters."""
-    names = r"\b(max_batch_size|num_threads)\b|^dtype(?= is )"
-    named = re.sub(names, lambda name: OPTION_OF_PARAMETER[name[0]], message)
-    return named.replace(", or None", "; leave it out for the default")
 
 
 def opened_input(path: str) -> BinaryIO:
