@@ -97,8 +97,10 @@ async def metrics(request: Request) -> Response:
 
 async def not_found(request: Request, error: Exception) -> Response:
     routes = ", ".join(f"{' '.join(route.methods - {'HEAD'})} {route.path}" for route in request.app.routes)
-    return error_response(OpenAIError(
+    response = error_response(OpenAIError(
         error.status_code, f"there is no route {request.method} {request.url.path[:200]}; the routes are {routes}"))
+    response.headers.update(error.headers or {})     # Allow, for 405
+    return response
 
 
 async def server_error(_: Request, __: Exception) -> Response:
