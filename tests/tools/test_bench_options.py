@@ -76,6 +76,8 @@ def test_names_of_others_are_names_of_ours(capsys):
     (["--kv-gib", "1", "--max-tokens-in-paged-kvcache", "9"], "both given"),
     (["--request-rate", "0"], "not a rate"), (["--request-rate", "nan"], "not a rate"),
     (["--request-rate", "x"], "not a number"),
+    (["--request-rate", "1e-300"], "1e-300 is too low; expected at least 0.000001 requests/s, or a negative number"),
+    (["--sweep", "request_rate=1,1e-300"], "1e-300 is too low; expected at least 0.000001 requests/s"),
     (["--request-rate", "2", "--concurrency", "2"], "both given"),
     (["--sweep", "threads=1,2"], "not a sweep"), (["--sweep", "concurrency="], "not a sweep"),
     (["--sweep", "concurrency=1,x"], "not a whole number"), (["--sweep", "concurrency=0"], "at least 1"),

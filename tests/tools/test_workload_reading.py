@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import threading
 
 import pytest
@@ -129,6 +130,16 @@ def test_beginnings_that_prompts_share_are_seen_in_the_arrivals(write):
 def test_what_a_selection_takes(selection, expected, write):
     arrivals = read_arrivals(write(FILES["mooncake"]), selection)
     assert [(one.arrival_s, one.input_tokens, one.output_tokens) for one in arrivals] == expected
+
+
+@pytest.mark.parametrize("selection, told", [
+    (Selection(request_rate=1e-300), "the request arrives at "), (Selection(request_rate=1e-320), "arrives at inf s; "),
+    (Selection(time_scale=1e12), "expected at most 1e+10 s; lower --time-scale, or raise the rate"),
+    (Selection(time_scale=1e308), "the request arrives at inf s; expected")])
+def test_a_selection_that_lasts_too_long_is_refused(selection, told, write):
+    path = write("arrival_s,input_tokens,output_tokens\n0,5,1\n90,5,1\n")
+    with pytest.raises(DatasetError, match=f":3: .*{re.escape(told)}"):
+        list(read_arrivals(path, selection))
 
 
 def test_exponential_delays_have_their_rate_and_come_from_the_seed(write):

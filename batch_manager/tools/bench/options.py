@@ -20,6 +20,7 @@ from .original_options import help_text, rewritten
 TYPES = {"IFB": "InflightFusedBatching", "UIFB": "InflightBatching"}
 LOG_LEVELS = {"verbose": "DEBUG", "info": "INFO", "warning": "WARNING", "error": "ERROR", "internal_error": "CRITICAL"}
 SWEPT = ("request_rate", "concurrency")
+LEAST_RATE = 1e-6           # requests/s: one in 11 days
 DEFAULT_KV_GIB = 1.0
 OUTPUT_FILES = ("out", "output_csv", "responses_json_file", "stats_csv", "trace")
 
@@ -223,6 +224,9 @@ def _rate(text: str) -> float:
     if value == 0 or math.isnan(value):
         raise argparse.ArgumentTypeError(f"{text} is not a rate; expected requests/s, or a negative number or "
                                          "inf for all at once")
+    if 0 < value < LEAST_RATE:
+        raise argparse.ArgumentTypeError(f"{text} is too low; expected at least {LEAST_RATE:f} requests/s, or a "
+                                         "negative number or inf for all at once")
     return value if 0 < value < math.inf else 0.0
 
 
