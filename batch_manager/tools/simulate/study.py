@@ -14,6 +14,7 @@ from ..bench.load import Load
 from ..bench.metrics import Bounds
 from ..bench.result import provenance, python_version, version_text
 from ..datasets import DatasetError, ReadReport, Selection, read_records, selection_of
+from ..datasets.reading import SHARE_OF_MEMORY, memory_bytes
 from ..output_file import OutputFiles
 from .cost_model import CostModel
 from .engine_settings import EngineSettings
@@ -23,7 +24,8 @@ from .options import combinations
 from .traffic import Traffic
 
 SECONDS_BETWEEN_LINES = 0.5
-MOST_BLOCKS = 10_000_000        # blocks of a pool; the tables of a simulated pool take about 160 bytes per block
+MOST_BLOCKS = 10_000_000        # blocks of a pool
+BYTES_PER_BLOCK, BYTES_PER_SLOT, BYTES_PER_REPLICA = 160, 24, 30_000    # about, in the tables of a simulated engine
 OF_THE_RUN = ("model", "precision", "threads", "kv_precision", "cpu_compile", "model_implementation")
 
 
@@ -95,6 +97,13 @@ class Study:
             raise InputError(f"the size of the KV cache pool is {tokens} tokens, which is {num_blocks} blocks "
                              f"of {options.tokens_per_block} tokens; expected 1 to {MOST_BLOCKS:,} blocks; set the "
                              "size in tokens with --max-tokens-in-paged-kvcache")
+        num_slots = max(options.max_batch, options.max_num_sequences or 0)
+        needed = options.replicas * (num_blocks * BYTES_PER_BLOCK + num_slots * BYTES_PER_SLOT + BYTES_PER_REPLICA)
+        if needed > (memory := memory_bytes()) * SHARE_OF_MEMORY:
+            raise InputError(f"{options.replicas:,} replicas with {num_blocks:,} blocks and {num_slots:,} "
+                             f"requests each need about {needed / 2**30:,.0f} GiB; expected at most half of the "
+                             f"{memory / 2**30:,.0f} GiB of memory of this machine; lower --replicas, "
+                             "--max-tokens-in-paged-kvcache or --max-batch")
         longest = int((traffic.input_tokens + traffic.output_tokens).max())
         return EngineSettings(
             num_blocks=num_blocks, max_seq_len=options.max_seq_len or longest,
