@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...errors import counted
 from ...stats.trace import TraceWriter
 from ..bench.engine import POLICIES
 from ..bench.errors import InputError
@@ -91,7 +92,7 @@ class Study:
         tokens = options.max_tokens_in_paged_kvcache
         if tokens is None:
             fitted = self._cost.about
-            tokens = fitted.get("num_blocks", 0) * (fitted.get("tokens_per_block") or options.tokens_per_block)
+            tokens = (fitted.get("num_blocks") or 0) * (fitted.get("tokens_per_block") or options.tokens_per_block)
         num_blocks = tokens // options.tokens_per_block
         if not 1 <= num_blocks <= MOST_BLOCKS:
             raise InputError(f"the size of the KV cache pool is {tokens} tokens, which is {num_blocks} blocks "
@@ -100,7 +101,7 @@ class Study:
         num_slots = max(options.max_batch, options.max_num_sequences or 0)
         needed = options.replicas * (num_blocks * BYTES_PER_BLOCK + num_slots * BYTES_PER_SLOT + BYTES_PER_REPLICA)
         if needed > (memory := memory_bytes()) * SHARE_OF_MEMORY:
-            raise InputError(f"{options.replicas:,} replicas with {num_blocks:,} blocks and {num_slots:,} "
+            raise InputError(f"{counted(options.replicas, 'replica')} with {num_blocks:,} blocks and {num_slots:,} "
                              f"requests each need about {needed / 2**30:,.0f} GiB; expected at most half of the "
                              f"{memory / 2**30:,.0f} GiB of memory of this machine; lower --replicas, "
                              "--max-tokens-in-paged-kvcache or --max-batch")
