@@ -130,6 +130,7 @@ def test_wrong_arguments_are_refused(call, arguments, told, capsys):
     (["--cost", "none.json", "--workload", "w.json"], "none.json cannot be read"),
     (["--cost", "w.json", "--workload", "w.json"], "w.json is not a cost model"),
     (["--cost", "cost.json", "--workload", "none"], "none"),
+    (["--cost", "cost.json", "--workload", "run.trace"], "; set another format with --dataset-format"),
     (["--cost", "cost.json", "--workload", "cost.json"], "cost.json"),
     (["--cost", "cost.json", "--workload", "w.json", "--time-scale", "-1"], "--time-scale is -1"),
     (["--cost", "cost.json", "--workload", "w.json", "--request-rate", "-1"], "--request-rate is -1"),

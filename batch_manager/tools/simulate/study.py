@@ -120,7 +120,9 @@ class Study:
             traffic = Traffic.of_records(read_records(
                 options.workload, selection, format=options.dataset_format, tokenizer=options.tokenizer,
                 output_tokens=options.output_tokens, report=self._report))
-        except (DatasetError, OSError) as error:
+        except DatasetError as error:
+            raise InputError(str(error.naming("--dataset-format"))) from error
+        except OSError as error:
             raise InputError(str(error)) from error
         if not len(traffic):
             raise InputError(f"{options.workload} has no selected requests; expected at least one; change the "
