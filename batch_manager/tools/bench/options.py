@@ -128,7 +128,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help="submit whole batches of N requests, each when the previous one is done")
     add("--static-emulated-timeout", type=_not_negative, default=500.0, metavar="MS",
         help="milliseconds after which an incomplete batch is submitted (500)")
-    add("--sweep", type=_sweep, metavar="NAME=V,V,...",
+    add("--sweep", type=_sweep, action="append", metavar="NAME=V,V,...",
         help=f"serve the workload once for each value of {' or '.join(SWEPT)}, on one engine")
     add("--find-saturation", action="store_true",
         help="search for the highest sustained request rate: the share --slo-share of the requests is within the "
@@ -249,6 +249,12 @@ def _sweep(text: str) -> tuple[str, list[float]]:
 
 
 def _complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if options.sweep is not None:
+        if len(options.sweep) > 1:
+            names = " and ".join(name for name, _ in options.sweep)
+            parser.error(f"--sweep was given for {names}; expected one sweep; put all values of one name into it, and "
+                         "leave out the others")
+        options.sweep = options.sweep[0]
     is_in_flight = options.type != TrtGptModelType.V1.name
     if options.streaming and options.beam_width > 1:
         parser.error(f"--streaming was given and --beam-width is {options.beam_width}; beam search does not stream; "
