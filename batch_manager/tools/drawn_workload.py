@@ -10,12 +10,15 @@ import numpy as np
 
 from .datasets.errors import DatasetError
 from .datasets.prompts import FIRST_ORDINARY_TOKEN
-from .datasets.reading import SAMPLING, length_summary
+from .datasets.reading import SAMPLING, check_memory, length_summary
+from .datasets.records import MOST_SECONDS
 from .lengths import LengthDistribution, Lengths
 
 PROMPTS = Lengths(median=128, sigma=0.8, shortest=8, longest=512)
 OUTPUTS = Lengths(median=64, sigma=0.7, shortest=4, longest=256)
 DEFAULT_VOCABULARY = 49152
+MOST_VOCABULARY = 2**31 - 1
+MOST_REQUESTS = 10_000_000
 WRONG = 2
 EXIT_STATUSES = "exit status: 0 the file is written; 2 an option or a file is wrong, nothing is written; 130 Ctrl-C"
 
@@ -30,20 +33,24 @@ def make_workload(*, count: int = 64, seed: int = 0, vocab_size: int = DEFAULT_V
     shared_prefix   length in tokens of a prefix that all prompts share. Prompts that are shorter consist of the
                     beginning of the prefix
 
-    Raises DatasetError if all prompts are shorter than the prefix.
+    Raises DatasetError if all prompts are shorter than the prefix, if the prompts need more than half of the machine's
+    memory, and if the last request arrives after more than MOST_SECONDS.
     """
+    _check_duration(max(count - 1, 1) / rate if rate else 0.0, rate)
     random = np.random.default_rng(seed)
     prompt_lengths = prompts.draw(random, count)
     output_lengths = outputs.draw(random, count)
     if shared_prefix > (longest := int(prompt_lengths.max())):
         raise DatasetError("", f"--shared-prefix is {shared_prefix:,}", f"the longest prompt has {longest:,} tokens",
                            "lower --shared-prefix, or make the prompts longer")
+    check_memory(int(prompt_lengths.sum()), "", "the prompts")
     arrivals = np.zeros(count)
     if rate and delays == "constant":
         arrivals = np.arange(count) / rate
     elif rate:
         arrivals = np.cumsum(random.exponential(1 / rate, count))
         arrivals -= arrivals[0]
+        _check_duration(float(arrivals[-1]), rate)
 
     requests = [
         {
@@ -74,6 +81,12 @@ def make_workload(*, count: int = 64, seed: int = 0, vocab_size: int = DEFAULT_V
     }
 
 
+def _check_duration(seconds: float, rate: float) -> None:
+    if seconds > MOST_SECONDS:
+        raise DatasetError("", f"the rate is {rate:g} requests/s, at which the workload lasts {seconds:g} s",
+                           f"expected at most {MOST_SECONDS:g} s", "raise the rate, or make fewer requests")
+
+
 def within(least: float, most: float) -> Callable[[str], float]:
     """Return a type for argparse: a number from `least` to `most`."""
     def read(text: str) -> float:
@@ -100,8 +113,8 @@ def print_summary(workload: dict[str, Any], out: str, *, shared_prefix: int = 0)
           file=sys.stderr if out == "-" else sys.stdout)
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
-    """Return a type for argparse: a whole number of at least `minimum`."""
+def at_least(minimum: int, *, at_most: int | None = None) -> Callable[[str], int]:
+    """Return a type for argparse: a whole number of at least `minimum`. `at_most`, if given, is the largest."""
     def read(text: str) -> int:
         try:
             number = int(text)
@@ -109,6 +122,8 @@ def at_least(minimum: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
         if number < minimum:
             raise argparse.ArgumentTypeError(f"{number} is too small; expected at least {minimum}")
+        if at_most is not None and number > at_most:
+            raise argparse.ArgumentTypeError(f"{number} is too large; expected at most {at_most}")
         return number
 
     return read

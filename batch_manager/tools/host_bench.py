@@ -64,6 +64,10 @@ from .workload import at_least, within
 WARM_UP_ITERATIONS = 20
 SHORTEST_PROMPT = 16
 CALIBRATE_EVERY = 5     # iterations
+MOST_REQUESTS_OF_OPTION = 100_000       # --batch, --waiting, --queued
+MOST_TOKENS = 1_000_000                 # --iterations, --output-len
+MOST_REQUESTS = 1_000_000               # made before a measurement; a request takes about 3 kB
+MOST_BLOCKS = 10_000_000                # of all active requests; a block takes about 450 bytes
 MOST_STEP_MS = 60_000
 SWITCH_INTERVALS = 1e-6, 60    # seconds
 
@@ -103,6 +107,37 @@ class Setting:
     @property
     def num_active(self) -> int:
         return self.batch + self.waiting
+
+    @property
+    def turns(self) -> int:
+        """Iterations for which requests and blocks must suffice."""
+        return WARM_UP_ITERATIONS + self.iterations + 8
+
+    @property
+    def max_seq_len(self) -> int:
+        return SHORTEST_PROMPT + self.tokens_per_block + max(self.turns, self.output_len)
+
+    @property
+    def blocks_of_each(self) -> int:
+        return -(-self.max_seq_len // self.tokens_per_block) + 1
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests of the measurement, including those that replace requests that end."""
+        replaced = -(-self.turns * self.batch // self.output_len) + self.batch if self.output_len else 0
+        return self.batch + self.waiting + self.queued + replaced
+
+    def why_too_large(self) -> str:
+        """Return why no machine has room for this setting, or ""."""
+        if self.num_requests > MOST_REQUESTS:
+            return (f"{self.iterations:,} iterations of {self.batch:,} requests that end after {self.output_len:,} "
+                    f"tokens need {self.num_requests:,} requests; expected at most {MOST_REQUESTS:,}; "
+                    "lower --batch or --iterations, or raise --output-len")
+        if (blocks := self.num_active * self.blocks_of_each) > MOST_BLOCKS:
+            return (f"{self.num_active:,} active requests of up to {self.max_seq_len:,} tokens need {blocks:,} blocks "
+                    f"of the KV cache; expected at most {MOST_BLOCKS:,}; lower --batch, --waiting, --iterations or "
+                    "--output-len")
+        return ""
 
 
 class Stopwatch:
@@ -182,11 +217,8 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
 
     The first iteration computes the contexts of a full batch.
     """
-    batch, turns = setting.batch, WARM_UP_ITERATIONS + setting.iterations + 8
-    longest_prompt = SHORTEST_PROMPT + setting.tokens_per_block
-    max_seq_len = longest_prompt + max(turns, setting.output_len)
-    blocks_of_each = -(-max_seq_len // setting.tokens_per_block) + 1
-    sizes = dict(vocab_size=32000, max_seq_len=max_seq_len, num_blocks=batch * blocks_of_each,
+    batch, longest_prompt = setting.batch, SHORTEST_PROMPT + setting.tokens_per_block
+    sizes = dict(vocab_size=32000, max_seq_len=setting.max_seq_len, num_blocks=batch * setting.blocks_of_each,
                  tokens_per_block=setting.tokens_per_block, num_slots=setting.num_active)
     if setting.native:
         from .stub_model import native_backend_without_a_model
@@ -201,7 +233,7 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
         model = ScriptedBackend(**sizes, verify=False, is_asynchronous=setting.step_ms > 0,
                                 step_seconds=setting.step_ms / 1e3)
     backend = TimedBackend(model, stopwatch)
-    clients = Clients(list(_requests(setting, turns)), more_than_asked=setting.queued)
+    clients = Clients(list(_requests(setting)), more_than_asked=setting.queued)
     loop = build_loop(
         model_path=None,
         model_type=TrtGptModelType.InflightFusedBatching,
@@ -225,7 +257,7 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
     return loop, clients
 
 
-def _requests(setting: Setting, turns: int):
+def _requests(setting: Setting):
     """Yield the requests of a full batch, then more requests.
 
     The next `setting.waiting` requests become active and wait for room in the batch. `setting.queued` requests stay in
@@ -235,10 +267,9 @@ def _requests(setting: Setting, turns: int):
     requests of the first batch end one after the other.
     """
     batch, output_len = setting.batch, setting.output_len
-    successors = setting.waiting + setting.queued + (-(-turns * batch // output_len) + batch if output_len else 0)
-    for number in range(batch + successors):
+    for number in range(setting.num_requests):
         prompt = [7 + number % 1000] * (SHORTEST_PROMPT + number % setting.tokens_per_block)
-        length = output_len or turns
+        length = output_len or setting.turns
         if output_len and number < batch:
             length = 1 + number * output_len // batch
         yield InferenceRequest(number, {"input_ids": prompt, "request_output_len": length},
@@ -372,19 +403,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="batch-manager host-bench", description=__doc__,
                            epilog="exit status: 0 measured; 2 an argument is wrong; 130 Ctrl-C")
     add = parser.add_argument
-    add("--batch", type=at_least(1), nargs="+", default=[1, 64, 256], help="requests in the batch (1 64 256)")
-    add("--iterations", type=at_least(1), default=300, help="measured iterations per setting (300)")
+    requests = partial(at_least, at_most=MOST_REQUESTS_OF_OPTION)
+    tokens = partial(at_least, at_most=MOST_TOKENS)
+    add("--batch", type=requests(1), nargs="+", default=[1, 64, 256], help="requests in the batch (1 64 256)")
+    add("--iterations", type=tokens(1), default=300, help="measured iterations per setting (300)")
     add("--policy", choices=POLICIES, default="guaranteed_no_evict", help="scheduler policy (guaranteed_no_evict)")
     add("--streaming", action=argparse.BooleanOptionalAction, default=None,
         help="measure only with, or only without streaming (both)")
-    add("--output-len", type=at_least(0), default=0, help="tokens after which a request is replaced; 0: never (0)")
+    add("--output-len", type=tokens(0), default=0, help="tokens after which a request is replaced; 0: never (0)")
     add("--step-ms", type=within(0, MOST_STEP_MS), default=0.0,
         help="milliseconds of a step on an asynchronous device; host time then includes waiting for it (0)")
     add("--run-ahead", action=argparse.BooleanOptionalAction, default=None,
         help="launch steps before the last one is read (on with --step-ms)")
     add("--tokens-per-block", type=int, choices=BLOCK_SIZES, default=64, help="tokens in a block of the KV cache (64)")
-    add("--waiting", type=at_least(0), default=0, help="active requests beyond the full batch (0)")
-    add("--queued", type=at_least(0), default=0, help="requests in the manager's queue (0)")
+    add("--waiting", type=requests(0), default=0, help="active requests beyond the full batch (0)")
+    add("--queued", type=requests(0), default=0, help="requests in the manager's queue (0)")
     add("--native", action="store_true",
         help="count the native backend, around a model that computes nothing, as host time; also with replayed graphs")
     add("--spinning-client", action="store_true",
@@ -396,6 +429,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--native was given with --step-ms or --run-ahead; the native backend on a CPU is synchronous; "
                      "leave out one of them")
 
+    setting = partial(Setting, iterations=options.iterations, policy=options.policy, output_len=options.output_len,
+                      tokens_per_block=options.tokens_per_block, step_ms=options.step_ms, run_ahead=options.run_ahead,
+                      native=options.native, waiting=options.waiting, queued=options.queued)
+    if reason := setting(batch=max(options.batch), streaming=False).why_too_large():
+        parser.error(reason)
+
     interval = sys.getswitchinterval()
     if options.switch_interval is not None:
         sys.setswitchinterval(options.switch_interval)
@@ -403,10 +442,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.spinning_client:
         threading.Thread(target=_spin, args=(stop,), daemon=True).start()
     try:
-        setting = partial(Setting, iterations=options.iterations, policy=options.policy, output_len=options.output_len,
-                          tokens_per_block=options.tokens_per_block, step_ms=options.step_ms,
-                          run_ahead=options.run_ahead, native=options.native, waiting=options.waiting,
-                          queued=options.queued)
         results = [measure(setting(batch=batch, streaming=streaming, replays=replays))
                    for replays in ((False, True) if options.native else (False,))
                    for streaming in ((False, True) if options.streaming is None else (options.streaming,))

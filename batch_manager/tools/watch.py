@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
-from math import inf, isfinite
+from math import inf
 from types import FrameType
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 ENDED, UNREACHABLE, USAGE, INTERRUPTED = 0, 1, 2, 130
 SHORTEST_INTERVAL_S = 0.1
+LONGEST_INTERVAL_S = 86_400.0       # a day
 SHORTEST_ANSWER_S, LONGEST_ANSWER_S = 1.0, 5.0      # bounds of the timeout of one answer
 
 # (figures, problem) -> None. The problem is the reason why there are no new figures, or "".
@@ -85,7 +86,8 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("file", nargs="?", metavar="FILE", help="a file of statistics, as JSON lines")
     add("--url", type=_metrics_url, help="an address for Prometheus; the default path is /metrics")
-    add("--interval", type=_seconds(SHORTEST_INTERVAL_S), default=1.0, metavar="SECONDS", help="(1)")
+    add("--interval", type=_seconds(SHORTEST_INTERVAL_S, LONGEST_INTERVAL_S), default=1.0, metavar="SECONDS",
+        help="at most a day (1)")
     add("--count", type=int, default=0, metavar="N", help="end after N intervals; 0: never (0)")
     add("--timeout", type=_seconds(0.0), default=10.0, metavar="SECONDS",
         help="give up after the source is unreadable for this long (10)")
@@ -98,11 +100,12 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _seconds(least: float) -> Callable[[str], float]:
+def _seconds(least: float, most: float = sys.float_info.max) -> Callable[[str], float]:
     def read(text: str) -> float:
         value = float(text)
-        if not (isfinite(value) and value >= least):
-            raise argparse.ArgumentTypeError(f"{text} seconds is too short; expected at least {least:g}")
+        if not least <= value <= most:      # refuses NaN too
+            expected = f"at least {least:g}" if most == sys.float_info.max else f"{least:g} to {most:g}"
+            raise argparse.ArgumentTypeError(f"{text} seconds is out of range; expected {expected}")
         return value
     read.__name__ = "number of seconds"
     return read

@@ -30,6 +30,8 @@ from .datasets.writing import check_writable, write_file
 from .drawn_workload import (
     DEFAULT_VOCABULARY,
     EXIT_STATUSES,
+    MOST_REQUESTS,
+    MOST_VOCABULARY,
     OUTPUTS,
     PROMPTS,
     WRONG,
@@ -38,7 +40,7 @@ from .drawn_workload import (
     print_summary,
     within,
 )
-from .lengths import Lengths
+from .lengths import MOST_TOKENS, Lengths
 from .standard_output import discard_standard_output
 
 __all__ = ["FIRST_ORDINARY_TOKEN", "OUTPUTS", "PROMPTS", "Lengths", "at_least", "main", "make_workload", "within"]
@@ -73,14 +75,14 @@ def _main_without_kind(arguments: Sequence[str]) -> int:
     parser = CommandParser(prog="batch-manager workload", description=__doc__, epilog=EXIT_STATUSES,
                            usage="batch-manager workload [KIND] --out FILE [options]")
     parser.add_argument("--out", required=True, metavar="FILE", help="the file to write; -: the standard output")
-    parser.add_argument("--n", type=at_least(1), default=64, help="requests (64)")
+    parser.add_argument("--n", type=at_least(1, at_most=MOST_REQUESTS), default=64, help="requests (64)")
     parser.add_argument("--seed", type=at_least(0), default=0, help="seed of all random numbers (0)")
-    parser.add_argument("--vocab", type=at_least(FIRST_ORDINARY_TOKEN + 1), default=DEFAULT_VOCABULARY,
-                        help=f"vocabulary size ({DEFAULT_VOCABULARY})")
+    parser.add_argument("--vocab", type=at_least(FIRST_ORDINARY_TOKEN + 1, at_most=MOST_VOCABULARY),
+                        default=DEFAULT_VOCABULARY, help=f"vocabulary size ({DEFAULT_VOCABULARY})")
     parser.add_argument("--rate", type=float, default=0.0, help="requests/s, Poisson; 0: all at once (0)")
-    parser.add_argument("--prompt", type=at_least(0), default=0,
+    parser.add_argument("--prompt", type=at_least(0, at_most=MOST_TOKENS), default=0,
                         help="tokens of every prompt; 0: log-normal, median 128, sigma 0.8, 8 to 512 (0)")
-    parser.add_argument("--output", type=at_least(0), default=0,
+    parser.add_argument("--output", type=at_least(0, at_most=MOST_TOKENS), default=0,
                         help="tokens of every output; 0: log-normal, median 64, sigma 0.7, 4 to 256 (0)")
     parser.add_argument("--shared-prefix", type=at_least(0), default=0,
                         help="length of a prefix that all prompts share (0)")

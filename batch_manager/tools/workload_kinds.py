@@ -23,13 +23,22 @@ from .datasets.prompts import FIRST_ORDINARY_TOKEN
 from .datasets.selection import DELAYS
 from .datasets.synthetic import ChatShape, TraceShape, sample_arrivals, sample_conversations
 from .datasets.writing import TRACE_LINES, check_writable, dataset_text, write_file
-from .drawn_workload import DEFAULT_VOCABULARY, EXIT_STATUSES, OUTPUTS, PROMPTS, WRONG, make_workload, print_summary
+from .drawn_workload import (
+    DEFAULT_VOCABULARY,
+    EXIT_STATUSES,
+    MOST_REQUESTS,
+    MOST_VOCABULARY,
+    OUTPUTS,
+    PROMPTS,
+    WRONG,
+    make_workload,
+    print_summary,
+)
 from .lengths import MOST_TOKENS, LengthDistribution, Lengths, NormalLengths, UniformLengths
 
 WORKLOAD_FORMS = ("workload", "dataset")
 AS_HELP = "workload: for batch-manager bench; dataset: for gptManagerBenchmark, {metadata, samples} (workload)"
 SAMPLE_ROWS = 1000
-MOST_VOCABULARY = 2**31 - 1
 FORMATS_HELP = "".join(["\n\nformats of FILE:\n",
                         *(f"  {name:10} {meaning}\n" for name, meaning in FORMATS.items())])
 DATASET_HELP = f"""Texts and a tokenizer, or token ids.
@@ -148,7 +157,8 @@ def _check(name: str, value: float, is_right: bool, expected: str) -> None:
 
 def _write_drawn(of_side: Callable[[argparse.Namespace, str], LengthDistribution]) -> Callable:
     def write(options: argparse.Namespace) -> None:
-        _check("--num-requests", options.num_requests, options.num_requests >= 1, "at least 1")
+        _check("--num-requests", options.num_requests, 1 <= options.num_requests <= MOST_REQUESTS,
+               f"1 to {MOST_REQUESTS}")
         _check("--request-rate", options.request_rate, 0 <= options.request_rate < math.inf,
                "requests/s, or 0 for all at once")
         _check("--random-seed", options.random_seed, options.random_seed >= 0, "at least 0")

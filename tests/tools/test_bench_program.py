@@ -257,7 +257,9 @@ def test_a_workload_that_is_none_is_status_two(setting, capsys, text):
     if text is not None:
         Path("w.json").write_text(text)
     assert run("--out", "r.json", workload="w.json") == 2
-    assert "w.json" in capsys.readouterr().err and not (folder / "r.json").exists()
+    error = capsys.readouterr().err
+    assert "w.json" in error and not (folder / "r.json").exists()
+    assert text != "no JSON" or error.endswith("; set the format with --dataset-format\n")
 
 
 def test_a_reader_that_goes_costs_no_file(tmp_path):

@@ -2,14 +2,16 @@ import csv
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from batch_manager import Parts
 from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.tools.bench import __main__ as program
-from batch_manager.tools.bench import neighbours
+from batch_manager.tools.bench import client, neighbours
 from batch_manager.tools.bench.engine import POLICIES, model_limits, precision_of
 from batch_manager.tools.bench.errors import InputError
 from batch_manager.tools.bench.options import parse_options
@@ -75,6 +77,18 @@ def test_requests_are_handed_over_when_they_arrive():
         dict(request, arrival_s=arrival) for request, arrival in zip(FOUR_REQUESTS["requests"], arrivals, strict=True)])
     result = run(workload=late)
     assert result["wall_s"] >= 0.1 and result["wrong_length"] == 0 and result["mode"] == "online"
+
+
+def test_a_request_may_arrive_at_the_latest_time_that_a_file_may_have(monkeypatch):
+    def interrupted(seconds):
+        time.sleep(0 if 0 <= seconds <= 60 else seconds)        # refuses 1e10 s
+        raise KeyboardInterrupt
+
+    late = dict(FOUR_REQUESTS, requests=[dict(request, arrival_s=1e10) for request in FOUR_REQUESTS["requests"]])
+    monkeypatch.setattr(client, "time", SimpleNamespace(sleep=interrupted, perf_counter=time.perf_counter,
+                                                        monotonic=time.monotonic))
+    with pytest.raises(KeyboardInterrupt):
+        run("--warm-up", "0", workload=late)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -88,6 +88,28 @@ def test_the_program_writes_what_the_function_makes(tmp_path, capsys):
     assert "requests" not in summary and summary["output_tokens"] == 12
 
 
+@pytest.mark.parametrize("wrong, told", [
+    (["--n", "10000001"], "--n: 10000001 is too large; expected at most 10000000"),
+    (["--vocab", "99999999999999999999999999"], "too large; expected at most 2147483647"),
+    (["--prompt", "99999999999999"], "--prompt: 99999999999999 is too large; expected at most 2147483647"),
+    (["--output", "99999999999999"], "--output: 99999999999999 is too large; expected at most 2147483647")])
+def test_numbers_that_are_too_large_are_refused(wrong, told, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        workload.main(["--out", str(tmp_path / "w.json"), *wrong])
+    assert told in capsys.readouterr().err and not (tmp_path / "w.json").exists()
+
+
+@pytest.mark.parametrize("wrong, told", [
+    (["--n", "10000000", "--prompt", "2000000000"],
+     "the prompts have 20000000000000000 tokens, about 745058060 GiB; expected at most half of the "),
+    (["--rate", "1e-300"], "the rate is 1e-300 requests/s, at which the workload lasts 6.3e+301 s; expected at most"),
+    (["--rate", "1e-320", "--n", "1"], "at which the workload lasts inf s; expected at most 1e+10 s; raise the rate")])
+def test_a_workload_that_no_machine_can_serve_is_refused(wrong, told, tmp_path, capsys):
+    assert workload.main(["--out", str(tmp_path / "w.json"), *wrong]) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1 and not (tmp_path / "w.json").exists()
+
+
 @pytest.mark.parametrize("wrong", [["--n", "0"], ["--rate", "-1"], ["--rate", "nan"], ["--vocab", "3"]])
 def test_options_without_sense_are_refused(wrong, tmp_path):
     with pytest.raises(SystemExit):

@@ -19,6 +19,23 @@ def test_without_streaming_nothing_is_sent_while_nobody_ends():
     assert measure(Setting(streaming=False, **SETTING))["responses_per_iteration"] == 0
 
 
+@pytest.mark.parametrize("arguments, told", [
+    (["--batch", "1", "100000000"], "--batch: 100000000 is too large; expected at most 100000"),
+    (["--waiting", "100001"], "--waiting: 100001 is too large; expected at most 100000"),
+    (["--queued", "99999999"], "--queued: 99999999 is too large; expected at most 100000"),
+    (["--iterations", "1000001"], "--iterations: 1000001 is too large; expected at most 1000000"),
+    (["--output-len", "1000001"], "--output-len: 1000001 is too large; expected at most 1000000"),
+    (["--batch", "1", "100000", "--output-len", "1"], "300 iterations of 100,000 requests that end after 1 tokens need "
+     "33,000,000 requests; expected at most 1,000,000; lower --batch or --iterations, or raise --output-len"),
+    (["--batch", "100000", "--iterations", "1000000"],
+     "100,000 active requests of up to 1,000,108 tokens need 1,562,800,000 blocks of the KV cache; expected at most")])
+def test_settings_that_no_machine_has_room_for_are_refused(arguments, told, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        host_bench.main(arguments)
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize("policy", host_bench.POLICIES)
 def test_requests_that_end_are_replaced(policy):
     setting = Setting(batch=6, iterations=30, streaming=False, policy=policy, output_len=4, tokens_per_block=8)

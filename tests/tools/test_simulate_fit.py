@@ -116,6 +116,9 @@ def test_a_cost_model_comes_back_from_its_file(tmp_path):
     assert CostModel.read(tmp_path / "cost.json") == found
 
 
+ERROR = {"steps": 9, "median": 0.1, "p90": 0.2, "total": -0.1}
+
+
 @pytest.mark.parametrize("change, told", [
     ({"format": "other"}, "is not a cost model"),
     ({"format_version": 2}, "format_version 2; this program reads version 1"),
@@ -123,13 +126,21 @@ def test_a_cost_model_comes_back_from_its_file(tmp_path):
     ({"mixed_s": {"size": 1}}, "unknown term 'size'"), ({"host_s": None}, "is damaged"),
     ({"is_asynchronous": 1}, "neither true nor false"),
     ({"mixed_spread": [-1]}, "mixed_spread has a factor that is not 0"), ({"most": {"x": 1}}, "the amounts are"),
-    ({"error": {"a": 1}}, "is damaged")])
+    ({"error": {"a": 1}}, "is damaged"),
+    ({"error": ERROR | {"total": "x"}}, "error.total is 'x', not a number of at most 1e[+]06"),
+    ({"error": ERROR | {"p90": float("nan")}}, "error.p90 is nan, not a number"),
+    ({"error": ERROR | {"steps": None}}, "error.steps is None, not an integer of at least 0"),
+    ({"about": {"tokens_per_block": "x"}}, "about.tokens_per_block is 'x', not an integer"),
+    ({"about": {"num_blocks": []}}, "about.num_blocks is of type list, not an integer"), ({"about": 1}, "is damaged"),
+    ({"most": {"cached_tokens": float("inf")}}, "most.cached_tokens is inf, not an integer of at least 0"),
+    ({"host_s": {"constant": 10**400}}, "is damaged: OverflowError: int too large")])
 def test_a_damaged_file_is_refused(tmp_path, change, told):
     path = tmp_path / "cost.json"
     COST.write(path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(InputError, match=told):
         CostModel.read(path)
-    path.write_text("{")
-    with pytest.raises(InputError, match="cannot be read"):
-        CostModel.read(path)
+    for text, reason in (("{", "cannot be read: Expecting"), ("[" * 100_000, "cannot be read: it has too many nested")):
+        path.write_text(text)
+        with pytest.raises(InputError, match=reason):
+            CostModel.read(path)

@@ -351,7 +351,8 @@ def test_a_source_that_is_away_is_told_and_given_up(server, served, tmp_path):
 
 @pytest.mark.parametrize("arguments", [
     [], ["a", "--url", "http://x"], ["--url", "ftp://x"], ["--url", "file:///etc/passwd"], ["--url", "http://"],
-    ["a", "--interval", "0"], ["a", "--interval", "nan"], ["a", "--timeout", "-1"], ["a", "--count", "-1"],
+    ["a", "--interval", "0"], ["a", "--interval", "nan"], ["a", "--interval", "1e300"], ["a", "--timeout", "inf"],
+    ["a", "--timeout", "-1"], ["a", "--count", "-1"],
     ["a", "--no-such"]])
 def test_a_wrong_command_line_is_status_two(arguments, capsys):
     with pytest.raises(SystemExit) as told:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import threading
 
 import pytest
@@ -131,6 +132,16 @@ def test_what_a_selection_takes(selection, expected, write):
     assert [(one.arrival_s, one.input_tokens, one.output_tokens) for one in arrivals] == expected
 
 
+@pytest.mark.parametrize("selection, told", [
+    (Selection(request_rate=1e-300), "the request arrives at "), (Selection(request_rate=1e-320), "arrives at inf s; "),
+    (Selection(time_scale=1e12), "expected at most 1e+10 s; lower --time-scale, or raise the rate"),
+    (Selection(time_scale=1e308), "the request arrives at inf s; expected")])
+def test_a_selection_that_lasts_too_long_is_refused(selection, told, write):
+    path = write("arrival_s,input_tokens,output_tokens\n0,5,1\n90,5,1\n")
+    with pytest.raises(DatasetError, match=f":3: .*{re.escape(told)}"):
+        list(read_arrivals(path, selection))
+
+
 def test_exponential_delays_have_their_rate_and_come_from_the_seed(write):
     path = write("arrival_s,input_tokens,output_tokens\n" + "0,5,5\n" * 2000)
     times = {seed: [one.arrival_s for one in read_arrivals(path, Selection(request_rate=10.0, seed=seed))]
@@ -238,6 +249,9 @@ def test_files_that_are_compressed_with_gzip(name, write):
     (FILES["lines"][:-5], ":2:"),
     (FILES["dataset"] + "x", ":5:102: the text is 'x'; expected the end of the file"),
     (FILES["workload"].replace('"id": 2', '"id": 1'), ":1: requests[2].id is 1; expected unique ids"),
+    (FILES["workload"].replace('"id": 2', '"id": []'), ":1: requests[2].id is of type list; expected an integer"),
+    (FILES["workload"].replace('"id": 2', '"id": {}'), ":1: requests[2].id is of type dict; expected an integer"),
+    (FILES["workload"].replace('"id": 2', '"id": 1.0'), ":1: requests[2].id is 1.0; expected an integer, 0 to 2^64-1"),
     (FILES["workload"].replace('"id": 2', '"identity": 2'), ":1: requests[2] has no id; expected an object with id"),
     ('[{"prompt": "a"}]', ":1: the records are texts; expected a tokenizer for them; pass a model's folder"),
     ("[" * 100_000, ":1:"),

@@ -15,6 +15,7 @@ from .gate import Gate
 from .request_options import RequestOptions
 
 DEFAULTS = RequestOptions()
+LONGEST_SLEEP_S = 60.0      # an engine that stops before the next arrival is noticed; time.sleep refuses 1e10 s
 
 
 @dataclass(slots=True)
@@ -165,7 +166,8 @@ class Client:
             self._arrive(first, time.perf_counter() - started)
             manager.notify()
         while arriving:
-            time.sleep(max(0.0, arriving[0]["arrival_s"] - (time.perf_counter() - started)))
+            wait_s = arriving[0]["arrival_s"] - (time.perf_counter() - started)
+            time.sleep(min(max(0.0, wait_s), LONGEST_SLEEP_S))
             now = time.perf_counter() - started
             arrived = []
             while arriving and arriving[0]["arrival_s"] <= now:

@@ -20,6 +20,7 @@ from .original_options import help_text, rewritten
 TYPES = {"IFB": "InflightFusedBatching", "UIFB": "InflightBatching"}
 LOG_LEVELS = {"verbose": "DEBUG", "info": "INFO", "warning": "WARNING", "error": "ERROR", "internal_error": "CRITICAL"}
 SWEPT = ("request_rate", "concurrency")
+LEAST_RATE = 1e-6           # requests/s: one in 11 days
 DEFAULT_KV_GIB = 1.0
 OUTPUT_FILES = ("out", "output_csv", "responses_json_file", "stats_csv", "trace")
 
@@ -127,7 +128,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help="submit whole batches of N requests, each when the previous one is done")
     add("--static-emulated-timeout", type=_not_negative, default=500.0, metavar="MS",
         help="milliseconds after which an incomplete batch is submitted (500)")
-    add("--sweep", type=_sweep, metavar="NAME=V,V,...",
+    add("--sweep", type=_sweep, action="append", metavar="NAME=V,V,...",
         help=f"serve the workload once for each value of {' or '.join(SWEPT)}, on one engine")
     add("--find-saturation", action="store_true",
         help="search for the highest sustained request rate: the share --slo-share of the requests is within the "
@@ -223,6 +224,9 @@ def _rate(text: str) -> float:
     if value == 0 or math.isnan(value):
         raise argparse.ArgumentTypeError(f"{text} is not a rate; expected requests/s, or a negative number or "
                                          "inf for all at once")
+    if 0 < value < LEAST_RATE:
+        raise argparse.ArgumentTypeError(f"{text} is too low; expected at least {LEAST_RATE:f} requests/s, or a "
+                                         "negative number or inf for all at once")
     return value if 0 < value < math.inf else 0.0
 
 
@@ -245,6 +249,12 @@ def _sweep(text: str) -> tuple[str, list[float]]:
 
 
 def _complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if options.sweep is not None:
+        if len(options.sweep) > 1:
+            names = " and ".join(name for name, _ in options.sweep)
+            parser.error(f"--sweep was given for {names}; expected one sweep; put all values of one name into it, and "
+                         "leave out the others")
+        options.sweep = options.sweep[0]
     is_in_flight = options.type != TrtGptModelType.V1.name
     if options.streaming and options.beam_width > 1:
         parser.error(f"--streaming was given and --beam-width is {options.beam_width}; beam search does not stream; "

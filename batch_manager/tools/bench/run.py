@@ -149,6 +149,8 @@ def read_requests(options: argparse.Namespace) -> tuple[dict[str, Any], list[str
         workload = read_workload(options.workload, selection, vocab_size=vocabulary_of(options),
                                  format=options.dataset_format, tokenizer=options.tokenizer or options.model,
                                  output_tokens=options.output_tokens, report=report)
-    except (DatasetError, OSError) as error:
+    except DatasetError as error:
+        raise InputError(str(error.naming("--dataset-format"))) from error
+    except OSError as error:
         raise InputError(str(error)) from error
     return workload, report.notes()

@@ -1,5 +1,6 @@
 """Errors in files of requests, with their position."""
 
+import re
 from collections.abc import Iterable
 
 from ...errors import printable
@@ -16,8 +17,14 @@ class DatasetError(ValueError):
     """
 
     def __init__(self, place: str, fact: str, expectation: str, way_out: str = "") -> None:
+        self._parts = place, fact, expectation, way_out
         text = "; ".join(filter(None, (fact, expectation, way_out)))
         super().__init__(f"{printable(place)}: {text}" if place else text)
+
+    def naming(self, format_option: str) -> "DatasetError":
+        """Return this error for a program whose option for the format has another name than --format."""
+        *others, way_out = self._parts
+        return DatasetError(*others, re.sub(r"--format\b", format_option, way_out))
 
 
 def named_members(names: Iterable[str]) -> str:

@@ -32,8 +32,9 @@ class WorkloadRecords:
             place, name = self.place(position), f"requests[{number}]"
             _check_keys(request, place, name, WORKLOAD_KEYS)
             request_id = request["id"]
-            if type(request_id) is not int or not 0 <= request_id < 2**64 or request_id in ids:
-                expected = "expected unique ids" if request_id in ids else "expected an integer, 0 to 2^64-1"
+            is_id = type(request_id) is int and 0 <= request_id < 2**64
+            if not is_id or request_id in ids:
+                expected = "expected unique ids" if is_id else "expected an integer, 0 to 2^64-1"
                 raise DatasetError(place, f"{name}.id is {quoted(request_id)}", expected)
             ids.add(request_id)
             prompt = tokens_of(request["prompt"], place, f"{name}.prompt", self._vocab_size)

@@ -90,7 +90,7 @@ def read_workload(path: str | os.PathLike, selection: Selection | None = None, *
         num_tokens = 0
         for record in select(reader, selection, report):
             place, num_tokens = reader.place(record.position), num_tokens + record.input_tokens
-            _check_memory(num_tokens, place)
+            check_memory(num_tokens, place, "the prompts up to here")
             if report.format == "texts":    # the other readers check tokens themselves
                 tokens_of(record.prompt, place, "the prompt", vocab_size)
             requests.append(_request(record, len(requests), prompts, as_recorded=as_recorded))
@@ -126,11 +126,15 @@ def length_summary(lengths: np.ndarray) -> dict[str, float]:
     return {"median": float(np.median(lengths)), "mean": float(lengths.mean()), "max": int(lengths.max())}
 
 
-def _check_memory(num_tokens: int, place: str) -> None:
-    """Raise DatasetError if prompts of `num_tokens` tokens need more than SHARE_OF_MEMORY of the machine's memory."""
+def check_memory(num_tokens: int, place: str, prompts: str) -> None:
+    """Raise DatasetError if prompts of `num_tokens` tokens need more than SHARE_OF_MEMORY of the machine's memory.
+
+    place     position in the file, or ""
+    prompts   which prompts these are, in words
+    """
     needed, memory = num_tokens * BYTES_PER_TOKEN, memory_bytes()
     if needed > memory * SHARE_OF_MEMORY:
-        raise DatasetError(place, f"the prompts up to here have {num_tokens} tokens, about {needed / 2**30:.0f} GiB",
+        raise DatasetError(place, f"{prompts} have {num_tokens} tokens, about {needed / 2**30:.0f} GiB",
                            f"expected at most half of the {memory / 2**30:.0f} GiB of memory of this machine",
                            "take fewer requests, or truncate their prompts")
 

@@ -11,7 +11,7 @@ import numpy as np
 from ...errors import counted
 from ..traffic import PREFIX_TOKENS
 from .errors import DatasetError, quoted
-from .records import Record, RecordReader
+from .records import MOST_SECONDS, Record, RecordReader
 
 LONGER = ("clip", "drop")
 DELAYS = ("exponential", "constant")
@@ -104,7 +104,8 @@ def select(reader: RecordReader, selection: Selection, report: ReadReport) -> It
 
     Times count from the first selected record and are never None.
 
-    Raises DatasetError for an invalid record, for decreasing times, and if no record is left.
+    Raises DatasetError for an invalid record, for decreasing times, for a time above MOST_SECONDS, and if no record is
+    left.
     """
     records: Iterator[Record] = iter(reader)
     if selection.sort or reader.is_whole:
@@ -119,6 +120,9 @@ def select(reader: RecordReader, selection: Selection, report: ReadReport) -> It
         if _fits(record, selection, report):
             report.kept += 1
             record.time_s = time_of(record.time_s)
+            if record.time_s > MOST_SECONDS:
+                raise DatasetError(reader.place(record.position), f"the request arrives at {record.time_s:g} s",
+                                   f"expected at most {MOST_SECONDS:g} s", "lower --time-scale, or raise the rate")
             yield record
             if report.kept == selection.count:
                 return

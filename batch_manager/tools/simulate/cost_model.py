@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..bench.errors import InputError
+from ..datasets.errors import quoted
 from ..output_file import output_file
 from .step_shape import StepShape
 
@@ -107,8 +108,9 @@ class CostModel:
         """Read a cost model. Raises InputError if the file cannot be read or is not a cost model of this version."""
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path} cannot be read: {error}; expected a cost model; batch-manager simulate --fit "
+        except (OSError, ValueError, RecursionError) as error:
+            reason = "it has too many nested arrays and objects" if isinstance(error, RecursionError) else error
+            raise InputError(f"{path} cannot be read: {reason}; expected a cost model; batch-manager simulate --fit "
                              "writes one") from error
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             raise InputError(f"{path} is not a cost model; expected the format {FORMAT!r}; "
@@ -120,9 +122,9 @@ class CostModel:
             return cls(_step_seconds("generation_s", record), _step_seconds("mixed_s", record),
                        _seconds(record["host_s"], HOST_TERMS), _amounts(record["most"]),
                        _flag(record["is_asynchronous"]),
-                       None if record["error"] is None else StepError(**record["error"]),
-                       _factors(record["generation_spread"]), _factors(record["mixed_spread"]), dict(record["about"]))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+                       _step_error(record["error"]),
+                       _factors(record["generation_spread"]), _factors(record["mixed_spread"]), _about(record["about"]))
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise InputError(f"{path} is damaged: {type(error).__name__}: {error}; expected a file as --fit writes it; "
                              "fit the cost model again") from error
 
@@ -168,7 +170,7 @@ def _step_seconds(name: str, record: Mapping[str, Any]) -> dict[str, float]:
 def _amounts(record: Mapping[str, Any]) -> dict[str, int]:
     if unknown := sorted(record.keys() - set(AMOUNTS)):
         raise ValueError(f"unknown amount {unknown[0]!r}; the amounts are {', '.join(AMOUNTS)}")
-    return {str(name): int(most) for name, most in record.items()}
+    return {str(name): _count(f"most.{name}", most) for name, most in record.items()}
 
 
 def _factors(record: list[Any]) -> tuple[float, ...]:
@@ -176,6 +178,31 @@ def _factors(record: list[Any]) -> tuple[float, ...]:
     if not all(0 <= factor <= MOST_SECONDS for factor in found):
         raise ValueError(f"generation_spread or mixed_spread has a factor that is not 0 to {MOST_SECONDS:g}")
     return found
+
+
+def _step_error(record: Mapping[str, Any] | None) -> StepError | None:
+    if record is None:
+        return None
+    error = StepError(**record)
+    _count("error.steps", error.steps)
+    for name in ("median", "p90", "total"):
+        if type(value := getattr(error, name)) not in (int, float) or not abs(value) <= MOST_SECONDS:
+            raise ValueError(f"error.{name} is {quoted(value)}, not a number of at most {MOST_SECONDS:g}")
+    return error
+
+
+def _about(record: Mapping[str, Any]) -> dict[str, Any]:
+    about = dict(record)
+    for name in ("num_blocks", "tokens_per_block"):
+        if about.get(name) is not None:
+            _count(f"about.{name}", about[name])
+    return about
+
+
+def _count(name: str, value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name} is {quoted(value)}, not an integer of at least 0")
+    return value
 
 
 def _flag(value: object) -> bool:

@@ -34,13 +34,15 @@ HOW_IT_ENDS = """Sweepable settings: {swept}.
 
 exit status: 0 done; 1 a request failed; 2 an option or a file is wrong; 130 Ctrl-C. Files are written whole or not at
 all."""
+MOST_REQUESTS, MOST_REPLICAS = 1_000_000, 10_000
 FLAGS = {"on": True, "off": False}
 # Setting -> {text: value}, or a function from text to value.
 SWEPT: dict[str, Any] = {
-    "policy": POLICIES, "max_batch": at_least(1), "max_tokens_per_step": at_least(1), "max_num_sequences": at_least(1),
-    "chunked_context": FLAGS, "block_reuse": FLAGS, "tokens_per_block": {str(size): size for size in BLOCK_SIZES},
+    "policy": POLICIES, "max_batch": at_least(1, at_most=MOST_REQUESTS), "max_tokens_per_step": at_least(1),
+    "max_num_sequences": at_least(1, at_most=MOST_REQUESTS), "chunked_context": FLAGS, "block_reuse": FLAGS,
+    "tokens_per_block": {str(size): size for size in BLOCK_SIZES},
     "max_tokens_in_paged_kvcache": at_least(1), "request_rate": positive, "concurrency": at_least(1),
-    "replicas": at_least(1), "routing": {name: name for name in ROUTING}}
+    "replicas": at_least(1, at_most=MOST_REPLICAS), "routing": {name: name for name in ROUTING}}
 Swept = tuple[str, list[Any]]
 
 
@@ -76,10 +78,12 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("engine").add_argument
     flag = argparse.BooleanOptionalAction
     add("--policy", choices=POLICIES, default="guaranteed_no_evict", help="scheduler policy (guaranteed_no_evict)")
-    add("--max-batch", type=at_least(1), metavar="N", default=32, help="requests in one step: max_batch_size (32)")
+    add("--max-batch", type=SWEPT["max_batch"], metavar="N", default=32,
+        help="requests in one step: max_batch_size (32)")
     add("--max-tokens-per-step", type=at_least(1), metavar="N", default=512,
         help="tokens in one step: max_num_tokens (512)")
-    add("--max-num-sequences", type=at_least(1), metavar="N", help="requests active at a time (as --max-batch)")
+    add("--max-num-sequences", type=SWEPT["max_num_sequences"], metavar="N",
+        help="requests active at a time (as --max-batch)")
     add("--chunked-context", action=flag, default=True, help="a prompt may be computed in chunks (on)")
     add("--enable-trt-overlap", action=flag, default=False, help="two micro-batches of disjoint requests (off)")
     add("--max-tokens-in-paged-kvcache", type=at_least(1), metavar="N",
@@ -89,7 +93,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help=f"of the KV cache ({KvCacheConfig().tokens_per_block})")
     add("--block-reuse", action=flag, default=False, help="KvCacheConfig.enable_block_reuse (off)")
     add("--max-seq-len", type=at_least(1), metavar="N", help="positions of the model (those of the longest request)")
-    add("--replicas", type=at_least(1), metavar="N", default=1, help="engines that share the requests (1)")
+    add("--replicas", type=SWEPT["replicas"], metavar="N", default=1,
+        help=f"engines that share the requests, at most {MOST_REPLICAS:,} (1)")
     add("--routing", choices=ROUTING, default="round-robin", help="how requests are assigned to engines (round-robin)")
 
 
@@ -143,9 +148,8 @@ def _sweep(text: str) -> Swept:
         else:
             try:
                 values.append(kind(value))
-            except (ValueError, argparse.ArgumentTypeError):
-                raise argparse.ArgumentTypeError(f"{text!r} has the value {value!r}; expected an integer of at least "
-                                                 "1, or for request_rate a number above 0") from None
+            except argparse.ArgumentTypeError as error:
+                raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
     if len(set(values)) != len(values):
         raise argparse.ArgumentTypeError(f"{text!r} has a value twice; expected distinct values")
     return name, values

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...errors import counted
 from ...stats.trace import TraceWriter
 from ..bench.engine import POLICIES
 from ..bench.errors import InputError
@@ -14,6 +15,7 @@ from ..bench.load import Load
 from ..bench.metrics import Bounds
 from ..bench.result import provenance, python_version, version_text
 from ..datasets import DatasetError, ReadReport, Selection, read_records, selection_of
+from ..datasets.reading import SHARE_OF_MEMORY, memory_bytes
 from ..output_file import OutputFiles
 from .cost_model import CostModel
 from .engine_settings import EngineSettings
@@ -23,7 +25,8 @@ from .options import combinations
 from .traffic import Traffic
 
 SECONDS_BETWEEN_LINES = 0.5
-MOST_BLOCKS = 10_000_000        # blocks of a pool; the tables of a simulated pool take about 160 bytes per block
+MOST_BLOCKS = 10_000_000        # blocks of a pool
+BYTES_PER_BLOCK, BYTES_PER_SLOT, BYTES_PER_REPLICA = 160, 24, 30_000    # about, in the tables of a simulated engine
 OF_THE_RUN = ("model", "precision", "threads", "kv_precision", "cpu_compile", "model_implementation")
 
 
@@ -89,12 +92,19 @@ class Study:
         tokens = options.max_tokens_in_paged_kvcache
         if tokens is None:
             fitted = self._cost.about
-            tokens = fitted.get("num_blocks", 0) * (fitted.get("tokens_per_block") or options.tokens_per_block)
+            tokens = (fitted.get("num_blocks") or 0) * (fitted.get("tokens_per_block") or options.tokens_per_block)
         num_blocks = tokens // options.tokens_per_block
         if not 1 <= num_blocks <= MOST_BLOCKS:
             raise InputError(f"the size of the KV cache pool is {tokens} tokens, which is {num_blocks} blocks "
                              f"of {options.tokens_per_block} tokens; expected 1 to {MOST_BLOCKS:,} blocks; set the "
                              "size in tokens with --max-tokens-in-paged-kvcache")
+        num_slots = max(options.max_batch, options.max_num_sequences or 0)
+        needed = options.replicas * (num_blocks * BYTES_PER_BLOCK + num_slots * BYTES_PER_SLOT + BYTES_PER_REPLICA)
+        if needed > (memory := memory_bytes()) * SHARE_OF_MEMORY:
+            raise InputError(f"{counted(options.replicas, 'replica')} with {num_blocks:,} blocks and {num_slots:,} "
+                             f"requests each need about {needed / 2**30:,.0f} GiB; expected at most half of the "
+                             f"{memory / 2**30:,.0f} GiB of memory of this machine; lower --replicas, "
+                             "--max-tokens-in-paged-kvcache or --max-batch")
         longest = int((traffic.input_tokens + traffic.output_tokens).max())
         return EngineSettings(
             num_blocks=num_blocks, max_seq_len=options.max_seq_len or longest,
@@ -110,7 +120,9 @@ class Study:
             traffic = Traffic.of_records(read_records(
                 options.workload, selection, format=options.dataset_format, tokenizer=options.tokenizer,
                 output_tokens=options.output_tokens, report=self._report))
-        except (DatasetError, OSError) as error:
+        except DatasetError as error:
+            raise InputError(str(error.naming("--dataset-format"))) from error
+        except OSError as error:
             raise InputError(str(error)) from error
         if not len(traffic):
             raise InputError(f"{options.workload} has no selected requests; expected at least one; change the "
