@@ -13,6 +13,7 @@ Exit status: 0 done; 1 the trace does not have the request; 2 an argument or the
 
 import argparse
 import csv
+import itertools
 import json
 import statistics
 import sys
@@ -226,6 +227,8 @@ def _run(options: argparse.Namespace, iterations: Iterator[IterationTrace]) -> i
         print_flushed("\n".join(lines or ["(no iteration had an active request)"]))
         return 0
     write = write_perfetto if options.command == "perfetto" else write_csv
+    # Read first, so that what is no trace is refused before anything is on the standard output.
+    iterations = itertools.chain(list(itertools.islice(iterations, 1)), iterations)
     with output_file(options.out, source=options.trace) as file:
         write(iterations, file)
     return 0

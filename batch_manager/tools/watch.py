@@ -33,12 +33,12 @@ from functools import partial
 from math import inf
 from types import FrameType
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from .__main__ import run_as
 from .command_parser import CommandParser
 from .watch_figures import COUNTS, LATENCIES, QUANTILES, Figures, History
-from .watch_sources import FileSource, MetricsSource, Source, SourceError
+from .watch_sources import FileSource, MetricsSource, Source, SourceError, why_not_watchable
 
 if TYPE_CHECKING:
     from .watch_view import Picture
@@ -95,6 +95,8 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if (options.file is None) == (options.url is None):
         parser.error("a file of statistics or --url is needed; pass one of them")
+    if options.file is not None and (reason := why_not_watchable(options.file)):
+        parser.error(reason)
     if options.count < 0:
         parser.error(f"--count is {options.count}; expected at least 0; leave it out to watch without end")
     return options
@@ -112,7 +114,11 @@ def _seconds(least: float, most: float = sys.float_info.max) -> Callable[[str], 
 
 
 def _metrics_url(text: str) -> str:
-    parts = urlsplit(text if "//" in text else f"//{text}", scheme="http")
+    try:
+        parts = urlsplit(text if "//" in text else f"//{text}", scheme="http")
+        _ = parts.port                  # raises ValueError for a port that is not 0 to 65535
+    except ValueError:
+        parts = SplitResult("", "", "", "", "")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise argparse.ArgumentTypeError(f"{text!r} is not an address; expected http://HOST:PORT/metrics")
     return (parts if parts.path not in ("", "/") else parts._replace(path="/metrics")).geturl()

@@ -1,6 +1,7 @@
 """Sources of `batch-manager watch`: a Prometheus endpoint, or a growing file of statistics."""
 
 import os
+import stat
 import time
 import urllib.error
 import urllib.request
@@ -176,6 +177,24 @@ COUNTED_IN_ITERATIONS = {"new": "New Requests", "paused": "Paused Requests", "re
 COUNTED_SINCE_THE_START = {"prompt_tokens": ("Accepted Prompt Tokens",), "finished": (
     "Finals End ID", "Finals Stop Words", "Finals Length", "Finals Timed Out", "Finals Cancelled")}
 SECONDS = ("callback", "iteration", "queue")
+# Things that have no end, or no position to which a reader could return. A folder has its own message.
+KINDS = ((stat.S_ISCHR, "a character device"), (stat.S_ISBLK, "a block device"), (stat.S_ISFIFO, "a pipe"),
+         (stat.S_ISSOCK, "a socket"))
+
+
+def other_kind(mode: int) -> str:
+    """Return what a path with this st_mode is, in words, if it cannot be read like a file. Otherwise return ""."""
+    return next((words for is_kind, words in KINDS if is_kind(mode)), "")
+
+
+def why_not_watchable(path: str) -> str:
+    """Return why `path` cannot be a file that grows, or "" if it can. Nothing there: "", for the file may appear."""
+    try:
+        kind = other_kind(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return ""
+    return kind and (f"{printable(path)} is {kind}; expected a regular file that JsonlStatistics writes; name one, or "
+                     "watch the engine with --url")
 
 
 class FileSource:
@@ -229,6 +248,8 @@ class FileSource:
         """Yield complete unread lines. If the file was replaced, the rest of the old file comes first."""
         try:
             found = os.stat(self.name)
+            if kind := other_kind(found.st_mode):
+                raise SourceError(f"it is {kind}, not a regular file")
             if self._descriptor < 0:
                 self._descriptor = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                 if self._is_first and found.st_size > TAIL_BYTES:

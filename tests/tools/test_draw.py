@@ -299,6 +299,19 @@ def test_a_request_that_cannot_run_is_reported_and_not_drawn(capsys):
 
 
 @pytest.mark.parametrize("arguments, message", [
+    (["--demo", "--width", "-3"], "--width: -3 is too small; expected at least 20"),
+    (["run.trace", "--requests", "1+1", "--num-blocks", "3"],
+     "a trace was given with --requests, --num-blocks; expected options of the demonstration only with --demo; leave"),
+    (["--trace", "run.trace", "--policy", "max_utilization"], "a trace was given with --policy; expected options of"),
+])
+def test_a_wrong_command_line_is_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments, message", [
     (["--demo", "--requests", "20x4"], "'20x4' is not a request"),
     (["--demo", "--requests", "1000000000000+1"], "'1000000000000+1' is not a request"),
     (["--demo", "--num-blocks", "1000000000000"], "--num-blocks is 1000000000000; expected 1 to 100,000"),

@@ -248,6 +248,14 @@ def test_a_dash_is_the_standard_output(command, file_of, tmp_path, monkeypatch, 
     assert capfd.readouterr().out.startswith(("request_id,", "{")) and not (tmp_path / "-").exists()
 
 
+@pytest.mark.parametrize("command", ["csv", "perfetto"])
+def test_a_file_that_is_no_trace_leaves_the_standard_output_empty(command, tmp_path, capfd):
+    (tmp_path / "bad").write_text("no trace\n")
+    assert main([command, str(tmp_path / "bad"), "-"]) == 2
+    printed = capfd.readouterr()
+    assert printed.out == "" and "line 1 is not the header of a trace" in printed.err and printed.err.count("\n") == 1
+
+
 @pytest.mark.parametrize("command, way_out", [
     (["why", "3", "trace.jsonl"], "direct it elsewhere"),
     (["csv", "trace.jsonl", "-"], "direct it elsewhere"),

@@ -360,6 +360,27 @@ def test_a_wrong_command_line_is_status_two(arguments, capsys):
     assert told.value.code == 2 and "batch-manager watch: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("address", ["http://[", "http://127.0.0.1:99999999/metrics", "127.0.0.1:x"])
+def test_what_is_no_address_is_refused_with_the_form_of_one(address, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        watch.parse_options(["--url", address])
+    assert f"{address!r} is not an address; expected http://HOST:PORT/metrics" in capsys.readouterr().err
+
+
+def test_what_has_no_end_or_no_place_to_return_to_is_refused(tmp_path, capsys):
+    pipe, file = tmp_path / "pipe", tmp_path / "file"
+    os.mkfifo(pipe)
+    for path, kind in (("/dev/zero", "a character device"), (pipe, "a pipe")):
+        with pytest.raises(SystemExit, match="2"):
+            watch.parse_options([str(path)])
+        assert f"{path} is {kind}; expected a regular file that JsonlStatistics writes; " in capsys.readouterr().err
+    assert watch.parse_options([str(file)]).file == str(file)         # it may appear later
+    source = FileSource(str(file))
+    file.symlink_to("/dev/zero")
+    with pytest.raises(SourceError, match="it is a character device, not a regular file"):
+        source.poll()
+
+
 def test_an_address_may_be_short():
     for text in ("127.0.0.1:8000", "http://127.0.0.1:8000", "http://127.0.0.1:8000/"):
         assert watch.parse_options(["--url", text]).url == "http://127.0.0.1:8000/metrics"

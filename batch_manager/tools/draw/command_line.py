@@ -26,6 +26,7 @@ from ...stats.trace import IterationTrace, read_trace, write_trace
 from ..command_parser import CommandParser
 from ..output_file import STANDARD_OUTPUT, OutputError, OutputFiles, name_of, why_not_writable
 from ..standard_output import discard_standard_output, print_flushed
+from ..workload import at_least
 from .demo import parse_requests, run_demo
 from .html import summary, write_html
 from .small_run import FOR_SVG, FOR_TEXT, SmallRun
@@ -36,18 +37,27 @@ from .timeline import Timeline
 DEMO_REQUESTS = "20+12,24+10,12+14@1,16+8@4,30+6@6"
 # The scripted backend allocates a table of num_blocks x max_batch_size entries.
 MOST_OF_DEMO = {"num_blocks": 100_000, "max_batch_size": 1_000, "max_num_tokens": 2**31 - 1}
+OF_DEMO = ("requests", "policy", "chunking", "num_blocks", "tokens_per_block", "max_batch_size", "max_num_tokens")
+NARROWEST = 20          # columns: the name of an iteration, and a cell
 CHUNKING = {"off": None, "first_come_first_served": ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
             "equal_progress": ContextChunkingPolicy.EQUAL_PROGRESS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
-    options = parser.parse_args(argv)
+    options = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(OF_DEMO)))
     if options.trace and options.positional:
         parser.error(f"--trace is {options.trace} and TRACE is {options.positional}; expected one trace")
     options.trace = options.trace or options.positional
     if bool(options.trace) == options.demo:
         parser.error("expected either a trace or --demo")
+    given = [f"--{name.replace('_', '-')}" for name in OF_DEMO if getattr(options, name) is not None]
+    if given and not options.demo:
+        parser.error(f"a trace was given with {', '.join(given)}; expected options of the demonstration only with "
+                     "--demo; leave them out, or replace the trace with --demo")
+    for name in OF_DEMO:
+        if getattr(options, name) is None:
+            setattr(options, name, parser.get_default(name))
     for name, path in _outputs(options).items():
         if why := why_not_writable(path):
             parser.error(f"--{name}: {why}")
@@ -87,7 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--svg", type=Path, metavar="FILE", help=f"write the picture as SVG: {FOR_SVG}")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the trace as JSON lines")
     parser.add_argument("--text", action="store_true", help=f"also print the text: {FOR_TEXT}")
-    parser.add_argument("--width", type=int, default=100, help="columns of the text (default %(default)s)")
+    parser.add_argument("--width", type=at_least(NARROWEST), default=100,
+                        help=f"columns of the text, at least {NARROWEST} (default %(default)s)")
     demo = parser.add_argument_group("the demonstration")
     demo.add_argument("--requests", default=DEMO_REQUESTS, metavar="LIST",
                       help="PROMPT+OUTPUT[@ITERATION], separated by commas (default %(default)s)")
