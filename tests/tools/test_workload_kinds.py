@@ -153,6 +153,9 @@ def test_the_standard_output(capsys):
     (["sample-trace", "--request-rate", "nan"], "--request-rate is nan; expected 0.000001 to 1000000"),
     (["sample-trace", "--input-median", "0"], "--input-median is 0.0; expected 1 to"),
     (["sample-trace", "--output-median", "0"], "--output-median is 0.0; expected 1 to"),
+    (["sample-trace", "--request-rate", "0.000001", "--num-requests", "400000"],
+     " s; expected at most 1e+10 s in this format; raise the rate, or take fewer requests"),
+    (["sample-trace", "--as", "mooncake", "--request-rate", "0.000001"], " s; expected at most 1e+07 s in this format"),
     (["sample-trace", "--num-requests", "0"], "--num-requests is 0; expected at least 1"),
 ])
 def test_what_is_refused_in_one_line_with_nothing_written(arguments, text, write):

@@ -13,6 +13,7 @@ from ..traffic import Arrival
 from .csv_traces import AZURE, PLAIN
 from .errors import DatasetError
 from .mooncake import MILLISECONDS
+from .records import MOST_SECONDS
 
 STDOUT = "-"
 FIRST_ARRIVAL = datetime(2026, 1, 1)
@@ -25,7 +26,7 @@ def azure_lines(arrivals: Iterable[Arrival]) -> Iterator[str]:
     Times are rounded to 100 ns. Block ids are left out.
     """
     yield ",".join(AZURE.names) + "\n"
-    for arrival in arrivals:
+    for arrival in _readable(arrivals, MOST_SECONDS):
         seconds, ticks = divmod(round(arrival.arrival_s * TICKS), TICKS)
         moment = FIRST_ARRIVAL + timedelta(seconds=seconds)
         yield f"{moment}.{ticks:07},{arrival.input_tokens},{arrival.output_tokens}\n"
@@ -33,7 +34,7 @@ def azure_lines(arrivals: Iterable[Arrival]) -> Iterator[str]:
 
 def mooncake_lines(arrivals: Iterable[Arrival]) -> Iterator[str]:
     """Yield the JSON lines of a file in Mooncake's format. Times are in milliseconds, rounded to 1 us."""
-    for arrival in arrivals:
+    for arrival in _readable(arrivals, MOST_SECONDS / MILLISECONDS):
         milliseconds = round(arrival.arrival_s * MILLISECONDS, 3)
         yield json.dumps({"timestamp": int(milliseconds) if milliseconds.is_integer() else milliseconds,
                           "input_length": arrival.input_tokens, "output_length": arrival.output_tokens,
@@ -43,8 +44,18 @@ def mooncake_lines(arrivals: Iterable[Arrival]) -> Iterator[str]:
 def csv_lines(arrivals: Iterable[Arrival]) -> Iterator[str]:
     """Yield the lines of a CSV file with times in full precision. Block ids are left out."""
     yield ",".join(PLAIN.names) + "\n"
-    for arrival in arrivals:
+    for arrival in _readable(arrivals, MOST_SECONDS):
         yield f"{arrival.arrival_s!r},{arrival.input_tokens},{arrival.output_tokens}\n"
+
+
+def _readable(arrivals: Iterable[Arrival], most_s: float) -> Iterator[Arrival]:
+    """Yield the arrivals. Raises DatasetError at the first one whose time the reader of the format would refuse."""
+    for arrival in arrivals:
+        if arrival.arrival_s > most_s:
+            raise DatasetError("", f"a request arrives at {arrival.arrival_s:g} s",
+                               f"expected at most {most_s:g} s in this format",
+                               "raise the rate, or take fewer requests")
+        yield arrival
 
 
 TRACE_LINES = {"azure": azure_lines, "mooncake": mooncake_lines, "csv": csv_lines}
