@@ -35,6 +35,12 @@ def test_latencies_follow_from_the_stamps():
     assert (result["requests_s"], result["requested_tok_s"]) == (0.5, 1.75)
 
 
+def test_prompts_of_refused_requests_are_no_throughput():
+    refused = receipts() | {2: Receipt([], [], arrival_s=0.0, final_s=0.5, error="[INVALID_REQUEST] no")}
+    result = figures(REQUESTS, refused, 4.0, streaming=True, counts_early_ends=False)
+    assert (result["output_tok_s"], result["total_tok_s"], result["prompt_tokens"]) == (0.75, 3.25, 16)
+
+
 def test_a_request_is_good_when_it_keeps_both_bounds():
     def good(**bounds):
         return found(bounds=Bounds(**bounds))["goodput"]

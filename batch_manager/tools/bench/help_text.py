@@ -17,7 +17,8 @@ reuse blocks of the others.
 
 HOW_IT_ENDS = """The result (--out, --report json) is one JSON object. A sweep has these fields for each of `points`:
 
-    output_tok_s, total_tok_s     generated tokens, and prompt plus generated tokens, over wall_s
+    output_tok_s, total_tok_s     generated tokens, and prompt plus generated tokens, over wall_s; prompts of requests
+                                  without a token are left out
     requested_tok_s               requested tokens over wall_s: gptManagerBenchmark's token_throughput
     requests_s                    requests without an error, over wall_s
     ttft_ms_*, itl_ms_*, e2e_ms_* time to the first token, between two tokens, and to the last token; the first and the

@@ -75,6 +75,7 @@ def figures_of(stamps: Stamps, failures: Sequence[tuple[int, str]], wall_s: floa
     For the other arguments, see `figures`.
     """
     served, generated, prompts = stamps.is_served, int(stamps.tokens.sum()), int(stamps.prompt_tokens.sum())
+    computed_prompts = int(stamps.prompt_tokens[stamps.tokens > 0].sum())
     gaps, counts, tpot = stamps.gaps_s, stamps.gap_counts, stamps.mean_gaps_s[served]
     latencies = {"ttft": (stamps.first_s - stamps.arrival_s)[served], "tpot": tpot[~np.isnan(tpot)],
                  "e2e": (stamps.last_s - stamps.arrival_s)[served], "queue": stamps.queue_s[served]}
@@ -92,7 +93,7 @@ def figures_of(stamps: Stamps, failures: Sequence[tuple[int, str]], wall_s: floa
         "output_tokens": generated,
         "prompt_tokens": prompts,
         "output_tok_s": round(generated / wall_s, 2),
-        "total_tok_s": round((prompts + generated) / wall_s, 2),
+        "total_tok_s": round((computed_prompts + generated) / wall_s, 2),
         **{f"{name}_ms_{which}": values[which] if values else None
            for name, values in (("ttft", ttft), ("itl", itl)) for which in ("p50", "p99")},
         "itl_ms_mean": itl["avg"] if itl else None,
