@@ -114,10 +114,9 @@ def _num_parts(tokens: np.ndarray, keys: np.ndarray, tile_rows: int, heads: Cont
     """Return the number of parts of each tile.
 
     The work of the step, divided equally among the resident programs, gives the share of a program: a number of keys. A
-    part has at least this share and at least MIN_KEYS_PER_PART keys. There are therefore at
-    most `resident_programs` programs of split tiles. A tile is split only if each of its programs would walk at least
-    two shares. Prompts that fill the device are not split, because no tile of a prompt sees twice as many keys as the
-    mean tile.
+    part has at least this share and at least MIN_KEYS_PER_PART keys. There are therefore at most `resident_programs`
+    programs of split tiles. A tile is split only if each of its programs would walk at least two shares. Prompts that
+    fill the device are not split, because no tile of a prompt sees twice as many keys as the mean tile.
 
     tokens   tokens of each tile
     keys     keys that the last token of each tile sees

@@ -53,7 +53,7 @@ class GptDecoder:
 
     state           per-slot state. `keep` updates histories and stages, and then stores the sampled tokens in `state`
     searches        beam searches by slot; they advance when the host has read the candidates
-    history         token histories, of the sequences whose stages or stop words need them. In a step
+    history         token histories of the sequences whose stages or stop words need them. In a step
                     with beams, the decoder writes the beams' outputs so far to the history before the stages read it
     stages          the changes made to logits before sampling
     own_stages      custom stages, which run between the stages of `stages.default_stages`, see stages.py

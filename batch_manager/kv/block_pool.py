@@ -16,9 +16,9 @@ class OutOfBlocksError(OutOfResourceError):
 class BlockPool:
     """A fixed number of blocks, each free or owned. An owner is one entry of a block table.
 
-    Without priorities, free blocks are allocated first in, first out. A new pool allocates 0, 1, 2, and so
-    on. Blocks that are released together are allocated together. The blocks of a prompt are therefore adjacent until
-    the pool is fragmented.
+    Without priorities, free blocks are allocated first in, first out. A new pool allocates 0, 1, 2, and so on.
+    Blocks that are released together are allocated together. The blocks of a prompt are therefore adjacent until the
+    pool is fragmented.
 
     free           blocks without an owner, in the order of allocation
     extra_owners   owners beyond the first, summed over all blocks

@@ -261,20 +261,23 @@ def rewind(requests: Sequence[LlmRequest], num_tokens: int | Sequence[int], sequ
     lengths = sequences.kv_lengths[slots] - counts
     ends = -(-lengths // unit)
     shortest = np.array([request.prompt_len for request in requests]) if keeps_prompts else 1
-    faults = {"expected a number of tokens that is not negative": counts < 0,
-              "expected a remaining sequence that is not empty and that keeps a shared prompt": lengths < shortest,
-              "expected a remaining sequence whose blocks are in the attention window":
-                  sequences.dropped[slots] > window.num_unseen(lengths)}
-    if sequences.max_beam_width > 1:
-        shared = np.zeros(slots.shape, np.bool_)
-        for index in np.flatnonzero((lengths >= 1) & (lengths % unit > 0)).tolist():
-            last = sequences.table(requests[index])[:, ends[index] - 1].tolist()
-            shared[index] = any(pool.owners(block_id) > 1 for block_id in last)
-        faults["expected a last block that is full, or that the beams do not share"] = shared
-    for expected, refused in faults.items():
-        if refused.any():
-            index = int(refused.argmax())
+
+    def refuse(indices: np.ndarray, expected: str) -> None:
+        for index in indices[:1].tolist():
             raise InternalError(f"{requests[index]} cannot be rewound by {counted(counts[index], 'token')}", expected)
+
+    refuse(np.flatnonzero(counts < 0), "expected a number of tokens that is not negative")
+    refuse(np.flatnonzero(lengths < shortest),
+           "expected a remaining sequence that is not empty and that keeps a shared prompt")
+    refuse(np.flatnonzero(sequences.dropped[slots] > window.num_unseen(lengths)),
+           "expected a remaining sequence whose blocks are in the attention window")
+    if sequences.max_beam_width > 1:
+        partly_filled = np.flatnonzero(lengths % unit > 0)
+        is_shared = [any(pool.owners(block_id) > 1
+                         for block_id in sequences.table(requests[index])[:, ends[index] - 1].tolist())
+                     for index in partly_filled.tolist()]
+        refuse(partly_filled[np.array(is_shared, np.bool_)],
+               "expected a last block that is full, or that the beams do not share")
     if len(set(slots.tolist())) < len(slots):
         raise InternalError("a rewind has the same request twice", "each request occurs once")
 

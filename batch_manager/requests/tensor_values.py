@@ -279,19 +279,19 @@ def _read_list(spec: TensorSpec, value: Sequence[Any], bound: Bound) -> GivenTen
         return GivenTensor(spec, (len(numbers),), 8 * len(numbers), numbers)
 
     levels = _levels(value)
-    if levels == 1 and value and type(value[0]) not in _INTEGERS | _FLOATS:
-        raise InvalidRequestError(f"{spec.name} is a list that holds a value of type {type_name(value[0])}",
-                                  f"it must be {spec.shape.value}", "pass each row as a list")
     if levels == 3 and len(value) == 1:
         (value,) = value
-    elif levels != 2 and len(value):
-        raise _wrong_shape(spec, (len(value),) if levels == 1 else ("...",) * levels)
+    elif levels > 2:
+        raise _wrong_shape(spec, ("...",) * levels)
 
     rows, size, num_bytes = [], 0, 0
     bound.check(spec.name, len(value), _BYTES_OF_A_ROW * len(value))
     for row in tuple(value):
-        if type(row) not in _LISTS:
+        if type(row) in _INTEGERS | _FLOATS:
             raise _wrong_shape(spec, (len(value),))
+        if type(row) not in _LISTS:
+            raise InvalidRequestError(f"{spec.name} is a list that holds a value of type {type_name(row)}",
+                                      f"it must be {spec.shape.value}", "pass each row as a list")
         num_bytes += _BYTES_OF_A_ROW
         rows.append(_numbers(spec, row, bound, size, num_bytes))
         size += len(rows[-1])

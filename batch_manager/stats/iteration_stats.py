@@ -58,8 +58,8 @@ class IterationStats:
     new_requests, refused_requests   requests accepted and requests refused since the last record
     prompt_tokens           prompt tokens of accepted requests, since construction
     lookup_tokens, hit_tokens   prompt tokens looked up in the cache, and those found in it, since construction
-    oldest_wait_seconds     time since the arrival of the oldest live request that was in no step yet, in order of
-                            acceptance; 0: no such request
+    oldest_wait_seconds     time since the arrival of one request: of the live requests that were in no step yet, the
+                            request that was accepted first. 0: no such request
     started_requests, queue_seconds, longest_queue_seconds   since the last record: requests in a step for the first
                             time, the sum of their times from arrival to this step, and the longest of these times
     reasons                 name of a statistic, such as "Finals Length" -> final responses for this reason, since

@@ -163,19 +163,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         result = read(options.result)
         drawn = {name: plot.render() for name, plot in plots(result).items()}
-        printed = [measured_on(result), *tables(result).values()]
+        if options.page is None:
+            text = "\n\n".join([measured_on(result), *tables(result).values()])
+        else:
+            folder = Path(os.path.relpath(options.out, options.page.parent)).as_posix()
+            text = written_into(options.page.read_text(encoding="utf-8"), page(result, folder))
         options.out.mkdir(parents=True, exist_ok=True)
         for name, svg in drawn.items():
             (options.out / name).write_text(svg, encoding="utf-8")
         if options.page is not None:
-            folder = Path(os.path.relpath(options.out, options.page.parent)).as_posix()
-            text = options.page.read_text(encoding="utf-8")
-            options.page.write_text(written_into(text, page(result, folder)), encoding="utf-8")
+            options.page.write_text(text, encoding="utf-8")
     except (OSError, ValueError, LookupError) as error:
         print(f"draw_scaling: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     if options.page is None:
-        print(*printed, sep="\n\n")
+        print(text)
     return 0
 
 

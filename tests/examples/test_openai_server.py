@@ -353,10 +353,14 @@ def test_sigterm_refuses_requests_and_drains_with_a_limit(folder, tmp_path):
         draining.end()
 
 
+def ended_start(folder, *options):
+    """Start the server in a folder without a model, and return the process, which has ended."""
+    return subprocess.run([sys.executable, SERVER, "--model", "nowhere", "--port", "0", *options], cwd=folder,
+                          env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=60)
+
+
 def test_a_start_up_that_is_refused_says_what_to_do_without_a_stack(tmp_path):
-    command = [sys.executable, REPOSITORY / "examples" / "openai_server.py", "--model", "nowhere", "--port", "0"]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    ended = ended_start(tmp_path)
     assert ended.returncode == 2 and "pass an existing path" in ended.stderr
     assert "Traceback" not in ended.stderr
 
@@ -370,9 +374,7 @@ def test_a_start_up_that_is_refused_says_what_to_do_without_a_stack(tmp_path):
     ("--host", "a" * 70, "pass another --host"),
 ])
 def test_a_wrong_option_is_refused_in_one_line(tmp_path, option, value, message):
-    command = [sys.executable, SERVER, "--model", "nowhere", "--port", "0", option, value]
-    ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-                           capture_output=True, text=True, timeout=60)
+    ended = ended_start(tmp_path, option, value)
     assert ended.returncode == 2 and message in ended.stderr and ended.stderr.count("\n") == 1, ended.stderr
 
 

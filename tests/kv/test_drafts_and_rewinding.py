@@ -43,6 +43,8 @@ def test_a_last_block_that_beams_share_is_not_written_to_again(make_request, sta
     kv.claim([], [request])
     with pytest.raises(InternalError, match="rewound by 2 tokens; .*a last block that is full, or that the beams do"):
         kv.rewind([request], 2)
+    with pytest.raises(InternalError, match="rewound by -9 tokens; expected a number of tokens that is not negative"):
+        kv.rewind([request], -9)
     kv.rewind([request], 1)
     assert kv.kv_length(request) == 8 and kv.used_blocks == 2
     audit(kv)

@@ -737,8 +737,8 @@ def test_a_view_that_torch_negates_later_is_read(dtype, admit):
 
 
 def test_a_list_of_tensors_and_a_list_of_too_many_levels_are_named(refusal):
-    for rows in ([np.array([5, 6])], [None], ["ab"], [True]):
-        assert f"stop_words_list is a list that holds a value of type {type(rows[0]).__name__}; it must be" in refusal(
+    for rows in ([np.array([5, 6])], [None], ["ab"], [True], [[5], np.array([5, 6])]):
+        assert f"stop_words_list is a list that holds a value of type {type(rows[-1]).__name__}; it must be" in refusal(
             stop_words_list=rows)
     for name in ("request_output_len", "temperature", "end_id"):
         assert f"{name} is a list with too many levels; it must be" in refusal(**{name: [[[3]]]})
