@@ -8,7 +8,6 @@ from operator import length_hint
 from typing import Any
 
 from ..contained_log import RateLimitedLog
-from ..errors import is_a
 from ..guard import Guard
 from ..requests.inference_request import InferenceRequest
 
@@ -149,7 +148,7 @@ class _Returned:
     @property
     def is_one_request(self) -> bool:
         """Whether the object is an InferenceRequest that is not in a collection. Runs no user code."""
-        return bool(self.value) and is_a(self.value[0], InferenceRequest)
+        return bool(self.value) and issubclass(type(self.value[0]), InferenceRequest)
 
     @property
     def is_iterable(self) -> bool:
