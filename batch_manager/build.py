@@ -12,7 +12,7 @@ import numpy as np
 from .clock import reliable
 from .config import KvCacheConfig, Limits, Parts, TrtGptModelOptionalParams, resolve_limits
 from .contained_log import log
-from .custom_parts import checked_attention, checked_stages, chosen_scheduler, custom_backend
+from .custom_parts import checked_attention, checked_stages, chosen_scheduler, close_unused, custom_backend
 from .errors import ConfigError, counted, type_name
 from .guard import Guard, Heartbeat
 from .interpreter_exit import is_a_worker
@@ -109,7 +109,7 @@ def build_loop(
             trace=parts.trace,
             static_batch=StaticBatch(limits.max_seq_len) if static_batch else None)
     except BaseException:
-        backend.close()
+        close_unused(backend)
         raise
     log.info("%s on %s in %s, kernels by %s; %d KV cache blocks of %d tokens; %d requests of up to %d tokens at a "
              "time, %d tokens a step", model_type.name, info.device, info.dtype, info.dispatch, info.num_blocks,

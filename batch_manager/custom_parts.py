@@ -8,7 +8,8 @@ from typing import Any
 
 from .arguments import can_be_called_with
 from .config import Limits, TrtGptModelOptionalParams
-from .errors import ConfigError, text_of, type_name
+from .contained_log import log
+from .errors import ConfigError, text_of, type_name, where_raised
 from .kv.kv_cache_manager import KvCacheManager
 from .sampling_config import PARAMETERS
 from .scheduling import capacity, micro_batch, simple
@@ -75,10 +76,22 @@ def _check_backend_methods(backend: Any) -> None:
     if not missing:
         return
     if "close" not in missing:
-        backend.close()
+        close_unused(backend)
     raise ConfigError(f"the backend of type {type_name(backend)} in Parts.backend lacks {', '.join(missing)}",
                       "expected a ModelBackend with all of its methods and its `info`",
                       "see batch_manager.ModelBackend")
+
+
+def close_unused(backend: ModelBackend) -> None:
+    """Close the backend of an engine that cannot be built or started.
+
+    An exception of a custom backend is logged, so that the caller gets the exception that prevented the start.
+    """
+    try:
+        backend.close()
+    except Exception as error:
+        log.error("the close method of the backend raised %s; the engine was not started\n%s", type_name(error),
+                  where_raised(error))
 
 
 def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] | None:

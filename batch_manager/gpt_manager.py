@@ -14,6 +14,7 @@ from .arguments import check_arguments
 from .build import build_loop
 from .clock import reliable
 from .config import Parts, TrtGptModelOptionalParams
+from .custom_parts import close_unused
 from .engine_info import EngineInfo
 from .errors import ConfigError, ManagerClosedError
 from .interpreter_exit import is_a_worker, list_worker
@@ -127,7 +128,7 @@ class GptManager:
             exclude_input_in_output=exclude_input_in_output,
             parts=replace(parts, clock=clock),
             heartbeat=control.heartbeat,
-        ), undo=lambda loop: loop.backend.close())
+        ), undo=lambda loop: close_unused(loop.backend))
         self._control = control
         self._loop = loop
         self._info = EngineInfo.of(loop.limits, loop.backend.info)
@@ -145,7 +146,7 @@ class GptManager:
         except BaseException:
             control.ask_to_abort()
             if control.claim_the_loop():
-                loop.backend.close()
+                close_unused(loop.backend)
                 close_worker(control)
             else:    # the worker was already running when an interrupt came
                 self._join(SECONDS_TO_STOP_AFTER_A_TIMEOUT)

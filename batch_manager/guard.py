@@ -82,12 +82,14 @@ class Guard:
         self._logs_texts = logs_texts
         self._logs: dict[str, RateLimitedLog] = {}
 
-    def containing(self, name: str, on_failure: Callable[[], None] | None = None) -> "ContainingBlock":
+    def containing(self, name: str, on_failure: Callable[[], None] | None = None, *,
+                   kind: str = "callback") -> "ContainingBlock":
         """Return a block whose exceptions are counted under this name, logged and dropped.
 
         on_failure   called for each exception
+        kind         what the log calls the code in the block: "the <name> <kind> raised ..."
         """
-        return ContainingBlock(self, name, on_failure)
+        return ContainingBlock(self, name, on_failure, kind)
 
     def raising(self, name: str, passing: type[BaseException] | tuple[type[BaseException], ...] = ()) -> "RaisingBlock":
         """Return a block that raises ForeignCodeError from any exception inside it.
@@ -96,21 +98,21 @@ class Guard:
         """
         return RaisingBlock(self, name, passing)
 
-    def note_failure(self, name: str, error: BaseException) -> None:
+    def note_failure(self, name: str, error: BaseException, kind: str = "callback") -> None:
         """Count an exception under a name, and log at most one exception per second for each name."""
         text = f": {text_of(error)}" if self._logs_texts else ""
-        self._note(name, f"raised {type_name(error)}{text}", error)
+        self._note(name, kind, f"raised {type_name(error)}{text}", error)
 
     def note_misuse(self, name: str, value: object, expectation: str) -> None:
         """Count an unusable return value of a callback, and log at most one per second for each name."""
-        self._note(name, f"returned a value of type {type_name(value)}; {expectation}", None)
+        self._note(name, "callback", f"returned a value of type {type_name(value)}; {expectation}", None)
 
-    def _note(self, name: str, what: str, error: BaseException | None) -> None:
+    def _note(self, name: str, kind: str, what: str, error: BaseException | None) -> None:
         self.failures[name] = count = self.failures.get(name, 0) + 1
         if name not in self._logs:
             self._logs[name] = RateLimitedLog(lambda: self.monotonic())
-        self._logs[name].log(logging.ERROR, "the %s callback %s (%d so far); the loop goes on", name, what, count,
-                             raised=error)
+        self._logs[name].log(logging.ERROR, "the %s %s %s (%d so far); the worker goes on", name, kind, what,
+                             count, raised=error)
 
 
 class GuardedBlock:
@@ -158,16 +160,17 @@ class GuardedBlock:
 class ContainingBlock(GuardedBlock):
     """The guarded block that `Guard.containing` returns. It counts, logs and drops exceptions."""
 
-    __slots__ = ("_on_failure",)
+    __slots__ = ("_kind", "_on_failure")
 
-    def __init__(self, guard: Guard, name: str, on_failure: Callable[[], None] | None) -> None:
+    def __init__(self, guard: Guard, name: str, on_failure: Callable[[], None] | None, kind: str) -> None:
         super().__init__(guard, name)
         self._on_failure = on_failure
+        self._kind = kind
 
     def _suppresses(self, error: BaseException) -> bool:
         if self._on_failure is not None:
             self._on_failure()
-        self._guard.note_failure(self._name, error)
+        self._guard.note_failure(self._name, error, self._kind)
         return True
 
 

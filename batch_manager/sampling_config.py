@@ -1,5 +1,8 @@
-"""The sampling parameters of a request. Each parameter is declared once, with its tensor, field, neutral value, range,
-and dtype on the device."""
+"""The sampling parameters of a request.
+
+Each parameter is declared once: the request tensor that sets it, the field of SamplingConfig, the neutral value, the
+range, and the dtype on the device.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields

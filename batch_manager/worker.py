@@ -193,7 +193,7 @@ def _serve(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: f
 
 def _close_backend(loop: GenerationLoop) -> None:
     """Close the backend. An exception of a custom backend is counted and logged, and the worker ends all the same."""
-    with loop.callbacks.guard.containing("close"):
+    with loop.callbacks.guard.containing("close", kind="method of the backend"):
         loop.backend.close()
 
 

@@ -10,8 +10,9 @@ Attention is computed in four stages:
 A tile that a row does not see adds zeros, which leaves the bits unchanged. Rows of different lengths can therefore
 share products. Generation rows and rows of a prompt go through the same stages. Everything is computed in float32.
 
-The products are batched torch products. The height of a product is its number of query rows. `_find_counts` measures on
-this machine which heights, and which numbers of products per call, give the same bits. Attention uses only these.
+The matrix products are batched (torch.bmm). The height of a product is its number of query rows. `_find_counts`
+measures on this machine which heights, and which numbers of products per call, give the same bits. Attention uses only
+these.
 """
 
 from dataclasses import dataclass
@@ -270,10 +271,10 @@ class FixedTileAttention(TorchPagedAttention):
     # ------------------------------------------------------------------ once
 
     def _find_counts(self) -> tuple[int, dict[int, tuple[int, ...]]]:
-        """Measure which heights of products, and which numbers of products per call, give the bits of a reference.
+        """Measure which shapes of a batched matrix product give the same bits as a reference call.
 
-        The height of a product is its number of query rows. The reference is one call of the largest number of
-        products, each with the height of a context's products.
+        A shape is a height, which is the number of query rows of each product, and a number of products per call. The
+        reference call has the height of a context's products and the largest of PRODUCT_COUNTS products.
 
         Returns   (the height for generation rows, which is the lowest height that gives the bits of the reference;
                   height -> numbers of products per call that give these bits). The mapping has the height for

@@ -1,4 +1,4 @@
-"""Token histories on the device, for stages and stop words that read them."""
+"""Token histories on the device, for the sampling stages and the check for stop words, which read earlier tokens."""
 
 import numpy as np
 import torch

@@ -78,8 +78,9 @@ class AttentionWindow:
     def num_dropped(self, length: Lengths) -> Lengths:
         """Number of blocks that a sequence of `length` tokens has released. Sink blocks are not released.
 
-        The sequence does not need these blocks when it grows, nor after a rewind by up to `unread_steps` tokens.
-        `length`, an integer or an array, includes the first token of the newest claimed step.
+        The sequence needs no released block again, neither when it grows nor after a rewind by up to `unread_steps`
+        tokens. `length`, an integer or an array, is the number of tokens up to and including the first token of the
+        newest step for which blocks are claimed.
         """
         return self.num_unseen(length - self.unread_steps)
 

@@ -59,7 +59,8 @@ class GuardedCallbacks:
         self._send, self._poll, self._stats = send_response, poll_stop_signal, return_stats
         self._in_send, self._in_poll, self._in_stats = map(guard.containing, ("send", "poll", "stats"))
         self._after_responses, self._at_end = after_responses, at_end
-        self._in_after_responses, self._in_at_end = map(guard.containing, ("after_responses", "at_end"))
+        self._in_after_responses = guard.containing("after_responses", kind="hook")
+        self._in_at_end = guard.containing("at_end", kind="hook")
         self._has_responded = False    # since `after_responses` was called
         self.wants_stats = return_stats is not None
         self.guard = guard

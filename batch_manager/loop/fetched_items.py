@@ -26,9 +26,9 @@ class FetchedItems:
     iteration. From any other object, such as a generator, the first iteration reads up to max_admissions_per_iteration
     items and drops the remaining ones. An InferenceRequest that is not in a collection is read, and the misuse logged.
 
-    No exception can lose an item; unanswered.py explains how. Each use of the block `in_get` makes a single call, which
-    is prepared outside the block. With two calls in the block, an asynchronous exception between them would look like
-    an exception of the user's object and would end the reading.
+    No exception can lose an item; unanswered.py explains how. Each `with in_get:` statement makes a single call, and
+    everything that the call needs is created before the statement. If the statement made two calls, an asynchronous
+    exception between them would look like an exception of the user's object and would end the reading.
 
     in_get     the guarded block for the get callback and for reading its result; both run user code
     back_off   the time without calls after a failure of the get callback or of reading its result

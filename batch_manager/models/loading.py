@@ -75,7 +75,7 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     end_ids = _usable_end_ids(checkpoint, spec.vocab_size)
     dtype = resolve_dtype(dtype, spec, device)
     if deterministic and implementation == TRANSFORMERS:
-        raise ConfigError(f"deterministic is True, but layers of transformers compute {spec.architecture}",
+        raise ConfigError(f"deterministic is True, but the transformers library computes {spec.architecture}",
                           "expected a model class of this package", "leave deterministic out")
     if deterministic and not getattr(model_class, "deterministic", False):
         raise ConfigError(f"deterministic is True, and the model class is {model_class.__name__}, which does not "

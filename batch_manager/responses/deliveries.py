@@ -170,8 +170,8 @@ class Deliveries:
     def response(self, request: LlmRequest, delivery: Delivery, reason: FinishReason) -> list[NamedTensor]:
         """Build the tensors of a response with all unsent values of the request.
 
-        The kept log-probabilities and logits are dropped, so that no value is sent twice. The values of beams are not
-        dropped, because a request with beams has a single response.
+        The log-probabilities and logits of the response are removed from `delivery`, so that no later response sends
+        them again. Those of beams are not removed, because a request with beams has a single response.
         """
         options, tokens, prompt_len = delivery.options, request.tokens[0], request.orig_prompt_len
         if delivery.is_plain:

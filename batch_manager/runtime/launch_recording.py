@@ -125,7 +125,7 @@ class LaunchRecording:
 
     def product(self, rows: Rows, matrix: Any, outputs: int, adds_to: Rows | None) -> Rows:
         if not isinstance(matrix, PlainMatrix):
-            raise NotRecordableError("one of its matrices is not stored as a plain tensor")
+            raise NotRecordableError("it multiplies by a matrix that is not stored as a plain tensor")
         if adds_to is not None and adds_to.register == rows.register:
             raise NotRecordableError("it adds a product to the rows that it multiplies")
         result = self.register(outputs) if adds_to is None else adds_to

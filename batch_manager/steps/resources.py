@@ -272,9 +272,9 @@ class Resources:
         self._kv.release(request, computed_tokens, is_garbage)
 
     def _computed_tokens(self, request: LlmRequest) -> int:
-        """Return the number of leading tokens that were computed or sampled in steps already read.
+        """Return the number of leading tokens that were reused, computed in a context, or sampled.
 
-        Tokens in reused blocks are included. Returns 0 if the request has computed no token besides them.
+        Results of steps that were not read yet do not count. Returns 0 if every one of the tokens was reused.
         """
         if request.context_read == request.prompt_len:
             return request.num_tokens

@@ -36,7 +36,7 @@ class EngineHarness:
 
     get, send, poll, stats   the four callbacks of GptManager
     backend      the backend to use; None: a new ScriptedBackend
-    scheduler    as Parts.scheduler; None: the scheduler of `policy`
+    scheduler    as Parts.scheduler; None: the scheduler that `policy`, a SchedulerPolicy, names
     parts        other parts. The arguments `backend` and `scheduler` and the ManualClock replace those in `parts`
     options      fields of TrtGptModelOptionalParams
 

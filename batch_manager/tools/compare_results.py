@@ -93,9 +93,8 @@ def compared(a: Paths, b: Paths, *, anyway: bool = False, figures: Sequence[str]
     refusals = [*_unlike(runs_a, runs_b, SAME), *_failed("A", runs_a), *_failed("B", runs_b)]
     loads = _common_loads(report, refusals)
     if refusals and not anyway:
-        raise ComparisonError(f"{'. '.join(refusals)}; expected runs of one workload, model, precision and load "
-                              f"without outputs of the wrong length; "
-                              f"{ANYWAY}")
+        raise ComparisonError(f"{'. '.join(refusals)}; expected runs of the same workload, model, precision "
+                              f"and load, in which every output has the right length; {ANYWAY}")
     report.warnings = [*refusals, *report.warnings, *_unlike(runs_a, runs_b, SETTINGS),
                        *_unlike(runs_a, runs_b, ORIGIN), *_disturbed("A", runs_a, foreign_cores),
                        *_disturbed("B", runs_b, foreign_cores)]

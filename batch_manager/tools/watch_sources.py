@@ -135,7 +135,7 @@ def read_metrics(text: str, at_s: float) -> Reading:
 
 
 class MetricsSource:
-    """A Source that reads PrometheusStatistics from an address."""
+    """A Source that requests metrics in Prometheus text format from a URL, as PrometheusStatistics serves them."""
 
     age_s = None
 

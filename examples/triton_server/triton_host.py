@@ -83,7 +83,7 @@ class TritonPythonModel:
         client_id, streaming = request.request_id(), _flag(tensors.pop("streaming", None))
         with self._lock:
             if client_id and client_id in self._ids:
-                raise InvalidRequestError(f"a request with id {client_id!r} is unanswered", "expected a unique id",
+                raise InvalidRequestError(f"id {client_id!r} is in use by an earlier request", "expected a unique id",
                                           "use another id, or none")
             ours, self._next_id = self._next_id, self._next_id + 1
             made = InferenceRequest(ours, tensors, is_streaming=streaming)

@@ -215,6 +215,20 @@ def test_a_backend_that_does_not_say_what_it_is_is_refused_and_closed(make_manag
     assert closed == [1]
 
 
+def test_a_backend_whose_close_raises_does_not_hide_why_the_constructor_failed(make_manager, new_client, caplog):
+    def close():
+        raise ValueError("stuck")
+
+    backend = SimpleNamespace(start=print, memory_usage=print, info=None, close=close)
+    with pytest.raises(ConfigError, match="the info of Parts.backend is of type"):
+        make_manager(new_client(), model_path="", parts={"backend": backend})
+    with pytest.raises(ConfigError, match="in Parts.backend lacks memory_usage, info"):
+        make_manager(new_client(), model_path="", parts={"backend": SimpleNamespace(start=print, close=close)})
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 2 and all(
+        text.startswith("the close method of the backend raised ValueError; the engine was not started") for text in errors)
+
+
 def test_a_factory_that_returns_no_backend_is_refused_in_the_caller(make_manager, new_client):
     with pytest.raises(ConfigError, match="the factory in Parts.backend returned a value of type NoneType"):
         make_manager(new_client(), model_path="", parts={"backend": lambda: None})

@@ -81,7 +81,7 @@ def test_c15_each_name_is_logged_at_most_once_a_second_without_what_the_exceptio
             with guard.containing(name):
                 raise ValueError("sec" + "ret")
         assert [record.getMessage().splitlines()[0] for record in caplog.records] == [
-            f"the {name} callback raised ValueError (1 so far); the loop goes on" for name in ("send", "get")]
+            f"the {name} callback raised ValueError (1 so far); the worker goes on" for name in ("send", "get")]
         clock.now += 1.0
         guard.note_failure("send", ValueError())
     assert "(3 so far)" in caplog.records[2].getMessage() and len(caplog.records) == 3

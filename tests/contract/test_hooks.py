@@ -148,7 +148,7 @@ def test_at_end_is_called_after_a_backend_that_cannot_be_closed(make_manager, ne
     assert closed == [1] and [health["state"] for health in told] == ["STOPPED"]
     assert manager.health()["failure"] == "" and manager.health()["callback_failures"]["close"] == 1
     assert [record.getMessage().split("\n")[0] for record in caplog.records if record.levelname == "ERROR"] == [
-        f"the close callback raised {type(error).__name__} (1 so far); the loop goes on"]
+        f"the close method of the backend raised {type(error).__name__} (1 so far); the worker goes on"]
 
 
 def test_shutdown_returns_behind_at_end(make_manager, new_client):

@@ -172,7 +172,7 @@ def test_refusals_have_the_servers_status(host):
         assert request.result()[-1].error.code == TritonError.INVALID_ARG
     first, second = Request("a", **LONG), Request("a", **LONG)
     host.execute([first, second])
-    assert "is unanswered" in str(second.result()[-1].error)
+    assert "is in use by an earlier request" in str(second.result()[-1].error)
     assert not first.over.is_set()
     first.is_gone = True
     first.result()

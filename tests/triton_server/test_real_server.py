@@ -211,7 +211,7 @@ def test_a_bad_request_is_refused_and_an_id_is_taken_once(server):
     assert stream.next()[0]
     other = GrpcStream(server)
     other.send("4", **LONG)
-    with pytest.raises(Exception, match="is unanswered"):
+    with pytest.raises(Exception, match="is in use by an earlier request"):
         other.next()
     other.close()
     stream.close(cancel=True)

@@ -30,9 +30,9 @@ _SIZES = (("num_hidden_layers", MOST_LAYERS), ("hidden_size", MAX_WIDTH), ("voca
 
 
 def make_configuration(config: Fields, model_type: str) -> Any:
-    """Create transformers' configuration object for a tested model type (PROVEN), with bounded sizes.
+    """Create transformers' configuration object for `model_type`, one of the tested model types in PROVEN.
 
-    Raises ModelLoadError, which names file and field.
+    Raises ModelLoadError, which names file and field, if a field has an unsupported value or a size is too large.
     """
     for name, neutral in _REFUSED.items():
         if name in config and config.values[name] != neutral:

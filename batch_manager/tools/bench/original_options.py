@@ -89,7 +89,9 @@ def rewritten(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]
 
 
 def _own_name(name: str) -> str:
-    """Return this program's name of an option of gptManagerBenchmark, for example --policy for --scheduler-policy.
+    """Translate an option of gptManagerBenchmark to the option of `batch-manager bench`.
+
+    For example, --scheduler-policy becomes --policy.
 
     A prefix `--no-` stays: --no-enable-chunked-context becomes --no-chunked-context.
     """

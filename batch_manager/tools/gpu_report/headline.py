@@ -20,7 +20,10 @@ PEER_SECONDS, PEER_LOAD_SECONDS = 45, 15        # the peer stops when this time 
 
 
 def run(bench: Bench, graphs: bool = True) -> Iterator[Record]:
-    """Yield the records of the goals G6 (other engines) and G6b (transformers). Without graphs, only those of G6."""
+    """Yield the records of the comparison with other engines (goal G6 of the report) and with transformers (G6b).
+
+    graphs   use CUDA graphs; False: yield only the records of G6
+    """
     bench.require(LOAD_SECONDS + 2 * RUN_SECONDS)
     shape = bench.pick(QWEN3_600M, TINY)
     workload = headline_workload(shape, bench.pick(COUNT, 2), *bench.pick((SHORTEST, LONGEST), (3, 5)))
