@@ -225,8 +225,8 @@ def test_a_backend_whose_close_raises_does_not_hide_why_the_constructor_failed(m
     with pytest.raises(ConfigError, match="in Parts.backend lacks memory_usage, info"):
         make_manager(new_client(), model_path="", parts={"backend": SimpleNamespace(start=print, close=close)})
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert len(errors) == 2 and all(
-        text.startswith("the close method of the backend raised ValueError; the engine was not started") for text in errors)
+    assert len(errors) == 2
+    assert all(text.startswith("the close method of the backend raised ValueError; the engine") for text in errors)
 
 
 def test_a_factory_that_returns_no_backend_is_refused_in_the_caller(make_manager, new_client):

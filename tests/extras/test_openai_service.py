@@ -237,7 +237,8 @@ def test_a_chat_with_its_shapes(tmp_path):
 @pytest.mark.parametrize("body, param", [
     ({}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[1, "a"]]}, "prompt"), ({"prompt": 3}, "prompt"),
     ({"n": 0}, "n"), ({"n": 2000}, "n"), ({"n": True}, "n"), ({"best_of": 3}, "best_of"),
-    ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"stop": [""]}, "stop"),
+    ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"min_tokens": 17}, "min_tokens"),
+    ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"), ({"stop": [""]}, "stop"),
     ({"stop": "x" * 4097}, "stop"), ({"stop": ["x" * 4097]}, "stop"),
     ({"stop": 3}, "stop"), ({"seed": "x"}, "seed"), ({"temperature": "hot"}, "temperature"),
     ({"logprobs": 21}, "logprobs"), ({"logprobs": -1}, "logprobs"), ({"suffix": "x"}, "suffix"),

@@ -138,11 +138,14 @@ def read_body(body: bytes, is_chat: bool) -> ParsedBody:
         if not parsed.echo:
             raise refused("max_tokens", "got 0; expected at least 1, unless echo is set")
         parsed.generates, max_tokens = False, 1
+    min_tokens = fields.count("min_tokens", 0)
+    if max_tokens is not None and min_tokens > max_tokens and parsed.generates:
+        raise refused("min_tokens", f"got {min_tokens}; expected at most max_tokens, which is {max_tokens}")
     parsed.sampling = Sampling(
         max_tokens=max_tokens, temperature=fields.number("temperature", 1.0), top_p=fields.number("top_p", 1.0),
         top_k=fields.count("top_k", 0, least=-1), min_p=fields.number("min_p", 0.0), seed=_seed(fields),
         stop=_stop(fields), stop_token_ids=_token_ids("stop_token_ids", fields.take("stop_token_ids", list, [])),
-        ignore_eos=fields.take("ignore_eos", bool, False), min_tokens=fields.count("min_tokens", 0),
+        ignore_eos=fields.take("ignore_eos", bool, False), min_tokens=min_tokens,
         repetition_penalty=fields.number("repetition_penalty", 1.0),
         presence_penalty=fields.number("presence_penalty", 0.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0), logit_bias=_logit_bias(fields),
