@@ -1,13 +1,14 @@
 """The documents are right: the picture of the imports, the names, the links, and the numbers that tests cite."""
 
 import importlib.util
+import inspect
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from batch_manager import TrtGptModelOptionalParams
+from batch_manager import ErrorCode, FinishReason, GptManager, TrtGptModelOptionalParams
 from tests.campaigns.registry import SUITES
 
 from .documents import (
@@ -194,9 +195,30 @@ def test_citations_are_found(text, numbers):
     assert cited_in_text(text) == numbers
 
 
-def test_the_limits_of_the_page_for_hosts_are_the_defaults():
+def section(title):
+    """The text of a section of docs/embedding.md, the page for hosts."""
     page = (REPOSITORY / "docs" / "embedding.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| ([\d.,]+) \|", page.partition("## Limits")[2].partition("\n## ")[0], re.M)
+    return page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_the_page_for_hosts_has_every_argument_and_method_of_the_manager():
+    arguments, methods = section("The manager").split("| method or property |")
+    parameters = inspect.signature(GptManager).parameters
+    assert re.findall(r"^\| `(\w+)` \|", arguments, re.M) == [name for name in parameters if name != "trt_engine_path"]
+    public = {name for name in vars(GptManager) if not name.startswith("_")}
+    assert set(re.findall(r"^\| `(\w+)[^`]*` \|", methods, re.M)) == public
+
+
+def test_the_page_for_hosts_has_every_finish_reason_and_error_code():
+    responses = section("Responses")
+    assert re.findall(r"^\| (\d) \| `(\w+)` \|", responses, re.M) == [
+        (str(int(reason)), reason.name) for reason in FinishReason]
+    assert re.findall(r"^\| `(\w+)` \| (\d+) \| (yes|no) \|", responses, re.M) == [
+        (code.name, str(code.http_status), "yes" if code.is_retryable else "no") for code in ErrorCode]
+
+
+def test_the_limits_of_the_page_for_hosts_are_the_defaults():
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.,]+) \|", section("Limits"), re.M)
     params = TrtGptModelOptionalParams()
     assert len(rows) >= 7 and {name: float(value.replace(",", "")) for name, value in rows} == {
         name: getattr(params, name) for name, _ in rows}
