@@ -12,12 +12,6 @@ tokenizer = Tokenizer.from_file(f"{model}/tokenizer.json")
 requests, stopped, statistics = queue.Queue(), set(), []
 LAST = 1000  # a request with this id makes the worker finish the others and end
 
-for request_id, prompt in enumerate(["It is a truth universally acknowledged", "Emma smiled, and", "The evening was"]):
-    requests.put(InferenceRequest(request_id, {
-        "input_ids": tokenizer.encode(prompt).ids, "request_output_len": 48, "end_id": tokenizer.token_to_id("</s>"),
-        "temperature": 0.7, "runtime_top_k": 40, "random_seed": 7}))
-requests.put(InferenceRequest(LAST))
-
 
 def get_inference_requests(max_num_requests):
     """Called at the start of every iteration; the returned requests join the batch at once."""
@@ -29,12 +23,17 @@ def send_response(request_id, tensors, final_response, error_message):
     if error_message:
         print(f"[{request_id}] {error_message}", file=sys.stderr)
     else:
-        output_ids = tensors[0].array  # a NumPy array; .tensor is a torch tensor
+        output_ids = tensors[0].array  # the prompt and the output, as a NumPy array; .tensor is a torch tensor
         print(f"[{request_id}] {tokenizer.decode(output_ids[0, 0].tolist())}\n")
 
 
 with GptManager(model, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION,
                 get_inference_requests, send_response, lambda: stopped, statistics.append,
                 terminate_req_id=LAST) as manager:
+    for request_id, prompt in enumerate(["It is a truth universally acknowledged", "Emma smiled, and", "The ball"]):
+        requests.put(InferenceRequest(request_id, {
+            "input_ids": tokenizer.encode(prompt).ids, "request_output_len": 48, "end_id": manager.info.end_ids,
+            "temperature": 0.7, "runtime_top_k": 40, "random_seed": 7}))
+    requests.put(InferenceRequest(LAST))
     manager.wait_until_terminate()
 print(f"{len(statistics)} iterations")

@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch")
 tokenizers = pytest.importorskip("tokenizers")
 
 import batch_manager  # noqa: E402
-from batch_manager import InferenceRequest  # noqa: E402
+from batch_manager import InferenceRequest, SchedulerPolicy, TrtGptModelType  # noqa: E402
+from batch_manager.testing import ScriptedBackend  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = REPOSITORY / "examples" / "models" / "austen-4m"
@@ -24,6 +25,7 @@ RUN_BY = {
     "import asyncio": "here",
     "from batch_manager.extras.text import TextStream, chat_prompt": "here",
     "class TopNSigma(batch_manager.LogitsStage):": "here",
+    "from batch_manager import PerfMetrics, TrtGptModelOptionalParams": "here",
 }
 
 
@@ -64,6 +66,24 @@ def test_text_of_tokens(tmp_path):
     told = [names["on_response"](stream, tokenizer.encode(piece).ids, is_last)
             for piece, is_last in (("Emma smiled,", False), (" and said so.\n\nUser: no", True))]
     assert "".join(told) == "Emma smiled, and said so."
+
+
+def test_prometheus():
+    pytest.importorskip("prometheus_client")
+    names = {}
+    exec(block("from batch_manager import PerfMetrics"), names)
+    waiting = [InferenceRequest(0, {"input_ids": [5, 6], "request_output_len": 4, "return_perf_metrics": True})]
+    waiting.append(InferenceRequest(LAST := 9))
+    with batch_manager.GptManager(
+            None, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION,
+            lambda room: [waiting.pop(0) for _ in range(min(room, len(waiting)))], names["send_response"],
+            return_batch_manager_stats_cb=names["statistics"], optional_params=names["optional_params"],
+            terminate_req_id=LAST, parts=batch_manager.Parts(backend=ScriptedBackend())) as manager:
+        manager.wait_until_terminate()
+    kind, page = names["metrics_page"]()
+    assert kind.startswith("text/plain")
+    assert 'nv_trt_llm_request_metrics{model="austen-4m",request_type="active",version="1"} 0.0' in page.decode()
+    assert 'vllm:e2e_request_latency_seconds_count{model_name="austen-4m"} 1.0' in page.decode()
 
 
 def test_a_stage_of_ones_own(make_manager, new_client):

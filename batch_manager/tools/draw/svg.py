@@ -10,7 +10,7 @@ from .picture import ABSENT, CONTEXT, GENERATION, PAUSED, WAITING, Cell, Picture
 
 FILL = {WAITING: colours.WAITING.light, CONTEXT: colours.CONTEXT.light, GENERATION: colours.GENERATION.light,
         PAUSED: colours.PAUSED.light}
-WORDS = {CONTEXT: "context (prompt) tokens", GENERATION: "generation, one token", PAUSED: "paused",
+WORDS = {CONTEXT: "context, number of tokens", GENERATION: "generation, one token", PAUSED: "paused",
          WAITING: "waiting"}
 NAMES = {CONTEXT: "context", GENERATION: "generation", PAUSED: "paused", WAITING: "waiting"}      # of boxes
 ENDED = colours.ENDED.light
@@ -26,14 +26,15 @@ def render_svg(trace: Iterable[IterationTrace]) -> str:
     count = max(len(picture.rows), 1)
     cell = min(30.0, max(3.0, round(1200 / count, 2)))
     left = MARGIN + 12 + 8 * max([len("request"), *(len(str(i)) for i in picture.request_ids)])
-    top = 88
+    top = 104
     rows_bottom = top + ROW_HEIGHT * len(picture.request_ids)
     bars_top = rows_bottom + 34
     width = round(max(left + cell * count + MARGIN, 640))
-    height = bars_top + BAR_HEIGHT + 44
+    height = bars_top + BAR_HEIGHT + 24
     out = [
         *_svg_legend(),
         f'<text x="{left - 10}" y="{top - 8}" text-anchor="end" fill="{FAINT}">request</text>',
+        f'<text x="{left}" y="{top - 26}" fill="{FAINT}">iteration</text>',
     ]
     out += [f'<text x="{left + cell * (i + 0.5):.1f}" y="{top - 8}" text-anchor="middle" fill="{FAINT}">'
             f"{picture.iterations[i]}</text>" for i in range(0, len(picture.rows), _tick(count, cell))]
@@ -90,7 +91,7 @@ def _svg_bars(picture: Picture, left: float, top: float, cell: float) -> list[st
     totals = [sum(c.tokens for c in row) for row in picture.rows]
     most = max([*totals, 1])
     base = top + BAR_HEIGHT
-    out = [f'<text x="{left}" y="{top - 8}" fill="{FAINT}">tokens in each iteration, at most {most}</text>']
+    out = [f'<text x="{left}" y="{top - 8}" fill="{FAINT}">tokens computed in each iteration (largest: {most})</text>']
     for i, row in enumerate(picture.rows):
         context = sum(c.tokens for c in row if c.kind == CONTEXT)
         y = float(base)
@@ -101,7 +102,6 @@ def _svg_bars(picture: Picture, left: float, top: float, cell: float) -> list[st
                 out.append(f'<rect x="{left + cell * i:.2f}" y="{y:.2f}" width="{cell - min(1.0, cell / 6):.2f}" '
                            f'height="{height:.2f}" fill="{FILL[kind]}"/>')
     out.append(f'<rect x="{left}" y="{base}" width="{cell * len(picture.rows):.2f}" height="1" fill="{FAINT}"/>')
-    out.append(f'<text x="{left}" y="{base + 22}" fill="{FAINT}">time runs right, one column per iteration</text>')
     return out
 
 

@@ -105,7 +105,7 @@ class CountersChart {
   drawChart(chart, columns) {
     const { context, view, theme } = this;
     const top = chart.followsView ? this.largestMean(chart, columns) * 1.1 : chart.largest.all;
-    this.drawTitle(chart, top);
+    this.drawTitle(chart, top, chart.followsView && columns.first.some((from, i) => columns.end[i] - from > 1));
     if (chart.largest.all <= 0) return;
     if (top > 0) {
       this.drawLargest(chart, columns, top);
@@ -124,7 +124,7 @@ class CountersChart {
     return most;
   }
 
-  drawTitle(chart, top) {
+  drawTitle(chart, top, hasMeans) {
     const { context, view, theme } = this;
     context.font = "12px system-ui, sans-serif";
     context.textBaseline = "alphabetic";
@@ -146,6 +146,7 @@ class CountersChart {
       context.fillText("none in this run", x, -6);
       return;
     }
+    if (hasMeans && top > 0) context.fillText("mean of each pixel's iterations; paler: the largest", x, -6);
     context.textAlign = "right";
     context.textBaseline = "middle";
     if (top > 0) context.fillText(chart.text(top), view.left - LABEL_GAP, 3);

@@ -199,18 +199,21 @@ function drawTicks(context, view, run, theme, height) {
   const isTime = view.axis.name === "time", shown = view.end - view.begin;
   const least = shown / view.width * TICK_DISTANCE;
   const step = isTime ? niceStep(least) : Math.max(1, niceStep(least));
-  const first = Math.ceil(view.begin / step), last = Math.floor(Math.min(view.end, view.axis.end) / step);
+  const shift = isTime || !run.count ? 0 : run.iterations[0] % step;      // a trace may begin at any iteration
+  const first = Math.ceil((view.begin + shift) / step);
+  const last = Math.floor((Math.min(view.end, view.axis.end) + shift) / step);
   const middle = !isTime && view.width / shown > 4 ? 0.5 : 0;      // middle of a cell, if cells are visible
   context.font = "11px system-ui, sans-serif";
   context.textAlign = "center";
   context.textBaseline = "alphabetic";
   for (let tick = first; tick <= last; tick++) {
-    const at = tick * step, x = view.toX(at + middle);
+    const at = tick * step - shift, x = view.toX(at + middle);
     if (!isTime && at >= run.count || x < view.left || x > view.left + view.width) continue;
     context.fillStyle = theme.grid;
     context.fillRect(toPixel(x), height - 5, 1 / devicePixelRatio, 4);
     context.fillStyle = theme.faint;
-    context.fillText(isTime ? secondsText(at, step) : countText(run.iterations[at]), x, height - 9);
+    const label = isTime ? secondsText(at, step) : countText(run.iterations[at]);
+    context.fillText(label, Math.max(x, view.left + context.measureText(label).width / 2), height - 9);
   }
   context.textAlign = "right";
   context.fillStyle = theme.faint;
