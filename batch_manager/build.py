@@ -111,7 +111,7 @@ def build_loop(
     except BaseException:
         close_unused(backend)
         raise
-    log.info("%s on %s in %s, kernels by %s; %d KV cache blocks of %d tokens; %d requests of up to %d tokens at a "
+    log.info("%s on %s in %s, computed by %s; %d KV cache blocks of %d tokens; %d requests of up to %d tokens at a "
              "time, %d tokens a step", model_type.name, info.device, info.dtype, info.dispatch, info.num_blocks,
              info.tokens_per_block, limits.max_batch_size, limits.max_seq_len, limits.max_num_tokens)
     return loop

@@ -23,7 +23,7 @@ class EngineInfo:
     num_blocks        number of KV cache blocks
     tokens_per_block  number of tokens per block
     device, dtype     by name: "cpu", "cuda:0"; "float32", "bfloat16"
-    dispatch          implementation of the kernels: "triton", "torch", or the name that a custom backend states
+    dispatch          what computes a step: "triton", "compiled", "torch", or the name that a custom backend states
     """
 
     architecture: str

@@ -17,7 +17,7 @@ class BackendInfo:
     num_blocks            KV cache blocks in the pool
     tokens_per_block      tokens per block
     num_slots             sequences for which the backend can hold state
-    dispatch              implementation of the kernels: "triton", "torch", or a name that a custom backend chooses
+    dispatch              what computes a step: "triton", "compiled", "torch", or a name that a custom backend chooses
     hidden_size           entries of a token's embedding; 0: no prompt-tuning embeddings
     device, dtype         by name, for logs and statistics
     attention_window      tokens that a token attends to, itself included, besides the first `sink_tokens`. Blocks

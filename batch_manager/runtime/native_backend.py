@@ -476,9 +476,11 @@ class NativeBackend:
                 self._runner.compiled = compile_step(loaded, spec, self._runner.attention, self._pool,
                                                      self.info.sink_tokens, threads)
             log.info("steps run as compiled code on at most %d threads; torch runs the rest of a step", threads)
-            if self._layout is not layouts.padded and has_openmp():       # padded calls run in torch
-                # The rest is little work, and idle threads of torch would spin on the cores of the compiled step.
-                self._torch_threads = 1
+            if self._layout is not layouts.padded:       # padded calls run in torch
+                self.info = dataclasses.replace(self.info, dispatch="compiled")
+                if has_openmp():
+                    # The rest is little work, and idle threads of torch would spin on the cores of the compiled step.
+                    self._torch_threads = 1
         except NotRecordableError as obstacle:
             if must:
                 raise ConfigError(f"cpu_compile is True, but {type_name(loaded.model)} cannot be compiled: "

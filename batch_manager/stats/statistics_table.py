@@ -81,7 +81,7 @@ STATISTICS: tuple[Statistic, ...] = (
     Statistic("Unaddressable Items", "items", START, "from the get callback, without a usable id"),
     Statistic("Callback Time Microseconds", "microseconds", ITERATION, "inside the callbacks"),
     Statistic("Iteration Latency Microseconds", "microseconds", ITERATION, "from the end of get to the record"),
-    Statistic("Kernel Dispatch", "text", NOW, "which kernels run, such as triton or torch"),
+    Statistic("Kernel Dispatch", "text", NOW, "what computes a step: triton, compiled (code on a CPU) or torch"),
     Statistic("Captured Graphs", "graphs", NOW, "of steps on a GPU, to be replayed", always=False),
     Statistic("Compute Threads", "threads", NOW, "of compiled steps", always=False),
     *(Statistic(f"Errors {code.value}", "responses", START, "final ones with this code", always=False)

@@ -33,9 +33,11 @@ def test_it_is_compiled_by_default_and_not_where_it_was_switched_off(caplog):
         assert backend()._runner.compiled is not None
     assert "steps run as compiled code on at most" in caplog.text      # other lines mention torch
     caplog.clear()
-    assert backend(True, dtype="bfloat16")._runner.compiled is not None
+    made = backend(True, dtype="bfloat16")
+    assert made._runner.compiled is not None and made.info.dispatch == "compiled"
     with caplog.at_level(logging.INFO, "batch_manager"):
-        assert backend(False)._runner.compiled is None
+        made = backend(False)
+        assert made._runner.compiled is None and made.info.dispatch == "torch"
     assert "compiled code" not in caplog.text
 
 
