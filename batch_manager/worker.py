@@ -184,8 +184,8 @@ def _serve(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: f
     control.attempts_to_end += 1
     if control.attempts_to_end <= ATTEMPTS_TO_END:
         loop.answer_the_rest(_failure_of(error) if error is not None else ManagerClosedError(
-            "the engine was shut down before the request was done", "the tokens of the request are dropped",
-            "send the request to another instance"))
+            "the engine was shut down before the request was done", "tokens that were not sent are dropped",
+            "send the request to another instance; after tokens that were sent, batch_manager.resume continues it"))
         _close_backend(loop)
         loop.callbacks.at_end(lambda: health_of(loop, control, "STOPPED"))
     close_worker(control)

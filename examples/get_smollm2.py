@@ -52,7 +52,11 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nget_smollm2: interrupted; nothing was kept", file=sys.stderr)
         return 130
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
+        print(f"get_smollm2: {error.filename or folder} cannot be written: {error.strerror or error}; expected a "
+              "folder with room for the file; name one with --to", file=sys.stderr)
+        return 1
+    except RuntimeError as error:
         print(f"get_smollm2: {error}", file=sys.stderr)
         return 1
     print(path)

@@ -14,7 +14,7 @@ texts again. No input line is answered twice, and a line with the id of an earli
 with a retryable error, for example at shutdown, the program writes no line for the request. In this case the exit
 status is 1, and running the command again continues. Only one run at a time can write an output. The program refuses an
 output that is not a regular file, and an output with lines that it did not write. The exit status of every refusal is
-2, and a refusal makes no output file.
+2, and a refusal makes no output file. Needs: pip install -e ".[text]"
 """
 
 import fcntl
@@ -37,6 +37,8 @@ from batch_manager.tools.command_parser import CommandParser
 from batch_manager.tools.workload import at_least
 
 BEGINNING = b'{"id": '             # start of each output line
+NAMES_IN_JSON = {dict: "object", list: "array", str: "string", int: "number", float: "number", bool: "boolean",
+                 type(None): "null"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,7 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
         output = opened_output(options.input, options.output)
         answered = answered_ids(output)
     except (OSError, ValueError) as error:
-        print(f"jsonl_batch: {error}", file=sys.stderr)
+        is_refused_by_system = isinstance(error, OSError) and error.filename is not None
+        words = f"{error.filename} cannot be opened: {error.strerror}" if is_refused_by_system else error
+        print(f"jsonl_batch: {words}", file=sys.stderr)
         return 2
     with lines, output:
         try:
@@ -69,8 +73,10 @@ def main(arguments: list[str] | None = None) -> int:
                 os.unlink(os.path.realpath(options.output))
             return 2
         with llm:
-            num_written, num_unanswered = run(llm, lines, output, answered, options.in_flight, must_end)
-    print(f"{len(answered)} lines were answered before, {num_written} now; {num_unanswered} are left", file=sys.stderr)
+            num_written, num_errors, num_unanswered = run(llm, lines, output, answered, options.in_flight, must_end)
+    with_errors = f" ({num_errors} with an error)" if num_errors else ""
+    print(f"{len(answered)} lines were answered before, {num_written} now{with_errors}; {num_unanswered} are left",
+          file=sys.stderr)
     return 1 if num_unanswered else 0
 
 
@@ -174,13 +180,16 @@ def numbered_lines(lines: BinaryIO) -> Iterator[tuple[int, str | int | None, dic
         try:
             fields = parsed(line)
             if not isinstance(fields, dict):
-                raise ValueError("it is not a JSON object")
+                raise ValueError(f"it is a JSON {NAMES_IN_JSON[type(fields)]}; expected an object")
             if "id" in fields:
                 if type(fields["id"]) not in (str, int):
                     raise ValueError("its id is neither a string nor an integer")
                 line_id = fields.pop("id")
             if "prompt" not in fields:
-                raise ValueError("it has no prompt")
+                raise ValueError('it has no prompt; expected {"prompt": ...}')
+            if type(fields["prompt"]) not in (str, list):
+                raise ValueError(f"its prompt is a JSON {NAMES_IN_JSON[type(fields['prompt'])]}; expected a string, a "
+                                 "list of token ids, or a list of messages")
             if isinstance(bias := fields.get("logit_bias"), dict):     # names in JSON are strings
                 fields["logit_bias"] = {int(name) if name.isdecimal() else name: bias[name] for name in bias}
         except (ValueError, RecursionError) as error:
@@ -192,18 +201,21 @@ def parsed(line: bytes) -> Any:
     try:
         return json.loads(line)
     except ValueError:
-        raise ValueError("it is not JSON") from None
+        raise ValueError("it is not JSON; expected one JSON object per line") from None
 
 
 def run(llm: LLM, lines: BinaryIO, output: BinaryIO, answered: set[str | int], in_flight: int,
-        must_end: threading.Event) -> tuple[int, int]:
-    """Generate the texts of the unanswered lines, and return (number of lines written, number of lines left).
+        must_end: threading.Event) -> tuple[int, int, int]:
+    """Generate the texts of the unanswered lines.
+
+    Returns (number of lines written, number of these with an error, number of lines left).
 
     answered    ids in the output so far
     in_flight   number of texts that are generated at the same time
     must_end    when set, running requests end without an answer, and their lines are left
     """
-    waiting, running, written, unanswered = prompts(lines, answered), set(), 0, 0
+    waiting, running = prompts(lines, answered), set()
+    written = errors = unanswered = 0
     with ThreadPoolExecutor(in_flight) as pool:
         while True:
             while len(running) < 2 * in_flight and not must_end.is_set():
@@ -223,9 +235,10 @@ def run(llm: LLM, lines: BinaryIO, output: BinaryIO, answered: set[str | int], i
                 if result is not None:
                     output.write(encoded(json.dumps(result, ensure_ascii=False)) + b"\n")
                     written += 1
+                    errors += "error" in result
             output.flush()
         os.fsync(output.fileno())
-    return written, unanswered + sum(1 for _ in waiting)
+    return written, errors, unanswered + sum(1 for _ in waiting)
 
 
 def encoded(text: str) -> bytes:

@@ -458,7 +458,8 @@ def main(argv: list[str] | None = None, parts: dict | None = None) -> int:
     parser.add_argument("--device", default=None, help="cpu or cuda; default: cuda if available")
     options = parser.parse_args(argv)
     if not (Path(options.model) / "tokenizer.json").is_file():
-        parser.error(f"there is no tokenizer.json in {options.model}")
+        parser.error(f"there is no tokenizer.json in {options.model}; expected a folder of a checkpoint; pass another "
+                     "one")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     try:

@@ -133,7 +133,8 @@ class Worker:
                 step()
         except redis.RedisError as error:
             if self.redis_answers is not False:
-                log.warning("Redis does not answer and is retried: %s", error)
+                log.warning("Redis does not answer: %s; the worker tries again every 0.1 s; check the server and its "
+                            "URL", error)
             self.redis_answers = False
             time.sleep(0.1)
         else:

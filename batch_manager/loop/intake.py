@@ -305,5 +305,6 @@ class Intake:
         self._unanswered.note_unaddressable()
         self._unaddressable_log.log(
             logging.ERROR,
-            "the get callback returned a %s without a usable request id (%d so far); it cannot be answered",
+            "the get callback returned a value of type %s without a usable request id (%d so far), which cannot be "
+            "answered; return InferenceRequests only",
             type_name(item), self._unanswered.num_unaddressable)

@@ -229,7 +229,7 @@ def unknown_name(name: object) -> InvalidRequestError:
         return InvalidRequestError(f"Invalid tensor name: {name!r}", "it is not one of the documented names",
                                    _WORDS_OF_OTHER_ENGINES[name])
     near = ([known for known in _WIRE_NAMES if len(name) > 2 and name in known]
-            or get_close_matches(name[:64], _WIRE_NAMES, n=1, cutoff=0.5))
+            or get_close_matches(name[:64], _WIRE_NAMES, n=1))
     return InvalidRequestError(
         f"Invalid tensor name: {name[:64]!r}", "it is not one of the documented names",
         f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(TENSORS)}")

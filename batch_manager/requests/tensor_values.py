@@ -230,7 +230,8 @@ def _as_array(spec: TensorSpec, value: Any) -> np.ndarray:
             isinstance(value, Sequence) or hasattr(type(value), "__array__"))
         raise InvalidRequestError(
             f"{spec.name} is of type {type_name(value)}",
-            "it must be a torch CPU tensor, a numpy array, a number or a list (objects of subclasses are refused)",
+            "it must be a torch CPU tensor, a numpy array, a number or a list"
+            + (" (objects of subclasses are refused)" if is_like_an_array else ""),
             "convert it with numpy.array(...)" if is_like_an_array else f"pass {spec.content.value}")
     if array.dtype.kind not in _KINDS[spec.content]:
         raise _wrong_content(spec, _KIND_IN_WORDS.get(array.dtype.kind, f"values of dtype {array.dtype}"[:64]))
@@ -300,7 +301,7 @@ def _read_list(spec: TensorSpec, value: Sequence[Any], bound: Bound) -> GivenTen
 
     if spec.shape is Shape.WORDS and levels == 3:
         if len(rows) != 2 or ragged:
-            raise _wrong_shape(spec, (1, len(rows), "..."))
+            raise _wrong_shape(spec, (1, len(rows), "..." if ragged else len(rows[0])))
         packed = _int64(spec, rows)
         return GivenTensor(spec, packed.shape, packed.nbytes, packed)
     if spec.shape is Shape.TABLE and ragged:

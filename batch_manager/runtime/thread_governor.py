@@ -101,8 +101,8 @@ class ThreadGovernor:
             return
         ratio = statistics.median(other) / statistics.median(current)
         if not is_hopeless and ratio < WORTH_A_CHANGE:
-            log.info("steps of about %s tokens now use %s threads: %.2f of the time on %s", f"{rows:,}",
-                     decision.trial, ratio, decision.threads)
+            log.info("steps of about %s tokens now run on at most %s threads, which took %.2f of the time on %s",
+                     f"{rows:,}", decision.trial, ratio, decision.threads)
             decision.threads, decision.interval_s = decision.trial, FIRST_INTERVAL_S
         else:
             decision.interval_s = min(2 * decision.interval_s, LONGEST_INTERVAL_S)

@@ -218,7 +218,8 @@ def _run(options: argparse.Namespace, iterations: Iterator[IterationTrace]) -> i
         if found:
             print_flushed("\n".join(line for life in found for line in why(life)))
         else:
-            print(f"batch-manager trace: {options.trace} has no request {options.request_id}", file=sys.stderr)
+            print(f"batch-manager trace: {options.trace} has no request {options.request_id}; expected the "
+                  "id of a request of the run; `batch-manager trace slowest` lists some", file=sys.stderr)
         return 0 if found else 1
     if options.command == "slowest":
         ran = [life for life in lives(iterations) if not life.was_refused]

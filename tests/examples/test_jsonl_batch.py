@@ -89,7 +89,7 @@ def test_bad_lines_cost_themselves_only(tmp_path):
     assert {key for key, line in found.items() if line.get("error", {}).get("code") == "INVALID_REQUEST"} == {
         1, 2, "a", "c", "d", 8}
     assert "line 5 has the id of an earlier line" in done.stderr
-    assert found[1]["error"]["message"] == "line 1: it is not JSON"
+    assert found[1]["error"]["message"] == "line 1: it is not JSON; expected one JSON object per line"
     assert "did you mean max_tokens?" in found["c"]["error"]["message"]
 
 
@@ -108,7 +108,7 @@ def test_lines_that_json_and_unicode_make_hard(tmp_path):
                      {"prompt": "The", "logit_bias": {"5": 100}, "max_tokens": 3, "temperature": 0, "id": "biased"},
                      {"prompt": "The", "logit_bias": {"x": 100}, "max_tokens": 3}])
     done = run(tmp_path)
-    assert done.returncode == 0 and "6 now; 0 are left" in done.stderr, done.stderr
+    assert done.returncode == 0 and "6 now (4 with an error); 0 are left" in done.stderr, done.stderr
     found = {line["id"]: line for line in lines(tmp_path)}
     assert found["\ud800"]["num_tokens"] == found["biased"]["num_tokens"] == 3
     assert {found[1]["error"]["message"][:7], *(found[number]["error"]["code"] for number in (3, 4, 6))} == {

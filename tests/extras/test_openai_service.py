@@ -256,7 +256,7 @@ def test_what_cannot_be_used_is_refused_by_name(body, param):
 
 
 @pytest.mark.parametrize("body, message", [
-    (b"{", "not JSON"), (b"[]", "not a JSON object"), (b'{"messages": []}', "messages"),
+    (b"{", "not JSON"), (b"[]", "of type list; expected a JSON object"), (b'{"messages": []}', "messages"),
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "type text"),
     (b'{"messages": [{}], "logprobs": true, "top_logprobs": 21}', "0..20"),
     (b'{"messages": [3]}', "object"), (b'{"messages": [{}], "top_logprobs": 3}', "top_logprobs"),

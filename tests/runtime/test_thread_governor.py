@@ -51,7 +51,7 @@ def test_a_neighbour_is_given_its_core_and_the_core_is_taken_again(caplog):
     with caplog.at_level(logging.INFO, "batch_manager"):
         machine.run(3)
     assert machine.run(3).count(4) <= 2 * PAIRS_OF_A_TRIAL          # four threads are tried now and then
-    assert "steps of about 8 tokens now use 2 threads: 0.80 of the time on 4" in caplog.text
+    assert "steps of about 8 tokens now run on at most 2 threads, which took 0.80 of the time on 4" in caplog.text
     machine.busy = 0
     machine.run(31)
     assert machine.step() == 4

@@ -1,6 +1,7 @@
 """Parse request bodies. Unknown and unsupported fields are refused by name."""
 
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 import orjson
@@ -19,7 +20,7 @@ WORD = (1 << 64) - 1
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 # Field -> (values without an effect, why other values are refused).
 NOT_BUILT = {
-    "suffix": ([""], "insertion before a suffix is not supported"),
+    "suffix": ([""], "insertion before a suffix is not supported; leave it out"),
     "tools": ([[]], "tool calls are not supported"),
     "tool_choice": (["none", "auto"], "tool calls are not supported"),
     "functions": ([[]], "tool calls are not supported"),
@@ -66,15 +67,18 @@ class _Body:
     def __init__(self, body: bytes) -> None:
         try:
             fields = orjson.loads(body)
-        except orjson.JSONDecodeError:
-            raise OpenAIError(400, "the body is not JSON") from None
+        except orjson.JSONDecodeError as error:
+            raise OpenAIError(400, f"the body is not JSON from line {error.lineno} column {error.colno} on; expected a "
+                              "JSON object") from None
         if not isinstance(fields, dict):
-            raise OpenAIError(400, "the body is not a JSON object")
+            raise OpenAIError(400, f"the body is JSON of type {type_name(fields)}; expected a JSON object")
         self._fields = {name: value for name, value in fields.items() if value is not None}
+        self._read: set[str] = set()
 
     def take(self, name: str, kind: type | tuple[type, ...], default: Any = None, *,
              integers: str = "an integer of at most 64 bits") -> Any:
         """Remove and return a field. `integers` describes, for an error, the integers that are valid."""
+        self._read.add(name)
         value = self._fields.pop(name, None)
         if value is None:
             return default
@@ -104,7 +108,9 @@ class _Body:
                 if value not in harmless:
                     raise refused(name, why)
             elif name not in IGNORED:
-                raise OpenAIError(400, f"unrecognized request argument: {name[:64]!r}", name[:64], "unknown_parameter")
+                hint = f"; did you mean {near[0]}?" if (near := get_close_matches(name[:64], self._read, n=1)) else ""
+                raise OpenAIError(400, f"unrecognized request argument: {name[:64]!r}{hint}", name[:64],
+                                  "unknown_parameter")
 
 
 def read_body(body: bytes, is_chat: bool) -> ParsedBody:
@@ -157,7 +163,7 @@ def read_body(body: bytes, is_chat: bool) -> ParsedBody:
 def _messages(fields: _Body) -> list[dict[str, Any]]:
     messages = fields.take("messages", list)
     if not messages:
-        raise refused("messages", "expected a list of at least one message")
+        raise refused("messages", "missing or empty; expected a list of at least one message")
     if not all(type(message) is dict for message in messages):
         raise refused("messages", "expected objects as messages")
     return [{**message, "content": _content(message["content"])} if type(message.get("content")) is list else message
@@ -174,7 +180,8 @@ def _content(parts: list[Any]) -> str:
 def _prompts(fields: _Body) -> list[Any]:
     prompt = fields.take("prompt", (str, list))
     if prompt is None:
-        raise refused("prompt", "expected a string, a list of strings, a list of token ids, or a list of such lists")
+        raise refused("prompt", "it is missing; expected a string, a list of strings, a list of token ids, or a list "
+                                "of such lists")
     if type(prompt) is str or (prompt and type(prompt[0]) is int):
         prompt = [prompt]
     if not prompt or len(prompt) > MOST_TEXTS:

@@ -65,7 +65,7 @@ class OpenAIService:
         """
         arrived = monotonic()
         if self.is_draining:
-            raise OpenAIError(503, "the server is draining", code="shutdown")
+            raise OpenAIError(503, "the server is shutting down; send the request to another one", code="shutdown")
         try:
             if len(body) > LONG_BODY:        # keep the event loop free
                 parsed, prompts = await asyncio.to_thread(self._read, body, is_chat)
