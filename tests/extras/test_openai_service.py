@@ -101,6 +101,33 @@ def test_a_stream_is_the_whole_in_pieces():
     run(test)
 
 
+def test_a_refused_output_ends_the_others_of_its_call_at_once():
+    async def test(service):
+        for read in (whole, events):
+            with pytest.raises(OpenAIError) as told:
+                await read(service, prompt=[5], n=12, max_tokens=3000, ignore_eos=True)
+            assert told.value.status == 429
+            await until_idle(service)
+        assert service.engine.health()["iterations"] < 2000
+
+    run(test)
+
+
+@pytest.mark.parametrize("read", [whole, events])
+def test_an_output_that_a_stop_string_ended_generates_no_further_while_others_do(read):
+    computed = {5: 0, 6: 0}
+
+    def script(history):
+        computed[history[0]] += 1
+        return TOKENS[(len(history) - 1) % len(TOKENS)] if history[0] == 6 else 9
+
+    async def test(service):
+        await read(service, prompt=[[5], [6]], max_tokens=2000, stop="village", ignore_eos=True)
+
+    run(test, script=script)
+    assert computed[5] >= 2000 and computed[6] < 1000
+
+
 def test_several_prompts_and_texts_each_are_in_order_with_seeds_of_their_own():
     async def test(service):
         body = {"prompt": [[5], [6], [7]], "n": 2, "max_tokens": 6, "seed": 9, "ignore_eos": True}

@@ -209,20 +209,18 @@ class Answer:
 
     async def whole(self) -> bytes:
         """Return the body of a non-streaming answer. Raises OpenAIError."""
-        texts = [[echo] for echo in self._echoes for _ in range(self._parsed.count)]
+        reads = [asyncio.ensure_future(self._whole_text(choice)) for choice in self._choices]
         try:
-            for choice in self._choices:     # all run concurrently; only the reading is sequential
-                async for delta in choice.stream:
-                    texts[choice.index].append(await self._piece(choice, delta))
-                    if choice.is_over:
-                        break
+            texts = await asyncio.gather(*reads)         # the first refusal ends all
         except RequestFailed as error:
             raise OpenAIError.of(error, is_chat=self._parsed.is_chat) from None
         finally:
+            for read in reads:
+                read.cancel()
             self.cancel()
         return self._shapes.whole(
-            [("".join(texts[choice.index]), self._log_probs(choice, choice.text), choice.text.finish_reason)
-             for choice in self._choices], self._usage(), self._timings())
+            [(text, self._log_probs(choice, choice.text), choice.text.finish_reason)
+             for choice, text in zip(self._choices, texts, strict=True)], self._usage(), self._timings())
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events; the last is `[DONE]`.
@@ -267,6 +265,15 @@ class Answer:
         stream = engine.stream(tensors, priority=sampling.priority, arrival_time=self._arrived, **options)
         self._choices.append(_Choice(len(self._choices), stream, text, prompt_ids, with_prompt, offset,
                                      self._service.observe))
+
+    async def _whole_text(self, choice: _Choice) -> str:
+        """Read the stream of an output to its end or to a stop string, and return the text, after any echo."""
+        pieces = [self._echoes[choice.index // self._parsed.count]]
+        async for delta in choice.stream:
+            pieces.append(await self._piece(choice, delta))
+            if choice.is_over:
+                break
+        return "".join(pieces)
 
     async def _events(self) -> AsyncIterator[bytes]:
         if len(self._choices) == 1:
