@@ -3,11 +3,15 @@
 import math
 import threading
 
+LONGEST_SLEEP_S = 1.0
+
 
 class OneShotEvent:
     """An event like threading.Event, without `clear`, that is set by one C call.
 
     An asynchronous exception in the thread that sets the event cannot leave a lock held, as it can in threading.Event.
+    Each waiting thread wakes the next one. If an exception such as Ctrl-C ends a wait at that moment, the others wake
+    by themselves after at most LONGEST_SLEEP_S.
     """
 
     def __init__(self) -> None:
@@ -22,8 +26,10 @@ class OneShotEvent:
 
     def wait(self, seconds: float) -> bool:
         """Wait up to `seconds` for the event. Returns whether it is set."""
-        if not self.is_set and self._held_until_set.acquire(timeout=seconds):
-            self._held_until_set.release()
+        while not self.is_set and seconds > 0:
+            if self._held_until_set.acquire(timeout=min(seconds, LONGEST_SLEEP_S)):
+                self._held_until_set.release()
+            seconds -= LONGEST_SLEEP_S
         return self.is_set
 
 

@@ -88,7 +88,8 @@ class LLM:
                        statistics
     scheduler_policy, parts   the policy that chooses the requests of a step, and the user's objects that replace the
                        engine's; see GptManager
-    params             fields of TrtGptModelOptionalParams, such as device, max_batch_size and kv_cache_config
+    params             fields of TrtGptModelOptionalParams, such as device, max_batch_size and kv_cache_config. Waiting
+                       prompts have no limit unless max_queued_requests or max_queued_tokens is given
 
     A prompt is a string, a list of token ids, or a list of messages for the model's chat template. Sampling options are
     the fields of `batch_manager.extras.sampling.Sampling`. They default to 256 tokens, temperature 1 without top_k or
@@ -104,15 +105,16 @@ class LLM:
     def __init__(self, model: str | os.PathLike, *, tokenizer: Any = None,
                  scheduler_policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT, parts: Parts | None = None,
                  return_stats: Callable[[str], None] | None = None, **params: Any) -> None:
-        optional_params = TrtGptModelOptionalParams(**params)
+        optional_params = TrtGptModelOptionalParams(**{**_WITHOUT_QUEUE_LIMITS, **params})
         is_folder = tokenizer is None or isinstance(tokenizer, str | os.PathLike)
         self._source = model if tokenizer is None or not is_folder else tokenizer
         self._tokenizer = load_tokenizer(self._source) if is_folder else tokenizer
         TextStream(self._tokenizer)            # raises ConfigError if it is not a tokenizer
-        switchboard = self._switchboard = Switchboard()
+        switchboard = self._switchboard = Switchboard(takes_all=True)    # the engine knows priorities and deadlines
         parts = Parts() if parts is None else parts
         if isinstance(parts, Parts):           # otherwise GptManager raises
             parts = switchboard.hooked_into(parts)
+            self._has_own_clock = parts.clock is not None
         self._manager = GptManager(model, TrtGptModelType.InflightFusedBatching, 1, scheduler_policy, switchboard.get,
                                    switchboard.send, switchboard.poll, return_stats, optional_params, parts=parts,
                                    exclude_input_in_output=True)
@@ -127,7 +129,7 @@ class LLM:
         """
         sampling = Sampling.of(options)
         self._check_open()
-        waiting = _iterator(prompts)
+        arrived, waiting = monotonic(), _iterator(prompts)
         completions: list[Completion] = []
         alive: dict[int, _Request] = {}
         inbox, most_alive, has_more = _Inbox(), 2 * self.info.max_batch_size, True
@@ -140,7 +142,7 @@ class LLM:
                         break
                     completions.append(Completion())
                     try:
-                        request = self._prepare(prompt, sampling, inbox, completions[-1])
+                        request = self._prepare(prompt, sampling, inbox, completions[-1], arrived)
                     except InvalidRequestError as error:
                         completions[-1].error = RequestFailed(error.code, str(error))
                         continue
@@ -165,7 +167,7 @@ class LLM:
         sampling = Sampling.of(options)
         self._check_open()
         inbox = _Inbox()
-        request = self._prepare(prompt, sampling, inbox, Completion())
+        request = self._prepare(prompt, sampling, inbox, Completion(), monotonic())
         try:
             request.submit()
             return TextPieces(request, inbox)
@@ -207,12 +209,14 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _prepare(self, prompt: Prompt, sampling: Sampling, inbox: "_Inbox", completion: Completion) -> "_Request":
+    def _prepare(self, prompt: Prompt, sampling: Sampling, inbox: "_Inbox", completion: Completion,
+                 arrived: float) -> "_Request":
         prompt_ids = self._prompt_ids(prompt)
         completion.prompt_tokens = len(prompt_ids)
         tensors = {**sampling.tensors(prompt_ids, self.info), "return_perf_metrics": True}
         request = InferenceRequest(self._switchboard.next_id(), tensors, is_streaming=True, priority=sampling.priority,
-                                   deadline_s=sampling.deadline_s)
+                                   deadline_s=sampling.deadline_s,
+                                   arrival_time=None if self._has_own_clock else arrived)
         mailbox = Mailbox(request.request_id, Wants.of(request))
         mailbox.loop = inbox
         text = GeneratedText(self._tokenizer, prompt_ids, sampling.stop)
@@ -298,6 +302,8 @@ class TextPieces:
 
 
 _NO_MORE = object()
+# Callers of an LLM wait for their outputs, so they limit the queue themselves.
+_WITHOUT_QUEUE_LIMITS = {"max_queued_requests": 2**31 - 1, "max_queued_tokens": 2**62}
 
 
 def _iterator(prompts: Any) -> Iterator[Any]:

@@ -55,7 +55,7 @@ class Sampling:
     top_log_probs        number of likeliest tokens to return at each position with their log-probabilities, 0 to 20
     raw_log_probs        take log-probabilities from the model's own distribution, before penalties and temperature
     priority             0..1; higher runs first
-    deadline_s           seconds until the request times out; None: never
+    deadline_s           seconds after the call at which the request times out; None: never
     """
 
     max_tokens: int | None = 256

@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 
 
 def scripted(script=None, *, folder=MODEL, step_seconds=0.0, return_stats=None, **params):
-    params = {"max_batch_size": 4, "max_queued_requests": 2, **params}
+    params = {"max_batch_size": 4, **params}
     backend = ScriptedBackend(vocab_size=4096, max_seq_len=60_000, num_blocks=20_000, script=script,
                               step_seconds=step_seconds, verify=False)
     return LLM(folder, parts=Parts(backend=backend), return_stats=return_stats, **params)
@@ -254,6 +255,33 @@ def test_a_cell_that_is_run_again_leaves_one_engine():
     while len(worker_threads()) > before:
         assert time.monotonic() < deadline, worker_threads()
         time.sleep(0.01)
+
+
+def test_prompts_that_wait_have_priorities_and_deadlines_and_no_limit_unless_one_is_given():
+    order = []
+
+    def ask(llm, name, **options):
+        completion = llm.generate([[5]], max_tokens=2, ignore_eos=True, **options)[0]
+        order.append(name)
+        return completion
+
+    with scripted(step_seconds=0.01, max_batch_size=1) as llm, ThreadPoolExecutor(8) as pool:
+        long = llm.stream([3], max_tokens=50_000, ignore_eos=True)
+        next(long)
+        late = pool.submit(ask, llm, "late", deadline_s=0.05)
+        assert late.result(10).error.code is ErrorCode.DEADLINE
+        waiting = []
+        for name, priority in (("a", 0.1), ("b", 0.1), ("c", 0.9), ("d", 1.0)):
+            waiting.append(pool.submit(ask, llm, name, priority=priority))
+            while llm._manager.num_active_requests < 1 + len(waiting):
+                time.sleep(0.002)
+        long.cancel()
+        assert not any(future.result(10).error for future in waiting) and order == ["late", "d", "c", "a", "b"]
+        late = llm.generate([[n] for n in range(40)], max_tokens=20, deadline_s=0.3, ignore_eos=True)
+        assert not late[0].error and late[-1].error.code is ErrorCode.DEADLINE and late[-1].timings.total_s < 0.3
+    with scripted(step_seconds=0.01, max_batch_size=1, max_queued_requests=0) as llm:
+        errors = [completion.error for completion in llm.generate([[5], [6]], max_tokens=20, ignore_eos=True)]
+        assert errors[0] is None and errors[1].code is ErrorCode.QUEUE_FULL
 
 
 def test_close_ends_what_waits_and_then_refuses():
