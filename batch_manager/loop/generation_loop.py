@@ -237,7 +237,7 @@ class GenerationLoop:
         if plan.paused_requests:
             if self.timings.asking:
                 self.timings.note_pauses(plan.paused_requests, self.kv)
-            self.totals.recomputed_tokens += self._resources.pause(plan.paused_requests)
+            self._resources.pause(plan.paused_requests)
         batch = None
         if plan.context_requests or plan.generation_requests:
             try:
@@ -248,7 +248,7 @@ class GenerationLoop:
                 batch = self._static_batch.padded(batch, plan)
                 record.static_batch = self._static_batch.stats
             if batch.context:
-                self.timings.note_starts(batch, plan.context_requests, self.kv)
+                self.totals.recomputed_tokens += self.timings.note_contexts(batch, plan.context_requests, self.kv)
                 record.chunks = [(request.request_id, work.start, len(work.token_ids))
                                  for request, work in zip(plan.context_requests, batch.context, strict=True)]
         record.plan = plan

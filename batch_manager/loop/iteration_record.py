@@ -56,7 +56,7 @@ class IterationRecord:
 class Totals:
     """Counts since the construction of the loop, and current values, for statistics.
 
-    recomputed_tokens   computed tokens of paused requests, which must be recomputed unless their blocks are reused
+    recomputed_tokens   context tokens computed again after a pause; tokens in reused blocks do not count
     discarded_tokens    tokens of requests that had ended when their step was read, and of void rows
     steps_in_flight     steps that were launched and not yet read
     queued_requests, queued_tokens   accepted requests that wait to become active, and their prompt tokens

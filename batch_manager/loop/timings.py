@@ -36,14 +36,18 @@ class Timings:
         if admitted.response.return_perf_metrics:
             self.asking[request_id] = PerfMetrics(arrival_time_ns=_ns(arrived_at))
 
-    def note_starts(self, batch: ScheduledBatch, contexts: Sequence[LlmRequest], kv: KvCacheManager) -> None:
-        """Note the start of the requests in `contexts`, the context requests of `batch`, which is about to be launched.
+    def note_contexts(self, batch: ScheduledBatch, contexts: Sequence[LlmRequest], kv: KvCacheManager) -> int:
+        """Note the starts of requests, and the tokens that paused requests compute again.
 
-        Later chunks, and starts after a pause, are ignored.
+        contexts   the context requests of `batch`, which is about to be launched
+
+        Returns the number of tokens that are computed again.
         """
         waiting = self.waiting
-        now = None
+        now, recomputed = None, 0
         for work, request in zip(batch.context, contexts):
+            if request.num_pauses:
+                recomputed += self._note_recomputed(request, request.num_recomputed(work.start, len(work.token_ids)))
             if work.setup is None or request.request_id not in waiting:    # a later chunk, or a start after a pause
                 continue
             request_id, now = request.request_id, self._clock.monotonic() if now is None else now
@@ -57,6 +61,13 @@ class Timings:
             if request_id in self.asking:
                 self.asking[request_id] = replace(self.asking[request_id], first_scheduled_time_ns=_ns(now),
                                                   cached_tokens=kv.reused_tokens(request))
+        return recomputed
+
+    def _note_recomputed(self, request: LlmRequest, count: int) -> int:
+        metrics = self.asking.get(request.request_id)
+        if metrics is not None:
+            self.asking[request.request_id] = replace(metrics, recomputed_tokens=metrics.recomputed_tokens + count)
+        return count
 
     def take_started(self) -> tuple[int, float, float]:
         """Return (number of requests that started since the last call, sum and maximum of their queue times).
@@ -97,10 +108,8 @@ class Timings:
         for request in paused:
             metrics = self.asking.get(request.request_id)
             if metrics is not None:
-                computed = kv.kv_length(request) if request.is_generating else request.context_position
                 self.asking[request.request_id] = replace(_with_blocks(metrics, *kv.blocks_since_start(request)),
-                                                          num_pauses=metrics.num_pauses + 1,
-                                                          recomputed_tokens=metrics.recomputed_tokens + computed)
+                                                          num_pauses=metrics.num_pauses + 1)
 
     def take(self, request: LlmRequest, resources: Resources) -> PerfMetrics | None:
         """Return the metrics of a request at its end, before it releases its blocks.

@@ -40,6 +40,7 @@ class LlmRequest:
     context_read        number of computed context tokens whose step was read
     seq_slot            row of the per-sequence state, NO_SLOT before activation
     num_pauses          number of pauses
+    computed_before_pause   largest number of leading tokens that were computed at a pause; 0 before any pause
 
     A step may be launched before the last step is read. `tokens` has only tokens that were read; the KV cache manager
     knows the length with launched steps included.
@@ -48,7 +49,7 @@ class LlmRequest:
     __slots__ = ("request_id", "tokens", "orig_prompt_len", "prompt_len", "max_new_tokens", "final_length",
                  "beam_width", "draft_len", "draft_tokens", "lora_task_id", "priority", "batch_key", "cache_salt",
                  "token_extra_ids", "retention", "in_lockstep", "state", "context_position", "context_read", "seq_slot",
-                 "num_pauses")
+                 "num_pauses", "computed_before_pause")
 
     def __init__(self, request_id: int, prompt: list[int], max_new_tokens: int, *, beam_width: int = 1,
                  draft_len: int = 0, lora_task_id: int | None = None, priority: float = 0.5,
@@ -74,7 +75,7 @@ class LlmRequest:
         self.state = LlmRequestState.CONTEXT_INIT
         self.context_position = self.context_read = 0
         self.seq_slot = NO_SLOT
-        self.num_pauses = 0
+        self.num_pauses = self.computed_before_pause = 0
 
     @property
     def num_tokens(self) -> int:
@@ -196,8 +197,14 @@ class LlmRequest:
     def finish(self) -> None:
         self.state = LlmRequestState.GENERATION_COMPLETE
 
-    def pause(self, max_input_len: int) -> None:
+    def num_recomputed(self, start: int, count: int) -> int:
+        """Return how many of `count` context tokens from position `start` on were computed before a pause."""
+        return max(min(start + count, self.computed_before_pause) - start, 0)
+
+    def pause(self, max_input_len: int, num_computed: int = 0) -> None:
         """Move the request back to the context phase. The output becomes part of the context.
+
+        num_computed   number of leading tokens that are computed
 
         Drops the generated tokens after the first max_input_len tokens of the sequence. With beams, drops all generated
         tokens.
@@ -213,6 +220,7 @@ class LlmRequest:
         self.state = LlmRequestState.CONTEXT_INIT
         self.context_position = self.context_read = 0
         self.num_pauses += 1
+        self.computed_before_pause = max(self.computed_before_pause, num_computed)
 
     def __repr__(self) -> str:
         return (f"LlmRequest({self.request_id}, {self.state.name}, prompt_len={self.prompt_len}, "

@@ -27,7 +27,7 @@ class PerfMetrics:
     kv_cache_reused_blocks      blocks found in the cache, including those found after pauses
     cached_tokens               prompt tokens that were cached at the first start of the request
     num_pauses                  number of pauses
-    recomputed_tokens           computed tokens that the pauses discarded
+    recomputed_tokens           tokens computed again after the pauses, without those in reused blocks
     """
 
     arrival_time_ns: int = 0

@@ -67,7 +67,7 @@ STATISTICS: tuple[Statistic, ...] = (
               "from arrival to the first step, summed over started requests"),
     Statistic("Longest Queue Time Microseconds", "microseconds", ITERATION, "the longest of these times"),
     Statistic("Generated Tokens", "tokens", ITERATION, "appended to requests"),
-    Statistic("Recomputed Tokens", "tokens", START, "computed ones that pauses discarded"),
+    Statistic("Recomputed Tokens", "tokens", START, "computed again after pauses, without those in reused blocks"),
     Statistic("Discarded Tokens", "tokens", START, "computed for requests that had ended"),
     Statistic("Iterations In Flight", "steps", NOW, "launched and not read"),
     Statistic("Final Responses", "responses", START, "final ones, of all kinds"),

@@ -75,18 +75,15 @@ class Resources:
         if admitted.prompt_table is not None:
             self._prompt_tables[request_id] = admitted.prompt_table
 
-    def pause(self, paused: list[LlmRequest]) -> int:
+    def pause(self, paused: list[LlmRequest]) -> None:
         """Release the blocks and other resources of these requests, and return the requests to the context phase.
 
-        The requests must be in no step in flight. Published blocks stay reusable. Returns the number of tokens that
-        the requests must compute again, without the savings of block reuse.
+        The requests must be in no step in flight. Published blocks stay reusable.
         """
-        recomputed = 0
         for request in paused:
-            recomputed += self._kv.kv_length(request) if request.is_generating else request.context_position
+            num_computed = self._kv.kv_length(request) if request.is_generating else request.context_position
             self._release_all(request, computed_tokens=0)
-            request.pause(self._max_seq_len)
-        return recomputed
+            request.pause(self._max_seq_len, num_computed)
 
     def claim(self, plan: SchedulerOutput, iteration: int, micro_batch_id: int) -> ScheduledBatch:
         """Claim everything that the plan needs, or nothing, and return the batch for the device.

@@ -62,6 +62,22 @@ def test_pauses_and_recomputed_tokens_are_reported(make_world, new_request):
         record["Paused Requests"] for record in records), "a resumed request also computes its newest token"
 
 
+def test_recomputed_tokens_are_those_that_no_cached_block_spares(make_world, new_request):
+    world = make_world(policy=SchedulerPolicy.MAX_UTILIZATION, backend={"num_blocks": 14, "tokens_per_block": 4},
+                       kv_cache_config=KvCacheConfig(enable_block_reuse=True))
+    shared, seen = [9] * 12, {}
+    world.client.pending = [new_request(i, [*shared, *[i + 1] * 5], 12, return_perf_metrics=True) for i in range(6)]
+    world.client.on_send = lambda request_id, response: seen.update({request_id: response})
+    world.run()
+    records = [json.loads(text) for text in world.client.stats]
+    pauses, computed = (sum(record[key] for record in records) for key in ("Paused Requests", "Total Context Tokens"))
+    metrics = [{name: int(value[0]) for name, value in seen[i].tensors.items() if value.ndim == 1} for i in range(6)]
+    recomputed = records[-1]["Recomputed Tokens"]
+    assert pauses > 2 and recomputed == sum(each["recomputed_tokens"] for each in metrics) > 0
+    first_time = sum(17 - each["cached_tokens"] for each in metrics)
+    assert computed == first_time + recomputed + pauses, "a resumed request also computes its newest token"
+
+
 def test_errors_are_counted_by_code(make_world, new_request):
     world = make_world()
     world.client.pending = [new_request(1, [], 1), new_request(2, [1], 1), new_request(2, [1], 1)]
