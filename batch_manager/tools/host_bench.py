@@ -59,6 +59,7 @@ from ..testing.scripted_backend import ScriptedBackend
 from .__main__ import run_as
 from .bench.engine import POLICIES
 from .command_parser import CommandParser
+from .interrupts import interrupts_between_steps
 from .workload import at_least, within
 
 WARM_UP_ITERATIONS = 20
@@ -277,11 +278,17 @@ def _requests(setting: Setting):
 
 
 def measure(setting: Setting) -> dict[str, Any]:
-    """Run one setting and return its times in microseconds."""
+    """Run one setting and return its times in microseconds. Ctrl-C ends it between two iterations."""
+    with interrupts_between_steps() as check_interrupt:
+        return _measure(setting, check_interrupt)
+
+
+def _measure(setting: Setting, check_interrupt: Callable[[], None]) -> dict[str, Any]:
     stopwatch = Stopwatch()
     loop, clients = make_loop(setting, stopwatch)
     for _ in range(WARM_UP_ITERATIONS):
         loop.step(accept_new=True)
+        check_interrupt()
     responses = clients.num_responses
 
     rows: list[dict[str, int]] = []
@@ -291,6 +298,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     device, first_began = loop.backend.device, perf_counter_ns()
     idle_before = device.idle_seconds if setting.step_ms else 0.0
     for number in range(setting.iterations):
+        check_interrupt()
         if number % CALIBRATE_EVERY == 0 and not setting.step_ms:
             calibration.append(calibration_ns())
         preemptions = _preemptions()

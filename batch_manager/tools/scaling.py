@@ -29,7 +29,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -46,6 +46,7 @@ from .bench.process_meter import ProcessMeter
 from .command_parser import CommandParser
 from .host_bench import Setting
 from .host_bench import measure as measure_host
+from .interrupts import interrupts_between_steps
 from .provenance import commit_of_the_checkout, machine, versions
 from .workload import FIRST_ORDINARY_TOKEN, at_least
 
@@ -58,9 +59,12 @@ class DecodeSteps:
 
     settings   (number of requests, prompt length) of each later call of `measure`; the KV cache is large enough for
                all of them
+
+    `check_interrupt`, which a caller may set, is called after each iteration.
     """
 
     def __init__(self, options: argparse.Namespace, settings: Sequence[tuple[int, int]]) -> None:
+        self.check_interrupt: Callable[[], None] = lambda: None
         self._arriving: deque[InferenceRequest] = deque()
         self._stops: set[int] = set()
         self._errors: list[str] = []
@@ -104,6 +108,7 @@ class DecodeSteps:
             began = perf_counter()
             self._loop.step(accept_new=True)
             seconds.append(perf_counter() - began)
+            self.check_interrupt()
             threads.append(json.loads(self._record).get("Compute Threads"))
         meter.stop()
         after = sum(len(request.tokens[0]) for request in requests)
@@ -125,6 +130,7 @@ class DecodeSteps:
 
     def _turn(self) -> None:
         self._loop.step(accept_new=True)
+        self.check_interrupt()
         if self._errors:
             raise RuntimeError(f"a request failed: {self._errors[0]}")
 
@@ -183,7 +189,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
               "commit": commit_of_the_checkout(), "machine": machine(), "versions": versions("torch", "numpy")}
     engine = DecodeSteps(options, settings)
     try:
-        rows = [engine.measure(batch, context, options.steps) for batch, context in settings]
+        with interrupts_between_steps() as engine.check_interrupt:
+            rows = [engine.measure(batch, context, options.steps) for batch, context in settings]
     finally:
         engine.close()
     waiting = [row for count in options.waiting

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ...stats.trace import IterationTrace
+from ..interrupts import interrupts_between_steps
 from .cost_model import CostModel
 from .engine_settings import EngineSettings
 from .log_book import LogBook
@@ -72,8 +73,9 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
     # (start of the next eventful iteration, number) of replicas with unfinished requests. Entries whose time differs
     # from the replica's are stale.
     busy: list[tuple[float, int]] = []
-    with _few_collections() as collect:
+    with interrupts_between_steps() as check_interrupt, _few_collections() as collect:
         while True:
+            check_interrupt()
             if concurrency is None:
                 next_s = arrival_s[arriving[0]] if arriving else None
             else:
