@@ -114,18 +114,23 @@ class DrainingServer(uvicorn.Server):
     """A server that drains on SIGTERM: it refuses new requests with 503 while running requests continue.
 
     The server ends when no request is running, at the latest `drain_s` seconds after the signal. The port stays open
-    while the server drains, so that a load balancer can query /health. Ctrl-C ends running requests immediately. A
-    second signal ends the process at once.
+    while the server drains, so that a load balancer can query /health. Ctrl-C ends running requests immediately, and
+    so does a second signal. A third signal ends the process without waiting for connections.
     """
 
     def __init__(self, app: Starlette, host: str, port: int, drain_s: float) -> None:
         super().__init__(uvicorn.Config(app, host, port, access_log=False, timeout_graceful_shutdown=5))
-        self.app, self.drain_s, self.draining = app, drain_s, None
+        self.app, self.drain_s, self.draining, self.num_signals = app, drain_s, None, 0
 
     def handle_exit(self, sig: int, frame) -> None:
-        if self.draining is None and self.started:
-            self.draining = asyncio.ensure_future(self.drain(self.drain_s if sig == signal.SIGTERM else 0))
+        self.num_signals += self.started
+        if self.num_signals in (1, 2):
+            if self.draining is not None:
+                self.draining.cancel()
+            is_patient = self.num_signals == 1 and sig == signal.SIGTERM
+            self.draining = asyncio.ensure_future(self.drain(self.drain_s if is_patient else 0))
         else:
+            self.force_exit = self.started
             super().handle_exit(sig, frame)
 
     async def drain(self, seconds: float) -> None:

@@ -49,7 +49,8 @@ class IterationStats:
     scheduled_requests, context_requests, generation_requests, paused_requests   numbers of requests in the plan
     context_tokens          tokens of the context chunks; after a pause, these include output tokens
     generated_tokens        tokens appended to requests
-    recomputed_tokens       context tokens computed again after pauses, without those in reused blocks, since construction
+    recomputed_tokens       context tokens computed again after pauses, without those in reused blocks; since
+                            construction
     discarded_tokens        computed tokens of requests that ended before their step was read, and of void rows, since
                             construction
     steps_in_flight         steps in flight at the end of the iteration

@@ -320,6 +320,25 @@ def test_sigterm_lets_a_stream_that_runs_end(folder, tmp_path):
         draining.end()
 
 
+def test_a_second_signal_ends_running_requests_at_once(folder, tmp_path):
+    draining = Server(folder, tmp_path / "log", "--drain-seconds", "600")
+    try:
+        with httpx.stream("POST", f"{draining.url}/v1/completions", timeout=60, json={
+                "prompt": "It is", "max_tokens": 2000, "ignore_eos": True, "stream": True}) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            next(lines)
+            draining.process.send_signal(signal.SIGTERM)
+            while httpx.get(f"{draining.url}/health").status_code == 200:
+                time.sleep(0.01)
+            draining.process.send_signal(signal.SIGTERM)
+            *_, last, done = lines
+        assert done == "data: [DONE]" and json.loads(last.removeprefix("data: "))["error"]["code"] == "shutdown"
+        assert draining.process.wait(4) == 0, draining.log.read_text()     # uvicorn would wait for connections for 5 s
+        assert "Traceback" not in draining.log.read_text()
+    finally:
+        draining.end()
+
+
 def test_sigterm_refuses_requests_and_drains_with_a_limit(folder, tmp_path):
     draining = Server(folder, tmp_path / "log", "--drain-seconds", "2")
     try:

@@ -141,7 +141,7 @@ def test_other_differences_are_warnings(change, text, write):
 ])
 def test_what_is_refused_unless_anyway(change, text, write):
     a, b = write("a.json"), write("b.json", **change)
-    with pytest.raises(ComparisonError, match=r"; expected runs of one workload, .*; pass --anyway") as raised:
+    with pytest.raises(ComparisonError, match=r"; expected runs of the same workload, .*; pass --anyway") as raised:
         compare_results(a, b)
     assert str(raised.value).startswith(text)
     lines = compare_results(a, b, anyway=True)
