@@ -30,7 +30,8 @@ class Figures:
     """Current figures. Missing entries are unknown.
 
     gauges             the gauges of the last Reading
-    counts             kind of event, such as "finished" (see COUNTS) -> number of requests in the last period
+    counts             kind of event, such as "finished" (see COUNTS) -> number of requests since the previous figures; 0
+                       in the first ones
     recent             kind of event -> number of requests in the window, which is the last window_s seconds
     window_s           length of the window: 60 seconds, less at first, more if readings are rare; 0: only one reading
     tokens_per_s, prompt_tokens_per_s   generated tokens, and tokens of accepted prompts, in the last period
@@ -60,6 +61,7 @@ class History:
 
     def __init__(self) -> None:
         self._readings: deque[Reading] = deque()
+        self._counted: Reading | None = None      # the last reading of the previous figures
 
     def add(self, reading: Reading) -> None:
         readings = self._readings
@@ -70,11 +72,14 @@ class History:
             readings.popleft()
 
     def figures(self, period_s: float) -> Figures:
-        """Return the current figures. Their last period is about period_s, or longer if readings are less frequent."""
+        """Return the current figures. Their last period is about period_s, or longer if readings are less frequent.
+
+        Each request is in the counts of one call only.
+        """
         if not self._readings:
             return Figures()
         now, first = self._readings[-1], self._readings[0]
-        window_s = now.at_s - first.at_s
+        window_s, counted, self._counted = now.at_s - first.at_s, self._counted or now, now
         latencies, over = _latencies(first, now), f"{window_s:.0f}s"
         if now is first or not any(latencies.values()):
             latencies, over = _latencies(None, now), "start"
@@ -85,7 +90,7 @@ class History:
         start = min(before, key=lambda each: abs(now.at_s - period_s - each.at_s))
         took_s = now.at_s - start.at_s
         return Figures(
-            now.gauges, _counts(start, now), _counts(first, now), window_s,
+            now.gauges, _counts(counted, now), _counts(first, now), window_s,
             *(_rise(name, start, now) / took_s for name in ("tokens", "prompt_tokens")),
             *(min(_rise(name, start, now) / took_s, 1.0) for name in ("iteration", "callback")),
             latencies, over)

@@ -239,8 +239,11 @@ def test_rates_are_of_a_period_and_counts_of_a_minute():
     for second in range(200):
         history.add(reading(float(second), tokens=7.0 * second + (93 if second == 199 else 0), new=second,
                             iteration=0.5 * second, callback=0.25 * second))
+        if second in (150, 196):
+            history.figures(1.0)
     figures = history.figures(1.0)
-    assert figures.tokens_per_s == 100 and figures.counts["new"] == 1 and figures.gauges == {"active": 199}
+    assert figures.tokens_per_s == 100 and figures.counts["new"] == 3 and history.figures(1.0).counts["new"] == 0
+    assert figures.gauges == {"active": 199}
     assert (figures.window_s, figures.recent["new"]) == (60, 60)
     assert (figures.iteration_share, figures.callback_share) == (0.5, 0.25)
     assert history.figures(10.0).tokens_per_s == (70 + 93) / 10
