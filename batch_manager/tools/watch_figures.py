@@ -30,8 +30,8 @@ class Figures:
     """Current figures. Missing entries are unknown.
 
     gauges             the gauges of the last Reading
-    counts             kind of event, such as "finished" (see COUNTS) -> number of requests since the previous figures; 0
-                       in the first ones
+    counts             kind of event, such as "finished" (see COUNTS) -> number of requests since the previous
+                       figures; 0 in the first ones
     recent             kind of event -> number of requests in the window, which is the last window_s seconds
     window_s           length of the window: 60 seconds, less at first, more if readings are rare; 0: only one reading
     tokens_per_s, prompt_tokens_per_s   generated tokens, and tokens of accepted prompts, in the last period

@@ -248,7 +248,8 @@ def test_rates_are_of_a_period_and_counts_of_a_minute():
     assert (figures.iteration_share, figures.callback_share) == (0.5, 0.25)
     assert history.figures(10.0).tokens_per_s == (70 + 93) / 10
     history.add(reading(200.0, tokens=5.0, new=2))           # the engine was restarted
-    assert history.figures(1.0).tokens_per_s == 5 and history.figures(1.0).counts["new"] == 2
+    figures = history.figures(1.0)
+    assert figures.tokens_per_s == 5 and figures.counts["new"] == 2
 
 
 def test_latencies_are_of_the_minute_and_of_all_where_none_ended():

@@ -24,7 +24,7 @@ from .errors import OpenAIError, refused
 from .fields import WORD, ParsedBody, read_body
 from .prompt_log_probs import prompt_log_probs
 from .shapes import DONE, Shapes, usage
-from .token_names import TokenNames
+from .token_names import TextOffsets, TokenNames
 
 LONG_BODY = 8192    # bytes; parsing a longer body may delay other requests' tokens
 CONTEXT_LOGITS = RESPONSE_TENSORS.index("context_logits")
@@ -147,12 +147,12 @@ class _Choice:
     prompt             log-probabilities of the prompt that have arrived and have not been sent; None: there are none
     """
 
-    __slots__ = ("index", "stream", "text", "prompt_ids", "waits_for_prompt", "prompt", "first_token", "offset",
+    __slots__ = ("index", "stream", "text", "prompt_ids", "waits_for_prompt", "prompt", "first_token", "offsets",
                  "metrics", "observe")
 
     def __init__(self, index: int, stream: Stream, text: GeneratedText, prompt_ids: list[int], waits_for_prompt: bool,
-                 offset: int, observe: Callable[[PerfMetrics, int], None] | None) -> None:
-        self.index, self.stream, self.text, self.offset, self.observe = index, stream, text, offset, observe
+                 offsets: TextOffsets, observe: Callable[[PerfMetrics, int], None] | None) -> None:
+        self.index, self.stream, self.text, self.offsets, self.observe = index, stream, text, offsets, observe
         self.prompt_ids, self.waits_for_prompt, self.prompt = prompt_ids, waits_for_prompt, None
         self.first_token: float | None = None
         self.metrics: PerfMetrics | None = None      # comes with the last delta; never after a stop string
@@ -263,8 +263,8 @@ class Answer:
             tensors["stop_words_list"] = [[end] for end in ends]
         text = GeneratedText(self._service.tokenizer, prompt_ids, sampling.stop, ends_in_stop_words=bool(ends))
         stream = engine.stream(tensors, priority=sampling.priority, arrival_time=self._arrived, **options)
-        self._choices.append(_Choice(len(self._choices), stream, text, prompt_ids, with_prompt, offset,
-                                     self._service.observe))
+        self._choices.append(_Choice(len(self._choices), stream, text, prompt_ids, with_prompt,
+                                     TextOffsets(self._service.token_names, offset), self._service.observe))
 
     async def _whole_text(self, choice: _Choice) -> str:
         """Read the stream of an output to its end or to a stop string, and return the text, after any echo."""
@@ -326,11 +326,8 @@ class Answer:
             tokens, values, likeliest = (own + mine for own, mine in zip(
                 (choice.prompt.tokens, choice.prompt.log_probs, choice.prompt.top_log_probs),
                 (tokens, values, likeliest)))
-            choice.offset, choice.prompt = 0, None
-        log_probs = self._shapes.log_probs(tokens, values, likeliest, choice.offset)
-        if self.is_streaming:
-            choice.offset += sum(map(self._service.token_names.width, tokens))
-        return log_probs
+            choice.offsets, choice.prompt = TextOffsets(self._service.token_names, 0), None
+        return self._shapes.log_probs(tokens, values, likeliest, choice.offsets)
 
     def _usage(self) -> dict[str, Any]:
         """Return the usage object.

@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from ...names import FinishReason
-from .token_names import TokenNames
+from .token_names import TextOffsets, TokenNames
 
 DONE = b"data: [DONE]\n\n"
 LEAST_LOG_PROB = -9999.0     # OpenAI's value for an impossible token; JSON has no infinity
@@ -73,12 +73,12 @@ class Shapes:
         return orjson.dumps({**self._head, "choices": choices, "usage": usage, **more})
 
     def log_probs(self, tokens: Sequence[int], values: Sequence[float | None],
-                  likeliest: Sequence[dict[int, float] | None], offset: int) -> dict[str, Any]:
+                  likeliest: Sequence[dict[int, float] | None], offsets: TextOffsets) -> dict[str, Any]:
         """Return the `logprobs` object of a list of tokens, in the format of completions or chats.
 
         values      log-probability of each token; None for the first token of a prompt
         likeliest   for each position, the likeliest tokens and their log-probabilities; empty: not requested
-        offset      number of characters of the answer before the first of these tokens
+        offsets     positions of these and the later tokens in the text of a completion; advanced past these tokens
         """
         named = [self._names[token] for token in tokens]
         if self._is_chat:
@@ -86,13 +86,10 @@ class Shapes:
             return {"content": [
                 {**self._entry(token, value), "top_logprobs": [self._entry(*pair) for pair in others.items()]}
                 for token, value, others in zip(tokens, values, likeliest, strict=True)], "refusal": None}
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += self._names.width(token)
         top = [None if others is None else self._by_text(token, value, others)
                for token, value, others in zip(tokens, values, likeliest, strict=True)] if likeliest else None
-        return {"tokens": [text for text, _ in named], "top_logprobs": top, "text_offset": offsets,
+        return {"tokens": [text for text, _ in named], "top_logprobs": top,
+                "text_offset": [offsets.next(token) for token in tokens],
                 "token_logprobs": [None if value is None else max(value, LEAST_LOG_PROB) for value in values]}
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:

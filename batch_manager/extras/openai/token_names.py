@@ -18,7 +18,7 @@ class TokenNames:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[str, list[int]]] = {}
-        self._widths: dict[int, int] = {}
+        self._omitted: dict[int, bool] = {}
         self._bytes_of_characters = _bytes_of_characters()
 
     def __getitem__(self, token: int) -> tuple[str, list[int]]:
@@ -28,12 +28,11 @@ class TokenNames:
             found = self._known[token] = self._look_up(token)
         return found
 
-    def width(self, token: int) -> int:
-        """Return the number of characters that the token adds to the text; 0 for an omitted special token."""
-        found = self._widths.get(token)
+    def is_omitted(self, token: int) -> bool:
+        """Whether the text of an output omits the token, because it is a special token."""
+        found = self._omitted.get(token)
         if found is None:
-            is_left_out = not self._tokenizer.decode([token], skip_special_tokens=True)
-            found = self._widths[token] = 0 if is_left_out else len(self[token][0])
+            found = self._omitted[token] = not self._tokenizer.decode([token], skip_special_tokens=True)
         return found
 
     def _look_up(self, token: int) -> tuple[str, list[int]]:
@@ -44,3 +43,41 @@ class TokenNames:
             if parts and -1 not in parts:
                 return "bytes:" + "".join(f"\\x{byte:02x}" for byte in parts), parts
         return text, list(text.encode("utf-8", "replace"))
+
+
+class TextOffsets:
+    """Positions of successive tokens in a text, in characters. The field `text_offset` of completions has them.
+
+    A token with a later part of a character has the position of the character. Each invalid byte sequence is one
+    character, as in the text.
+
+    offset   number of characters before the first token
+    """
+
+    def __init__(self, names: TokenNames, offset: int) -> None:
+        self._names, self._offset = names, offset
+        self._num_missing = 0        # bytes of the last character that are still missing
+
+    def next(self, token: int) -> int:
+        """Return the position of the next token of the text."""
+        if self._names.is_omitted(token):
+            return self._offset
+        text, content = self._names[token]
+        if self._num_missing and not 0x80 <= content[0] < 0xC0:    # the last character stays incomplete
+            self._offset, self._num_missing = self._offset + 1, 0
+        offset = self._offset
+        if text.startswith("bytes:"):
+            for byte in content:
+                self._add_byte(byte)
+        else:
+            self._offset += len(text)
+        return offset
+
+    def _add_byte(self, byte: int) -> None:
+        if self._num_missing and 0x80 <= byte < 0xC0:
+            self._num_missing -= 1
+        else:
+            self._offset += self._num_missing > 0
+            self._num_missing = (1 if 0xC2 <= byte < 0xE0 else 2 if 0xE0 <= byte < 0xF0 else
+                                 3 if 0xF0 <= byte < 0xF5 else 0)
+        self._offset += not self._num_missing
