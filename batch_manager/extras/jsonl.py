@@ -18,8 +18,8 @@ class JsonlStatistics:
     """A statistics callback that appends each record to a file, one line per record.
 
     path         path of the file; existing lines stay
-    max_bytes    size limit of the file. Before a write that would exceed the limit, the file is renamed to `path.1`, an
-                 existing `path.1` to `path.2`, and so on
+    max_bytes    size limit of the file; only a single longer record exceeds it. Before a write that would exceed the
+                 limit, the file is renamed to `path.1`, an existing `path.1` to `path.2`, and so on
     num_kept     number of renamed files to keep; 0: the file is emptied and not renamed
 
     Lines are written once a second, when the engine becomes idle, and at `close`. A write error, such as a full disk,
@@ -33,6 +33,7 @@ class JsonlStatistics:
                              "least 1 and num_kept of at least 0")
         self._path, self._max_bytes, self._num_kept = os.fspath(path), max_bytes, num_kept
         self._lines: list[bytes] = []
+        self._num_pending_bytes = 0
         self._flush_at = 0.0
         self._descriptor = self._open()
 
@@ -40,7 +41,13 @@ class JsonlStatistics:
         """Take one statistics record, which is JSON. Raises ValueError after `close`."""
         if self._descriptor < 0:
             raise ValueError("the statistics file is closed; make a new JsonlStatistics")
-        self._lines.append(record.encode() + b"\n")
+        line = record.encode() + b"\n"
+        try:
+            if self._lines and self._num_pending_bytes + len(line) > self._max_bytes:
+                self.flush()
+        finally:
+            self._lines.append(line)
+            self._num_pending_bytes += len(line)
         now = time.monotonic()
         if now >= self._flush_at or IDLE in record:
             self._flush_at = now + SECONDS_BETWEEN_FLUSHES
@@ -51,7 +58,7 @@ class JsonlStatistics:
 
         Raises OSError on failure: the pending lines are lost, and the file keeps only whole lines.
         """
-        lines, self._lines = b"".join(self._lines), []
+        lines, self._lines, self._num_pending_bytes = b"".join(self._lines), [], 0
         if not lines:
             return
         size = os.fstat(self._descriptor).st_size

@@ -237,6 +237,17 @@ def test_lines_are_the_records_and_files_are_bounded(tmp_path):
     assert all(json.loads(line) for file in tmp_path.iterdir() for line in file.read_text().splitlines())
 
 
+def test_pending_lines_do_not_exceed_the_limit_either(tmp_path):
+    records = [json.dumps({"Active Request Count": 1, "number": number}) for number in range(200)]
+    with JsonlStatistics(tmp_path / "s.jsonl", max_bytes=1000, num_kept=20) as statistics:
+        for record in records:
+            statistics(record)
+        statistics("9" * 2000)
+    files = sorted(tmp_path.iterdir(), key=lambda file: -int(file.suffix.removeprefix(".").replace("jsonl", "0")))
+    assert [file.stat().st_size for file in files if file.stat().st_size > 1000] == [2001]
+    assert [line for file in files for line in file.read_text().splitlines()] == [*records, "9" * 2000]
+
+
 def test_a_full_disk_costs_records_and_nothing_else(tmp_path, monkeypatch):
     path, records = tmp_path / "s.jsonl", []
     statistics = JsonlStatistics(path)

@@ -142,11 +142,14 @@ def read_body(body: bytes, is_chat: bool) -> ParsedBody:
     max_tokens = _max_tokens(fields, is_chat)
     if max_tokens == 0:
         if not parsed.echo:
-            raise refused("max_tokens", "got 0; expected at least 1, unless echo is set")
+            raise refused("max_tokens", "got 0; expected at least 1" + ("" if is_chat else ", unless echo is set"))
         parsed.generates, max_tokens = False, 1
     min_tokens = fields.count("min_tokens", 0)
     if max_tokens is not None and min_tokens > max_tokens and parsed.generates:
         raise refused("min_tokens", f"got {min_tokens}; expected at most max_tokens, which is {max_tokens}")
+    if min_tokens and parsed.response_format is not None:
+        raise refused("min_tokens", f"got {min_tokens}; expected 0 with response_format, whose output ends when the "
+                                    "schema is complete")
     parsed.sampling = Sampling(
         max_tokens=max_tokens, temperature=fields.number("temperature", 1.0), top_p=fields.number("top_p", 1.0),
         top_k=fields.count("top_k", 0, least=-1), min_p=fields.number("min_p", 0.0), seed=_seed(fields),
