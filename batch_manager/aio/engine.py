@@ -147,7 +147,7 @@ class AsyncEngine:
         if request.streaming is not None:      # `generate` would return the first token only
             raise RequestFailed(ErrorCode.INVALID_REQUEST, "the tensor 'streaming' was given; stream() streams and "
                                 "generate() does not; leave it out")
-        mailbox = Mailbox(request_id, Wants.of(request))
+        mailbox = Mailbox(request_id, Wants.of(request), _running_loop())
         submitted: InferenceRequest | PackedRequest = request
         if isinstance(self._manager, EngineProcess):
             try:
@@ -157,6 +157,13 @@ class AsyncEngine:
         switchboard.submit(mailbox, submitted)
         self._manager.notify()
         return mailbox
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 class Stream:

@@ -102,15 +102,17 @@ class Mailbox:
 
     wants         which parts of a response the request needs besides its tokens
     loop          event loop of the reader; None: no coroutine has waited yet
+    made_on       the event loop that ran when the request was submitted; None: none did
     is_listed     whether the mailbox is in the list of mailboxes to wake; used by the worker only
     is_cancelled  whether the reader has cancelled the request or is gone
     has_ended     whether the final response or an error has been added
     """
 
-    __slots__ = ("request_id", "loop", "is_listed", "is_cancelled", "has_ended", "wants", "_arrived", "_waiter")
+    __slots__ = ("request_id", "loop", "made_on", "is_listed", "is_cancelled", "has_ended", "wants", "_arrived",
+                 "_waiter")
 
-    def __init__(self, request_id: int, wants: Wants) -> None:
-        self.request_id, self.wants = request_id, wants
+    def __init__(self, request_id: int, wants: Wants, made_on: asyncio.AbstractEventLoop | None = None) -> None:
+        self.request_id, self.wants, self.made_on = request_id, wants, made_on
         self.loop: asyncio.AbstractEventLoop | None = None
         self.is_listed = self.is_cancelled = self.has_ended = False
         self._arrived: deque[Piece | str] = deque()

@@ -142,6 +142,8 @@ class Switchboard:
             # None: the reader has not waited yet; it sets `loop` first and then takes once more.
             if mailbox.loop is not None:
                 by_loop.setdefault(mailbox.loop, []).append(mailbox)
+            elif mailbox.made_on is not None and mailbox.made_on.is_closed():
+                self.stop(mailbox)
         for loop, mailboxes in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_wake, mailboxes)

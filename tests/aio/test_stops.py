@@ -106,6 +106,20 @@ async def close_the_event_loop(engine):
     await until_idle(engine)                   # `kept` lives until here
 
 
+async def close_the_event_loop_before_a_read(engine):
+    def elsewhere():
+        async def begin():
+            return [engine.stream(LONG) for _ in range(2)]
+
+        loop = asyncio.new_event_loop()
+        kept.extend(loop.run_until_complete(begin()))
+        loop.close()
+
+    kept = []
+    await asyncio.to_thread(elsewhere)
+    await until_idle(engine)                   # `kept` lives until here
+
+
 async def until_idle(engine):
     deadline = time.monotonic() + SECONDS_TO_STOP
     while engine.health()["active_requests"] or len(engine._switchboard):
@@ -116,7 +130,7 @@ async def until_idle(engine):
 @pytest.mark.parametrize("leave", [
     leave_by_break, drop_before_it_is_read, drop_while_it_runs, drop_while_it_waits_in_the_engine, cancel,
     cancel_in_a_thread, cancel_the_task_that_reads, cancel_the_task_that_generates, run_out_of_time,
-    close_the_event_loop])
+    close_the_event_loop, close_the_event_loop_before_a_read])
 def test_a_request_that_nobody_reads_any_more_is_stopped(engine, leave):
     async def test():
         await leave(engine)
