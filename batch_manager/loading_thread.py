@@ -7,6 +7,7 @@ and the worker's team would together have more threads than there are cores. lib
 every barrier: a step of a 135M model on two cores took 40 ms instead of 20 ms.
 """
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -86,6 +87,8 @@ def load_in_own_thread(load: Callable[[], Loaded], undo: Callable[[Loaded], Any]
             list_worker(loading)
         except ManagerClosedError:
             loading.ask_to_abort()
+            if sys.is_finalizing():      # a thread that is started now never runs, and its starter waits for it
+                raise
         loading.start()
         loading.wait()
         forget_worker(loading)

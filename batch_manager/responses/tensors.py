@@ -20,8 +20,8 @@ from the unchanged logits with `raw_log_probs`.
 
 For requests with beams, the temperature applies before biases, penalties and bans, which change the log-probabilities.
 The exponentials then need not sum to one over the vocabulary (decoding/stages.py). Beams come best first, ranked by
-cum_log_probs after len_penalty. cum_log_probs includes the end id, which is in no other tensor. A beam without a
-possible output has finish_reason 0, no tokens and cum_log_probs -inf.
+cum_log_probs after len_penalty. With beams, cum_log_probs includes the end id, which is in no other tensor. A beam
+without a possible output has finish_reason 0, no tokens and cum_log_probs -inf.
 
 In a streamed response, *generated* is the number of its new tokens. Concatenating these tensors over all streamed
 responses gives the tensors of a response that is not streamed: output_ids (without the prompt), output_log_probs,

@@ -103,11 +103,17 @@ def test_c17_while_the_interpreter_exits_no_manager_can_be_made_that_would_hold_
                 time.sleep(0.001)
             late("thread")
 
+        class Finalized:
+            def __del__(self, late=late):
+                late("finalizer")
+
         threading.Thread(target=after_the_main_thread).start()
         atexit.register(late, "atexit")
+        finalized = Finalized()
         """)
     assert result.returncode == 0, result.stderr
-    assert lines(result) == FINALS | {"thread the interpreter is exiting", "atexit the interpreter is exiting"}
+    assert lines(result) == FINALS | {
+        f"{where} the interpreter is exiting" for where in ("thread", "atexit", "finalizer")}
 
 
 @pytest.mark.parametrize("waiting", ["manager.shutdown(timeout=float('inf'))", "manager.wait_until_terminate()",
