@@ -254,7 +254,7 @@ def try_type(model_type: str) -> dict:
         model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
         result["architecture"] = model_class.__name__
         if config_class.sub_configs:
-            return result | {"verdict": "refused", "reason": "it combines a text model with another model"}
+            return result | {"verdict": "refused", "reason": "its configuration contains another configuration"}
         config = small_config(config_class)
         result["layers"] = getattr(config, "num_hidden_layers", None)
         PROVEN[model_type] = ()

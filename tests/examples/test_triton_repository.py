@@ -194,7 +194,9 @@ def test_the_repository_that_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("parameters", [{"max_batch_size": "many"}, {"batch_scheduler_policy": "best"},
-                                        {"enable_chunked_context": "perhaps"}, {"max_batch_size": "0"}])
+                                        {"enable_chunked_context": "perhaps"}, {"max_batch_size": "0"},
+                                        {"max_beam_width": "0"}, {"cancellation_check_period_ms": "-5"},
+                                        {"stats_check_period_ms": "0"}])
 def test_values_that_cannot_be_used_are_refused(triton, parameters):
     with pytest.raises(ValueError, match=next(iter(parameters.values()))):
         triton.triton_settings.read(parameters)

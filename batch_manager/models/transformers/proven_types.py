@@ -147,7 +147,7 @@ REFUSED: dict[str, str] = {
     "bloom":
         "BloomForCausalLM on the meta device raised TypeError: unsupported operand type(s) for +: 'Tenso...",
     "blt":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "camembert":
         "the mask of roberta.encoder.layer.0.attention.self is not causal with one window: the query at ...",
     "codegen":
@@ -159,7 +159,7 @@ REFUSED: dict[str, str] = {
     "data2vec-text":
         "the mask of data2vec_text.encoder.layer.0.attention.self is not causal with one window: the que...",
     "dbrx":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "deepseek_v32":
         "DeepseekV32ForCausalLM on the meta device raised TypeError: 'MaskDescription' object is not sub...",
     "deepseek_v4":
@@ -169,13 +169,13 @@ REFUSED: dict[str, str] = {
     "doge":
         "DogeForCausalLM on the meta device raised AttributeError: 'MaskDescription' object has no attri...",
     "dots3_note":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "dots3_note_text":
         "it was not tested: AmbiguousGlobalPerLayerAttributeError: 'num_attention_heads' is a per-layer ...",
     "electra":
         "the mask of electra.encoder.layer.0.attention.self is not causal with one window: the query at ...",
     "emu3":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "ernie":
         "the mask of ernie.encoder.layer.0.attention.self is not causal with one window: the query at 0 ...",
     "falcon":
@@ -185,31 +185,31 @@ REFUSED: dict[str, str] = {
     "falcon_mamba":
         "no layer of FalconMambaForCausalLM calls transformers' attention interface",
     "fuyu":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "gemma3":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "gemma3n":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "gemma3n_text":
         "logits of Gemma3nForCausalLM through the engine's attention differ by up to 1.94 from its own, ...",
     "gemma4":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "gemma4_assistant":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "gemma4_text":
         "it was not tested: AmbiguousGlobalPerLayerAttributeError: 'head_dim' is a per-layer attribute a...",
     "gemma4_unified":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "gemma4_unified_assistant":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "gemma4_unified_text":
         "it was not tested: AmbiguousGlobalPerLayerAttributeError: 'head_dim' is a per-layer attribute a...",
     "git":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "glm_moe_dsa":
         "GlmMoeDsaForCausalLM on the meta device raised TypeError: 'MaskDescription' object is not subsc...",
     "got_ocr2":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "gpt_neo":
         "it was not tested: no small model could be made: StrictDataclassClassValidationError: Class val...",
     "gpt_neox_japanese":
@@ -237,7 +237,7 @@ REFUSED: dict[str, str] = {
     "lfm3":
         "2 of 6 layers attend",
     "llama4":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "llama4_text":
         "the mask of model.layers.0.self_attn is not causal with one window: it cannot be read: RuntimeE...",
     "mamba":
@@ -255,17 +255,17 @@ REFUSED: dict[str, str] = {
     "minimax":
         "2 of 4 layers attend",
     "mllama":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "moshi":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "moss_transcribe_diarize":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "mpt":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "musicgen":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "musicgen_melody":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "mvp":
         "MvpForCausalLM on the meta device raised AttributeError: 'MaskDescription' object has no attrib...",
     "nemotron_h":
@@ -277,15 +277,15 @@ REFUSED: dict[str, str] = {
     "pegasus":
         "logits of PegasusForCausalLM through the engine's attention differ by up to 5.53 from its own, ...",
     "phi4_multimodal":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "plbart":
         "logits of PLBartForCausalLM through the engine's attention differ by up to 1.26 from its own, w...",
     "prophetnet":
         "add_cross_attention is True",
     "qwen3_5":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "qwen3_5_moe":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "qwen3_5_moe_text":
         "1 of 4 layers attend",
     "qwen3_5_text":
@@ -293,7 +293,7 @@ REFUSED: dict[str, str] = {
     "qwen3_next":
         "1 of 4 layers attend",
     "qwen4_exp":
-        "it combines a text model with another model",
+        "its configuration contains another configuration",
     "qwen4_exp_text":
         "it was not tested: TypeError: unsupported operand type(s) for //: 'NoneType' and 'NoneType' (mo...",
     "recurrent_gemma":
