@@ -86,9 +86,10 @@ def can_be_called_with(function: Callable[..., Any], count: int) -> bool:
 
 
 def returns_before_it_runs(callback: Callable[..., Any] | None, *, may_yield: bool) -> bool:
-    """Whether a call of the function only creates a coroutine or a generator, which other code has to run.
+    """Whether a call of `callback` only creates a coroutine or a generator, which other code has to run.
 
-    may_yield   whether the engine iterates over the result of a call; if so, False for a generator function
+    may_yield   whether the engine iterates over the result of a call. If it does, the engine runs a generator
+                itself, and this function returns False for a generator function
     """
     kinds: list[Callable[[Any], bool]] = [inspect.iscoroutinefunction, inspect.isasyncgenfunction]
     if not may_yield:

@@ -29,9 +29,9 @@ class KvCacheConfig:
                                None: as many as free_gpu_memory_fraction allows
     max_attention_window       tokens that a query attends to; None: all tokens up to the query
     sink_token_length          number of first tokens that stay visible outside the window
-    free_gpu_memory_fraction   largest share that the cache may take of the memory that the weights and a step's
-                               buffers leave, 0 < x <= 1. On a CPU this is host memory, and the default pool is at most
-                               2 GiB
+    free_gpu_memory_fraction   largest share of the free memory that the cache may take, 0 < x <= 1. Free memory is
+                               what the weights and one step's buffers leave. On a CPU this is host memory, and the
+                               default pool is at most 2 GiB
     enable_block_reuse         start a prompt after its longest prefix that earlier prompts and outputs left in the
                                cache
     enable_partial_reuse       also reuse a cached block of which only the first tokens match the prompt. The engine
@@ -225,8 +225,9 @@ class Parts:
     trace       called with an IterationTrace on the worker thread, after each iteration that had an active request or
                 refused a request. Exceptions of `trace` are logged and dropped, like those of a callback
     after_responses   () -> None, called on the worker thread once after the last response of an iteration that sent
-                responses: new tokens, finals, refusals, finals of stopped requests, SHUTDOWN and ENGINE_FAILED. A host
-                can wake its clients here once, instead of once per token. Exceptions are logged and dropped
+                responses. Responses of every kind count: new tokens, final responses (also of stopped
+                requests), refusals, and the errors SHUTDOWN and ENGINE_FAILED. A host can wake its clients here
+                once, instead of once per token. Exceptions are logged and dropped
     at_end      (health) -> None, called on the worker thread once, after the last response and before `shutdown`
                 returns, however the worker ends. `health` is the result of `GptManager.health`, with the state
                 "STOPPED", or "FAILED" if the process of an AsyncEngine died. Exceptions are logged and dropped

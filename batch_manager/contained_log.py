@@ -1,6 +1,7 @@
 """The package's log, which never raises.
 
-A handler or a filter of the host may raise. Its exception could lose a final response, or end the worker.
+A log handler or a log filter of the application may raise. Its exception could lose a final response, or end the
+worker.
 """
 
 import logging

@@ -39,7 +39,7 @@ def _made(name: str, factory: Callable[..., Any], *given: Any, **options: Any) -
 
 
 def _a_class(name: str, part: type, expected: str, instead: str, verb: str = "is") -> ConfigError:
-    """Return the error for a class in a field of Parts that cannot be used as a factory.
+    """Return the error for the class `part`, which cannot be used as a factory, in the field `name` of Parts.
 
     expected, instead   the words after "expected" and after "pass" in the message
     verb                "is", or "contains" if the class is an element of the field

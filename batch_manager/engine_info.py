@@ -1,4 +1,4 @@
-"""Facts about an engine, for the host that constructed it."""
+"""Facts about an engine, for the program that constructed the engine."""
 
 from dataclasses import dataclass
 

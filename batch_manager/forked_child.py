@@ -1,8 +1,9 @@
-"""Ends a forked child that returns from foreign code into a copy of the worker.
+"""Ends a forked child process that returns from foreign code into the engine.
 
-The requests belong to the parent, so the child must send no response and get no request. The child ends at the exit of
-the guarded block in which it was forked. A child that stays in the foreign code (subprocess, multiprocessing) never
-reaches this exit.
+Foreign code, such as a callback, may fork the process. The child then has a copy of the engine's worker thread. The
+requests belong to the parent, so the child must send no response and get no request. The engine runs foreign code
+in guarded blocks (guard.py). The child ends at the exit of the block in which it was forked. Children of subprocess
+and multiprocessing never return from the foreign code, and do not reach this exit.
 """
 
 import os

@@ -176,8 +176,8 @@ class GptManager:
         state                  "RUNNING", "DRAINING", "FAILED" or "STOPPED"
         activity               the worker's current activity: "loop", "idle", or foreign code that may hang: a callback
                                or hook ("get", "send", "poll", "stats", "trace", "after_responses", "at_end"),
-                               "reading a request", "schedule_request", "model step", or the method of the backend
-                               "memory_usage" or "figures"
+                               "reading a request", "schedule_request", "model step", or a method of the backend
+                               ("memory_usage", "figures")
         seconds_in_activity    seconds since the activity began
         is_hanging             whether the current activity, other than "idle", has lasted more than hang_warning_s
         failure                text of the error that failed the engine, or ""

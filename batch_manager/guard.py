@@ -116,7 +116,10 @@ class Guard:
 
 
 class GuardedBlock:
-    """Base class of the two kinds of guarded blocks. A block can be used again, but not while code runs inside it.
+    """Base class of ContainingBlock and RaisingBlock, the context managers in which foreign code runs.
+
+    Foreign code is code that the engine calls and does not own, such as callbacks. A block can be used again, but
+    not while code runs inside it.
 
     seconds   time spent inside; a reader may reset it to zero
     """

@@ -339,8 +339,8 @@ class Hypothesis:
     tokens          [n] int32, without the end id; a stop word is part of it
     cum_log_prob    sum of the log-probabilities of its tokens, including the end id
     log_probs       [n] float32, log-probabilities of `tokens`
-    rows            [n] int32: index of the beam that each token continued. In the logits of the step that chose the
-                    token, the row with this index belongs to the token
+    rows            [n] int32: index of the beam that each token continued. The token was chosen from the row with
+                    this index in the logits of its step
     finish          FinishReason: END_ID, STOP_WORDS or LENGTH
     """
 

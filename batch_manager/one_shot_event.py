@@ -10,8 +10,8 @@ class OneShotEvent:
     """An event like threading.Event, without `clear`, that is set by one C call.
 
     An asynchronous exception in the thread that sets the event cannot leave a lock held, as it can in threading.Event.
-    Each waiting thread wakes the next one. If an exception such as Ctrl-C ends a wait at that moment, the others wake
-    by themselves after at most LONGEST_SLEEP_S.
+    Each thread that wakes up wakes the next waiting thread. If an exception such as Ctrl-C stops a thread before it
+    wakes the next one, the others wake by themselves after at most LONGEST_SLEEP_S.
     """
 
     def __init__(self) -> None:

@@ -104,10 +104,11 @@ class SamplingConfig:
     beam_width                   number of beams; 1: no beam search. With several beams, the parameters that only choose
                                  a token at random (top_k, top_p, min_p, random_seed) have no effect
     temperature                  above 0: divides the logits; 0: greedy
-    top_k, top_p                 0 and 0.0: greedy. top_k above 0 keeps the top_k likeliest tokens; 0 keeps all. Of the
-                                 kept tokens, top_p between 0 and 1 keeps the smallest set of likeliest tokens whose
-                                 probabilities sum to at least top_p; 1 keeps all, and so does 0 with a top_k above 0.
-                                 Both also keep all tokens that are as likely as the last token kept
+    top_k, top_p                 both 0, or top_k 1: greedy. Otherwise top_k filters the tokens, and top_p then
+                                 filters the tokens that top_k keeps. top_k above 0 keeps the top_k likeliest
+                                 tokens; 0 keeps all. top_p between 0 and 1 keeps the smallest set of likeliest
+                                 tokens whose renormalized probabilities sum to at least top_p; 0 and 1 keep all.
+                                 Each filter also keeps all tokens as likely as the last token that it keeps
     top_p_decay, top_p_min, top_p_reset_ids   after each token, top_p becomes max(top_p * decay, min). After the token
                                  with the reset id (-1: no reset), top_p returns to its first value. No effect if top_p
                                  is 0

@@ -1,4 +1,4 @@
-"""Starts threads with a large enough stack, whatever stack size the host has set."""
+"""Starts threads with a large enough stack, even if the host program has set a small `threading.stack_size`."""
 
 import threading
 
@@ -8,9 +8,9 @@ _one_at_a_time = threading.Lock()
 
 
 def start_with_enough_stack(thread: threading.Thread) -> None:
-    """Start a thread, with the system's default stack size if the host has set `threading.stack_size` too low.
+    """Start a thread, with the system's default stack size if the host program set a small `threading.stack_size`.
 
-    The setting is global: a thread that the host starts at the same moment gets the same stack size.
+    The setting is global: a thread that the host program starts at the same moment gets the same stack size.
     """
     with _one_at_a_time:
         host_bytes = threading.stack_size(SYSTEM_DEFAULT)    # returns the old size and sets the new one

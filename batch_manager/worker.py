@@ -141,10 +141,13 @@ def run_worker(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_
                num_loops_inside: int = NESTED_WORKER_LOOPS) -> None:
     """The worker's main function: run iterations until the worker is stopped, then answer the requests that are left.
 
-    After an exception, whether of a step or raised in the worker by another thread, this function calls `_serve` again.
-    `_serve` fails the engine, which answers all requests with the error, and answers later requests until the worker is
-    stopped. The function calls itself to nest its loops. A `try` does not cover the jump from its `except` clause to
-    the next round of its loop. If a second exception is raised during this jump, the enclosing loop catches it.
+    If an exception ends `_serve`, this function calls `_serve` again. The exception can come from a step, or
+    another thread can raise it in the worker. The next call of `_serve` fails the engine: all requests are answered
+    with the error. Until the worker is stopped, later requests are answered as well.
+
+    The function calls itself, so that its loops are nested. The `try` statement in a loop does not cover the jump
+    from the `except` clause to the next round of the loop. If a second exception is raised during this jump, the
+    enclosing loop catches it.
 
     num_loops_inside   number of calls of this function nested in this call; 0: this call runs `_serve`
     """
@@ -161,7 +164,8 @@ def run_worker(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_
 def _serve(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: float) -> None:
     """Run iterations until the worker is stopped, then end the worker.
 
-    If an exception ended the last call of this function, the engine first fails with this exception.
+    If an exception ended the previous call of this function, this call first makes the engine fail with that
+    exception.
     """
     if not control.claim_the_loop():    # the constructor failed, and closes the loop
         control.wake.wait_and_clear(idle_poll_interval_s)

@@ -71,7 +71,8 @@ class ShortestJobFirst(CapacityScheduler):
 def run(scheduler) -> tuple[str, float]:
     """Run the requests of the example with a scheduler.
 
-    Returns a picture of the run as text, and the iteration in which a request ended, averaged over the requests.
+    Returns (picture, mean end). The picture shows the run as text. The end of a request is the number of the
+    iteration in which the request ended, and the mean is over all requests.
     """
     lengths = {1: 40, 2: 36, 3: 4, 4: 6, 5: 30, 6: 3, 7: 5, 8: 4}
     pending = [InferenceRequest(i, {"input_ids": [i] * 8, "request_output_len": n}) for i, n in lengths.items()]

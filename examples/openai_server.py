@@ -62,7 +62,10 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
 
 
 def without_stack(app):
-    """ASGI middleware that logs a BatchManagerError at start-up without a stack trace, and sets `is_refused`."""
+    """ASGI middleware for a start that fails with a BatchManagerError.
+
+    The server logs the text of the error without a stack trace. The middleware sets `app.state.is_refused` to True.
+    """
     async def asgi(scope, receive, send):
         async def send_text(message):
             if message["type"] == "lifespan.startup.failed" and isinstance(sys.exception(), BatchManagerError):

@@ -357,7 +357,10 @@ def print_summary(client: Client) -> None:
 
 
 def run_alone(jobs: list[Job], options: argparse.Namespace, parts: dict) -> list[tuple[Job, Job]]:
-    """Run the jobs again, one at a time, with enough blocks, and return pairs (job, repeated job)."""
+    """Run the jobs again, one at a time, and return pairs (job, repeated job).
+
+    The KV cache has enough blocks for each job at its full length, so no job is paused.
+    """
     again = [Job(job.id, 0, job.prompt, job.prompt_ids, job.knobs, job.max_new_tokens, job.end_id,
                  job.tokenizer) for job in jobs]
     client = Client(again)

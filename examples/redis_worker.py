@@ -192,7 +192,10 @@ class Worker:
             self.stopped |= {number for number, value in zip(running, found) if value is not None}
 
     def write(self) -> None:
-        """Write the responses since the last call to Redis, and forget entries that are answered or lost."""
+        """Write to Redis the responses that arrived since the last call of this method.
+
+        Forgets entries that are answered or lost.
+        """
         while self.outbox:
             self.take_response(*self.outbox.popleft())
         news = {number: entry for number, entry in self.entries.items()

@@ -115,7 +115,10 @@ def encode_passages(tokenizer, passages):
 
 
 class WindowSampler:
-    """Samples windows of consecutive tokens from the training text. Half of the windows start at a passage."""
+    """Samples windows of consecutive tokens from the training text.
+
+    The text is a sequence of passages. Half of the windows begin at the first token of a passage.
+    """
 
     def __init__(self, encoded_passages, seed):
         self.stream = torch.cat(encoded_passages)

@@ -1,8 +1,9 @@
 """The work list of `paged_attention_context`: the tiles of new tokens, and the parts of their keys. Host arithmetic.
 
-A program computes a tile of queries. All tiles of queries have the same number of rows, and a full tile of new tokens
-has this number of tokens. Each token has one query per query head. The queries of a full tile of tokens therefore need
-one program per query head, and a row of the list starts this number of programs.
+There are tiles of queries and tiles of new tokens. A program computes a tile of queries. All tiles of queries have
+the same number of rows. A full tile of new tokens has as many tokens as a tile of queries has rows. Each token has
+one query per query head. A full tile of new tokens therefore needs one program per query head. Each row of the list
+starts one program per query head.
 
 A short chunk of a long sequence has few tiles, and each tile sees many keys. The keys of such a tile are split into
 parts, so that the programs of one chunk fill the device. Each part has a row of the list. `paged_attention_merge`
@@ -50,10 +51,10 @@ class ContextTileWork(NamedTuple):
 
 
 def context_tile_rows(head_size: int, element_size_bytes: int) -> int:
-    """Return the number of rows of a tile of queries, which is also the number of tokens of a tile of new tokens.
+    """Return the number of rows of a tile of queries. A full tile of new tokens has the same number of tokens.
 
-    Registers limit the number. Tiles of float32 are smaller: no matrix instruction keeps its precision, and products
-    without matrix instructions take more registers.
+    The registers limit this number. Tiles of float32 are smaller, because no matrix instruction keeps the precision
+    of float32. Products without matrix instructions take more registers.
     """
     if element_size_bytes == 4:
         return 32 if head_size <= 64 else 16
@@ -113,10 +114,11 @@ def context_work_list(
 def _num_parts(tokens: np.ndarray, keys: np.ndarray, tile_rows: int, heads: ContextHeads) -> np.ndarray:
     """Return the number of parts of each tile.
 
-    The work of the step, divided equally among the resident programs, gives the share of a program: a number of keys. A
-    part has at least this share and at least MIN_KEYS_PER_PART keys. There are therefore at most `resident_programs`
-    programs of split tiles. A tile is split only if each of its programs would walk at least two shares. Prompts that
-    fill the device are not split, because no tile of a prompt sees twice as many keys as the mean tile.
+    The work of a program is the number of keys that it walks. A share is the work of all programs of the step
+    before any tile is split, divided by `resident_programs`. A part has at least one share of keys, and at least
+    MIN_KEYS_PER_PART keys. The split tiles together therefore have at most `resident_programs` programs. A tile is
+    split only if it sees at least two shares of keys. A prompt that fills the device is not split, because none of
+    its tiles sees twice as many keys as its mean tile.
 
     tokens   tokens of each tile
     keys     keys that the last token of each tile sees

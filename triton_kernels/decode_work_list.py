@@ -25,8 +25,8 @@ def decode_work_list(
     kv_lengths          [S] integers: keys of each sequence
     resident_programs   programs that the device runs at the same time; see `decode_settings`
     window, sink        as in `paged_attention_decode`
-    pages_per_part      maximum pages of a part; None: 4, or more so that there are at most about 3 * resident_programs
-                        programs, one per part and KV head
+    pages_per_part      maximum pages of a part. None: the smallest maximum, from 4 on, with which there are at most
+                        about 3 * resident_programs programs. There is one program per part and KV head
     padded_to           minimum number of rows; rows of -1 are appended, whose programs exit immediately
     """
     pages = _visible_pages(np.asarray(kv_lengths, np.int64), tokens_per_block, window, sink)

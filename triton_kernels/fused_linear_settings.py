@@ -21,8 +21,8 @@ the L2 cache. Half-empty tiles count as full ones, so all row counts with the sa
 decision.
 
 The constants are estimates for an H100, from vendors' bandwidths and latencies, not measured on a GPU.
-`python -m batch_manager.tools.gpu_report` times fused against separate launches. Its ratios are meant to replace
-the constants here.
+`python -m batch_manager.tools.gpu_report` measures the time of fused launches and of separate launches. The ratios
+of these times are meant to replace the estimates here.
 """
 
 import functools

@@ -23,8 +23,9 @@ Shapes      query                    [T, HQ, D]   T packed tokens of C sequences
             out                      [T, HQ, D]   None: allocated
             alibi_slopes             [HQ] float32   None: no ALiBi bias
             sink_logits              [HQ] float32   None: no extra score
-            part_starts              [S + 1] int32   from `context_work_list`; None: no tile is split
-            merged_rows              [S] int32   likewise
+            part_starts              [S + 1] int32   from `context_work_list`; None: no tile is split. A tile
+                                                     is split if n > 1. S is the number of tokens in split tiles
+            merged_rows              [S] int32   from `context_work_list`; None: no tile is split
 Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
             softcap: replace scores by softcap * tanh(scores / softcap), before the mask; None: no cap.
             alibi_slopes: add f(key position) - f(query position) to scores, after the cap and before the mask, with
@@ -45,16 +46,17 @@ Oracle      triton_kernels/reference/paged_attention_context.py
 Source      FlashAttention-2 (Dao 2023) over pages (Kwon et al. 2023), a group's heads in one tile as in FlashInfer
             (Ye et al. 2025), split over keys (Flash-Decoding, Dao et al. 2023); written for this project.
 
-One program per tile of queries of one kv head. It walks the keys in tiles of at most 64 tokens of one page. The queries
-of a kv head are numbered token by token, with the heads of the group next to each other, so that a chunk of few tokens
-needs one tile for the whole group. A row of the work list covers a tile of tokens, and starts as many programs as there
-are query heads. A full tile of tokens keeps all these programs busy. With a shorter tile, programs without queries exit
-immediately.
+A program computes one tile of queries of one kv head. It walks the keys in tiles of at most 64 tokens of one page.
+The queries of a kv head are numbered token by token, with the heads of the group next to each other. A chunk of few
+tokens therefore needs only one tile of queries for the whole group. A row of the work list covers a tile of new
+tokens. It starts as many programs as there are query heads. A full tile of new tokens keeps all these programs
+busy. With a shorter tile of new tokens, programs without queries exit immediately.
 
-The program of part i of n walks the i-th of n equal ranges of the key tiles that its queries see. A range can be empty,
-or without a key that a query sees: the query's partial result is then zero, with a logarithm of -inf. The first part
-counts the sink logits. `paged_attention_merge` combines the partial results. The programs of an unsplit tile write to
-`out`. The number of parts does not recompile the kernel.
+The program of part i of n walks the i-th of n equal ranges of the key tiles that its queries see. A partial result
+is an attention output and the logarithm of its sum of weights. A range can have no key that a query sees, or no key
+at all. The query's output is then zero, and the logarithm is -inf. The first part counts the sink logits.
+`paged_attention_merge` combines the partial results. The programs of an unsplit tile write to `out`. The number of
+parts does not recompile the kernel.
 
 Tiles of keys that all rows see are walked without a mask. The tiles at the edge of the window come before these tiles
 and need a mask. The tiles on the diagonal come after them and also need a mask. The tiles of the sinks are walked in
@@ -94,10 +96,10 @@ def _walk_tiles(
 ):
     """Attend to the key tiles with the numbers begin .. end - 1 and return the running softmax.
 
-    Without sink tokens, the number of a tile is its index in the sequence. With sink tokens, this is true of
-    `window_tile`, the number of the first tile of the window, and of larger numbers. A smaller number n belongs to the
-    tile with index n - skipped, which has sink tokens. `skipped` counts the tiles between the sinks and the window, to
-    which no query of this program attends.
+    Without sink tokens, the number of a tile is its index in the sequence. With sink tokens, the numbers leave out
+    the tiles between the sinks and the window, to which no query of this program attends. `skipped` is the number
+    of these tiles. `window_tile` is the index of the first tile of the window. From this tile on, the number of a
+    tile is its index. The number of an earlier tile, which has sink tokens, is its index + skipped.
     """
     TILES_PER_PAGE: tl.constexpr = B // KEYS
     IS_SCALED: tl.constexpr = CAP_LOG2 > 0 or HAS_ALIBI   # scores are scaled before the softmax

@@ -34,8 +34,8 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
             The partition of the work list affects only the last bits of the result.
 Mutates     kv_pool, at the newest position of each sequence, and out. A row of length 0 does not write to the pool;
             its output is zero.
-Needs       finite numbers in every page with a visible key, before the position of the newest token; the rest of a
-            page is not read. No two sequences append to the same position of a block.
+Needs       Every page with a visible key has finite numbers at all positions before the newest token's position.
+            The other positions of a page are not read. No two sequences append to the same position of a block.
 Oracle      triton_kernels/reference/paged_attention_decode.py
 Source      paged attention (Kwon et al. 2023), split over keys (Flash-Decoding, Dao et al. 2023), rotary embedding (Su
             et al. 2021) in the half-split arrangement; written for this project.
@@ -52,9 +52,10 @@ positions after it, so a launch never reads a position that it writes, and no or
 needed. A page whose first token is the newest is not loaded at all. The program of the last part counts the sink
 logits, because each sequence has exactly one last part.
 
-With sinks, one loop walks two ranges of pages, those of the sinks and those of the window. The pages of the sinks are
-numbered directly below the first page of the window, so that parts and pipeline stages span the gap. `sink` is a
-compile-time constant, because an engine has one value; 0 adds no code.
+With sinks, one loop walks two ranges of pages: the pages of the sinks, then the pages of the window. The loop
+numbers these pages without a gap: the number of the last sink page is one less than the number of the first window
+page. A part can therefore have pages of both ranges, and the pipeline of page loads runs on from one range to the
+next. `sink` is a compile-time constant, because an engine has one value; 0 adds no code.
 """
 
 from typing import NamedTuple
@@ -272,10 +273,11 @@ def decode_settings(head_size: int, tokens_per_block: int, element_size_bytes: i
                     limits: DeviceLimits) -> DecodeSettings:
     """Return the launch settings. They depend only on shapes, so all steps of an engine use the same settings.
 
-    Each stage beyond the first holds a page of keys and a page of values. The number of stages is at most 4.
-    It is the largest number with which two programs share a multiprocessor: one loads while the other computes. If two
-    programs do not fit with 2 stages, the number is 2 if one program fits, otherwise 1. Small pages leave room for more
-    programs, up to four programs of four warps each; the registers allow no more.
+    Each pipeline stage beyond the first holds a page of keys and a page of values in shared memory. A program has
+    the largest number of stages, at most 4, with which two programs fit on a multiprocessor. One program then loads
+    while the other computes. If two programs do not fit even with 2 stages, one program is enough: it has 2 stages
+    if it fits with them, otherwise 1. If pages are small, more than two programs fit on a multiprocessor. The limit
+    is four programs of four warps each, because the registers allow no more.
     """
     page_bytes = bytes_of_page(head_size, tokens_per_block, element_size_bytes)
     num_stages = 4
@@ -328,7 +330,10 @@ def paged_attention_decode(
     out=None, sink=0, softcap=None, cos_table=None, sin_table=None, alibi_slopes=None, alibi_bfloat16_factor=None,
     sink_logits=None,
 ):
-    """Append and attend from one token per sequence. Returns out. See the module docstring for shapes."""
+    """Append the newest token of each sequence to its pages, and attend over them. Returns out.
+
+    See the module docstring for shapes.
+    """
     num_sequences, num_heads, head_size = query.shape
     num_kv_heads, tokens_per_block = kv_pool.shape[2:4]
     group = num_heads // num_kv_heads

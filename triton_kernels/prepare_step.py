@@ -19,8 +19,9 @@ Mutates     block_table, cleared, out. Returns out.
 Oracle      triton_kernels/reference/prepare_step.py
 Source      written for this project.
 
-One program per row and piece of the hidden size, or per group of CHANGES table entries. No program reads what another
-writes. The launch depends on the sizes alone.
+There are two kinds of programs. A program of the first kind handles one piece of the hidden size of one row. A
+program of the second kind writes up to CHANGES table entries. No program reads what another writes. The launch
+depends on the sizes alone.
 """
 
 import torch

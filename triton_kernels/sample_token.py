@@ -14,13 +14,14 @@ Shapes      logits                   [R, V]   any float dtype, R rows of V token
                                      -inf = forbidden token
             temperature              [R] float32   0: greedy, with the log-prob at temperature 1
             top_k                    [R] int32   0: off
-            top_p                    [R] float32   0 with top_k > 0, or >= 1: off
+            top_p                    [R] float32   off if >= 1, or if 0 in a row with top_k > 0
             min_p                    [R] float32   0 or None: off
             seed                     [R] int64   the bits of the request's unsigned seed
             position                 [R] int32   position of the sampled token in its sequence
-            tokens                   [R] int32 (or any integer dtype)      the caller can pass these three, so that a
-            log_probs                [R] float32                           captured graph writes to fixed addresses;
-            finite                   [R] bool, or any integer dtype        None: allocated
+            tokens                   [R] int32 or any integer dtype   None: allocated
+            log_probs                [R] float32   None: allocated
+            finite                   [R] bool or any integer dtype   None: allocated. The caller can pass tokens,
+                                     log_probs and finite, so that a captured graph writes to fixed addresses
             wants_log_prob           [R] bool on the host   rows that need a log-prob; in other rows it is arbitrary.
                                      None: all
             only_greedy              True: the caller guarantees that every row is greedy
@@ -51,9 +52,10 @@ All kernels but the last run one program per row and piece of the vocabulary, so
     mass      sum the kept weights of each piece
     token     one program per row: find the piece that u falls into, then the token; set the results
 
-The result of a row depends on that row alone. The launches depend only on the dtype and on `only_greedy`. If it is set,
-only piece and token are launched. Otherwise there are 5 launches for 16-bit logits and 7 for float32, and one more to
-allocate `counts` if it is None. Programs of rows that do not need a pass exit immediately.
+The result of a row depends on that row alone. The launches of the kernels depend only on the dtype and on
+`only_greedy`. If `only_greedy` is true, only the kernels piece and token are launched. Otherwise there are 5
+launches for 16-bit logits and 7 for float32, one more to allocate `counts` if it is None, and one more to allocate
+`min_p` if it is None. Programs of rows that do not need a pass exit immediately.
 """
 
 import torch
@@ -170,7 +172,7 @@ def _next_digit(histogram, digits, missing, VALUES: tl.constexpr):
     histogram  for each value of the next digit, the count or weight of the logits that begin with `digits` and
                this value
     digits     digits of the threshold so far; 0 before the first
-    missing    count or weight to keep of the logits that begin with `digits`
+    missing    count or weight that the filter still has to keep, from the logits that begin with `digits`
     VALUES     number of values of the next digit
     """
     digit = tl.arange(0, BUCKETS)
@@ -207,7 +209,9 @@ def _threshold_of(digits, DIGITS: tl.constexpr):
 
 @triton.jit
 def _kept_by_top_k(histogram_ptr, row, digits, DIGITS: tl.constexpr):
-    """For each value of a logit's first digit, return the total weight of the logits with this value that top-k keeps.
+    """Return [BUCKETS] int64: the weights of the logits that top-k keeps, summed by the first digit of the logit.
+
+    The module docstring explains weights and digits.
 
     digits   all digits of top-k's threshold
     """

@@ -88,9 +88,9 @@ class AsyncEngine:
     def stream(self, tensors: Mapping[str, Any], **options: Any) -> "Stream":
         """Submit a request immediately and return the stream of its output.
 
-        tensors, options   arguments of InferenceRequest; the engine chooses the id. `arrival_time` is by default the
-                           time of this call. If `parts` has a clock, it is by default the time at which the engine
-                           takes the request
+        tensors, options   arguments of InferenceRequest; the engine chooses the id. The default of `arrival_time`
+                           is the time of this call. If `parts` has a clock, the default of `arrival_time` is the
+                           time at which the engine takes the request
         Raises   RequestFailed for an unknown tensor name, for the tensor `streaming`, for a request that cannot be
                  pickled (with `process`), and if the engine is closed. For an invalid value, the stream raises
                  RequestFailed.

@@ -1,4 +1,4 @@
-"""The host side of an engine process. AsyncEngine uses it in place of a GptManager."""
+"""An engine process, seen from the user's process: AsyncEngine uses EngineProcess in place of a GptManager."""
 
 import contextlib
 import json
@@ -83,7 +83,10 @@ class EngineProcess:
         return self._info
 
     def notify(self) -> None:
-        """Wake the sending thread, because the switchboard has requests or stops to send."""
+        """Wake the sending thread.
+
+        Called when the Switchboard has requests, or ids of stopped requests, to send to the engine process.
+        """
         self._check_process()
         self._link.work.set()
 

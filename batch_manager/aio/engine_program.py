@@ -1,4 +1,7 @@
-"""Main program of an engine process: a GptManager whose callbacks send messages to the host."""
+"""Main program of an engine process: a GptManager whose callbacks send messages to the host process.
+
+The host process is the one that started the engine process.
+"""
 
 import contextlib
 import logging

@@ -126,7 +126,7 @@ class Mailbox:
             self.add(*pieces(tensors, final, self.wants))
 
     def add(self, tokens: list[int], reason: FinishReason, tensors: list[NamedTensor] | None) -> None:
-        """Add a response, as the parts that `pieces` returns. Called on the worker's thread."""
+        """Add a response. The arguments are the results of the function `pieces`. Called on the worker's thread."""
         self._arrived.append((tokens, reason, tensors))
         self.has_ended = self.has_ended or reason is not FinishReason.NOT_FINISHED
 
@@ -196,8 +196,10 @@ class Mailbox:
 
 
 def _asks(request: InferenceRequest, name: str) -> bool:
-    """Whether a request has this flag or number, other than zero. True for invalid values, which the engine refuses
-    later."""
+    """Whether the flag or number `name` of the request is set, and neither False nor 0.
+
+    True for an invalid value, which the engine refuses later.
+    """
     value = getattr(request, name)
     try:
         return value is not None and bool(scalar(TENSORS[name], value))

@@ -43,7 +43,7 @@ class PackedRequest(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """New requests, and ids of requests to stop. The host never sends a request after its stop."""
+    """New requests, and ids of requests to stop. A request is never in a later message than its id in `stops`."""
 
     requests: list[PackedRequest]
     stops: list[int]

@@ -20,7 +20,7 @@ def gpu_block_sizes() -> tuple[int, ...]:
 
 
 def refuse_small_blocks(tokens_per_block: int, device_name: str) -> None:
-    """Raise ConfigError if the kernels compile on no GPU with blocks of this size."""
+    """Raise ConfigError if blocks of this size are too small for the kernels to compile on any GPU."""
     if tokens_per_block < SMALLEST_GPU_BLOCK:
         raise ConfigError(
             f"KvCacheConfig.tokens_per_block is {tokens_per_block} and the device is {device_name}",

@@ -181,9 +181,9 @@ class Attention(Protocol):
     def plan(self, step: PackedStep) -> Sequence[np.ndarray] | None:
         """Prepare one step on the host: select kernels and partition the work.
 
-        Returns  the arrays that `run` needs on the device; None: it needs none. The caller uploads them with its own
-                 arrays in one asynchronous copy. `plan` must not copy to the device itself: its copy would wait for the
-                 previous step
+        Returns  the arrays that `run` needs on the device; None: it needs none. The caller uploads them with its
+                 own arrays in one asynchronous copy. `plan` must not copy anything to the device, because the copy
+                 would wait for the previous step
         """
         ...
 
@@ -244,10 +244,11 @@ class BindableAttention(Attention, Protocol):
 
     def most_context_work(self, num_tokens: int, num_contexts: int, max_blocks: int, may_split: bool
                           ) -> MostContextTileWork:
-        """Return the maximum number of rows of a work list of `plan_contexts`, and of split tokens.
+        """Return two maximum numbers for a work list of `plan_contexts`: of its rows, and of split tokens.
 
         There are at most `num_contexts` contexts of at most `max_blocks` blocks each, with at most `num_tokens` new
-        tokens in all. If no tile can be split, the number of split tokens is 0. Rows of -1 in a work list are padding.
+        tokens in all. A token is split if the keys of its tile are split into parts; see ContextTileWork. If no
+        tile can be split, the number of split tokens is 0. Rows of -1 in a work list are padding.
 
         may_split   False: the numbers are for steps in which no tile is split into parts
         """

@@ -42,8 +42,9 @@ class _RowTile:
 
     rows    packed rows of the queries
     keys    range of the context's gathered key tiles; it includes all tiles that the rows can see
-    mask    [n, 1, positions, 1, tile] float32 for the last n of these tiles, 0 where visible, -inf elsewhere. The rows
-            see all keys of the tiles before them
+    mask    [n, 1, positions, 1, tile] float32, for the last n key tiles of `keys`: 0 where visible, -inf elsewhere.
+            The rows see all keys of the earlier tiles of `keys`. In these shapes, `positions` is the number of
+            query positions of a tile
     positions   two int64 tensors: positions of the keys [tiles, 1, 1, 1, 1, tile], and of the rows [positions, 1, 1];
                 None: no layer needs them
     """
@@ -130,9 +131,9 @@ class FixedTileAttention(TorchPagedAttention):
             result[tile.rows].view(count, self.kv_heads, self.group, -1).copy_(attended.transpose(0, 1))
 
     def _gather(self, layer, pages, per_tile):
-        """Return the keys and values of `pages`, each [tiles, per_tile, tile, head_size] float32.
+        """Return the keys and values of `pages`, each [tiles, per_tile, self.tile, head_size] float32.
 
-        per_tile   number of heads in a tile, over all sequences
+        per_tile   number of sequences times number of kv heads
         """
         gathered = self.layer_pages[layer].index_select(0, pages).float()
         return gathered.view(2, -1, per_tile, self.tile, self.head_size)
@@ -253,8 +254,9 @@ class FixedTileAttention(TorchPagedAttention):
 
         The order is (key or value, tile, sequence, head, page of the tile).
 
-        Blocks past the end of a sequence, and blocks that it no longer sees, may belong to another sequence. They are
-        replaced by the last block of the sequence.
+        In the block table of a sequence, an entry past the end of the sequence may be a block of another sequence.
+        The same is true of an entry that the sequence no longer sees. Such entries are replaced by the last block
+        of the sequence to which the table belongs.
         """
         own_last = ((length - 1) // self.block)[:, None, None]
         column = tiles[:, :, None] * self.pages_per_tile + np.arange(self.pages_per_tile)
@@ -273,12 +275,13 @@ class FixedTileAttention(TorchPagedAttention):
     def _find_counts(self) -> tuple[int, dict[int, tuple[int, ...]]]:
         """Measure which shapes of a batched matrix product give the same bits as a reference call.
 
-        A shape is a height, which is the number of query rows of each product, and a number of products per call. The
-        reference call has the height of a context's products and the largest of PRODUCT_COUNTS products.
+        A shape consists of a height and a count. The height is the number of query rows of each product. The count
+        is the number of products per call. The reference call has the height of a context's products, and the
+        largest count in PRODUCT_COUNTS.
 
-        Returns   (the height for generation rows, which is the lowest height that gives the bits of the reference;
-                  height -> numbers of products per call that give these bits). The mapping has the height for
-                  generation rows and the height of a context's products
+        Returns   (the height for generation rows, height -> counts that give the bits of the reference). The height
+                  for generation rows is the lowest tested height that gives the bits of the reference. The mapping
+                  has this height and the height of a context's products
         Raises    ConfigError if the bits depend on the row index
         """
         height, count = self.tile_positions * self.group, PRODUCT_COUNTS[-1]
@@ -293,10 +296,11 @@ class FixedTileAttention(TorchPagedAttention):
         expected = [in_pieces(product, rows, others, sizes=(count,)) for product, rows, others in kinds]
 
         def agreeing(rows_height):
-            """Return the numbers of products per call at which products of this height give the bits of the reference.
+            """Return the counts with which products of `rows_height` rows give the bits of the reference call.
 
-            Each of these products has only the first `rows_height` query rows of a product of the reference.
-            Returns () if these rows get other bits in a call with as many products as the reference.
+            A count is a number of products per call. The rows of each product are the first `rows_height` query
+            rows of a product of the reference call. Returns () if these rows get other bits even with the count of
+            the reference call.
             """
             found = set(PRODUCT_COUNTS)
             for (product, rows, others), whole in zip(kinds, expected):

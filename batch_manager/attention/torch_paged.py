@@ -49,7 +49,9 @@ class _Tile:
 
 @dataclass(slots=True)
 class _Context:
-    """The query rows of one context, in tiles, and the pages that they read in the layers that have the same window.
+    """The query rows of one context, in tiles, and the pages that they read.
+
+    The object serves the layers that have the same window.
 
     rows    packed rows of the queries
     pages   [2 * kv_heads * m] int64   page numbers of m blocks, in the order (key or value, head, block); None: nothing
@@ -238,7 +240,8 @@ class TorchPagedAttention:
         """Return the _Tile of the rows row, ..., end - 1 of the packed step, which belong to one context.
 
         row_to_position   number to add to a row to get the position of its token in the sequence
-        missing           number of keys between the sinks and the windows that are not gathered for the context
+        missing           number of keys that are not gathered for the context. These keys lie between the
+                          sink tokens and the windows
         """
         first, stop = row + row_to_position, end + row_to_position                    # positions
         if window and first - window + 1 > self.sink:
@@ -260,8 +263,8 @@ class TorchPagedAttention:
 
         members   [n] indices of the group's sequences among all generating sequences of the step
         lengths   number of tokens in the KV cache for each generating sequence of the step
-        seen      result of `blocks_seen`, the numbers of blocks that queries see and skip, for all generating
-                  sequences; None without a window
+        seen      result of `blocks_seen` for all generating sequences: the numbers of sink blocks, of skipped
+                  blocks and of all blocks that the query sees; None without a window
         """
         lengths, indices = lengths[members, None], step.num_contexts + members
         last = (lengths - 1) // self.block

@@ -150,9 +150,9 @@ class TritonPagedAttention:
 
     @cached_property
     def _context_heads(self) -> ContextHeads | None:
-        """Return the numbers from which `context_work_list` decides into how many parts it splits a tile.
+        """Return the numbers from which `context_work_list` computes the number of parts of each tile.
 
-        Returns None with `deterministic`, which splits no tile.
+        Returns None if `self.deterministic` is True: no tile is split then.
         """
         pool = self.layer_pools[0]
         kv_heads, tokens_per_block, head_size = pool.shape[2:]

@@ -30,11 +30,11 @@ def effective_windows(model_windows: Sequence[int | None], max_attention_window:
 
 def blocks_seen(first_position: np.ndarray, length: np.ndarray, block: int, window: int | None,
                 sink: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Count the blocks whose keys the queries first_position .. length - 1 see, elementwise over sequences.
+    """Count the blocks that the queries at positions first_position .. length - 1 of each sequence see.
 
-    Returns   (sink blocks, skipped blocks, blocks seen in total). The queries see the sink blocks, which are the first
-              blocks of the sequence. They do not see the skipped blocks, which come next and may already be freed. They
-              see all blocks after the skipped ones
+    Returns   (number of sink blocks, number of skipped blocks, number of all blocks that the queries see). The sink
+              blocks are the first blocks of the sequence, and the queries see them. The skipped blocks come next.
+              The queries do not see them, and they may already be freed. The queries see all blocks after them
     """
     first = np.maximum(first_position - window + 1, 0) // block if window else np.zeros_like(first_position)
     sinks = np.minimum(-(-sink // block), first)

@@ -92,9 +92,9 @@ class BeamRows:
 class SampledBeams:
     """The candidates for the beams of a step. `finish` advances the searches when the candidates are on the host.
 
-    slots     [b] int32: slot of each of the b rows of beams
+    slots     [b] int32: slot of each row. The b rows are the rows of the sequences with beams, one for each beam
     tensors   name -> tensor on the device, to be copied to the host: beam_log_probs, beam_parents and beam_tokens
-              [groups, candidates], beam_finite [b] bool
+              [groups, candidates], with one group for each sequence with beams; beam_finite [b] bool
     """
 
     def __init__(self, rows: BeamRows, searches: BeamSearches, tensors: Sequence[torch.Tensor]) -> None:

@@ -70,7 +70,10 @@ class _Trail:
     log_probs: np.ndarray
 
     def walk_back(self, beam: int) -> tuple[list[int], list[float], list[int]]:
-        """Return the tokens of the output of `beam`, their log-probs, and the beams that they extend, in order."""
+        """Return (tokens, log-probs, parents) of the output of `beam`, in order of the tokens.
+
+        An entry of parents is the index of the beam that the token extends, among the beams of the step before.
+        """
         tokens, log_probs, rows = [], [], []
         trail: _Trail | None = self
         while trail is not None:
@@ -253,7 +256,7 @@ class BeamSearches:
         return found[1] if found is not None and found[0] == position else self._first[slot]
 
     def keep(self, slot: int, position: int, after: BeamSearch) -> None:
-        """Store the state `after` of the search, which results from sampling the tokens at `position`."""
+        """Store `after`, the state of the search after the tokens at `position` are sampled."""
         self._rings[slot].put(0, position + 1, (position + 1, after))
 
     def input_tokens(self, generation: GenerationWork) -> np.ndarray:

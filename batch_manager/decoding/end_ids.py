@@ -41,7 +41,10 @@ class MoreEndIds:
         return bool(more)
 
     def end(self, tokens: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
-        """Return [r] bool: whether each token of `tokens` [r] is the second or a later end id of its sequence."""
+        """Return [r] bool: whether each token of `tokens` [r] is an end id of its sequence other than the first.
+
+        A sequence has a list of end ids. This method does not compare the tokens with the first id of the list.
+        """
         self._reserve()
         return (tokens[:, None] == self._ids[rows.device_slots]).any(1)
 

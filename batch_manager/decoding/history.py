@@ -16,10 +16,10 @@ class TokenHistory:
              with beams has a history, slot * largest beam width + beam; `device_rows_of` computes it. The column of the
              position to sample, all later columns, and rows of slots without a history are undefined.
 
-    A sampled token is written at its position, which makes it safe to run a step twice. The output of a beam
-    changes when the beam continues another one. The decoder writes the complete outputs of beams before each step, from
-    the search with which the step starts. Capacity doubles as needed, for the longest sequence and the largest beam
-    width.
+    A sampled token is written at its position, which makes it safe to run a step twice. A beam that continues
+    another beam takes over the output of that beam. In each step, the decoder therefore writes the complete outputs
+    of beams before the stages read them. It takes them from the state of the beam search before the step. Capacity
+    doubles as needed, for the longest sequence and the largest beam width.
     """
 
     def __init__(self, state: SlotState) -> None:
@@ -38,7 +38,7 @@ class TokenHistory:
         self.tokens[first : first + width, :length] = self._state.send([setup.history])[0]
 
     def put_outputs(self, slot: int, start: int, outputs: torch.Tensor) -> None:
-        """Store the outputs of the beams in a slot with a history.
+        """Store the outputs of all beams of the sequence in `slot`. The sequence must have a history.
 
         start     position of the first output token
         outputs   [beams, n] int32, on the device

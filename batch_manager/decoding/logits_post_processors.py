@@ -49,9 +49,9 @@ class PostProcessed:
     """The rows that post-processors changed.
 
     slots           [k] slot of each of these rows
-    model_finite    [k] bool, on the device: whether the largest logit of each row was finite before the functions
-                    ran; False for a row with a NaN
-    failures        slot -> error of its function
+    model_finite    [k] bool, on the device: whether the largest logit of each row was finite before the
+                    post-processors ran; False for a row with a NaN
+    failures        slot -> error of its post-processor
     """
 
     slots: np.ndarray
@@ -69,7 +69,10 @@ class _Rows:
     processor: LogitsPostProcessor
 
     def token_ids(self) -> list[list[int]]:
-        """Return prompt and output of each row. The first token after the prompt has one row, even with beams."""
+        """Return prompt and output of each row.
+
+        When the first token after the prompt is sampled, a sequence with several beams still has only one row.
+        """
         return self.processor.token_ids()[: self.end - self.first]
 
 

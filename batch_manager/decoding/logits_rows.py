@@ -41,7 +41,10 @@ class LogitsRows:
         return (self._features & feature) != 0
 
     def column(self, name: str) -> torch.Tensor:
-        """Return each row's value of a sampling parameter, of `end_id` or of `prompt_length`: [r] on the device."""
+        """Return the column `name` for the sequence of each row: [r] on the device.
+
+        name   name of a column of SlotState, such as "temperature", "end_id" or "prompt_length"
+        """
         return self._replaced[name] if name in self._replaced else self.column_as_set_up(name)
 
     def on_host(self, name: str) -> np.ndarray:
@@ -82,5 +85,5 @@ class LogitsRows:
                 self._history.device_rows_of(self._rows), self.device_positions)
 
     def part(self, of: slice) -> "LogitsRows":
-        """Return a slice of the rows as a separate LogitsRows. In the slice, no values are replaced yet."""
+        """Return a slice of the rows as a separate LogitsRows, without the values that were set with `replace`."""
         return LogitsRows(self._rows.part(of), self._state, self._history)

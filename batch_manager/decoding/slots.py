@@ -112,7 +112,7 @@ class SlotState:
         return len(self.features)
 
     def add_columns(self, names: Sequence[str], neutral: int | None = None) -> None:
-        """Add the columns of `names` that do not exist yet.
+        """Add a column for each of `names` that has no column yet.
 
         neutral   value that `set_up` writes; None: the columns are named after fields of SamplingConfig or SlotSetup,
                   and `set_up` writes the sequence's values of these fields
@@ -185,7 +185,7 @@ class SlotState:
         return (self.features[slots] & feature) != 0
 
     def _refresh_views(self) -> None:
-        """Recreate the views of the columns after the arrays that have the columns (the planes) were reallocated."""
+        """Recreate the host views of the columns, after planes were reallocated. A plane is an array of columns."""
         self.host = {name: plane.host[index].view(dtype) for name, (plane, index, dtype) in self._columns.items()}
 
     def _grow(self, num_slots: int) -> None:

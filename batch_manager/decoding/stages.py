@@ -6,7 +6,8 @@
     1  bias                 embedding_bias, added to the logits of all tokens
     2  penalties            repetition, then presence, then frequency, on prompt and output; presence and frequency
                             ignore the first prompt_ignore_length tokens
-    3  bans                 -inf for the end ids before min_length, repeated n-grams and the last tokens of bad words
+    3  bans                 -inf for the end ids until the output has min_length tokens, for tokens that would
+                            repeat an n-gram, and for tokens that would complete a bad word
     4  custom stages        Parts.stages, in the order given
     5  temperature
     6  top-k; then top-p, after its decay, on the tokens that top-k keeps; then min-p on the tokens that top-p keeps

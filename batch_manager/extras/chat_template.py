@@ -112,9 +112,10 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _files(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Return the key of the caches: (path, mtime in ns, size in bytes) of each file with templates or special tokens.
+    """Return (path, mtime in ns, size in bytes) of each file with templates or special tokens.
 
-    For a folder, (path of the folder, 0, 0) comes first.
+    The result is the key of the caches in this file. If `folder` is a directory, the first item is
+    (path of the directory, 0, 0). If `folder` is a .gguf file, the result has only this file.
     """
     if is_gguf_file(folder):
         return (_gguf_state(folder),)

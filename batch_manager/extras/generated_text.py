@@ -60,7 +60,7 @@ class GeneratedText:
         return self._stream.finish()
 
     def _up_to_a_stop(self, delta: Delta, tokens: Sequence[int]) -> str:
-        """Push `tokens` to the detokenizer one by one, and return the new final text.
+        """Push `tokens` to the detokenizer one by one, and return the new text that no later token can change.
 
         If a token completes a stop string, stops after this token and removes all later tokens from `delta`.
         """

@@ -181,7 +181,7 @@ def forbid(logits: torch.Tensor, masks: np.ndarray) -> None:
 def _catch_up(session: _Session, tokens: list[int]) -> None:
     """Pass the new tokens to the matcher. A step that runs again has no new tokens.
 
-    If `tokens` is shorter than before, the matcher starts again after the prompt.
+    If `tokens` is shorter than before, the matcher is reset and gets all tokens that follow the prompt.
     """
     if session.prompt_length is None:                # the first call is for the first token after the prompt
         session.prompt_length = session.num_tokens = len(tokens)

@@ -12,9 +12,12 @@ Per iteration, the callback parses one record and updates a few sums. Gauges and
     gen_ai.server.request.duration
     batch_manager.request_queue_time       histogram: arrival to the first step, in seconds
     nv_trt_llm_*                           gauges; attributes are the labels of prometheus.py
-    batch_manager.*                        the other families of prometheus.py. Each has its first name there, with
-                                           another prefix: vllm:prompt_tokens becomes batch_manager.prompt_tokens, and
-                                           batch_manager_callback_seconds becomes batch_manager.callback, unit s
+    batch_manager.*                        the other families of prometheus.py. A family can have several names
+                                           there. The name here is the first of them, with its prefix replaced by
+                                           `batch_manager.`: vllm:prompt_tokens becomes
+                                           batch_manager.prompt_tokens. A suffix that is a unit becomes the unit
+                                           of the metric: batch_manager_callback_seconds becomes
+                                           batch_manager.callback, unit s
 """
 
 import time

@@ -5,8 +5,8 @@
     if stream.stopped_by is not None: ... # stop the request through the poll callback
     send(stream.finish())                 # for the final response: the text held back
 
-Also exports `chat_prompt`, which formats messages as a prompt. Needs the tokenizer's library, and jinja2 for
-`chat_prompt`: the extra `text`.
+Also exports `chat_prompt`, which formats messages as a prompt. The module needs the library of the tokenizer, and
+`chat_prompt` needs jinja2. The extra `text` of this package installs `tokenizers` and jinja2.
 """
 
 import json

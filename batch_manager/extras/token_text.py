@@ -51,7 +51,7 @@ class TextStep(Protocol):
     """A stage of decoding that edits the text joined from all pieces.
 
     feed   take the next piece of text and return the new final text
-    rest   take a piece of text and return all text that would follow if this piece were the last; changes nothing
+    rest   take a piece of text and return what `feed` would return for it if no text came after it; changes nothing
     """
 
     def feed(self, text: str) -> str: ...
@@ -66,7 +66,10 @@ Each = Callable[[str, bool], str]
 
 
 def _with_space(token: str, is_first: bool) -> str:
-    """Put a space before every token but the first, as `tokenizers` without a decoder and slow tokenizers do."""
+    """Put a space before every token but the first.
+
+    The library `tokenizers` does this for a tokenizer without a decoder. Slow tokenizers do it too.
+    """
     return token if is_first else " " + token
 
 
@@ -270,9 +273,9 @@ class Pieces(dict):
     def piece(self, token_id: int, is_first: bool = False, is_first_after: bool = False) -> Any:
         """Return the piece of a token, computed without the cache.
 
-        is_first         whether the token is the first of the text, for the functions in `rule.before`
-        is_first_after   whether the token is the first of the text when each run of byte tokens counts as one token,
-                         for the functions in `rule.after`
+        is_first         passed to the functions in `rule.before`: whether the token is the first of the text
+        is_first_after   passed to the functions in `rule.after`: whether the token is the first of the text after
+                         each run of byte tokens has been joined to one token
         """
         token = self._token_of(token_id)
         if token is None or self._skips(token_id, token):
@@ -323,7 +326,7 @@ def _bytes_of(token: str) -> bytes:
 
 
 class _InPieces:
-    """Base of texts in which each token adds a piece of text that does not depend on its neighbours.
+    """Base class of texts to which each token adds a piece. The piece does not depend on the neighbouring tokens.
 
     is_first   whether the next token is the first of the text and may therefore add a different piece
     """
@@ -332,7 +335,10 @@ class _InPieces:
         self._pieces, self._is_first = pieces, is_first
 
     def _added(self, tokens: Sequence[int]) -> list[Any]:
-        """Return the pieces of `tokens`, the next tokens of the text, without tokens that have no text."""
+        """Return the pieces that `tokens` add to the text. Tokens that add no text are left out.
+
+        tokens   the next tokens of the text
+        """
         pieces = self._pieces
         added = [piece for token in tokens if (piece := pieces[token]) is not None]
         if self._is_first and added:
@@ -368,7 +374,7 @@ class _ByteText(_InPieces):
 class _TextWithRuns:
     """A text with byte tokens (`<0xE4>`). `feed` holds back a run of byte tokens until the run ends.
 
-    One invalid byte turns the whole run into U+FFFD.
+    If the bytes of a run are not valid UTF-8, each byte of the run becomes one U+FFFD.
     """
 
     def __init__(self, pieces: Pieces) -> None:
@@ -474,8 +480,9 @@ class Sample(NamedTuple):
 def agrees(pieces: Pieces, decode: Callable[[list[int]], str], sample: Sample) -> bool:
     """Whether `pieces.rule` decodes like `decode`, the tokenizer's function.
 
-    Both decode the texts of `sample` and a fixed set of random token lists. A rule that was read from the serialized
-    decoder can be wrong for another version of the library, or for a class that overrides `decode`.
+    The function compares the results of the two for the token lists in `sample.texts` and for a fixed set of random
+    token lists. A rule that was read from the serialized decoder can be wrong for another version of the library,
+    or for a class that overrides `decode`.
     """
     generator = random.Random(0)
     lists: list[Sequence[int]] = [*sample.texts]

@@ -25,7 +25,7 @@ def most_blocks(prompt_len: int, max_new_tokens: int, window: AttentionWindow, b
                 own_last: bool = False) -> int:
     """The largest number of blocks that a sequence holds at a time, over all beams.
 
-    No block leaves the window before the first generation step has taken its blocks.
+    The first generation step takes its blocks before any block leaves the window.
     """
     unit = window.tokens_per_block
     start = blocks_of_prompt(prompt_len, unit, beam_width, own_last=own_last)
@@ -38,8 +38,9 @@ def blocks_with_last_one(prompt_len: int, max_new_tokens: int, window: Attention
                          own_last: bool = False) -> int:
     """Number of blocks, over all beams, of a sequence that has just taken its last block.
 
-    The sequence has not yet released the block that leaves the window. This is the largest number of the generation
-    phase: each beam takes its own new block, while all beams may share the block that leaves the window.
+    At this time, the sequence still holds the block that leaves the window. After the first generation step, a
+    sequence never holds more blocks than at this time. When a sequence grows by one block, each beam takes a new
+    block of its own, while all beams may share the block that leaves the window.
     """
     unit = window.tokens_per_block
     shared = (prompt_len - 1 if own_last else prompt_len) // unit

@@ -22,7 +22,8 @@ class BlockPool:
 
     free           blocks without an owner, in the order of allocation
     extra_owners   owners beyond the first, summed over all blocks
-    findable       blocks whose content the prefix cache can find; the cache reports removals to `note_contents_lost`
+    findable       blocks whose content the prefix cache can find. When the cache loses the content of blocks, it
+                   calls `note_contents_lost`
     num_cached     free blocks that are findable
     has_priorities         whether a priority other than the default was ever set
     has_timed_priorities   whether a priority with a duration was ever set

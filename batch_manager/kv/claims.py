@@ -104,7 +104,10 @@ class PrefixClaim:
     Before `start`, the caller checks that at least `needed` blocks are free.
 
     The claim protects all cached blocks that the chunks reuse before it takes the first new block. Taking new
-    blocks therefore evicts none of these blocks. The source of a copy stays protected until its destination is taken.
+    blocks therefore evicts none of these blocks.
+
+    A cached block that is reused only in part may be copied to a new block. The cached block stays protected at
+    least until the new block is taken.
     """
 
     def __init__(self, cache: PrefixCache, requests: Sequence[LlmRequest], taken_elsewhere: int) -> None:
@@ -169,9 +172,9 @@ class PrefixClaim:
     def _partial_block(self, node: PrefixNode, num_tokens: int) -> int | None:
         """Return a private block that begins with the first `num_tokens` tokens of the cached block of `node`.
 
-        A cached block that a sequence holds is copied. A cached block that no sequence holds is copied only if the
-        cache has a continuation of it and another block is free; otherwise the block itself leaves the cache and is
-        returned. Content of a host block is copied.
+        If the content is in a host block, it is copied. A cached block that a sequence holds is copied too. A
+        cached block that no sequence holds is copied only if the cache has blocks that continue it and another
+        block is free. Otherwise the block itself leaves the cache and is returned.
         """
         source = node.block_id
         if source is None:

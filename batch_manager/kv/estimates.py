@@ -45,7 +45,10 @@ class Estimates:
             request.beam_width, two_step_lookahead)
 
     def reusable_blocks(self, request: LlmRequest) -> tuple[int, int]:
-        """Return two counts of cached leading full blocks of the prompt: those that running sequences hold, and all."""
+        """Return two counts of cached leading full blocks of the prompt.
+
+        The first counts only the blocks that running sequences hold. The second counts all of the blocks.
+        """
         return self.held_by_others(request), 0 if self._cache is None else len(self._cache.matched(request))
 
     def held_by_others(self, request: LlmRequest) -> int:

@@ -100,7 +100,10 @@ class EvictionOrder:
             self._durations[block_id] = duration
 
     def refresh(self) -> None:
-        """Reset expired priorities to the default. Their blocks move after all blocks of the default priority."""
+        """Give each block whose priority has expired the default priority.
+
+        In the order, these blocks come after all blocks that already have the default priority.
+        """
         if not self._deadline_heap:
             return
         now = self._now()

@@ -9,8 +9,9 @@ from .prefix_index import PrefixNode
 class HostPool:
     """Host blocks, each empty or with the content of one node of the prefix index.
 
-    A claim pins the blocks that it uses. If all blocks are full, new content replaces the content of the oldest
-    unpinned block of the lowest priority, unless the new content has a lower priority.
+    When first chunks take their blocks (`PrefixClaim`), they pin the host blocks whose content they reuse. If all
+    blocks are full, new content replaces the content of an unpinned block: the oldest one of the lowest priority.
+    If the priority of the new content is even lower, the new content is not stored.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -61,9 +61,10 @@ class KvCacheManager:
     host_blocks                  blocks of a second pool, for content that is evicted from the first
     max_draft_len                largest number of draft tokens that a claim adds to a generating request; if 0, plans
                                  ignore the draft_len of requests
-    unread_steps                 number of steps, each of one token, whose blocks may be claimed before the output of
-                                 the first of these steps is read. A sequence can always be rewound by `unread_steps`
-                                 tokens, because a block that leaves the window is kept for `unread_steps` more tokens
+    unread_steps                 number of steps of one token each whose blocks may be claimed for a request while
+                                 an earlier step of the request is unread. A block that leaves the window is kept
+                                 for `unread_steps` more tokens. A sequence can therefore always be rewound by
+                                 `unread_steps` tokens
     now                          clock in seconds, for priorities with a duration
 
     estimates                    TensorRT-LLM's estimates of block numbers, for conformance tests and custom schedulers
@@ -383,10 +384,11 @@ class KvCacheManager:
                      drafts of the newest step can always be removed. More tokens can be removed only while the blocks
                      that the shorter sequence needs are in the window
 
-        Raises InternalError, with nothing changed, if a number of tokens is negative, if a request holds no blocks or
-        occurs twice, or if a shortened sequence would be empty, would be shorter than its prompt with block reuse, or
-        would need blocks that were released because they left the window. With beams, also raises it if the new last
-        block of a sequence would be partly filled and shared.
+        Raises InternalError, with nothing changed, if a number of tokens is negative, or if a request holds no
+        blocks or occurs twice. Also raises it if a shortened sequence would be empty, or would need blocks that
+        were released because they left the window. With block reuse, also raises it if a sequence would become
+        shorter than its prompt. With beams, also raises it if the new last block of a sequence would be partly
+        filled and shared.
         """
         claims.rewind(requests, num_tokens, self.sequences, self.pool, self.window,
                       keeps_prompts=self.cache is not None)

@@ -1,4 +1,7 @@
-"""The budget of blocks for one scheduling pass. The ledger counts the blocks that a claim of the plan will take."""
+"""The budget of blocks for one scheduling pass.
+
+The ledger counts the blocks that the loop will take from the pool for the plan. The ledger itself takes no blocks.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -21,9 +24,10 @@ class KvLedger:
 
     The ledger takes no blocks from the pool: the loop claims the blocks of the plan later.
 
-    A first chunk shares the cached blocks of its prompt. Cached blocks that running sequences hold cost nothing. Free
-    cached blocks cost one block each, once for all first chunks of the plan. The ledger therefore tracks the future
-    owners of blocks. A block of a paused request is free unless another request holds it or the plan already shares it.
+    A first chunk shares the cached blocks of its prompt. A cached block that a running sequence holds costs
+    nothing. A free cached block costs one block for the first chunk that shares it, and nothing for later first
+    chunks of the plan. The ledger therefore tracks which blocks will have an owner when the plan is claimed. A
+    block of a paused request is free unless another request holds it or the plan already shares it.
 
     available_blocks   free blocks of the pool, minus spent blocks, plus refunded blocks
     """
@@ -50,8 +54,8 @@ class KvLedger:
     def spend(self, blocks: int, starting: LlmRequest | None = None) -> None:
         """Subtract a number of blocks from the budget.
 
-        starting   the request whose first chunk takes the blocks, and whose cached blocks count as held from now on;
-                   None for other requests
+        starting   the request whose first chunk takes the blocks; None: no first chunk takes them. The cached
+                   blocks that the first chunk shares count as held from now on
         """
         self.available_blocks -= blocks
         if starting is not None and self._cache is not None and not self._sequences.has(starting):
@@ -60,7 +64,10 @@ class KvLedger:
             self._kept_by_plan.update(found[self._reservations.kept_columns(starting):])
 
     def is_refundable(self, request: LlmRequest) -> bool:
-        """Whether the plan may pause this request and spend its blocks: only if it is in no step in flight."""
+        """Whether the plan may pause this request and use its blocks for other requests.
+
+        True if the request is in no step in flight.
+        """
         return request.request_id not in self._inflight_request_ids
 
     def refund(self, request: LlmRequest) -> None:
@@ -122,7 +129,10 @@ class KvLedger:
         return self._reservations.of_all_owners()
 
     def _in_use(self, request: LlmRequest) -> list[tuple[int, PrefixNode]]:
-        """Return the cached blocks of the prompt that another sequence will hold when this plan is claimed.
+        """Return the cached blocks of the prompt that cost the plan no free block.
+
+        Each of these blocks is held by a sequence that the plan does not pause, or is shared by a first chunk that
+        is already in the plan.
 
         Each item is (index of the block in the prompt, its node in the prefix cache).
         """

@@ -174,7 +174,10 @@ class PrefixCache:
         return True
 
     def bring_back(self, node: PrefixNode) -> None:
-        """Move the content of `node` from its host block, which must be pinned, to a new block of the pool."""
+        """Move the content of `node` from its host block to a new block of the pool.
+
+        Call `HostPool.pin` for the host block first, so that taking the new block does not replace its content.
+        """
         host_id = node.host_id
         assert host_id is not None
         (block_id,) = self.take(1)
@@ -194,9 +197,9 @@ class PrefixCache:
         return len(gone)
 
     def take_over(self, node: PrefixNode) -> int:
-        """Allocate the block of `node`, which has no owner, to an owner that may write to it, and return the block id.
+        """Allocate the block of `node` to an owner that may write to the block. Returns the block id.
 
-        The block keeps its content, and leaves the cache together with all blocks that follow it.
+        The block must have no owner. It keeps its content. The cache removes `node` and all nodes below it.
         """
         block_id = node.block_id
         assert block_id is not None

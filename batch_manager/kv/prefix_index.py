@@ -91,7 +91,7 @@ class PrefixNode:
 
 
 class PrefixIndex:
-    """Finds cached blocks in trees, one tree per domain.
+    """Finds cached blocks in trees, one tree per domain. Only prompts of the same Domain share blocks.
 
     digest_bits   length of a digest; fewer than 256 only for tests, to provoke collisions
     nodes         block id -> node, for blocks of the pool

@@ -50,8 +50,8 @@ class Reservations:
     def most_blocks(self, request: LlmRequest, *, with_pauses: bool = False) -> int:
         """The largest number of blocks that a sequence holds at a time, if it shares no blocks.
 
-        with_pauses   whether the sequence may be paused. After a pause, its output is part of its prompt. A prompt is
-                      stored whole, and a window then saves no blocks
+        with_pauses   whether the sequence may be paused. After a pause, its output is part of its prompt. A prompt
+                      is stored whole, so a sliding window saves no blocks for such a sequence
         """
         window = self._window.without_sliding if with_pauses else self._window
         return block_needs.most_blocks(request.prompt_len, request.max_new_tokens, window, request.beam_width,
@@ -62,8 +62,11 @@ class Reservations:
         return self._of_slots(self._sequences.slots_of(requests))
 
     def of_all_owners(self) -> int:
-        """Number of blocks that all sequences together may still take, including replacements of shared blocks that
-        leave a window."""
+        """Number of blocks that all sequences together may still take.
+
+        A sequence that slides past a shared block takes a new block, but the shared block does not become free. The
+        number includes these new blocks.
+        """
         reserved = self._of_slots(self._sequences.taken_slots())
         if self._slides_shared:
             kept, dropped = self._holders()
@@ -81,7 +84,10 @@ class Reservations:
         return set(np.flatnonzero(kept).tolist())
 
     def kept_columns(self, request: LlmRequest) -> int:
-        """Index of the first block that stays in the window until the end of the longest output of the request."""
+        """Index of the first block that a sequence of the request holds until the sequence ends.
+
+        The output is assumed to have max_new_tokens tokens. 0 without a sliding window.
+        """
         if not self._window.slides:
             return 0
         return int(self._window.num_dropped(request.prompt_len + request.max_new_tokens))

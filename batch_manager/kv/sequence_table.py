@@ -152,8 +152,9 @@ class SequenceTable:
         """Add a request with the blocks of its whole prompt. Returns the changed entries.
 
         block_ids     first the blocks that all beams share, in token order, then the `private` blocks
-        last_blocks   number of blocks per beam at the largest length of the sequence
-        private       number of last blocks that are not shared: one per beam, or 0 if the beams share the last block
+        last_blocks   number of blocks per beam when the sequence has its largest length
+        private       number of blocks at the end of `block_ids` that belong to one beam each. It is the number of
+                      beams, or 0 if the beams share all blocks
         """
         slot, beams = request.seq_slot, request.beam_width
         shared = len(block_ids) - private

@@ -21,8 +21,9 @@ Lengths = TypeVar("Lengths", int, np.ndarray)
 class AttentionWindow:
     """The window of a cache with blocks of `tokens_per_block` tokens.
 
-    A sequence is stored from its first token on. Blocks that no later query sees are released from the front, except
-    blocks with sink tokens. A sequence keeps ceil(sinks / tokens_per_block) blocks besides its window.
+    The cache stores a sequence from its first token on. It releases the oldest blocks when no later query sees
+    them. It never releases blocks with sink tokens. A sequence keeps ceil(sinks / tokens_per_block) of these blocks
+    besides the blocks of its window.
     """
 
     size: int
@@ -53,7 +54,7 @@ class AttentionWindow:
 
     @property
     def bubble(self) -> int:
-        """Number of tokens that would fill the last block of sink tokens.
+        """Number of tokens that the last block of sink tokens lacks to be full.
 
         The estimates of a request's blocks include these tokens.
         """
@@ -67,20 +68,23 @@ class AttentionWindow:
     def most_held(self) -> int:
         """The largest number of blocks that one beam of a sequence longer than the window holds.
 
-        The beam holds this many after a claim has taken new blocks and before the claim releases the oldest ones. A
-        claim releases only the blocks that the first token of its step does not need. Before the next release, the
-        sequence may grow by the drafts that this step accepts, and the next claim takes blocks for the drafts of the
-        next step. The number therefore includes the drafts of two steps.
+        A claim first takes new blocks, and then releases the oldest blocks. The beam holds the most blocks between
+        these two actions. A claim releases only the blocks that the first token of its step does not need. Two
+        things happen before the next release. The sequence may grow by the drafts that the step accepts. The next
+        claim then takes blocks for the drafts of the next step. The number therefore includes the drafts of two
+        steps.
         """
         tokens = self.size + self.unread_steps + 2 * self.max_draft_len
         return -(-tokens // self.tokens_per_block) + self.sink_blocks + 1
 
     def num_dropped(self, length: Lengths) -> Lengths:
-        """Number of blocks that a sequence of `length` tokens has released. Sink blocks are not released.
+        """Number of blocks that a sequence has released. Sink blocks are not released.
+
+        length   an integer or an array: the number of tokens up to and including the first token of the newest step
+                 that has its blocks
 
         The sequence needs no released block again, neither when it grows nor after a rewind by up to `unread_steps`
-        tokens. `length`, an integer or an array, is the number of tokens up to and including the first token of the
-        newest step for which blocks are claimed.
+        tokens.
         """
         return self.num_unseen(length - self.unread_steps)
 

@@ -96,7 +96,8 @@ class Rows:
         return self.recording.norm(self, weight, bias, epsilon, offset)
 
     def multiplied(self, matrix: Any, outputs: int, adds_to: "Rows | None" = None) -> "Rows":
-        """Record the product with the weight of a layer. `matrix` is the weight in the form `WeightForm.matrix`.
+        """Record the product of these rows and the weight of a layer. `matrix` is the weight in the form
+        `WeightForm.matrix`.
 
         adds_to   rows to which the product is added; None: the product is written to a new register
         """
@@ -244,7 +245,8 @@ class RecordedAttention:
     """Passed to a model's `forward` in place of an Attention: records each call of `run`.
 
     heads   (query heads, kv heads, head size)
-    layers  the LayerAttention of each layer, with its effective window
+    layers  the LayerAttention of each layer, with its effective window: the smaller of the model's and the
+            configured window; see attention/windows.py
     sink    number of sink tokens
     """
 

@@ -50,7 +50,8 @@ class Rotary:
     """The rotary position embedding for `Attention.run`, in the half-split ("NeoX") arrangement.
 
     size       number of leading entries of each head that are rotated; even
-    cos, sin   [max_positions, size / 2] float32 on the device of the LayerContext, including the amplitude
+    cos, sin   [max_positions, size / 2] float32 on the device of the LayerContext, multiplied by
+               `RotaryParameters.amplitude`
     """
 
     def __init__(self, context: LayerContext, parameters: RotaryParameters, size: int, max_positions: int) -> None:

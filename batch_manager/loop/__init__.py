@@ -3,5 +3,6 @@
 Owns     the order of an iteration, the active requests, the list of unanswered items, the callbacks in their guarded
          blocks
 Not      threads (gpt_manager, worker), scheduling policies (scheduling), blocks (kv), running the model (runtime)
-Yours    generation_loop.py keeps to the phases above; resources of a request are claimed in steps/resources.py
+Yours    code that you add to generation_loop.py must be part of a phase above; code that claims resources of a
+         request goes into steps/resources.py
 """

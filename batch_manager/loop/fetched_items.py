@@ -87,7 +87,10 @@ class FetchedItems:
         return False
 
     def end_iteration(self) -> None:
-        """End the reading of this iteration. Drops the rest of a partly read object without a length or length hint."""
+        """End the reading in this iteration.
+
+        If the object that is being read has neither a length nor a length hint, its remaining items are dropped.
+        """
         if self._returned and self._returned[0].iterator and not self._returned[0].is_sized:
             num_read = self._returned[0].num_read
             del self._returned[0]
@@ -95,9 +98,10 @@ class FetchedItems:
                           "the first %d items were read and the rest is dropped; return a list", num_read)
 
     def stop_growing(self) -> None:
-        """Limit reading to the number of items that the objects returned by the get callback contain now.
+        """Stop reading each returned object after as many items as it contains now.
 
-        The reading therefore ends even if a client puts refused items back into such an object.
+        The get callback returned these objects. The reading therefore ends even if a client puts refused items back
+        into one of them.
         """
         for returned in self._returned:
             if returned.value and returned.is_sized and not (returned.is_copied or returned.size_at_end):

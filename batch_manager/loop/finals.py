@@ -68,7 +68,10 @@ class Finals:
         self._send_final(request, delivery, reason, metrics)
 
     def send_held(self) -> None:
-        """Send the held finals if no member of the static batch is running. Does nothing in this class."""
+        """Send the held finals if no member of the static batch is running.
+
+        The method does nothing in this class, because only the subclass HeldFinals holds finals back.
+        """
 
     def fail(self, request: LlmRequest, code: ErrorCode, message: str, *, clear_blocks: bool = False) -> None:
         """End an active request with an error.

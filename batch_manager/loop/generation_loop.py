@@ -49,8 +49,9 @@ class GenerationLoop:
     Up to `limits.window_depth` steps are in flight. An iteration launches the next step before it reads the oldest one.
     steps/window.py defines which requests the steps may share.
 
-    A failed step ends only the requests whose sequences fail alone (StepRunner). A scheduler that breaks its contract
-    ends the active requests. If `step` raises, the worker calls `fail`, which ends all requests.
+    A failed step ends only the requests that also fail in a batch of one sequence (StepRunner). A scheduler that
+    breaks its contract ends the active requests. If `step` raises, the worker calls `fail`, which ends all
+    requests.
 
     failure     error of the failed engine, with which every request is answered; None while the engine runs
     iteration   number of the next statistics record
@@ -348,7 +349,9 @@ class GenerationLoop:
     # report
 
     def _report(self, record: IterationRecord) -> bool:
-        """Report the iteration if it had an active request or, unless the engine has failed, a refusal.
+        """Report the iteration if it had an active request.
+
+        Unless the engine has failed, also report the iteration if it had a refusal.
 
         Returns whether the iteration did anything.
         """

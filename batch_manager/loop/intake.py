@@ -111,7 +111,7 @@ class Intake:
     def ask(self, room: int | None) -> None:
         """Call the get callback for at most `room` - (number of queued requests) requests.
 
-        Does nothing after an item with the id `terminate_req_id`, which ends the worker, was read.
+        An item with the id `terminate_req_id` ends the worker. Once such an item was read, the method does nothing.
 
         room   number of further requests that may become active; None: unbounded
         """
@@ -122,7 +122,8 @@ class Intake:
               failure: BatchManagerError | None = None) -> list[Admitted]:
         """Accept or refuse up to max_admissions_per_iteration items. Returns the requests that become active.
 
-        room         number of further requests that may become active, queued requests first; None: unbounded
+        room         number of further requests that may become active; None: unbounded. Queued requests become
+                     active before fetched ones
         is_active    whether an id belongs to an active request
         failure      refuse every item with this error; None: decide normally
         """

@@ -22,7 +22,8 @@ class IterationRecord:
     active_requests    number of active requests when the step was planned
     plan               the executed plan; empty if nothing was launched
     chunks             (request id, first position, number of tokens) of each context chunk
-    kv_cache           use of the KV cache after the claim; None before the claim
+    kv_cache           use of the KV cache after the plan's blocks were taken, or, without a plan, at the end of the
+                       iteration; None before that time
     static_batch       with static batching, the sizes of the batch that ran, or of an empty batch if no batch ran; None
                        with in-flight batching
     generated_tokens   tokens appended to requests
@@ -57,7 +58,8 @@ class Totals:
     """Counts since the construction of the loop, and current values, for statistics.
 
     recomputed_tokens   context tokens computed again after a pause; tokens in reused blocks do not count
-    discarded_tokens    tokens of requests that had ended when their step was read, and of void rows
+    discarded_tokens    tokens of requests that had ended when their step was read, and of void rows. A void row is
+                        a row of a step that ran on the missing results of a failed step
     steps_in_flight     steps that were launched and not yet read
     queued_requests, queued_tokens   accepted requests that wait to become active, and their prompt tokens
     accepted, refused   numbers of accepted and of refused items

@@ -27,9 +27,9 @@ class StaticBatch:
         self.stats = StaticBatchStats()
 
     def padded(self, batch: ScheduledBatch, plan: SchedulerOutput) -> ScheduledBatch:
-        """Return `batch` with one padded row for each member of the static batch, finished members included.
+        """Return `batch` with `num_padded_rows` set to the number of members of the static batch.
 
-        If `plan` has context requests, they form a new static batch.
+        Finished members count too. If `plan` has context requests, these requests first form a new static batch.
         """
         if plan.context_requests:
             self.stats = StaticBatchStats.of(plan.context_requests, self._max_seq_len)

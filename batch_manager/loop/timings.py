@@ -20,7 +20,8 @@ class Timings:
     waiting          request id -> arrival in seconds of the clock, of accepted requests that were in no step yet
     lookup_tokens    number of prompt tokens of all requests at their first start; 0 without block reuse
     hit_tokens       how many of the `lookup_tokens` were cached
-    started          number of requests that started since the last call of `take_started`, but not after a pause
+    started          number of first starts of requests since the last call of `take_started`. A start after a pause
+                     does not count
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -86,11 +87,12 @@ class Timings:
         return 0.0
 
     def note_tokens(self, requests: Iterable[LlmRequest], void: Collection[LlmRequest]) -> None:
-        """Note that a step of `requests`, which are active, was read.
+        """Record the time for each request with `return_perf_metrics` that got a token in the step just read.
 
         A call is needed only while a live request has `return_perf_metrics`.
 
-        void   requests with void rows, which got no token
+        requests   requests of the step that are still active
+        void       requests with void rows, which got no token
         """
         now = _ns(self._clock.monotonic())
         for request in requests:

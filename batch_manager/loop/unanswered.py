@@ -5,12 +5,13 @@ on the main thread, a signal handler can raise an exception in them. CPython che
 three points: where a Python function starts or resumes after a yield, after a call returns, and at the backward jump
 of a loop. The code that moves an item from one state to the next contains none of these points:
 
--  Consecutive assignments and `del`s of plain attributes, lists, deques, and dicts whose keys are hashed in C take
-   effect together if there is no call between them. The start of a call that follows them takes effect together with
-   them: `del alive[request_id]`, then `send(...)`.
--  The return value of a call could be lost between the return and the assignment. `kept.extend(map(call, [argument]))`
-   and `kept.extend(islice(iterator, 1))` are one C call each. The call stores the value before an exception can occur.
-   A single value is therefore stored in a list with at most one element.
+-  Consecutive assignments and `del`s of plain attributes, lists, deques, and dicts whose keys are hashed in C
+   take effect together if there is no call between them. If a call follows them, no exception can occur between
+   them and the start of this call. Example: `del alive[request_id]`, then `send(...)`.
+-  In `value = call(argument)`, an exception between the return and the assignment would lose the return value.
+   The code therefore keeps a single value in a list with at most one element, and fills the list with one C call:
+   `kept.extend(map(call, [argument]))` or `kept.extend(islice(iterator, 1))`. This `extend` stores the value before
+   an exception can occur.
 
 Any other state of the loop may be inconsistent after an exception. A failed engine uses only this list
 (`Finals.fail_everything`), and every item gets exactly one final response.
@@ -77,5 +78,8 @@ class UnansweredItems:
         del self.undecided[0]
 
     def drop(self) -> None:
-        """Drop the item in `undecided`, which gets no response: its id is `terminate_req_id`, which ends the worker."""
+        """Drop the item in `undecided` without a response.
+
+        The item has the id `terminate_req_id`. Its arrival ends the worker.
+        """
         del self.undecided[0]

@@ -1,4 +1,7 @@
-"""Chooses whether transformers runs a model, or a native class: a class of this package or a registered one."""
+"""Chooses what runs a model: transformers or a native class.
+
+A native class is a class of this package, or a class that the user registered.
+"""
 
 from ..errors import UnsupportedModelError
 from ..weights.json_file import Fields, shown
@@ -11,10 +14,13 @@ NATIVE, TRANSFORMERS = "native", "transformers"
 def choose_implementation(config: Fields, architecture: str, wanted: str) -> str:
     """Return the implementation that runs a checkpoint: NATIVE or TRANSFORMERS.
 
-    wanted   "native", "transformers" or "auto", as for load_model. "auto" chooses NATIVE if a native class is known for
-             the architecture, except for a model type that only transformers runs. It also chooses NATIVE if the file
-             names no model type or has a `text_config`. Loading then raises an error that explains the fault
-    Raises   UnsupportedModelError if the choice is transformers and the model type is not proven to run in the engine
+    wanted   "native", "transformers" or "auto", as for load_model. "auto" chooses NATIVE if a native class is known
+             for the architecture, except for a model type that only transformers runs. "auto" also chooses NATIVE
+             for a checkpoint that neither a native class nor transformers can run, if its configuration names no
+             model type or has a `text_config`. The loading of such a checkpoint then raises an error that explains
+             why it cannot run
+    Raises   UnsupportedModelError if the choice is transformers and the model type is not proven to run in the
+             engine
     """
     if wanted == NATIVE:
         return NATIVE

@@ -308,8 +308,8 @@ def check_spec(config: Fields, spec: ModelSpec, class_name: str, *, is_shipped: 
 
     is_shipped   whether the model class is this package's class for the architecture. All numbers of such a class come
                  from the file or from the family's defaults
-    Raises       ModelLoadError if `is_shipped`, if the wrong number is from the file, or for too many weights;
-                 otherwise ConfigError, which names the class
+    Raises       ModelLoadError in three cases: `is_shipped` is true, the wrong number is from the file, or the
+                 model has too many weights. In all other cases: ConfigError, which names the class
     """
     def fault(is_from_file: bool, of_file: str, of_spec: str, expected: str, fix: str) -> ConfigError:
         if is_shipped or is_from_file:
@@ -453,7 +453,10 @@ def read_layer_types(config: Fields, default: list[str]) -> list[str]:
 
 
 def refuse_windows(config: Fields, num_layers: int) -> None:
-    """Raise ModelLoadError if the file has sliding windows, for a family without them."""
+    """Raise ModelLoadError if `config` has sliding windows.
+
+    The function is for model families without sliding windows.
+    """
     if "sliding_window" in config and config.flag("use_sliding_window", True):
         raise config.fault("sliding_window", "null, because this architecture has no sliding windows")
     if set(read_layer_types(config, ["full_attention"] * num_layers)) != {"full_attention"}:
@@ -461,7 +464,11 @@ def refuse_windows(config: Fields, num_layers: int) -> None:
 
 
 def refuse_rope_scaling(config: Fields) -> None:
-    """Raise ModelLoadError if the file scales rotary positions, for a family that cannot scale them or has none."""
+    """Raise ModelLoadError if `config` scales rotary positions.
+
+    The function is for model families without rotary positions, and for families whose rotary positions cannot be
+    scaled.
+    """
     for name in ("rope_scaling", "rope_parameters"):
         rope = config.fields(name, Fields({}, config.where))
         if rope.text("rope_type", rope.text("type", "default")) != "default":

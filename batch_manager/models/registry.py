@@ -21,9 +21,9 @@ class Model(Protocol):
                        as "model.rotary.inv_freq"; an expression matches the whole name. A checkpoint with any other
                        tensor that `__init__` does not request is refused, with an error that names the tensor
     understands        optional. Fields of config.json that change what a model computes and that `read_spec` reads,
-                       such as "sliding_window". The tables in model_spec.py list all fields that change what a model
-                       computes. Fields that are not in `understands` must not change the computation; a checkpoint
-                       in which one does is refused
+                       such as "sliding_window". The tables in model_spec.py list all fields that can change what a
+                       model computes. A checkpoint is refused if one of its listed fields is not in `understands`
+                       and has a value that changes the computation
     prompt_tuning_scale   optional; absent means 1. Factor by which the engine multiplies the embeddings of a
                        prompt-tuning table before they replace rows of the result of `embed`
     deterministic      optional; absent means False. True if the class computes only with layers of

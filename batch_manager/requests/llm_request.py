@@ -138,7 +138,7 @@ class LlmRequest:
         self.context_position = start
 
     def read_context(self, end: int) -> None:
-        """Record that the context is computed and read up to position `end`, exclusive."""
+        """Record that the context is computed, and its results are read, up to position `end`, exclusive."""
         assert self.context_read < end <= self.context_position
         self.context_read = end
 
@@ -174,7 +174,7 @@ class LlmRequest:
         self.draft_tokens, self.draft_len = draft_tokens, len(draft_tokens)
 
     def add_to_beams(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Replace each beam by the sequence of its parent plus a token, which must not complete the output."""
+        """Replace each beam by the sequence of its parent plus a token. The token must not complete the output."""
         before, taken = self.tokens, set()
         self.tokens = []
         for parent, token in zip(parents, tokens, strict=True):
@@ -204,7 +204,7 @@ class LlmRequest:
     def pause(self, max_input_len: int, num_computed: int = 0) -> None:
         """Move the request back to the context phase. The output becomes part of the context.
 
-        num_computed   number of leading tokens that are computed
+        num_computed   number of leading tokens that were computed before the pause
 
         Drops the generated tokens after the first max_input_len tokens of the sequence. With beams, drops all generated
         tokens.

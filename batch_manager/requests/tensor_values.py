@@ -38,7 +38,8 @@ class GivenTensor:
     """A user's tensor with checked type, shape and size, and unchecked values.
 
     shape       without the leading batch dimension of 1; (words, total tokens) for a list of words
-    num_bytes   bytes of the tensor or of its copy, whichever is larger
+    num_bytes   bytes of an array, or of the engine's copy of a TABLE array if the copy is larger. For a list, an
+                estimate of the bytes of the engine's copy
     source      an array that may be the user's memory, a tuple of plain numbers or, for 2-d values, a tuple of tuples
     is_bfloat16   the array has the bits of bfloat16 numbers, for which numpy has no type
     """
@@ -212,7 +213,11 @@ def integers(given: GivenTensor, allowed: Range) -> np.ndarray:
 
 
 def _as_array(spec: TensorSpec, value: Any) -> np.ndarray:
-    """Return a numpy view of an array, a torch CPU tensor or a numpy scalar of an allowed kind. Copies nothing."""
+    """Return `value` as a numpy array.
+
+    `value` must be a numpy array, a torch CPU tensor or a numpy scalar, and its dtype of a kind that `spec` allows.
+    The result shares the memory of an array or tensor. Only a negated view of a torch tensor is copied.
+    """
     array: np.ndarray
     if type(value) in _ARRAYS:
         array = value
@@ -249,7 +254,9 @@ def _is_bfloat16(tensor: Any) -> bool:
 
 
 def _torch_as_array(spec: TensorSpec, tensor: Any) -> np.ndarray:
-    """Return an array that shares memory with the tensor, which may require grad. Copies only a negated view.
+    """Return an array that shares memory with the tensor, or a copy if the tensor is a negated view (`is_neg`).
+
+    The tensor may require grad.
 
     numpy has no bfloat16: such numbers become int16 numbers with the same bits.
     """

@@ -10,7 +10,7 @@ INT32 = np.dtype(np.int32)
 
 
 class UniformArray:
-    """Shape, type and value of an array with equal elements. `make` creates the array."""
+    """Shape, dtype and value of an array in which all elements have this value. `make` creates the array."""
 
     __slots__ = ("shape", "_dtype", "_value")
 

@@ -65,7 +65,7 @@ class PerfMetrics:
 
     @property
     def end_to_end_s(self) -> float | None:
-        """Seconds from arrival to the last token or end id; None if no step sampled any for the request."""
+        """Seconds from arrival to the last token or end id; None if neither was sampled for the request."""
         return self._seconds(self.last_token_time_ns)
 
     def time_per_output_token_s(self, num_tokens: int) -> float | None:

@@ -23,11 +23,12 @@ The exponentials then need not sum to one over the vocabulary (decoding/stages.p
 cum_log_probs after len_penalty. With beams, cum_log_probs includes the end id, which is in no other tensor. A beam
 without a possible output has finish_reason 0, no tokens and cum_log_probs -inf.
 
-In a streamed response, *generated* is the number of its new tokens. Concatenating these tensors over all streamed
-responses gives the tensors of a response that is not streamed: output_ids (without the prompt), output_log_probs,
-top_log_prob_ids, top_log_probs and, if requested, generation_logits. cum_log_probs always sums from the start of the
-request. The first streamed response has the context logits. In later streamed responses, context_logits are zeros of
-shape [1, 1, 1], and so they are if a request ends before its prompt is computed.
+In a streamed response, *generated* is the number of its new tokens. The tensors output_ids (without the prompt),
+output_log_probs, top_log_prob_ids, top_log_probs and, if requested, generation_logits can be concatenated over all
+streamed responses. The result is the same tensor of a response that is not streamed. cum_log_probs always sums from
+the start of the request. The first streamed response has the context logits. In later streamed responses,
+context_logits are zeros of shape [1, 1, 1]. They are also zeros of this shape if a request ends before its prompt
+is computed.
 
 The tensors share no memory with the engine's buffers, with other responses or with each other. A callback may keep or
 change them.

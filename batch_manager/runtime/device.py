@@ -130,8 +130,8 @@ def on_device(device: torch.device, stream: torch.cuda.Stream | None = None) -> 
     """Context manager: make `device` the thread's current GPU and translate the errors of GPU and host.
 
     stream   becomes the thread's current stream; None: the current stream stays
-    Raises   DeviceLostError if the device cannot be used again; MemoryError in place of any other RuntimeError that
-             says that memory ran out, except torch.OutOfMemoryError. All other exceptions pass through.
+    Raises   DeviceLostError if the device cannot be used again. A RuntimeError that says that memory ran out
+             becomes a MemoryError, unless it is a torch.OutOfMemoryError. All other exceptions pass through.
     """
     try:
         if device.type != "cuda":
@@ -321,7 +321,10 @@ def _is_lost(device: torch.device, error: RuntimeError) -> bool:
 
 
 def _free_host_memory() -> int:
-    """Return the free bytes of the machine or, if these are fewer, of the control group. Page cache counts as free."""
+    """Return the free bytes of the machine or those of the control group, whichever are fewer.
+
+    Page cache counts as free.
+    """
     free = _meminfo_available()
     if free is None:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

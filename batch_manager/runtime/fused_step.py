@@ -93,7 +93,10 @@ def _touched_by(step: Operation | FusedProduct) -> list[int]:
 
 
 def _launch(step: Operation | FusedProduct, widths: list[int], device: torch.device) -> Launch:
-    """Do the work of the operation `step` that does not depend on inputs; return a function that launches the rest."""
+    """Return a function that launches the operation `step`.
+
+    Work that does not depend on the inputs is done here, and not again by the returned function.
+    """
     result = step.result.register
     match step:
         case FusedProduct():

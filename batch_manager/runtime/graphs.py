@@ -7,7 +7,7 @@ all other generation steps. If attention may split sequences into parts at a row
 this row count. For steps with contexts there is one graph for each size of `mixed_sizes`, and one more if attention may
 split sequences or contexts into parts. All graphs are captured before the first request. The largest graph is captured
 first, so that the others can share its memory. A shape runs once before its capture, because kernels are tuned and
-compiled at their first use, and neither can be captured.
+compiled at their first use. Neither tuning nor compilation can be captured.
 """
 
 import time

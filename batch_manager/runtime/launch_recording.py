@@ -1,4 +1,7 @@
-"""Records the forward of a model as a list of operations for launches on a GPU; see layers/recording.py."""
+"""Records a model's forward pass as a list of operations, which fused_step.py launches on a GPU.
+
+See layers/recording.py.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +70,10 @@ Operation = Norm | Product | Activation | Sum | Attend
 
 
 def is_whole(rows: Rows, widths: list[int]) -> bool:
-    """Whether `rows` have all columns of their register and are not divided into heads."""
+    """Whether `rows` have all columns of their register and are not divided into heads.
+
+    A register is a buffer with one row for each token of a step.
+    """
     return rows.heads is None and rows.width == widths[rows.register]
 
 

@@ -1,12 +1,14 @@
 """Computes the number of KV cache blocks from the free memory.
 
-    If max_tokens is set, the number is ceil(max_tokens / tokens_per_block). If max_tokens is None, the number is the
-    largest that fits into each of
-        the share               free_gpu_memory_fraction of the memory that is free after the weights and one step's
-                                buffers. At most half of the free memory is subtracted for these buffers, because few
-                                steps are of the largest size
-        2 GiB on a CPU          so that the engine does not take most of a machine's memory by default
-        the largest use         max_num_sequences sequences of max_seq_len tokens; no limit if max_num_sequences is None
+    If max_tokens is set, the number is ceil(max_tokens / tokens_per_block). If max_tokens is None, the number is
+    the smallest of these limits:
+        the share               blocks that fit into free_gpu_memory_fraction of the memory that is free after the
+                                weights and one step's buffers. At most half of the free memory is subtracted for
+                                these buffers, because few steps are of the largest size
+        2 GiB on a CPU          blocks that fit into 2 GiB, so that the engine does not take most of a machine's
+                                memory by default; no limit on a GPU
+        the largest use         blocks for max_num_sequences sequences of max_seq_len tokens; no limit if
+                                max_num_sequences is None
 
     The number is at least 1. Blocks that do not fit into the share are an error.
 """

@@ -224,7 +224,9 @@ def refuse_nondeterministic_parts(device: torch.device, attention_factory: Calla
 
 
 def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_rows: int, processors: int) -> int:
-    """Return an upper estimate of the bytes that a step allocates: hidden states, one layer, and the logits twice.
+    """Return an upper estimate of the bytes that a step allocates.
+
+    A step allocates the hidden states, the intermediate results of one layer, and the float32 logits twice.
 
     max_rows     largest number of rows of logits in a step: one for each sequence, or for each of its beams
     processors   number of multiprocessors of a GPU that runs Triton kernels; 0: no Triton kernels. The kernel
@@ -428,7 +430,9 @@ class NativeBackend:
             self._plain_steps.capture_graphs()
 
     def fuse_steps(self, loaded: LoadedModel, spec: ModelSpec, most_rows: int) -> None:
-        """Use the fused step from now on, for plain generation steps whose number of rows makes fusion pay.
+        """Use the fused step for plain generation steps from now on.
+
+        Steps of more than `FusedStep.most_rows` rows are not fused, because they gain nothing from fusion.
 
         Call after the warm-up. step_inputs.py defines plain steps. Has no effect if the device does not run Triton
         kernels. Logs a message if the model cannot be fused, if memory runs out, or if Triton raises an exception.
@@ -455,10 +459,11 @@ class NativeBackend:
                 clear_block(self._pool, 0)
 
     def _cached_by_a_long_sequence(self) -> int:
-        """Return a number of cached tokens at which attention splits a sequence, if max_seq_len is large enough.
+        """Return the number of cached tokens of the long sequence in the warm-up.
 
-        The number is a multiple of tokens_per_block if possible. The next token is then the first of a block, and the
-        window of such a token spans the largest number of blocks.
+        If max_seq_len is large enough, attention splits a sequence of this length into parts. If max_seq_len is
+        larger than one block, the number is a multiple of tokens_per_block. The next token is then the first token
+        of a block. The window of such a token spans the largest possible number of blocks.
         """
         tokens_per_block = self.info.tokens_per_block
         num_blocks = min(LONG_SEQUENCE_BLOCKS, -(-self.info.max_seq_len // tokens_per_block))

@@ -1,6 +1,7 @@
 """Packs a `ScheduledBatch` into a `PackedStep`: all tokens of a step in one list of rows, contexts first.
 
-For a padded call of the model, the step is packed as well, and `Padding` has the row of each packed token in the call.
+A padded call of the model also has a `PackedStep`. `Padding` gives, for each packed token, its row in the padded
+call.
 """
 
 from dataclasses import dataclass, replace

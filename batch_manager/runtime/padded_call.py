@@ -12,8 +12,8 @@ from ..models.registry import Model
 class PaddedAttention:
     """Wraps an attention for padded calls.
 
-    The attention gets only the rows of tokens. Padding rows are neither written to the KV cache nor attended to, and
-    their results are zeros.
+    The attention gets only the rows that hold tokens. It does not get the padding rows, so they are neither written
+    to the KV cache nor attended to. The results of padding rows are zeros.
     """
 
     def __init__(self, attention: Attention, rows: torch.Tensor, num_rows: int) -> None:
@@ -38,8 +38,11 @@ class PaddedAttention:
 
 def forward_padded(model: Model, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention,
                    rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Run `model.forward` on packed tokens, padded to `num_rows` rows. Returns the hidden states of the packed tokens.
+    """Run `model.forward` on packed tokens, padded to `num_rows` rows.
 
+    Returns the hidden states of the packed tokens.
+
+    rows     row of each packed token among the `num_rows` rows
     Shapes   hidden and the result [T, hidden size]; positions, rows [T]
     """
     # The results of the padding rows, which start as zeros, are dropped.

@@ -1,10 +1,12 @@
-"""Runs plain steps, which step_inputs.py defines, by one function that uses device memory at fixed addresses.
+"""Runs plain steps by one function, which uses device memory at fixed addresses.
 
-This function is `PlainSteps.run_step`. The shape of the step is its only argument and determines all launches. A step
-calls the function or, if a call for the same shape was captured as a graph, replays the graph.
+step_inputs.py defines plain steps. The function is `PlainSteps.run_step`. The shape of the step is its only
+argument and determines all launches. A step calls the function or, if a call for the same shape was captured as a
+graph, replays the graph.
 
-A step with contexts is plain only if there is a graph for its size. There are a hundred times more shapes of such steps
-than graphs that could be captured, and without a graph such a step gains nothing.
+A step with contexts runs as a plain step only if there is a graph for its size. The number of shapes of such steps
+is a hundred times the number of graphs that could be captured. Without a graph, such a step gains nothing from
+running as a plain step.
 """
 
 from collections.abc import Callable
@@ -151,7 +153,10 @@ class PlainSteps:
             self.pad_to(rows)
 
     def pad_to(self, rows: tuple[int, ...]) -> None:
-        """From now on, pad generation steps to the row counts in `rows`, and serve steps with contexts too."""
+        """Pad all later generation steps to the row counts in `rows`.
+
+        From then on, `serves` can also be true for steps with contexts.
+        """
         self._graph_rows, self._graph_sizes = rows, self._mixed_sizes
 
     def _may_split(self, rows: int, context_tokens: int = 0) -> bool:
@@ -173,7 +178,7 @@ class PlainSteps:
 
 
 def _mixed_shape(rows: int, context_tokens: int, is_split: bool) -> StepShape:
-    """Return the shape of a step with contexts of this size (see `mixed_sizes`)."""
+    """Return the shape of a step with contexts. (rows, context_tokens) is its size, one of `mixed_sizes`."""
     return StepShape(rows, is_split, True, context_tokens, MOST_CONTEXTS)
 
 
@@ -183,7 +188,7 @@ def _mixed_size(batch: ScheduledBatch, sizes: frozenset[tuple[int, int]]) -> tup
 
 
 class PlainStep:
-    """A launched plain step.
+    """A launched plain step. The docstring of step_inputs.py defines plain steps.
 
     active   (feature, slots [n]) -> [n] bool: whether the sequence in each slot has the feature
     """

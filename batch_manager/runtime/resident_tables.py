@@ -46,7 +46,7 @@ class ResidentTables:
         return entries, tables.rows[np.divmod(entries, self._max_blocks)]
 
     def are_sent(self) -> None:
-        """Forget the noted changes. Call this after the changes that `changes` returned are sent."""
+        """Forget the noted changes. Call this method after sending the result of `changes`."""
         self._changed.clear()
         self._num_noted, self._most_noted = 0, MOST_NOTED
 

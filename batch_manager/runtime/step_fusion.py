@@ -30,7 +30,8 @@ def make_fused_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, 
 
     The fused step includes the model's head if the head can be recorded.
 
-    spec       the model's spec with the effective windows
+    spec       the model's spec with the effective windows: in each layer, the smaller of the model's and the
+               configured window; see attention/windows.py
     num_rows   number of rows of the largest generation step
     Mutates    block 0 of the KV cache pool, used for the comparison
     Raises     NotRecordableError, with the reason why the model cannot be fused

@@ -18,7 +18,9 @@ from .step_inputs import StepInputs
 
 
 class StepWork(NamedTuple):
-    """The work of attention in a plain step, with one entry for each window of the layers.
+    """The work of attention in a plain step. The docstring of step_inputs.py defines plain steps.
+
+    Each field has one entry for each attention window that the layers use.
 
     generation   (work list, part starts) of `BindableAttention.plan_generation`
     contexts     results of `BindableAttention.plan_contexts`; empty if the step has no contexts
@@ -35,7 +37,7 @@ class StepWork(NamedTuple):
 
 
 class StepWriter:
-    """Writes the arrays of plain steps, which step_inputs.py defines.
+    """Writes the arrays of plain steps. step_inputs.py defines plain steps and their arrays.
 
     tables         the host's block tables
     resident       the copy of these tables on the device

@@ -44,7 +44,10 @@ def compute_threads(device: torch.device, count: int | None,
 
 
 def require_openmp() -> None:
-    """Raise ConfigError if this torch has no OpenMP, which is needed to set the thread count for a single caller."""
+    """Raise ConfigError if this torch has no OpenMP.
+
+    Without OpenMP, the thread count cannot be set for one calling thread alone.
+    """
     _libraries()
 
 

@@ -34,10 +34,10 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
 
     Never pauses.
 
-    in_line   True: TensorRT-LLM's order, in which only generating requests go first, and contexts between chunks take
-              their turn among the other contexts. A new context before a context between chunks may take the blocks
-              that the latter needs, or may close the gate before the latter is admitted. With priorities, requests may
-              then deadlock
+    in_line   False: the order above. True: TensorRT-LLM's order. Only generating requests then go first, and
+              contexts between chunks take their turn among the other contexts. A new context that is earlier in
+              this order may take the blocks that a context between chunks needs, or may close the gate for it. With
+              priorities, requests may then deadlock
     """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,
@@ -90,11 +90,13 @@ class StaticBatchScheduler(CapacityScheduler):
 class MaxUtilizationScheduler(CapacityScheduler):
     """Runs each request whose next step fits. When blocks run out, pauses the requests that are last in line.
 
-    For a request that does not fit, the scheduler picks a victim: of the started requests that are in no step in
-    flight, the last in the line. The victim may be the request itself, unless it is the first in line and a step is in
-    flight. The scheduler counts the victim's blocks as free, ends the line before the victim, and tries the request
-    again. It never pauses requests before this request, so the first in line always advances. A context is skipped if
-    another request is computing the context's next block, unless the context is the first in line.
+    The line is the list of requests in service order. If a request does not fit, the scheduler pauses a victim. The
+    victim is the last started request in the line that is in no step in flight. It may be the request that does not
+    fit, unless this request is the first in line and a step is in flight. The scheduler counts the victim's blocks
+    as free. The victim and all requests after it do not run in this iteration. If the request that does not fit
+    comes before the victim, the scheduler tries it again. Requests before it are never paused, so the first in line
+    always advances. A context is skipped if another request is computing the context's next block, unless the
+    context is the first in line.
 
     two_step_lookahead   run a generating request only if the blocks of its next two steps fit, as two micro-batches in
                          flight need; otherwise, only those of its next step must fit
@@ -168,9 +170,9 @@ class _AdmissionGate:
 
     promised   requests that go before all contexts. For those that hold blocks, the gate first sets aside the blocks
                that they still need and the pages of their adapters
-    in_line    True: contexts between chunks must fit like new contexts, as in TensorRT-LLM; see
-               GuaranteedNoEvictScheduler. All of `promised` must then hold blocks. False: contexts between chunks are
-               always admitted
+    in_line    True: started contexts, of which some but not all chunks were computed, must fit like new contexts,
+               as in TensorRT-LLM; see GuaranteedNoEvictScheduler. All of `promised` must then hold blocks. False:
+               started contexts are always admitted
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, peft_cache_manager: PeftCacheManager | None,

@@ -22,7 +22,8 @@ def first_come_first_served(remaining: Sequence[int], unit: int, capacity: int |
     """Serve requests in order: each takes all remaining tokens of its prompt, or as many whole blocks as fit.
 
     If the tokens left of `capacity` are too few for a block of an earlier prompt, a later, shorter prompt may use them.
-    A chunk that is not the last of its prompt begins after the cached tokens.
+    A chunk of all remaining tokens includes the cached tokens, which count neither towards `capacity` nor towards
+    `max_context_length`. A shorter chunk begins after the cached tokens.
     """
     left = inf if capacity is None else capacity
     longest = inf if max_context_length is None else max_context_length
@@ -40,10 +41,12 @@ def equal_progress(remaining: Sequence[int], unit: int, capacity: int | None,
                    max_context_length: int | None, credits: Sequence[int] | None = None) -> list[int]:
     """Give each request one more block per round, until no request can take another block.
 
-    A round skips requests that cannot take a block. A later, shorter request may still take its last few tokens. The
-    cached tokens of a context are part of its chunk and cost nothing. If the chunk of the first request has cached
-    tokens only, the rounds are run again: the chunk of each request then begins with all full cached blocks of its
-    context, and cached tokens do not count towards max_context_length.
+    A round skips a request whose next block does not fit. A later request may still take a block, such as the short
+    last block of its context. Cached tokens are part of a chunk, but do not use up `capacity`.
+
+    If the chunk of the first request has cached tokens only and its context is longer, all rounds are run again,
+    with two changes. Before the first round, each chunk already has all full cached blocks of its context. Cached
+    tokens do not count towards max_context_length.
     """
     credits = _none(remaining) if credits is None else credits
     chunks = _rounds([0] * len(remaining), remaining, unit, capacity, [max_context_length] * len(remaining), credits)
@@ -76,7 +79,10 @@ def _rounds(chunks: list[int], remaining: Sequence[int], unit: int, capacity: in
 
 def force_chunk(remaining: Sequence[int], unit: int, capacity: int | None, max_context_length: int | None,
                 credits: Sequence[int] | None = None) -> list[int]:
-    """Compute at most one block of tokens of each request, after its cached tokens, even if all prompts fit."""
+    """Give each request a chunk in which at most one block of tokens is computed, even if all prompts fit.
+
+    The computed tokens come after the cached tokens of the request.
+    """
     assert max_context_length is None or max_context_length >= unit
     left = inf if capacity is None else capacity
     chunks = []
@@ -96,7 +102,10 @@ def cost_after_credit(chunk: int, remaining: int, credit: int) -> int:
 
 
 def cost_with_credit(chunk: int, remaining: int, credit: int) -> int:
-    """Number of tokens that are computed for a chunk that includes the cached tokens at the start of the context."""
+    """Number of tokens that are computed for a chunk that includes cached tokens.
+
+    The cached tokens are the first `credit` tokens of the context.
+    """
     return max(chunk - credit, 0)
 
 

@@ -49,7 +49,7 @@ def check_plan(scheduler: object, plan: SchedulerOutput, active_requests: Reques
                inflight_request_ids: Collection[int], kv_cache_manager: KvCacheManager, limits: Limits) -> None:
     """Raise SchedulerContractError if the plan breaks a rule.
 
-    This function does not check that a request is scheduled or a step is in flight; the loop checks this rule.
+    One rule is not checked here, but by the loop: if no step is in flight, the plan must schedule a request.
     """
     rule = broken_rule(plan, active_requests, inflight_request_ids, kv_cache_manager, limits)
     if rule is not None:

@@ -1,4 +1,4 @@
-"""Micro-batch schedulers, which fill the step with fitting requests."""
+"""Micro-batch schedulers, which fill the step with requests that the capacity scheduler has selected."""
 
 from collections.abc import Callable, Collection
 from math import inf
@@ -22,9 +22,10 @@ class TokenBudgetScheduler(MicroBatchScheduler):
 
     max_batch_size     largest number of requests in a step
     max_num_tokens     largest number of tokens in a step; None: no bound
-    chunking           how to cut contexts; None: contexts are not cut. The only exception is a paused context that has
-                       become longer than any step: if it does not fit, it is cut to whole blocks
-    tokens_per_block   tokens of a KV cache block; used only to cut such a paused context when `chunking` is None
+    chunking           how to cut contexts; None: contexts are not cut, with one exception. The context of a paused
+                       request can have become longer than max_num_tokens. If the part left to compute does not fit
+                       into the step, its chunk is as many whole blocks as fit
+    tokens_per_block   tokens of a KV cache block; used only to cut such a context when `chunking` is None
     credit_of          function (request) -> number of tokens of its first chunk that are certain to be cached; None: 0
                        for every request
     """
@@ -105,8 +106,9 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         The chunk is all that remains of the context, or 0 if it does not fit. It costs the whole prompt with its
         drafts, minus cached tokens, even if a part of the prompt is computed already.
 
-        A paused context that is longer than any step costs only its uncomputed part with its drafts, minus cached
-        tokens. If this cost does not fit, the chunk is as many whole blocks as fit, and costs the tokens in them.
+        The exception is a paused request whose context with its drafts is longer than max_num_tokens. Its chunk
+        costs only the uncomputed part of the context with the drafts, minus cached tokens. If this cost does not
+        fit, the chunk has as many whole blocks as fit. The chunk then costs its number of tokens.
         """
         whole, drafts, credit = request.remaining_context, request.draft_len, self._credit(request)
         if (request.num_pauses and self.max_num_tokens is not None

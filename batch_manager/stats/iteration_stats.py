@@ -51,16 +51,17 @@ class IterationStats:
     generated_tokens        tokens appended to requests
     recomputed_tokens       context tokens computed again after pauses, without those in reused blocks; since
                             construction
-    discarded_tokens        computed tokens of requests that ended before their step was read, and of void rows, since
-                            construction
+    discarded_tokens        computed tokens that were dropped, since construction: those of requests that ended
+                            before their step was read, and those of rows that ran on the missing results of a
+                            failed step
     steps_in_flight         steps in flight at the end of the iteration
     queued_requests, queued_tokens   numbers of waiting requests and of their prompt tokens
     monotonic_seconds       time of the engine's clock
     new_requests, refused_requests   requests accepted and requests refused since the last record
     prompt_tokens           prompt tokens of accepted requests, since construction
     lookup_tokens, hit_tokens   prompt tokens looked up in the cache, and those found in it, since construction
-    oldest_wait_seconds     time since the arrival of one request: of the live requests that were in no step yet, the
-                            request that was accepted first. 0: no such request
+    oldest_wait_seconds     time since the arrival of the first live request that was in no step yet, in the order
+                            of acceptance. 0: no such request
     started_requests, queue_seconds, longest_queue_seconds   since the last record: requests in a step for the first
                             time, the sum of their times from arrival to this step, and the longest of these times
     reasons                 name of a statistic, such as "Finals Length" -> final responses for this reason, since

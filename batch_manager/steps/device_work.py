@@ -12,12 +12,13 @@ MOST_PENDING_OPERATIONS = 1 << 20
 
 
 class DeviceWork:
-    """Collects device work and attaches it to every batch until it is certain to have run.
+    """Collects device work and attaches it to every batch until the work is certain to have run.
 
-    A launch that raises may have done all of its device work, a part of it, or none. Block table updates can be applied
-    twice, so they are repeated until a launch succeeds. An asynchronous device may fail in an operation after later
-    steps are launched, so every batch carries the operations until a step with them is read. Operations are
-    numbered, and the device runs each of them once (`ScheduledBatch.new_operations`).
+    Device work consists of block table updates and operations (`DeviceOperation`). A launch that raises may have
+    done all of its device work, a part of it, or none. Block table updates can be applied twice. Every batch
+    therefore carries them until a launch succeeds. An asynchronous device may fail in an operation after later
+    steps are launched. Every batch therefore carries an operation until a step with this operation is read.
+    Operations are numbered, so that the device runs each of them only once (`ScheduledBatch.new_operations`).
 
     has_pending   whether there is work to repeat
     """

@@ -375,7 +375,8 @@ def _failure(failure: RowFailure) -> RowFailure:
 def _integers(name: str, values: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     """Return `values` as an array of type `dtype`, after a check of the shape.
 
-    Values out of range become an invalid marker: -1, or the largest value of an unsigned type.
+    A value outside the range of `dtype` is replaced with a marker for an invalid value. The marker is -1 for a
+    signed type, and the largest value of the type for an unsigned type.
     """
     values = np.asarray(values)
     if values.shape != shape:

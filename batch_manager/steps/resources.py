@@ -136,8 +136,10 @@ class Resources:
         self._kv.rewind(requests, num_rejected)
 
     def unclaim(self, batch: ScheduledBatch, requests: Sequence[LlmRequest], void: Sequence[LlmRequest]) -> None:
-        """Undo the claims of a step for requests with void rows, which return to their state before the step. The KV
-        cache entries that the step writes for them are cleared.
+        """Undo the claims of a step for the requests with void rows. These requests return to their state before
+        the step. The KV cache entries that the step writes for these requests are cleared.
+
+        A void row is a row of the step that ran on the missing results of a failed step.
 
         requests   requests of the batch, in its order
         void       the requests with void rows; none of them starts in this step
@@ -217,7 +219,9 @@ class Resources:
         )
 
     def publish(self, contexts: Sequence[LlmRequest]) -> None:
-        """Publish the full prompt blocks of these contexts that were computed in steps already read.
+        """Publish full prompt blocks of these contexts.
+
+        Publishes only blocks that were computed by steps whose results the host has read.
 
         Does nothing without block reuse.
         """

@@ -45,7 +45,8 @@ class StepWindow:
     With runs_ahead, `depth` is 2, and a request in flight can be in the next step if
 
         the step in flight does not yield the last token of the request,
-        nothing on the host needs the tokens of the request first (`LlmRequest.in_lockstep`),
+        nothing on the host needs the tokens of the request before the next step is launched (in this case,
+        `LlmRequest.in_lockstep` is False),
         the request has no draft tokens, and
         all steps of its context were read, or its next claim frees no blocks.
 
@@ -110,7 +111,8 @@ class StepWindow:
     def read(self) -> tuple[StepInFlight, StepOutput]:
         """Wait for the oldest step, rerun it if it failed, and return it with its output. Raises DeviceLostError.
 
-        Void rows, and rows of requests that have ended since the launch, may be missing or have any content.
+        Two kinds of rows may be missing from the output or have any content: rows of requests that have ended since
+        the launch, and void rows. A row is void if it was computed from missing results of an earlier, failed step.
         """
         flight = self._steps.popleft()
         output = self._runner.read(flight.step)

@@ -405,9 +405,10 @@ class ScriptedBackend:
                           generation_logits=generation_logits, top_log_probs=top_log_probs, failures=failures)
 
     def _top_log_probs(self, slot: int, tokens: np.ndarray, words: np.ndarray) -> TopLogProbs:
-        """Return the likeliest tokens at each token's position.
+        """Return the likeliest tokens at the position of each token in `tokens`.
 
-        These are the token and the ids that follow its id. Each has a log-prob that is 1 lower than the one before.
+        The first of them is the token itself. The others are the ids that follow its id, in order. The log-prob of
+        each of the others is 1 lower than the log-prob of the one before it.
         """
         after = np.arange(self._state["top_log_probs"][slot], dtype=np.int32)
         ids = (tokens[:, None] + after) % np.int32(self.info.vocab_size)

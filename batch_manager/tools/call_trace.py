@@ -35,7 +35,8 @@ class Calls:
     """The calls of one iteration.
 
     calls      (depth, file, function), in order. A file is a path in this package, or `triton_kernels/...`
-    entries    number of calls from another listed file, directly or through code in other files
+    entries    number of these calls whose caller is in a different file. The caller of a call is the innermost
+               function on the call stack whose own call is in `calls`. A call without such a caller does not count
     """
 
     calls: list[tuple[int, str, str]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The figures that are compared, and the difference of one figure between two sides, which are groups of runs."""
+"""The figures that are compared, and the difference of one figure between two sides. A side is a group of runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -44,7 +44,8 @@ class Report:
     """The comparison of two sides.
 
     warnings      sentences about differences in settings and origin, about disturbed runs, and about figures and loads
-                  that were left out. With `anyway`, also the reasons to refuse the comparison
+                  that were left out. If `compared` was called with anyway=True, also the reasons for which it would
+                  otherwise refuse the comparison
     differences   load -> differences of the figures at this load
     """
 
@@ -191,11 +192,10 @@ def _load_of(result: Mapping[str, Any]) -> str:
 def _common_loads(report: Report, refusals: list[str]) -> list[tuple[str, list[Run], list[Run]]]:
     """Return (load, runs of A, runs of B) for each load that both sides have.
 
-    Adds a warning to the report for loads that only one side has. If the sides have no load in common, adds a refusal
-    to `refusals` and returns all runs under the load "".
+    If there is a common load, adds a warning to the report for loads that only one side has.
 
-    Raises ComparisonError if the sides have no load in common, and one of them has several loads or the result of a
-    search for the saturation rate.
+    Without a common load, raises ComparisonError if a side has several loads or the result of a search for the
+    saturation rate. Otherwise adds a refusal to `refusals`, and returns all runs under the load "".
     """
     sides = [_by_load(runs) for runs in (report.runs_a, report.runs_b)]
     common = [load for load in sides[0] if load in sides[1]]

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Within the context, defer Ctrl-C until the program calls the function that this yields.
+    """Within the context, defer Ctrl-C until the program calls the function that the context manager yields.
 
     The engine contains the exceptions of callbacks, and reruns steps that raise. It would treat a KeyboardInterrupt
-    inside them in the same way. The yielded function raises KeyboardInterrupt if Ctrl-C came since the start of the
-    context; so does the end of the context. Does nothing on other threads, and if the process handles or ignores SIGINT
-    itself.
+    in a callback or a step in the same way. The yielded function raises KeyboardInterrupt if Ctrl-C came since the
+    start of the context. The end of the context does the same. The context manager does nothing on a thread other
+    than the main thread. It also does nothing if the process handles or ignores SIGINT itself.
     """
     if (threading.current_thread() is not threading.main_thread()
             or signal.getsignal(signal.SIGINT) is not signal.default_int_handler):

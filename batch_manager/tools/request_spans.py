@@ -20,9 +20,11 @@ class Span:
 
     kind        CONTEXT, GENERATION, PAUSED, CLIENT (arrived, but not accepted), QUEUED (accepted, but not active) or
                 WAITING (active, but in no step)
-    reason      why the request was WAITING: one of REASONS in batch_manager/scheduling/waiting.py; "": another kind
-    begin_s, end_s   seconds of the engine's clock: start of the span's first iteration (CLIENT: arrival of the
-                request), and start of the next span or end of the last iteration
+    reason      why the request was WAITING: one of REASONS in batch_manager/scheduling/waiting.py. For other
+                kinds: ""
+    begin_s     start of the span's first iteration; for CLIENT: arrival of the request
+    end_s       start of the request's next span; for the last span: end of its last iteration. Both times are in
+                seconds of the engine's clock
     iterations  number of iterations; 0 for CLIENT
     tokens      number of context tokens computed in the span
     first       position of the first of these tokens

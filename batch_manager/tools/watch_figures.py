@@ -34,10 +34,11 @@ class Figures:
                        figures; 0 in the first ones
     recent             kind of event -> number of requests in the window, which is the last window_s seconds
     window_s           length of the window: 60 seconds, less at first, more if readings are rare; 0: only one reading
-    tokens_per_s, prompt_tokens_per_s   generated tokens, and tokens of accepted prompts, in the last period
-    iteration_share    share of the last period in iterations
-    callback_share     share of the last period in callbacks, including the get and statistics callbacks, which
-                       iteration_share excludes
+    tokens_per_s, prompt_tokens_per_s   generated tokens, and tokens of accepted prompts, per second of the last
+                       period, which is the time from an earlier reading to the last reading (see History.figures)
+    iteration_share    share of the last period that the worker spent in iterations
+    callback_share     share of the last period that the worker spent in callbacks. It includes the get and
+                       statistics callbacks, which iteration_share excludes
     latencies          kind of latency, such as "first_token" (see LATENCIES) -> latencies of requests that ended in the
                        window; None: no request ended
     latency_over       period of the latencies, such as "60s"; "start": since the engine's start, because no request
@@ -72,9 +73,10 @@ class History:
             readings.popleft()
 
     def figures(self, period_s: float) -> Figures:
-        """Return the current figures. Their last period is about period_s, or longer if readings are less frequent.
+        """Return the current figures.
 
-        Each request is in the counts of one call only.
+        The rates and shares are of the last period. This period has about period_s seconds, or more if readings are
+        less frequent. `counts` covers the time since the previous call, so no event is counted twice.
         """
         if not self._readings:
             return Figures()

@@ -51,8 +51,8 @@ class Reading:
                 oldest_wait (seconds)
     counters    new, finished, paused, refused, errors (requests), tokens, prompt_tokens (tokens), callback, iteration
                 (seconds); a counter that falls was reset
-    latencies   histograms by name: first_token, per_token, queue (requests that ended; from a file, only queue, of
-                requests that were in a step for the first time)
+    latencies   histograms by name. A Prometheus endpoint gives first_token, per_token and queue, of the requests
+                that ended. A file gives only queue, of the requests that were in a step for the first time
     """
 
     at_s: float
@@ -183,12 +183,18 @@ KINDS = ((stat.S_ISCHR, "a character device"), (stat.S_ISBLK, "a block device"),
 
 
 def other_kind(mode: int) -> str:
-    """Return what a path with this st_mode is, in words, if it cannot be read like a file. Otherwise return ""."""
+    """Return the kind of a path that cannot be read like a file, such as "a pipe". Return "" for any other path.
+
+    mode   st_mode of the path
+    """
     return next((words for is_kind, words in KINDS if is_kind(mode)), "")
 
 
 def why_not_watchable(path: str) -> str:
-    """Return why `path` cannot be a file that grows, or "" if it can. Nothing there: "", for the file may appear."""
+    """Return why `path` cannot be a file that grows, or "" if it can.
+
+    If there is no file at `path`, the result is "", because the file may appear later.
+    """
     try:
         kind = other_kind(os.stat(path).st_mode)
     except (OSError, ValueError):

@@ -57,7 +57,7 @@ class View:
 
     title      name of the source
     figures    the numbers to show
-    rates      generated tokens/s of the latest figures, oldest first, without the times at which there was a problem
+    rates      generated tokens/s of the latest figures, oldest first. Figures shown with a problem have no entry
     problem    why new figures are missing; "": no figures are missing
     note       a warning that is less severe than a problem
     """

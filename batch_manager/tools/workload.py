@@ -49,7 +49,11 @@ KINDS = ("token-norm-dist", "token-unif-dist", "log-normal", "dataset", "trace",
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the workload and return the exit status. Without a kind, lengths are log-normal or fixed."""
+    """Write the workload and return the exit status.
+
+    The first argument may be a kind of workload; see the module docstring. Without a kind, lengths are log-normal
+    or fixed.
+    """
     try:
         return _main([*(sys.argv[1:] if argv is None else argv)])
     except BrokenPipeError:

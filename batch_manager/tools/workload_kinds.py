@@ -1,4 +1,7 @@
-"""`batch-manager workload KIND`: workloads of random lengths, from datasets and from traces, and synthetic traces."""
+"""`batch-manager workload KIND` writes a workload or a synthetic trace.
+
+A workload has random lengths, or is made from a dataset or a trace.
+"""
 
 import argparse
 import json

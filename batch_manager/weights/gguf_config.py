@@ -289,9 +289,10 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
 
 def _longrope(metadata: Metadata, scaling: dict[str, Any], values: dict[str, Any],
               factors: Callable[[str], list[float]]) -> dict[str, Any]:
-    """Return the field `rope_scaling` of a Phi-3, whose factors are in two tensors; empty if positions are not scaled.
+    """Return the field `rope_scaling` of a Phi-3 model, or an empty dictionary if positions are not scaled.
 
-    Sets `original_max_position_embeddings` in `values` if positions are scaled.
+    If positions are scaled, the factors of the field are read from two tensors. In this case, also sets
+    `original_max_position_embeddings` in `values`.
     """
     longest = metadata.count("context_length")
     names = ["rope_factors_short.weight", "rope_factors_long.weight"]
@@ -309,9 +310,10 @@ def _longrope(metadata: Metadata, scaling: dict[str, Any], values: dict[str, Any
 
 
 def _frequency_factors(metadata: Metadata, heads: Heads, factors: Callable[[str], list[float]]) -> dict[str, Any]:
-    """Return the field `rope_scaling` for a file with a divisor for each rotary frequency, as for Llama 3.1.
+    """Return the field `rope_scaling` for a file with the tensor rope_freqs.weight, such as a file of Llama 3.1.
 
-    The field has the type longrope, with the divisors as short and long factors, and does not extend the context.
+    The tensor has a divisor for each rotary frequency. The field has the type longrope. Its short factors and its
+    long factors are these divisors. The field does not extend the context.
     """
     numbers = factors("rope_freqs.weight")
     if len(numbers) != heads.size // 2 or not all(MIN_NUMBER <= number <= MAX_NUMBER for number in numbers):
@@ -398,9 +400,9 @@ def _gemma3(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[st
 
 
 def _olmo2(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of OLMo 3, which is OLMo 2 with sliding windows under the same architecture name.
+    """Return the fields in which OLMo 3 differs from OLMo 2. Returns no fields for OLMo 2.
 
-    Returns no fields for OLMo 2.
+    GGUF files of both models have the architecture name "olmo2". Only OLMo 3 has sliding windows.
     """
     window = metadata.get("attention.sliding_window")
     if not window:

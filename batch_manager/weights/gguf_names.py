@@ -202,7 +202,7 @@ def locate(architecture: str, tensors: Mapping[str, GgufTensor], heads: Heads,
 
 
 def _split_qkv(tensor: str, kind: str, prefix: str, heads: Heads) -> dict[str, Location]:
-    """Return Hugging Face's name -> Location for the queries, keys and values in a fused projection of the file."""
+    """Return {Hugging Face tensor name: Location} for queries, keys and values in the fused projection `tensor`."""
     ends = [heads.queries * heads.size, heads.keys * heads.size, heads.keys * heads.size]
     starts = [0, ends[0], ends[0] + ends[1]]
     return {f"{prefix}.{part}_proj.{kind}": Location(tensor, range(start, start + rows))

@@ -38,8 +38,8 @@ class Live:
 class TritonPythonModel:
     """The model class for Triton. Triton calls `initialize`, `execute` with new requests, and `finalize` at unload.
 
-    After `execute` has queued a request, only the worker uses its response sender, because `is_cancelled` must not be
-    called after the final response.
+    Each request has a response sender, whose method `is_cancelled` must not be called after the final response.
+    For this reason, only the worker uses the response sender of a request that `execute` has queued.
     """
 
     def initialize(self, args: dict) -> None:
@@ -59,7 +59,11 @@ class TritonPythonModel:
             exclude_input_in_output=settings.exclude_input_in_output)
 
     def execute(self, requests: list) -> None:
-        """Queue new requests, and mark requests to stop. The worker sends the responses of queued requests later."""
+        """Queue each request, unless its tensor `stop` is set.
+
+        The worker sends the responses of queued requests later. A request with `stop` is answered at once. It marks
+        the earlier request with the same id, which the worker then stops.
+        """
         for request in requests:
             sender = request.get_response_sender()
             # Copies, because the server reuses the memory of these arrays after this call.

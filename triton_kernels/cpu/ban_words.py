@@ -19,9 +19,10 @@ def ban_words(logits, history, history_row, length, lists, list_start, count, ma
 
 
 def words_lacking_last_token(history, history_row, length, lists, list_start, count):
-    """Find the words whose tokens but the last are the last tokens of the history of their row.
+    """Find the words that lack only their last token: the history of the row ends with the word's other tokens.
 
-    Returns (row [n], last token [n]) of these words, as numpy arrays. The arguments are tensors as in `ban_words`.
+    Returns (row [n], last token [n]) of the found words, as numpy arrays. The arguments are tensors as in
+    `ban_words`.
     """
     history, lists, start, count = history.numpy(), lists.numpy(), list_start.numpy(), count.numpy()
     rows = count.nonzero()[0]

@@ -2,9 +2,10 @@
 
 Same contract as triton_kernels/deterministic_linear.py; the weight can also be packed for oneDNN.
 
-Torch multiplies the rows in pieces. A size of pieces is used only if a measurement on this machine gave the same bits
-for this size as for the largest size. The sizes are measured and cached in the first call of the process with each
-shape, dtype and layout of the weight, with or without a bias, and with each number of threads.
+Torch multiplies the rows in pieces. The size of a piece is its number of rows. A size is used only if, in a
+measurement on this machine, pieces of this size gave the same bits as pieces of the largest size. The sizes that
+may be used depend on the shape, dtype and layout of the weight, on whether there is a bias, and on the number of
+threads. The first call in a process with a new combination of these measures the sizes and caches the result.
 """
 
 import torch
@@ -20,7 +21,11 @@ _sizes: dict[tuple, tuple[int, ...]] = {}
 
 
 class NoAgreeingSizeError(RuntimeError):
-    """No piece size is usable: on this machine, the bits of a row of the product depend on its index or other rows."""
+    """No piece size is usable on this machine; the module docstring explains pieces.
+
+    Even in pieces of the largest size, the bits of a row of the product depend on the index of the row or on the
+    other rows.
+    """
 
 
 def deterministic_linear(x, weight, bias=None, out=None):

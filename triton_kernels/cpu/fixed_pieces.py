@@ -56,9 +56,11 @@ def row_by_row(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Ten
 
 def agreeing_sizes(operation: Callable[..., torch.Tensor], *operands: torch.Tensor,
                    sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes of pieces, ascending, with which the result has the same bits as with the largest of `sizes`.
+    """Return the members of `sizes` that give a result with the same bits as the largest size gives.
 
-    Returns () if the bits of a row depend on its index or on other rows even with the largest size.
+    A size is the number of rows of a piece. `sizes` and the returned sizes are ascending. The largest size is one
+    of the returned sizes. Returns () if, with pieces of the largest size, the bits of a row depend on its index or
+    on other rows.
 
     operands   operands with random values, whose number of rows is a multiple of the largest size
     """

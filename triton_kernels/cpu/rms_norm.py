@@ -1,7 +1,7 @@
 """RMSNorm on a CPU. Same contract as triton_kernels/rms_norm.py.
 
-The norm takes five torch operations, or six for 16-bit dtypes. For these, the formula computed literally takes eight:
-six operations and two conversions. The norm is at least as fast as torch's own, and faster for few rows.
+The norm takes five torch operations, or six for 16-bit dtypes. A literal computation of the formula takes eight for
+16-bit dtypes, two of which are conversions. The norm is at least as fast as torch's own, and faster for few rows.
 """
 
 import functools

@@ -161,7 +161,7 @@ def _solve_rest(batch: _Batch, tokens: torch.Tensor, solved: torch.Tensor) -> to
 
 
 def _from_largest(batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample from those of the k largest logits of each row that top-p and min-p keep.
+    """Sample a token for each row, from the k largest logits of the row. Top-p and min-p can exclude some of them.
 
     Returns (tokens [n], whether each token is valid [n]).
 

@@ -80,7 +80,10 @@ def paged_attention_context(
 
 
 def alibi_bias(key_position, query_position, slope, bfloat16_factor):
-    """Return f(key position) - f(query position) in float64. All shapes broadcast."""
+    """Return the ALiBi bias f(key position) - f(query position) in float64. All shapes broadcast.
+
+    The module docstring defines f, under `alibi_slopes`.
+    """
     if bfloat16_factor is None:
         return slope.double() * (key_position - query_position).double()
 

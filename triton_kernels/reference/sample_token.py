@@ -14,13 +14,14 @@ Shapes      logits                   [R, V]   any float dtype, R rows of V token
                                      -inf = forbidden token
             temperature              [R] float32   0: greedy, with the log-prob at temperature 1
             top_k                    [R] int32   0: off
-            top_p                    [R] float32   0 with top_k > 0, or >= 1: off
+            top_p                    [R] float32   off if >= 1, or if 0 in a row with top_k > 0
             min_p                    [R] float32   0 or None: off
             seed                     [R] int64   the bits of the request's unsigned seed
             position                 [R] int32   position of the sampled token in its sequence
-            tokens                   [R] int32 (or any integer dtype)      the caller can pass these three, so that a
-            log_probs                [R] float32                           captured graph writes to fixed addresses;
-            finite                   [R] bool, or any integer dtype        None: allocated
+            tokens                   [R] int32 or any integer dtype   None: allocated
+            log_probs                [R] float32   None: allocated
+            finite                   [R] bool or any integer dtype   None: allocated. The caller can pass tokens,
+                                     log_probs and finite, so that a captured graph writes to fixed addresses
             wants_log_prob           [R] bool on the host   rows that need a log-prob; in other rows it is arbitrary.
                                      None: all
             only_greedy              True: the caller guarantees that every row is greedy

@@ -77,7 +77,10 @@ class _Body:
 
     def take(self, name: str, kind: type | tuple[type, ...], default: Any = None, *,
              integers: str = "an integer of at most 64 bits") -> Any:
-        """Remove and return a field. `integers` describes, for an error, the integers that are valid."""
+        """Remove and return a field.
+
+        integers   description of the valid integers, for the message of an error
+        """
         self._read.add(name)
         value = self._fields.pop(name, None)
         if value is None:

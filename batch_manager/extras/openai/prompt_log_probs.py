@@ -23,9 +23,10 @@ class PromptLogProbs:
 
 
 def prompt_log_probs(logits: np.ndarray, tokens: Sequence[int], count: int) -> PromptLogProbs:
-    """Return the log-probabilities of the prompt's tokens, and of the likeliest tokens in place of each.
+    """Return the log-probability of each token of the prompt, and those of the likeliest tokens at its position.
 
-    logits   [n, vocab] float32; row i has the logits after token i, from which entry i + 1 is computed
+    logits   [n, vocab] float32; row i has the logits after token i. The entries of token i + 1 are computed from
+             row i
     tokens   [n]
     count    number of likeliest tokens for each prompt token; 0: none
     """

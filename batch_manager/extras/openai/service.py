@@ -267,7 +267,10 @@ class Answer:
                                      TextOffsets(self._service.token_names, offset), self._service.observe))
 
     async def _whole_text(self, choice: _Choice) -> str:
-        """Read the stream of an output to its end or to a stop string, and return the text, after any echo."""
+        """Read the stream of an output to its end or to a stop string, and return the text.
+
+        If the request asks for an echo, the returned text begins with the text of the prompt.
+        """
         pieces = [self._echoes[choice.index // self._parsed.count]]
         async for delta in choice.stream:
             pieces.append(await self._piece(choice, delta))

@@ -78,7 +78,8 @@ class Shapes:
 
         values      log-probability of each token; None for the first token of a prompt
         likeliest   for each position, the likeliest tokens and their log-probabilities; empty: not requested
-        offsets     positions of these and the later tokens in the text of a completion; advanced past these tokens
+        offsets     gives the position of each token in the text of a completion. The method advances it past
+                    `tokens`. Not used for a chat
         """
         named = [self._names[token] for token in tokens]
         if self._is_chat:

@@ -46,10 +46,10 @@ class TokenNames:
 
 
 class TextOffsets:
-    """Positions of successive tokens in a text, in characters. The field `text_offset` of completions has them.
+    """The positions of successive tokens in a text, in characters, for the field `text_offset` of completions.
 
-    A token with a later part of a character has the position of the character. Each invalid byte sequence is one
-    character, as in the text.
+    If a token begins in the middle of a character, its position is the position of this character. Each invalid
+    byte sequence counts as one character, as in the text.
 
     offset   number of characters before the first token
     """

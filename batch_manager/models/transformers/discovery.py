@@ -89,9 +89,9 @@ class _Discovery:
 class _WithoutValues(TorchFunctionMode):
     """Lets code that reads tensor values run on the meta device, which has no values.
 
-    Selections are empty, and conditions are False, except for `all`, which returns True. Experts therefore get no
-    tokens and compute nothing, and position-dependent tables stay unchanged. The comparison at loading (load_check.py)
-    catches a model that takes another path with real values.
+    `nonzero`, `argwhere` and `where` with one argument find nothing. Conditions are False, except for `all`, which
+    returns True. Experts therefore get no tokens and compute nothing, and position-dependent tables stay unchanged.
+    The comparison at loading (load_check.py) catches a model that takes another path with real values.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):

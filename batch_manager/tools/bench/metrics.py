@@ -153,7 +153,12 @@ def completion_rate(finals_s: np.ndarray) -> float | None:
 
 
 def goodput(stamps: Stamps, wall_s: float, bounds: Bounds) -> dict[str, float | None]:
-    """Return the latency bounds in milliseconds, and the requests/s and share of the requests within the bounds."""
+    """Return the latency bounds, and figures of the requests within them.
+
+    ttft_ms, itl_ms   the bounds in milliseconds
+    requests_s        requests within the bounds, per second
+    share             requests within the bounds, as a fraction of all requests
+    """
     kept = int(bounds.keeps(stamps).sum())
     return {"ttft_ms": bounds.ttft_ms, "itl_ms": bounds.itl_ms, "requests_s": round(kept / wall_s, 4),
             "share": round(kept / len(stamps), 4)}

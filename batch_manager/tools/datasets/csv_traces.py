@@ -113,7 +113,7 @@ def _number(text: str) -> float:
 
 
 def _clock() -> Callable[[str], float]:
-    """Return a function that converts a date with a time of day to seconds since the date of its first call.
+    """Return a function that converts a date with a time of day to seconds since the date passed in its first call.
 
     Differences are computed in whole nanoseconds.
     """

@@ -22,7 +22,10 @@ class DatasetError(ValueError):
         super().__init__(f"{printable(place)}: {text}" if place else text)
 
     def naming(self, format_option: str) -> "DatasetError":
-        """Return this error for a program whose option for the format has another name than --format."""
+        """Return this error with the option --format renamed to `format_option` in the fix.
+
+        Some programs use that name for the option.
+        """
         *others, way_out = self._parts
         return DatasetError(*others, re.sub(r"--format\b", format_option, way_out))
 

@@ -24,7 +24,7 @@ class JsonDocument:
 
     Methods raise DatasetError with line and column.
 
-    members   other members of the object; complete after the last item
+    members   members of the object other than the array; complete when the iterator of `items` is exhausted
     """
 
     def __init__(self, name: str, text: str) -> None:

@@ -1,6 +1,7 @@
 """Random prompts for requests that have only lengths, and block ids for prompts that have tokens.
 
-Here a block is PREFIX_TOKENS tokens of a prompt, and a block id identifies equal blocks, as in traces.
+Here a block is PREFIX_TOKENS consecutive tokens of a prompt. As in traces, two blocks have the same id if their
+prompts are equal from the beginning to the end of the block.
 """
 
 from hashlib import blake2b
@@ -17,8 +18,8 @@ STREAM_OF_PROMPTS, STREAM_OF_BLOCKS = 2, 3    # ids of random streams
 class PromptMaker:
     """Makes random prompts. A prompt depends on the arguments and on the index, length and prefix ids of its Record.
 
-    Blocks of PREFIX_TOKENS tokens with the same prefix id have the same tokens. A last block with fewer tokens has the
-    first tokens of the full block.
+    Blocks of PREFIX_TOKENS tokens with the same prefix id have the same tokens. The last block of a prompt may have
+    fewer tokens. These are the first tokens of a full block with the same prefix id.
     """
 
     def __init__(self, seed: int, vocab_size: int) -> None:

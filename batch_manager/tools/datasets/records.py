@@ -38,7 +38,8 @@ class Record:
 class RecordReader(Protocol):
     """The records of one open file. They can be iterated over once.
 
-    is_whole   whether the whole file is read first, so that records may be in any order
+    is_whole   whether the whole file is read before the first record is yielded. If so, the records in the file
+               need not be in the order of their times
     members    members of a JSON document other than its requests; complete once the last record was yielded
     """
 

@@ -26,9 +26,9 @@ class TextRecords:
                                 messages has the role assistant, it is the output
         instruction, input      the instruction, a line end, and the input (optional)
 
-    The output length is max_tokens, output_tokens or output_len. Without these keys, the output length is the number of
-    tokens of the output: of output, completion, response or the last message. Without an output, the output length is
-    the argument `output_tokens` of this class.
+    The output length is max_tokens, output_tokens or output_len. Without these keys, the output length is the
+    number of tokens of the output. The output is the last message as described above, or else the value of output,
+    completion or response. Without an output, the output length is the argument `output_tokens` of this class.
 
     arrival_s is in seconds from the start. Either all records have arrival_s or none.
 

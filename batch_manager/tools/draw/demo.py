@@ -1,4 +1,7 @@
-"""The demonstration: the real scheduler and KV cache accounting with a scripted model, without weights and torch."""
+"""Makes the trace for `batch-manager draw --demo`, with the real scheduler and the real KV cache accounting.
+
+A scripted model takes the place of the real model, so neither weights nor torch are needed.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

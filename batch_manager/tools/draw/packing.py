@@ -1,4 +1,4 @@
-"""A timeline as bytes for a page, and back. page/unpack.js reads the same format.
+"""Encodes a timeline as bytes for an HTML page, and decodes these bytes. page/unpack.js reads the same format.
 
 The bytes are the base64 encoding of a zlib stream. The stream has the length of the header in four bytes (little
 endian), the header, and the columns. The header is JSON, and has the name and the length of each column.

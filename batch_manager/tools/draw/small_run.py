@@ -7,9 +7,9 @@ from ...stats.trace import IterationTrace
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The largest run that one kind of picture shows.
+    """The largest numbers of iterations and requests of a run that one kind of picture shows.
 
-    name   name of the kind in messages
+    name   words for this kind of picture in messages, such as "an SVG"
     """
 
     name: str

@@ -106,5 +106,8 @@ def _svg_bars(picture: Picture, left: float, top: float, cell: float) -> list[st
 
 
 def _tick(count: int, cell: float) -> int:
-    """Return the smallest distance, in iterations, of two labels of the axis that do not touch."""
+    """Return the number of iterations from one label of the axis to the next.
+
+    This is the smallest of a few round numbers at which the labels do not touch. If there is none, it is `count`.
+    """
     return next((step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500) if step * cell >= 34), count)

@@ -40,7 +40,7 @@ class Row:
 class Timeline:
     """A trace as columns, appended iteration by iteration.
 
-    A span is a run of iterations in which a request does the same, for example generates.
+    A span is a series of consecutive iterations in which a request has the same activity, for example generation.
 
     rows         a Row for each request, in order of arrival; requests that use the same id have separate rows
     kinds        all kinds of spans; a span has the index of its kind in this list
@@ -123,7 +123,8 @@ class Timeline:
     def _begin(self, kind: Kind, ids: Sequence[int], index: int, *, may_be_older: bool = True) -> None:
         """Begin a span of `kind` at iteration `index` for each request of `ids` that is not in such a span.
 
-        may_be_older   True: requests with a live row get the span in this row; False: they are skipped
+        may_be_older   what happens to a request whose id has a live row, which is a row that has not ended. True:
+                       the span is added to this row. False: the request is skipped
         """
         if not ids:
             return

@@ -6,11 +6,12 @@
     python -m batch_manager.tools.gpu_report --out FOLDER --peers PEERS        compare with the peers in PEERS
     python -m batch_manager.tools.gpu_report --dry-run                         everything, on a CPU
 
-The program times copying, reading and multiplying, compares the results of every kernel with its oracle, and then
-measures the goals. Each goal is a ratio of a measured number to another number. In most goals, the other number is
-measured in the same run. FOLDER/gpu_report.jsonl gets one JSON object per case of a goal, as soon as the case is
-measured. FOLDER/gpu_report.md has the same cases as a table. Both files also have the cases that were not reached, with
-the reason. FOLDER/gpu_settings.md has the fastest launch settings of the kernels, as code.
+First, the program measures the rates of copying memory, reading memory and multiplying matrices. It then compares
+the results of every kernel with its oracle, and measures the goals. Each goal is a ratio of a measured number to
+another number. In most goals, the other number is measured in the same run. FOLDER/gpu_report.jsonl gets one JSON
+object per case of a goal, as soon as the case is measured. FOLDER/gpu_report.md has the same cases as a table. Both
+files also have the cases that were not reached, with the reason. FOLDER/gpu_settings.md has the fastest launch
+settings of the kernels, as code.
 
 Each section of the report has a time budget, which is printed before the first section. The engines of the goals
 capture CUDA graphs. In the time that is left after all goals, the engines run again without graphs, and launch settings

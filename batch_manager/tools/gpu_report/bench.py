@@ -76,7 +76,8 @@ class Bench:
     def require(self, seconds: float) -> None:
         """Announce a measurement of about `seconds`.
 
-        Raises OutOfTimeError if less time of the section is left. A dry run counts the time as used.
+        Raises OutOfTimeError if the current section of the report has less time left. In a dry run, `now` advances
+        by `seconds`.
         """
         if self.seconds_left < seconds:
             raise OutOfTimeError(f"{max(self.seconds_left, 0.0):.0f} s were left; "

@@ -1,6 +1,7 @@
 """Repeat the measurements of engines with CUDA graphs turned off, to show how much the graphs gain.
 
-A measurement is left out if graphs could be captured for none of its models: the first measurement was without graphs.
+A measurement is left out if graphs could be captured for none of its models. In this case, the first measurement
+of these models already ran without graphs.
 """
 
 from collections.abc import Callable, Iterator

@@ -56,7 +56,7 @@ def headline_workload(shape: Shape, count: int, shortest: int, longest: int) -> 
 
 def _against_results(bench: Bench, case: str, ours: float, spread: float,
                      workload: dict[str, Any], note: str = "") -> Iterator[Record]:
-    """Yield a record for each result that the user has of another engine (a peer) for `workload`.
+    """Yield a record for each result of another engine (a peer) that the user has supplied for `workload`.
 
     The user must have measured these results on the same device.
 

@@ -44,7 +44,8 @@ def _rate(runs: list[Served]) -> tuple[float, float]:
 def _other_mode(bench: Bench, ahead: Engine, graphs: bool, **options: Any) -> tuple[float, float, str]:
     """Measure a second engine, which has the engine options `options`. Return (tokens/s, spread, note).
 
-    ahead   the first engine, which runs ahead; the note says whether only one of the engines has graphs
+    ahead   the first engine, which was made with run_ahead=True. If only one of the engines has graphs, the note
+            says so
     """
     bench.require(LOAD_SECONDS + 2 * RUN_SECONDS)
     with engine(bench, LLAMA_135M, kv_tokens=KV_TOKENS, graphs=graphs, **options) as made:

@@ -3,8 +3,8 @@
 This engine runs them in bfloat16.
 
 The table is of version 1.0: Llama 3.1 8B in FP8 on one H200, `trtllm-bench throughput`, 1,500 to 30,000 requests of
-equal lengths, all at once. This report serves only one full batch of requests, so that steps with a partial batch take
-a larger share of its time.
+equal lengths, all at once. This report serves only one full batch of requests for each workload. Steps with a
+partial batch therefore take a larger share of the time than in the runs of the table.
 """
 
 from collections.abc import Iterator

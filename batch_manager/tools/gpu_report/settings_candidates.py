@@ -45,7 +45,9 @@ def context_candidates(present: ContextSettings, tokens_per_block: int) -> list[
 
 def fused_candidates(present: FusedLinearSettings, in_size: int, out_size: int, gated: bool, element_size_bytes: int,
                      limits: Any) -> list[FusedLinearSettings]:
-    """Return the settings to try for up to FEW_ROWS rows: `present`, the current settings, and then variants of it.
+    """Return the settings to try for up to FEW_ROWS rows.
+
+    The first element is `present`, the current settings. The others are variants of it.
 
     Each variant but the last changes the columns, the step or the warps, and has as many stages as fit. The last
     variant has the columns, the step and the warps of `present`, and fewer stages.

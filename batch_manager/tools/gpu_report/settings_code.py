@@ -24,7 +24,10 @@ FUNCTIONS = {
 
 
 class Parts(NamedTuple):
-    """The constants by which decode_work_list.py decides how many parts decode attention has per sequence."""
+    """Constants of decode_work_list.py, which splits the pages of a sequence into parts for decode attention.
+
+    The constants determine the number of parts.
+    """
 
     min_pages_per_part: int
     rounds: int

@@ -59,7 +59,8 @@ class CostModel:
     generation_spread, mixed_spread   equally spaced quantiles of measured / predicted time, from the minimum to the
                     maximum; their mean is 1. Empty: simulated steps take exactly the predicted time
     is_asynchronous   whether the host plans a step while the device computes the previous step
-    error           error on held-out steps, of a fit without these steps; None: unknown
+    error           prediction error on held-out steps. It was measured with another model, which was fitted without
+                    these steps; None: unknown
     about           origin: machine, versions, traces, ...
     """
 

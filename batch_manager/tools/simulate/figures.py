@@ -11,7 +11,7 @@ from .fleet import Run
 
 
 def point_fields(run: Run, load: Load, mode: str, bounds: Bounds, simulated_in_s: float) -> dict[str, Any]:
-    """Return the figures of one simulation, with the names of `batch-manager bench`.
+    """Return the figures of one simulation, under the field names that `batch-manager bench` uses.
 
     extrapolated   two entries. `share`: share of the steps in which a field of StepShape is above the fitted range of
                    the cost model. `steps`: name of a field -> number of steps in which it is above its range

@@ -25,7 +25,8 @@ class Run:
     """A completed simulation.
 
     wall_s      virtual seconds from the beginning to the last final response
-    arrival_s   [n] arrival of each request in virtual seconds; in a closed loop, arrivals differ from the traffic's
+    arrival_s   [n] arrival of each request in virtual seconds. In a closed loop, these times differ from the
+                arrival times in `traffic`
     """
 
     traffic: Traffic
@@ -108,10 +109,10 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
 def _few_collections() -> Iterator[Callable[[], None]]:
     """Turn automatic garbage collection off within the context.
 
-    Yields a function to call after each step. Every STEPS_BETWEEN_COLLECTIONS calls, the function collects the
-    youngest garbage.
+    Yields a function to call after each step. Every STEPS_BETWEEN_COLLECTIONS-th call of this function collects
+    the youngest generation of objects.
 
-    Automatic collection scans all live requests again and again, which takes a fifth of the simulation's time.
+    Automatic collection scans all live requests again and again. This takes a fifth of the simulation's time.
     """
     was_enabled, steps = gc.isenabled(), 0
 

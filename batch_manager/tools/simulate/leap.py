@@ -43,11 +43,11 @@ class Leap:
 
 
 def possible_leap(loop: GenerationLoop, backend: SimulatedBackend) -> Leap | None:
-    """Return a leap: iterations computed at once, all before the first one that ends a request or may lack blocks.
+    """Return a leap: the next iterations, computed at once. None of them ends a request or may lack blocks.
 
-    Returns None if the leap would have fewer than two iterations (SHORTEST), steps are not in lockstep, an active
-    request does not generate in every step, or a request is queued. The iterations of a leap are the same as
-    if the loop ran them one by one.
+    Returns None if the leap would have fewer than two iterations (SHORTEST), an active request does not generate in
+    every step, or a request is queued. Also returns None if steps are not in lockstep. In lockstep, each step is
+    read before the next one is launched. The iterations of a leap are the same as if the loop ran them one by one.
     """
     requests = loop.active.in_order
     if loop.limits.window_depth > 1 or loop.window or not requests or len(requests) > loop.limits.max_batch_size:
@@ -74,7 +74,10 @@ def possible_leap(loop: GenerationLoop, backend: SimulatedBackend) -> Leap | Non
 
 
 def carry_out(leap: Leap, count: int, loop: GenerationLoop, backend: SimulatedBackend) -> None:
-    """Advance the engine by the first `count` iterations of the leap. Mutates requests, blocks, backend and clock."""
+    """Advance the engine by the first `count` precomputed iterations of `leap`.
+
+    Mutates requests, blocks, backend and clock.
+    """
     if not count:
         return
     loop.kv.claim_tokens(leap.requests, count)

@@ -54,8 +54,8 @@ class LogBook:
     def gaps(self) -> tuple[np.ndarray, np.ndarray]:
         """Return (seconds [k], counts [k]): the times between successive tokens of the same request, for all requests.
 
-        `counts` has the number of occurrences of each time. If an entry repeats a time, its count is added to the
-        counts of the other entries.
+        counts[i] is a number of occurrences of the time seconds[i]. Several entries may have the same time. The sum
+        of their counts is then the total number of occurrences of this time.
         """
         return self._gaps[:self._used], self._counts[:self._used]
 

@@ -43,7 +43,10 @@ class Replica:
 
     @property
     def next_s(self) -> float:
-        """Start of the next iteration after the pending leap (iterations computed at once), in virtual seconds."""
+        """Start of the first iteration after the pending leap, in virtual seconds; without a leap, the time now.
+
+        A leap is a group of iterations that are computed together.
+        """
         return self.clock.now if self._leap is None else self._leap.end_s
 
     @property

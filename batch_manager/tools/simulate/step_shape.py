@@ -61,8 +61,9 @@ def shared_tokens(found: np.ndarray) -> int:
 def shapes_of_trace(iterations: Iterable[IterationTrace]) -> Iterator[tuple[IterationTrace, StepShape]]:
     """Yield each iteration of a trace with the shape of the step that it launched.
 
-    A trace does not record the cached tokens of a generating request. This function adds one token per generation step
-    to the cached tokens after the last chunk of the prompt, or to 0 if the prompt is not in the trace.
+    A trace does not record the number of cached tokens of a generating request. This function computes it. The
+    number starts at the end of the last context chunk, or at 0 if the prompt is not in the trace. Each generation
+    step, including the current one, adds one token.
     """
     cached: dict[int, int] = {}
     found: dict[int, int] = {}

@@ -59,8 +59,9 @@ class Study:
 
         files   output files of the command; `run` opens the trace file of --trace through this object
 
-        Raises ConfigError for settings that a manager would refuse, OSError if the trace cannot be written, and
-        InputError for an invalid size of the pool, or if the workload cannot be read with a swept request rate.
+        Raises ConfigError for settings that a manager would refuse, and OSError if the trace cannot be written. A
+        sweep over request rates reads the workload again for each simulation. Raises InputError if the workload
+        cannot be read, or if the size of the KV cache pool is invalid.
         """
         options = self._options
         trace = None if options.trace is None else TraceWriter(files.open(options.trace, "wb"))

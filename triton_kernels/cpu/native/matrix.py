@@ -1,4 +1,4 @@
-"""A matrix in the layout of the compiled products."""
+"""A weight matrix, packed in the layout that the compiled C code for matrix products reads."""
 
 import numpy as np
 import torch
