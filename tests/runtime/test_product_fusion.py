@@ -198,7 +198,7 @@ def test_what_is_asked_of_each_product():
 def test_a_product_is_not_added_to_the_rows_that_it_multiplies():
     with pytest.raises(NotRecordableError, match="it adds a product to the rows that it multiplies"):
         recorded(lambda x: x.multiplied(matrix(12, 12), 12, adds_to=x))
-    with pytest.raises(NotRecordableError, match="one of its matrices is not stored as a plain tensor"):
+    with pytest.raises(NotRecordableError, match="it multiplies by a matrix that is not stored as a plain tensor"):
         recorded(lambda x: x.multiplied(None, 12))
 
 
