@@ -111,7 +111,7 @@ def test_a_refused_output_ends_the_others_of_its_call_at_once():
             await until_idle(service)
         assert service.engine.health()["iterations"] < 2000
 
-    run(test)
+    run(test, step_seconds=0.001)
 
 
 @pytest.mark.parametrize("read", [whole, events])
@@ -125,7 +125,7 @@ def test_an_output_that_a_stop_string_ended_generates_no_further_while_others_do
     async def test(service):
         await read(service, prompt=[[5], [6]], max_tokens=2000, stop="village", ignore_eos=True)
 
-    run(test, script=script)
+    run(test, script=script, step_seconds=0.001)
     assert computed[5] >= 2000 and computed[6] < 1000
 
 
