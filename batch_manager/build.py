@@ -163,9 +163,10 @@ def pool_fits_running_ahead(kv_cache_manager: KvCacheManager, limits: Limits) ->
     ahead, lockstep = window.most_held, replace(window, unread_steps=0).most_held
     refused = [width for width in range(1, limits.max_beam_width + 1) if lockstep * width <= num_blocks < ahead * width]
     if refused and window.slides:
-        log.warning("run_ahead is switched off: with this attention window a request of %d beams needs up to %d KV "
-                    "cache blocks when it runs ahead and %d otherwise; the pool has %d", refused[0],
-                    ahead * refused[0], lockstep * refused[0], num_blocks)
+        log.warning("run_ahead is switched off: with this attention window a request of beam width %d needs up "
+                    "to %d KV cache blocks with run_ahead and %d without it; the pool has %d; to keep "
+                    "run_ahead on, raise KvCacheConfig.max_tokens",
+                    refused[0], ahead * refused[0], lockstep * refused[0], num_blocks)
         return False
     return True
 

@@ -237,5 +237,5 @@ def watch_worker(control: WorkerControl) -> None:
             reported_beat = beat_at
             stacks = "\n".join(f"thread {thread}:\n{''.join(traceback.format_stack(frame))}"
                                for thread, frame in sys._current_frames().items())
-            log.error("no heartbeat of the worker for %.0f s; it is in: %s\n%s", seconds, control.heartbeat.activity,
-                      stacks)
+            log.error("no heartbeat of the worker for %.0f s; the worker's activity is %s; the stacks of all threads "
+                      "are\n%s", seconds, control.heartbeat.activity, stacks)

@@ -76,7 +76,9 @@ class Engine:
         """Raise if the engine is not healthy. Ray then replaces the replica."""
         health = self._engine.health()
         if health["state"] != "RUNNING" or health["is_hanging"]:
-            raise RuntimeError(f"the engine is {health['state']}, activity {health['activity']}: {health['failure']}")
+            raise RuntimeError(f"the state of the engine is {health['state']}, is_hanging is {health['is_hanging']}, "
+                               f"the activity is {health['activity']!r}, and the failure is {health['failure']!r}; "
+                               "expected the state RUNNING, and is_hanging False")
 
     def record_routing_stats(self) -> dict[str, float]:
         latest = self._latest

@@ -48,8 +48,8 @@ def refuse_large_blocks(spec: HeadLayout, tokens_per_block: int, dtype: torch.dt
                if size < tokens_per_block and shared_bytes(size) <= limits.shared_bytes]
     narrow = "a dtype of two bytes" if dtype.itemsize > 2 else "the CPU"
     raise ConfigError(
-        f"KvCacheConfig.tokens_per_block is {tokens_per_block}: with {group} query heads of {spec.head_size} entries "
-        f"per kv head in {str(dtype).removeprefix('torch.')}, a program of attention takes "
+        f"KvCacheConfig.tokens_per_block is {tokens_per_block}: with {group} query heads per kv head, a head size of "
+        f"{spec.head_size} and {str(dtype).removeprefix('torch.')}, a thread block of the attention kernel takes "
         f"{shared_bytes(tokens_per_block):,} bytes of shared memory",
-        f"{device_name} has {limits.shared_bytes:,} bytes for a program",
+        f"{device_name} has {limits.shared_bytes:,} bytes for a thread block",
         f"lower tokens_per_block to at most {smaller[-1]}, or use {narrow}" if smaller else f"use {narrow}")

@@ -316,8 +316,8 @@ class FixedTileAttention(TorchPagedAttention):
                          for (product, rows, others), whole in zip(kinds, expected))
         if not counts[height] or not rows_agree:
             raise ConfigError(
-                f"deterministic is set, but in attention's products of {counted(height, 'row')} on "
-                f"{counted(torch.get_num_threads(), 'thread')} of this machine, the bits of a row depend on its index",
+                "deterministic is set, but the bits of a row depend on its index in attention's matrix products of "
+                f"{counted(height, 'row')} on {counted(torch.get_num_threads(), 'thread')} of this machine",
                 "expected the same bits at every row index", "try another num_threads, or turn deterministic off")
         lower = [1 << power for power in range(height.bit_length()) if self.group <= 1 << power < height]
         for rows_height in [self.group, *lower]:

@@ -288,7 +288,8 @@ def _environment() -> Any:
 
     def _check_name(name: object) -> None:
         if not isinstance(name, str) or name.startswith("_"):
-            raise jinja2.sandbox.SecurityError(f"{name!r:.60} is not a valid namespace attribute")
+            raise jinja2.sandbox.SecurityError(f"{name!r:.60} is not a valid namespace attribute, expected a string "
+                                               "without a leading underscore")
 
     def raise_exception(message: object) -> None:
         raise jinja2.TemplateError(str(message))

@@ -29,9 +29,9 @@ _SPECIAL_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "un
 
 # Architectures whose metadata does not fully describe the tokenizer -> what the tokenizer does that is missing.
 _INCOMPLETE_METADATA = {
-    "gemma": "merges in an order that the file does not record",
-    "gemma2": "merges in an order that the file does not record",
-    "gemma3": "merges in an order that the file does not record",
+    "gemma": "merges tokens in an order that the file does not record",
+    "gemma2": "merges tokens in an order that the file does not record",
+    "gemma3": "merges tokens in an order that the file does not record",
     "phi3": "has special tokens that absorb spaces, which the file does not record"}
 
 
@@ -108,8 +108,8 @@ def load_gguf_tokenizer(path: str | os.PathLike) -> Any:
         raise metadata.fault("tokenizer.ggml.model", f"{BYTE_LEVEL!r} or {SENTENCE_PIECE!r}")
     architecture = metadata.text("general.architecture")
     if architecture in _INCOMPLETE_METADATA:
-        raise metadata.fault("general.architecture", "an architecture whose tokenizer the file describes; this one "
-                             f"{_INCOMPLETE_METADATA[architecture]}")
+        raise metadata.fault("general.architecture", "an architecture whose tokenizer the file describes; the "
+                             f"tokenizer of this one {_INCOMPLETE_METADATA[architecture]}")
     tokens, kinds = metadata.vocabulary()
     try:
         if model == BYTE_LEVEL:
@@ -134,7 +134,8 @@ def load_gguf_tokenizer(path: str | os.PathLike) -> Any:
     except ConfigError:
         raise
     except Exception as error:    # the library raises a plain Exception, for example for a merge of unknown tokens
-        raise ConfigError(f"{metadata.where}: tokenizers rejects its vocabulary: {printable(str(error)[:300])}",
+        raise ConfigError(f"{metadata.where}: the library tokenizers rejects the vocabulary of this file: "
+                          f"{printable(str(error)[:300])}",
                           "expected a vocabulary and merges that match", "download the file again") from error
     return tokenizer
 
@@ -205,8 +206,9 @@ def _sentence_piece(metadata: "_Metadata", tokens: list[str], kinds: list[int]) 
               if kind in (CONTROL, USER_DEFINED) and n not in special]
     if begins_with_space and within:
         # Original tokenizers differ in whether they add this space.
-        raise metadata.fault("tokenizer.ggml.add_space_prefix", "false, because the file does not specify whether text "
-                             f"after the token {within[0]!r:.60} also gets a space", "true or missing")
+        raise metadata.fault("tokenizer.ggml.add_space_prefix", "false, because the file does not specify whether "
+                             f"the space prefix also precedes text after the token {within[0]!r:.60}",
+                             "true or missing")
     unknown = metadata.token_id("tokenizer.ggml.unknown_token_id", len(tokens))
     if unknown is None:
         unknown = next((n for n, kind in enumerate(kinds) if kind == UNKNOWN), None)
@@ -261,7 +263,7 @@ class _Metadata:
         if type(number) is int and number > 0:
             raise ConfigError(f"{self.where} is shard {number + 1} of a model",
                               "expected the first shard, which has the metadata",
-                              "pass the file in the same folder whose name contains -00001-of-")
+                              "pass the file with -00001-of- in its name, from the same folder")
 
     def fault(self, key: str, expected: str, found: str | None = None) -> ConfigError:
         if found is None:
@@ -297,7 +299,8 @@ class _Metadata:
     def numbers(self, key: str, count: int) -> np.ndarray:
         array = self.values.get(key)
         if not isinstance(array, GgufArray) or array.kind in ("text", "bool") or array.count != count:
-            raise self.fault(key, f"{counted(count, 'number')}, one per token")
+            raise self.fault(key, f"{counted(count, 'number')}, one per token",
+                             repr(array) if isinstance(array, GgufArray) else None)
         return read_gguf_array(self.header, key)
 
     def vocabulary(self) -> tuple[list[str], list[int]]:
@@ -309,10 +312,12 @@ class _Metadata:
         tokens = self.texts(key)
         if not tokens or len(set(tokens)) != len(tokens) or not all(0 < len(token) <= LONGEST_TOKEN
                                                                       for token in tokens):
-            raise self.fault(key, f"unique tokens of 1 to {LONGEST_TOKEN:,} characters", "a list with other entries")
+            raise self.fault(key, f"unique tokens of 1 to {LONGEST_TOKEN:,} characters",
+                             "an empty list, or a list with an empty, repeated or too long token")
         if "tokenizer.ggml.token_type" not in self.values:
             raise self.fault("tokenizer.ggml.token_type", "the type of each token")
         kinds = self.numbers("tokenizer.ggml.token_type", len(tokens)).tolist()
-        if not set(kinds) <= {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE}:
-            raise self.fault("tokenizer.ggml.token_type", f"types from {NORMAL} to {BYTE}", "a list with other entries")
+        if unknown := set(kinds) - {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE}:
+            raise self.fault("tokenizer.ggml.token_type", f"types from {NORMAL} to {BYTE}",
+                             f"a list with the entry {min(unknown)}")
         return tokens, kinds

@@ -136,7 +136,7 @@ class Sampling:
             token_id = plain_integer(token)
             if token_id is None:
                 raise InvalidRequestError(f"stop_token_ids has a value of type {type_name(token)}",
-                                          "expected a list of token ids", "pass strings as stop")
+                                          "expected a list of token ids", "pass strings in the option stop")
             ids.append(token_id)
         return ids
 

@@ -340,8 +340,8 @@ def _maker(tokenizer: Any, skips: bool, rules: list[Rule], token_of: Callable[[i
         pieces = Pieces(rule, token_of, is_special if skips else lambda *_: False)
         if agrees(pieces, decode, sample):
             return partial(text_of, pieces)
-    log.warning("text: a %s cannot be detokenized incrementally; each text arrives at once, when it is finished",
-                type_name(tokenizer))
+    log.warning("text: tokens of a %s cannot be detokenized incrementally; each text arrives in one piece, when it "
+                "is finished", type_name(tokenizer))
     try:
         decode([])
     except Exception as error:

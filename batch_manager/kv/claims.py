@@ -282,7 +282,7 @@ def rewind(requests: Sequence[LlmRequest], num_tokens: int | Sequence[int], sequ
         refuse(partly_filled[np.array(is_shared, np.bool_)],
                "expected a last block that is full, or that the beams do not share")
     if len(set(slots.tolist())) < len(slots):
-        raise InternalError("a rewind has the same request twice", "each request occurs once")
+        raise InternalError("a rewind has the same request twice", "expected each request once")
 
     for index in np.flatnonzero(ends < sequences.ends[slots]).tolist():
         table = sequences.table(requests[index])

@@ -300,7 +300,7 @@ class KvCacheManager:
                                 f"{counted(self.window.size, 'token')}", "expected a window of max_seq_len")
         if (ends > sequences.last_blocks[slots]).any():
             raise InternalError(f"a step claims {counted(tokens, 'token')} at once, beyond the end of a request",
-                                "expected no more blocks than its final length needs")
+                                "expected no more blocks than the request's final length needs")
         counts = ends - sequences.ends[slots]
         growing = counts > 0
         if self.pool.has_timed_priorities:
@@ -415,8 +415,8 @@ class KvCacheManager:
             raise InternalError(
                 f"{generation[index]} claims {counted(drafts[index], 'draft')} after "
                 f"{counted(lengths[index], 'token')}",
-                f"expected 0 to {counted(self.window.max_draft_len, 'draft')} within the "
-                f"{counted(last[index], 'block')} of its final length")
+                f"expected 0 to {counted(self.window.max_draft_len, 'draft')}, all in the "
+                f"{counted(last[index], 'block')} that the request has at its final length")
         counts = ends - self.sequences.ends[slots]
         growing = counts > 0
         return grown, counts[growing], slots[growing]

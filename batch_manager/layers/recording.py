@@ -190,7 +190,8 @@ class Recording:
         # A product reads whole vectors. If the width is not a multiple of a vector, it reads past the last column,
         # where numbers must be finite: zero padding or other columns of a register. The input has no padding.
         if (rows.register == 0 or rows.column % INPUTS_ALIGNED) and rows.width % INPUTS_ALIGNED:
-            raise NotRecordableError(f"it multiplies {rows.width} columns, not a multiple of {INPUTS_ALIGNED}; they "
+            raise NotRecordableError(f"the input of one of its products has {rows.width} columns, not a multiple of "
+                                     f"{INPUTS_ALIGNED}, and these columns "
                                      f"{'have no padding' if rows.register == 0 else 'are not aligned'}")
         result = self.register(outputs) if adds_to is None else adds_to
         self.kept.append(matrix)
@@ -263,7 +264,8 @@ class RecordedAttention:
         expected = ((query, self._query_heads), (key, self._kv_heads), (value, self._kv_heads))
         if not all(isinstance(rows, Rows) and rows.heads == heads and rows.size == self._size
                    for rows, heads in expected):
-            raise NotRecordableError("its attention does not get recorded rows that are split into heads")
+            raise NotRecordableError("it calls attention with a query, key or value that is not hidden states viewed "
+                                     "as [tokens, heads, head size]")
         return query.recording.attention(layer, query, key, value, rotary, self._layers[layer], self._sink, sink_logits)
 
 

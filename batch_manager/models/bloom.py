@@ -58,7 +58,8 @@ class Bloom:
         refuse_windows(config, num_layers)
         refuse_rope_scaling(config)
         if not config.flag("alibi", True):
-            raise config.fault("alibi", "true or no value, because this architecture has no other positions")
+            raise config.fault("alibi", "true or no value, because this architecture has no other encoding of "
+                                        "positions")
         # These two make transformers multiply in slices, without the biases after attention and the MLP.
         if config.flag("slow_but_exact", False) and config.count("pretraining_tp", 1) > 1:
             raise config.fault("slow_but_exact", "false, because pretraining_tp is above 1")

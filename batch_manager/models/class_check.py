@@ -38,8 +38,8 @@ def refuse_wrong_class(model_class: object) -> None:
         try:
             re.compile(pattern)
         except re.error as fault:
-            raise ConfigError(f"{name}.harmless_tensors contains {shown(pattern)}",
-                              f"expected valid regular expressions ({fault})", "") from None
+            raise ConfigError(f"{name}.harmless_tensors contains {shown(pattern)}, which is not valid ({fault})",
+                              "expected regular expressions", "") from None
     deterministic = getattr(model_class, "deterministic", False)
     if not isinstance(deterministic, bool):
         raise ConfigError(f"{name}.deterministic is {shown(deterministic)}", "expected True or False", "")

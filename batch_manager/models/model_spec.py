@@ -231,7 +231,7 @@ def _not_understood(config: Fields, name: str) -> ModelLoadError:
     if name == "quantization_config":
         return config.fault(name, "unquantised weights, because quantised ones are not supported",
                             "use a checkpoint with weights in F32, F16 or BF16, or a GGUF file")
-    return config.fault(name, "only fields that the model class reads",
+    return config.fault(name, "no value, because the model class does not read this field",
                         "register a model class that reads the field and lists it in `understands`")
 
 
@@ -499,7 +499,8 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
                              f"expected one of {', '.join(KINDS)}",
                              "use a model with one of these types")
     if unknown:
-        raise rope.fault(unknown[0], "only fields that the engine reads")
+        raise rope.fault(unknown[0], "no value, because the engine does not read this field",
+                         "use a model without this field")
     if kind == "default":
         return RotaryParameters(theta=theta)
     if kind == "linear":
@@ -543,7 +544,8 @@ def rope_fields_by_kind(config: Fields) -> tuple[Fields, Fields]:
     by_kind = config.fields("rope_parameters", nothing)
     unknown = sorted(name for name in by_kind.values.keys() - {"full_attention", "sliding_attention"})
     if unknown:
-        raise by_kind.fault(unknown[0], "no value, because only full_attention and sliding_attention are known here")
+        raise by_kind.fault(unknown[0], "no value, because this architecture has only full_attention and "
+                                        "sliding_attention in rope_parameters")
     older = config.fields("rope_scaling", nothing)
     if older.values and by_kind.values:
         raise config.fault("rope_scaling", "null, because the file has rope_parameters")

@@ -293,8 +293,8 @@ class Admission:
         except TypeError:
             raise InvalidRequestError("logits_post_processor cannot be called with three arguments",
                                       "it is called with (request_id, logits, token_ids)",
-                                      "give it these parameters and no stream: on a GPU the engine's stream is "
-                                      "current") from None
+                                      "give it these three parameters; a parameter for the CUDA stream is not "
+                                      "needed, because the engine's stream is the current one") from None
         return given
 
     def _decide(self, request_id: int, raw: _RawRequest) -> Admitted:

@@ -101,8 +101,9 @@ def _integers(name: str, values: Any) -> list[int]:
     try:
         array = np.asarray(values)
     except ValueError:                         # lists of different lengths
-        raise InvalidRequestError(f"{name} is not a row of integers", "token ids must be integers",
-                                  "pass the tokens of the responses") from None
+        raise InvalidRequestError(f"{name} mixes numbers and lists, or holds lists of different lengths",
+                                  "expected a flat list, or an array whose leading dimensions are 1",
+                                  "pass the tokens of one sequence in a list") from None
     if array.size and array.dtype.kind not in "iu":
         raise InvalidRequestError(f"{name} holds {array.dtype}", "token ids must be integers",
                                   "pass the tokens of the responses")

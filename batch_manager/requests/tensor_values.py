@@ -69,7 +69,8 @@ class Bound:
             raise InvalidRequestError(f"the number of elements of {name} is {size:,}", self.reason, f"shorten {name}")
         if num_bytes > self.num_bytes:
             raise InvalidRequestError(
-                f"{name} has {counted(num_bytes, 'byte')} and the request's other tensors leave {self.num_bytes:,}",
+                f"{name} has {counted(num_bytes, 'byte')} and the request's other tensors leave {self.num_bytes:,} "
+                "for it",
                 "all tensors together must fit into max_request_bytes", "send less, or raise max_request_bytes")
 
 

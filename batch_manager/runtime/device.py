@@ -37,8 +37,9 @@ def resolve_device(name: str | None) -> torch.device:
         index = torch.cuda.current_device()
     if index >= count:
         raise ConfigError(f"device is {name!r}, but torch finds {counted(count, 'GPU')}",
-                          "expected a GPU that torch finds",
-                          'use device="cpu", or install a driver and a build of torch that find the GPU')
+                          "expected a GPU that torch finds; the first GPU has number 0",
+                          'use another GPU, use device="cpu", or install a driver and a build of torch that find the '
+                          'GPU')
     return torch.device("cuda", index)
 
 

@@ -196,9 +196,9 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                 f"no memory is left for a step and the state of {state}: "
                 + (error.fact if isinstance(error, ConfigError) else first_line(error)),
                 "a step of the largest batch must fit in addition to the weights and the KV cache",
-                "lower max_num_sequences, max_batch_size or max_beam_width, KvCacheConfig.free_gpu_memory_fraction "
-                "or KvCacheConfig.max_tokens") from error
-        raise ConfigError(f"the warm-up of the loaded model, with room for {state}, raised {first_line(error)}",
+                "lower max_num_sequences, max_batch_size, max_beam_width, KvCacheConfig.free_gpu_memory_fraction or "
+                "KvCacheConfig.max_tokens") from error
+        raise ConfigError(f"the warm-up of the loaded model, for up to {state}, raised {first_line(error)}",
                           "the model must run a step before it serves requests", "see the exception above") from error
     return backend
 
@@ -347,7 +347,7 @@ class NativeBackend:
             case BlockClear():
                 clear_block(self._pool, operation.block_id, operation.first_token)
             case AdapterLoad():
-                raise NotImplementedError("adapters are not built yet in this version")
+                raise NotImplementedError("this version does not support adapters yet")
 
     def memory_usage(self) -> MemoryUsage:
         return MemoryUsage(gpu=self._allocated.num_bytes(), cpu=self._host_bytes,

@@ -31,8 +31,8 @@ def may_compile(params: TrtGptModelOptionalParams, device: torch.device,
     """
     obstacle = _obstacle(params, device, attention_factory)
     if obstacle and params.cpu_compile:
-        raise ConfigError(f"cpu_compile is True, but {obstacle}", "compiled steps need a CPU with a C compiler and the "
-                          "package's own attention, without `deterministic`",
+        raise ConfigError(f"cpu_compile is True, but {obstacle}", "compiled steps need a CPU, a C compiler, the "
+                          "package's own attention and deterministic=False",
                           "leave cpu_compile unset to run steps in torch")
     if obstacle and device.type == "cpu" and params.cpu_compile is None:
         log.info("steps run in torch: %s", obstacle)
@@ -70,7 +70,7 @@ def compile_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, kv_
     Raises    NotRecordableError, with the reason why the model runs in torch
     """
     if loaded.dtype not in TYPES:
-        raise NotRecordableError(f"it computes in {loaded.dtype}")
+        raise NotRecordableError(f"it computes in {loaded.dtype}, not in {' or '.join(map(str, TYPES))}")
     if spec.head_size > LARGEST_HEAD:
         raise NotRecordableError(f"its head_size is {spec.head_size}, above {LARGEST_HEAD}")
     recorded = RecordedAttention((spec.num_heads, spec.num_kv_heads, spec.head_size), spec.attention, sink)

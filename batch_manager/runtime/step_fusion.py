@@ -94,5 +94,5 @@ def _compare(fused: FusedStep, loaded: LoadedModel, attention: Attention, upload
     for found_rows, expected_rows in zip(found.split(COMPARED_AT_ONCE), expected.split(COMPARED_AT_ONCE)):
         difference = describe_difference(found_rows, expected_rows, TOLERANCES[loaded.dtype])
         if difference:
-            raise WrongStepError(f"a first step of {counted(step.num_tokens, 'token')} differs from the model's "
-                                 f"{difference}")
+            raise WrongStepError(f"the fused results of a first step of {counted(step.num_tokens, 'token')} differ "
+                                 f"from the model's own results {difference}")

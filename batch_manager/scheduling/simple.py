@@ -25,8 +25,8 @@ class SimpleScheduler(RequestScheduler):
             self.capacity_scheduler, "schedule_request", self.capacity_scheduler.schedule_request(active_requests),
             (2, 3), "(fitting requests, paused requests)")
         if any(elsewhere):
-            raise SchedulerContractError(self.capacity_scheduler, "schedule_request returned three lists, of which "
-                                                                  "the second is not empty")
+            raise SchedulerContractError(self.capacity_scheduler, "schedule_request returned three lists, and the "
+                                                                  "second has requests; expected it to be empty")
         fitting = plain_list(fitting, len(active_requests))
         context, generation, *sizes = _returned_by(
             self.micro_batch_scheduler, "schedule", self.micro_batch_scheduler.schedule(fitting, inflight_request_ids),

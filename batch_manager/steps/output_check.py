@@ -171,7 +171,9 @@ class StepOutputCheck:
             raise WrongOutputError(f"the output is of type {type_name(output)}, not a StepOutput")
         slots = _integers("slots", output.slots, INT32, expected.shape)
         if not np.array_equal(slots, expected):
-            raise WrongOutputError("`slots` differs from the slots of the batch in batch order")
+            row = int(np.flatnonzero(slots != expected)[0])
+            raise WrongOutputError(f"slots[{row}] is {slots[row]}, expected {expected[row]}, the slot of row {row} "
+                                   "of the batch")
         failures = {_slot(slot): _failure(failure) for slot, failure in _mapping("failures", output.failures).items()}
         requested = {slot: wants for slot in batch.slots() if slot not in failures and (wants := requested.get(slot))}
         hypotheses = _hypotheses(batch, output, requested)
@@ -182,7 +184,8 @@ class StepOutputCheck:
         finish = _integers("finish", output.finish, UINT8, slots.shape)
         judged = [row for slot, row in rows.row_of.items() if slot not in failures and slot not in hypotheses]
         if (finish[judged] > STOP_WORDS).any():
-            raise WrongOutputError("a finish code is not NOT_FINISHED, END_ID or STOP_WORDS")
+            raise WrongOutputError(f"a finish code is {finish[judged].max()}, expected NOT_FINISHED, END_ID or "
+                                   "STOP_WORDS")
 
         log_probs = output.log_probs
         if log_probs is not None:
@@ -284,8 +287,11 @@ def _row_starts(batch: ScheduledBatch, output: StepOutput, slots: np.ndarray, re
             shortest[row] = longest[row] = 0
         elif slot in requested and requested[slot].beam_width > 1:
             shortest[row] = longest[row] = requested[slot].beam_width
-    if ((lengths < shortest) | (lengths > longest)).any():
-        raise WrongOutputError("a row has too few or too many tokens")
+    is_wrong = (lengths < shortest) | (lengths > longest)
+    if is_wrong.any():
+        row = int(is_wrong.argmax())
+        raise WrongOutputError(f"the number of tokens of row {row} is {lengths[row]}, expected {shortest[row]} to "
+                               f"{longest[row]}")
     return np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
 
 
@@ -298,7 +304,8 @@ def _parents(batch: ScheduledBatch, output: StepOutput, rows: _Rows, num_tokens:
     parents = _integers("parents", output.parents, INT32, (num_tokens,))
     first_tokens = {work.slot for work in batch.context}
     for slot in searching:
-        _check_beams(1 if slot in first_tokens else rows.requested[slot].beam_width, parents[rows.of(slot)])
+        _check_beams("parents", 1 if slot in first_tokens else rows.requested[slot].beam_width,
+                     parents[rows.of(slot)])
     return parents
 
 
@@ -317,10 +324,14 @@ def _hypotheses(batch: ScheduledBatch, output: StepOutput,
         if wants is None or wants.beam_width == 1 or slot not in num_tokens:
             if slot in output.failures:
                 continue
-            raise WrongOutputError("hypotheses has a slot without beams, or without a row in the batch")
+            raise WrongOutputError(f"hypotheses contains slot {_slot(slot)}, expected only slots with a row in the "
+                                   "batch and a beam_width above 1")
         width, longest = wants.beam_width, num_tokens[slot] + 1 - wants.prompt_length
         if type(results) not in (tuple, list) or not 1 <= len(results) <= width:
-            raise WrongOutputError(f"the results of a search are not a list or tuple of 1..{width} hypotheses")
+            found = (f"hold {len(results)} values" if type(results) in (tuple, list) else
+                     f"are of type {type_name(results)}")
+            raise WrongOutputError(f"the results of a beam search {found}, expected a list or tuple of 1..{width} "
+                                   "hypotheses")
         checked[int(slot)] = tuple(_hypothesis(result, width, longest) for result in results)
     return checked
 
@@ -336,12 +347,13 @@ def _hypothesis(given: Hypothesis, width: int, longest: int) -> Hypothesis:
     if len(shape) != 1 or shape[0] > longest:
         raise WrongOutputError(f"tokens of a hypothesis have shape {shape}, expected at most ({longest},)")
     rows = _integers("rows of a hypothesis", given.rows, INT32, shape)
-    _check_beams(width, rows)
-    _check_beams(1, rows[:1])
+    _check_beams("rows of a hypothesis", width, rows)
+    _check_beams("the first entry of rows of a hypothesis", 1, rows[:1])
     if not isinstance(given.finish, Integral) or given.finish not in (END_ID, STOP_WORDS, LENGTH):
         raise WrongOutputError("the finish code of a hypothesis is not END_ID, STOP_WORDS or LENGTH")
     if not isinstance(given.cum_log_prob, Real) or given.cum_log_prob != given.cum_log_prob:
-        raise WrongOutputError("the cum_log_prob of a hypothesis is NaN or of a wrong type")
+        found = "NaN" if isinstance(given.cum_log_prob, Real) else f"of type {type_name(given.cum_log_prob)}"
+        raise WrongOutputError(f"the cum_log_prob of a hypothesis is {found}, expected a number")
     return Hypothesis(_integers("tokens of a hypothesis", given.tokens, INT32, shape), float(given.cum_log_prob),
                       _numbers("log_probs of a hypothesis", given.log_probs, shape), rows, int(given.finish))
 
@@ -367,8 +379,8 @@ def _slot(slot: int) -> int:
 def _failure(failure: RowFailure) -> RowFailure:
     if (not isinstance(failure, RowFailure) or not isinstance(failure.code, ErrorCode)
             or not isinstance(failure.message, str)):
-        raise WrongOutputError(f"failures holds a value of type {type_name(failure)}, not a RowFailure with a "
-                                   "code and a text")
+        raise WrongOutputError(f"failures holds a value of type {type_name(failure)}, expected a RowFailure whose "
+                               "code is an ErrorCode and whose message is a str")
     return failure
 
 
@@ -399,6 +411,6 @@ def _numbers(name: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
     return values.astype(np.float32, copy=False)
 
 
-def _check_beams(bound: int, beams: np.ndarray) -> None:
-    if ((beams < 0) | (beams >= bound)).any():
-        raise WrongOutputError(f"a beam in `parents` or in `rows` of a hypothesis is outside 0..{bound - 1}")
+def _check_beams(name: str, bound: int, beams: np.ndarray) -> None:
+    if (wrong := (beams < 0) | (beams >= bound)).any():
+        raise WrongOutputError(f"a beam in {name} is {beams[wrong][0]}, expected 0..{bound - 1}")

@@ -90,8 +90,8 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
             raise ComparisonError(f"{path} cannot be read: {error}; expected a result as JSON") from error
         missing = {"peer", *SAME_IN_ALL} - (result.keys() if isinstance(result, dict) else set())
         if missing:
-            raise ComparisonError(f"{path} has no {', '.join(sorted(missing))}; expected a result of "
-                                  "batch-manager bench")
+            raise ComparisonError(f"{path} does not have the fields {', '.join(sorted(missing))}; expected a result "
+                                  "of batch-manager bench; name another file")
         if result.get("wrong_length"):
             raise ComparisonError(f"{path} has {result['wrong_length']} outputs of the wrong length; expected none; "
                                   "measure again")
@@ -125,7 +125,8 @@ def compare(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]],
         ratios = [a / b if figure in RATES else b / a for a, b in zip(ours, theirs, strict=True)]
         comparisons.append(Comparison(figure, median(ours), median(theirs), tuple(ratios)))
     if not comparisons:
-        raise ComparisonError(f"no figure of {', '.join(figures)} is positive in all runs")
+        raise ComparisonError(f"no figure is positive in all runs; expected one of {', '.join(figures)}; "
+                              "measure again with batch-manager bench")
     return comparisons
 
 
@@ -203,8 +204,8 @@ def _compare_sides(options: argparse.Namespace, is_apart: bool, after: Sequence[
         side_a, side_b = options.files, [*map(Path, after)]
     if not side_a or not side_b or (len(side_b) > 1 and not is_apart):
         given = f"{len(side_a)} before -- and {len(side_b)} after" if is_apart else f"{len(options.files)}"
-        raise ComparisonError(f"the number of files is {given}; expected two files, or files of A, --, files of B; "
-                              "batch-manager compare --help shows examples")
+        raise ComparisonError(f"the number of files is {given}; expected two files, or the files of A before -- and "
+                              "the files of B after it; batch-manager compare --help shows examples")
     report = compared(side_a, side_b, anyway=options.anyway,
                       figures=options.figure or tuple(SIDE_FIGURES), foreign_cores=options.foreign)
     if options.out is not None:

@@ -94,7 +94,8 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--plain", action="store_true", help="print lines in a terminal too")
     options = parser.parse_args(argv)
     if (options.file is None) == (options.url is None):
-        parser.error("a file of statistics or --url is needed; pass one of them")
+        parser.error("neither a file of statistics nor --url was given; pass one of them" if options.file is None else
+                     "a file of statistics and --url were both given; expected only one of them; leave one out")
     if options.file is not None and (reason := why_not_watchable(options.file)):
         parser.error(reason)
     if options.count < 0:

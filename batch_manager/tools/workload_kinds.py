@@ -163,7 +163,7 @@ def _write_drawn(of_side: Callable[[argparse.Namespace, str], LengthDistribution
         _check("--num-requests", options.num_requests, 1 <= options.num_requests <= MOST_REQUESTS,
                f"1 to {MOST_REQUESTS}")
         _check("--request-rate", options.request_rate, 0 <= options.request_rate < math.inf,
-               "requests/s, or 0 for all at once")
+               "0 or more requests/s; 0 is all at once")
         _check("--random-seed", options.random_seed, options.random_seed >= 0, "at least 0")
         _check("--shared-prefix", options.shared_prefix, options.shared_prefix >= 0, "at least 0")
         _write(make_workload(
@@ -258,7 +258,8 @@ def _check_kind(options: argparse.Namespace, format: str) -> None:
     right = {"": options.kind, "texts": "dataset", "dataset": "dataset", "workload": "dataset"}.get(format, "trace")
     if right != options.kind:
         raise DatasetError(options.file, f"the format is {format}",
-                           f"workload {options.kind} reads other formats", f"use batch-manager workload {right}")
+                           f"`batch-manager workload {options.kind}` reads other formats",
+                           f"use `batch-manager workload {right}`")
 
 
 def _print_trace_summary(count: int, options: argparse.Namespace) -> None:

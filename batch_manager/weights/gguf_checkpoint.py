@@ -72,8 +72,8 @@ def _read_shards(first: CheckpointFile) -> list[GgufHeader]:
     for shard in headers:
         for tensor in shard.tensors:
             if tensor in seen:
-                raise ModelLoadError(f"{shown(tensor)} is in {seen[tensor]} and again in {shard.file}",
-                                     "expected every tensor in one file", CONVERT)
+                raise ModelLoadError(f"tensor {shown(tensor)} is in {seen[tensor]} and again in {shard.file}",
+                                     "expected each tensor in only one file", CONVERT)
             seen[tensor] = shard.file
     total = _number(header, "split.tensors.count")
     if total != len(seen):

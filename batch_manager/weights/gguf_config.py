@@ -237,7 +237,8 @@ def _head_size(metadata: Metadata, family: Family, width: int, heads: Heads) -> 
         raise metadata.fault("embedding_length", f"a multiple of the number of attention heads, {heads.queries}")
     if family.rotates and heads.size % 2:
         raise metadata.fault("attention.key_length" if given else "embedding_length",
-                             f"an even head size, not {heads.size}, because positions are rotary")
+                             ("" if given else "embedding_length / attention.head_count to be ")
+                             + f"an even head size, not {heads.size}, because positions are rotary")
     if family.head_dim:
         return {"head_dim": heads.size}
     if heads.size * heads.queries != width:
@@ -317,7 +318,8 @@ def _frequency_factors(metadata: Metadata, heads: Heads, factors: Callable[[str]
     """
     numbers = factors("rope_freqs.weight")
     if len(numbers) != heads.size // 2 or not all(MIN_NUMBER <= number <= MAX_NUMBER for number in numbers):
-        raise ModelLoadError(f"{metadata.where}: rope_freqs.weight contains {shown(numbers)}",
+        raise ModelLoadError(f"{metadata.where}: rope_freqs.weight contains {counted(len(numbers), 'number')}: "
+                             f"{shown(numbers)}",
                              f"expected a positive number for each of the {heads.size // 2} frequencies",
                              "convert the model again, with a newer tool")
     return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, "short_factor": numbers,

@@ -335,8 +335,8 @@ class _Reader:
         end, before = 0, ""
         for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
             if tensor.begin < end:
-                raise incomplete(self.where, f"tensor {shown(name)} begins at byte {tensor.begin:,}, before "
-                                             f"tensor {shown(before)} ends at byte {end:,}")
+                raise incomplete(self.where, f"tensor {shown(name)} begins at byte {tensor.begin:,}, but the tensor "
+                                             f"before it, {shown(before)}, ends at byte {end:,}")
             end, before = tensor.end, name
 
     # ------------------------------------------------------------------ bytes

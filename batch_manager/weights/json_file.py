@@ -59,7 +59,8 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     except ValueError as fault:         # from json, the UTF-8 decoder, and the two functions below
         raise ModelLoadError(f"{where} is not valid JSON ({fault})", "expected a JSON object", AGAIN) from None
     if not isinstance(value, dict):
-        raise ModelLoadError(f"{where} contains a value of type {type(value).__name__}", "expected a JSON object")
+        raise ModelLoadError(f"{where} has a value of type {type(value).__name__} at its top level",
+                             "expected a JSON object")
     return value
 
 

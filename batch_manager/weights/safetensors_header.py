@@ -69,7 +69,7 @@ def _stored(path: Path, name: str, fields: Fields) -> StoredTensor:
     begin, end = fields.counts("data_offsets", range(2, 3))
     if dtype in ELEMENT_BYTES and (size := math.prod(shape) * ELEMENT_BYTES[dtype]) != end - begin:
         raise incomplete(path, f"tensor {shown(name)} has shape {shape}, which takes {counted(size, 'byte')} in "
-                               f"{dtype}, but data_offsets {begin:,} and {end:,}")
+                               f"{dtype}, but its data_offsets are {begin:,} and {end:,}")
     return StoredTensor(dtype, tuple(shape), begin, end)
 
 

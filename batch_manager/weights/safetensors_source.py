@@ -158,8 +158,8 @@ class SafetensorsWeights:
             raise incomplete(file.path, str(fault)[:200]) from None
         for name, stored in tensors.items():
             if name in self._tensors:
-                raise ModelLoadError(f"{shown(name)} is in {self._tensors[name].path} and again in {file}",
-                                     "expected every tensor in one file", AGAIN)
+                raise ModelLoadError(f"tensor {shown(name)} is in {self._tensors[name].path} and again in {file}",
+                                     "expected no tensor in two files", AGAIN)
             self._tensors[name] = _Tensor(file.path, reader, stored)
 
     def _check(self, name: str, shape: Shape) -> None:
@@ -187,7 +187,8 @@ class SafetensorsWeights:
         try:
             found = tensor.reader.get_tensor(name)
         except (SafetensorError, OSError, ValueError, RuntimeError) as fault:
-            raise ModelLoadError(f"{tensor.path}: {name!r} cannot be read ({str(fault)[:200]})", *READABLE) from None
+            raise ModelLoadError(f"{tensor.path}: tensor {name!r} cannot be read ({str(fault)[:200]})",
+                                 *READABLE) from None
         stored = tensor.stored
         if tuple(found.shape) != stored.shape or found.dtype is not TORCH_DTYPES.get(stored.dtype, found.dtype):
             raise ModelLoadError(

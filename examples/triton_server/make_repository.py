@@ -118,7 +118,8 @@ def server_command(folder: Path, http_port: int, grpc_port: int, metrics_port: i
     backends = folder.with_name(folder.name + ".backends")
     stub = server / "python_backend_stubs" / python / "triton_python_backend_stub"
     if not stub.exists():
-        raise SystemExit(f"nvidia-pytriton has no stub for Python {python}; use a version in {stub.parents[1]}")
+        raise SystemExit(f"nvidia-pytriton has no Python backend stub for Python {python}; use a Python version that "
+                         f"has a folder in {stub.parents[1]}")
     (backends / "python").mkdir(parents=True, exist_ok=True)
     for file in (*(server / "backends" / "python").glob("*.*"), stub):
         link = backends / "python" / file.name

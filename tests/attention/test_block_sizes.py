@@ -118,9 +118,9 @@ def test_blocks_of_eight_tokens_are_refused_on_a_gpu_before_the_model_is_loaded(
 
 def test_blocks_that_do_not_fit_into_shared_memory_are_refused_by_their_size(build):
     with pytest.raises(ConfigError, match=re.escape(
-            "KvCacheConfig.tokens_per_block is 256: with 4 query heads of 256 entries per kv head in float32, a "
-            "program of attention takes 295,168 bytes of shared memory; cuda:0 (NVIDIA H100) has 232,448 bytes for a "
-            "program; lower tokens_per_block to at most 128, or use a dtype of two bytes")):
+            "KvCacheConfig.tokens_per_block is 256: with 4 query heads per kv head, a head size of 256 and float32, "
+            "a thread block of the attention kernel takes 295,168 bytes of shared memory; cuda:0 (NVIDIA H100) has "
+            "232,448 bytes for a thread block; lower tokens_per_block to at most 128, or use a dtype of two bytes")):
         build(256)
     for options in ({}, {"deterministic": True}):
         with pytest.raises(AssertionError, match="the checks are over"):

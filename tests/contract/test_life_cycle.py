@@ -247,7 +247,7 @@ def test_c19_a_worker_that_hangs_is_reported_once_with_all_stacks_and_not_killed
             time.sleep(0.01)
         time.sleep(0.3)
         health = manager.health()
-    assert len(caplog.records) == 1 and "block_here" in caplog.text and "it is in: send" in caplog.text
+    assert len(caplog.records) == 1 and "block_here" in caplog.text and "activity is send" in caplog.text
     assert health["is_hanging"] and health["activity"] == "send" and health["state"] == "RUNNING"
     gate.set()
     client.wait_for_finals(1, 2)

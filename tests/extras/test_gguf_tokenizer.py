@@ -255,11 +255,11 @@ TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
     ({**BYTES, TOKENS: [*BYTES[TOKENS][:-1], "x" * 1025]}, "unique tokens"),
     ({**BYTES, KINDS: None}, "token_type is missing"),
     ({**BYTES, KINDS: BYTES[KINDS][:-1]}, "one per token"),
-    ({**BYTES, KINDS: [*BYTES[KINDS][:-1], 7]}, "types from 1 to 6"),
+    ({**BYTES, KINDS: [*BYTES[KINDS][:-1], 7]}, "token_type is a list with the entry 7; expected types from 1 to 6"),
     ({**BYTES, "tokenizer.ggml.merges": None}, "merges is missing"),
     ({**BYTES, "tokenizer.ggml.merges": ["ab"]}, "merges is a list with the entry 'ab'; expected two tokens"),
     ({**BYTES, "tokenizer.ggml.merges": ["a b c"]}, "two tokens with a space"),
-    ({**BYTES, "tokenizer.ggml.merges": ["a zq\u00e9"]}, "tokenizers rejects its vocabulary"),
+    ({**BYTES, "tokenizer.ggml.merges": ["a zq\u00e9"]}, "the library tokenizers rejects the vocabulary of"),
     ({**BYTES, "tokenizer.ggml.add_bos_token": 1}, "add_bos_token is 1; expected true or false"),
     ({**BYTES, "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": None}, "bos_token_id is missing"),
     ({**BYTES, "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 10**6}, "a token id, 0.."),
@@ -269,7 +269,7 @@ TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
     ({**SENTENCES, "tokenizer.ggml.unknown_token_id": 10**6}, "unknown_token_id is 1000000"),
     ({**SENTENCES, "tokenizer.ggml.remove_extra_whitespaces": True}, "this text normalization is not supported"),
     ({**SENTENCES, TOKENS: [*SENTENCES[TOKENS], "<tool>"], KINDS: [*SENTENCES[KINDS], USER_DEFINED]},
-     "false, because the file does not specify whether text after the token '<tool>' also gets"),
+     "false, because the file does not specify whether the space prefix also precedes text after the token '<tool>'"),
 ], ids=lambda value: value.replace(" ", "-")[:40] if isinstance(value, str) else "")
 def test_what_is_not_known_or_broken_is_refused_by_name(tmp_path, values, message):
     path = write(tmp_path / "a.gguf", values)

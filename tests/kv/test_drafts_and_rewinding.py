@@ -70,7 +70,8 @@ def test_drafts_are_claimed_together_and_may_fill_several_blocks(make_request, s
 
 @pytest.mark.parametrize(("num_drafts", "complaint"), [
     ([4], "4 drafts after 3 tokens; expected 0 to 3 drafts"), ([-1], "-1 drafts after 3 tokens"),
-    ([3], "3 drafts after 3 tokens; expected 0 to 3 drafts within the 3 blocks of its final length"),
+    ([3], "3 drafts after 3 tokens; expected 0 to 3 drafts, all in the 3 blocks that the request has at its final "
+          "length"),
     ([1, 1], "for 1 request")])
 def test_drafts_that_nobody_reckons_with_are_not_claimed(make_request, start, num_drafts, complaint):
     kv = KvCacheManager(20, 2, 100, max_draft_len=3)

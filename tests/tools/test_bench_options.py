@@ -84,7 +84,7 @@ def test_names_of_others_are_names_of_ours(capsys):
     (["--sweep", "concurrency=2,2"], "repeats"), (["--sweep", "concurrency=2", "--concurrency", "2"], "both given"),
     (["--sweep", "concurrency=2", "--find-saturation"], "both given"),
     (["--sweep", "concurrency=1,2", "--sweep", "request_rate=3"],
-     "--sweep was given for concurrency and request_rate; expected one sweep; put all values of one name into it"),
+     "--sweep was given for concurrency and request_rate; expected one --sweep, which lists all values of one name"),
     (["--sweep", "concurrency=1", "--sweep=concurrency=2"], "given for concurrency and concurrency; expected one"),
     (["--sweep", "concurrency=2", "--stats-csv", "s.csv"], "both given"),
     (["--enable-exp-delays"], "without a rate"),

@@ -70,7 +70,7 @@ def test_sides_of_different_length_and_figures_that_nobody_has_are_refused():
     one = result(output_tok_s=1.0)
     with pytest.raises(ComparisonError, match="2 results of the first program and 1"):
         compare([one, one], [one])
-    with pytest.raises(ComparisonError, match="no figure of itl_ms_p50"):
+    with pytest.raises(ComparisonError, match="no figure is positive in all runs; expected one of itl_ms_p50;"):
         compare([one], [one], ["itl_ms_p50"])
 
 
@@ -78,7 +78,7 @@ def test_files_that_are_no_results_are_refused_by_name(tmp_path):
     bad = write(tmp_path, "bad", [result(output_tok_s=1.0, wrong_length=3), {"peer": "a"}])
     with pytest.raises(ComparisonError, match="3 outputs of the wrong length"):
         read_results(bad[:1])
-    with pytest.raises(ComparisonError, match=r"bad1.json has no n, output_tokens"):
+    with pytest.raises(ComparisonError, match=r"bad1.json does not have the fields n, output_tokens"):
         read_results(bad[1:])
     (tmp_path / "text").write_text("no JSON")
     with pytest.raises(ComparisonError, match="cannot be read"):

@@ -301,8 +301,8 @@ def test_a_request_that_cannot_run_is_reported_and_not_drawn(capsys):
 @pytest.mark.parametrize("arguments, message", [
     (["--demo", "--width", "-3"], "--width: -3 is too small; expected at least 20"),
     (["run.trace", "--requests", "1+1", "--num-blocks", "3"],
-     "a trace was given with --requests, --num-blocks; expected options of the demonstration only with --demo; leave"),
-    (["--trace", "run.trace", "--policy", "max_utilization"], "a trace was given with --policy; expected options of"),
+     "a trace was given with --requests, --num-blocks; expected such options only with --demo; leave"),
+    (["--trace", "run.trace", "--policy", "max_utilization"], "a trace was given with --policy; expected such options"),
 ])
 def test_a_wrong_command_line_is_refused(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -59,7 +59,7 @@ def test_the_newest_result_counts_and_a_dry_run_is_none(tmp_path, monkeypatch, c
     with pytest.raises(ValueError, match="not a dry run"):
         results.add(write(tmp_path / "dry", lines(Record("G1", "uniform", 1.0, 2.0), dry=True)), store)
     for commit in ("unknown", "abc+"):
-        with pytest.raises(ValueError, match="expected a clean commit"):
+        with pytest.raises(ValueError, match="expected a known commit"):
             results.add(write(tmp_path / "dirty", lines(Record("G1", "uniform", 1.0, 2.0), commit=commit)), store)
 
     page = tmp_path / "performance.md"

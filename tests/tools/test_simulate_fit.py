@@ -84,7 +84,7 @@ def test_steps_of_an_engine_that_plans_ahead_are_timed_between_reads():
     found = fit_cost([iterations])
     for shape in (StepShape(generation_requests=3, cached_tokens=300), StepShape(1, 100, 5000, 4, 500)):
         assert found.step_seconds(shape) == pytest.approx(exact.step_seconds(shape), rel=0.03)
-    with pytest.raises(InputError, match="plans ahead"):
+    with pytest.raises(InputError, match="launches a step before it reads the previous one"):
         fit_cost([iterations, trace_of(COST)[0]])
 
 
@@ -125,7 +125,7 @@ ERROR = {"steps": 9, "median": 0.1, "p90": 0.2, "total": -0.1}
     ({"generation_s": {"constant": -1}}, "constant is -1.0, not 0 to"),
     ({"mixed_s": {"size": 1}}, "unknown term 'size'"), ({"host_s": None}, "is damaged"),
     ({"is_asynchronous": 1}, "neither true nor false"),
-    ({"mixed_spread": [-1]}, "mixed_spread has a factor that is not 0"), ({"most": {"x": 1}}, "the amounts are"),
+    ({"mixed_spread": [-1]}, "mixed_spread has the factor -1, outside 0"), ({"most": {"x": 1}}, "the amounts are"),
     ({"error": {"a": 1}}, "is damaged"),
     ({"error": ERROR | {"total": "x"}}, "error.total is 'x', not a number of at most 1e[+]06"),
     ({"error": ERROR | {"p90": float("nan")}}, "error.p90 is nan, not a number"),

@@ -155,7 +155,7 @@ def test_wrong_files_and_settings_are_refused_and_leave_nothing(call, folder, ar
     ({"generation_s": {"constant": 1e308}}, "constant is 1e+308, not 0 to 1e+06 seconds"),
     ({"generation_s": {}, "mixed_s": {}, "host_s": {}}, "generation_s has no term above 0"),
     ({"mixed_s": {"constant": 0}}, "mixed_s has no term above 0"),
-    ({"mixed_spread": [1, 1e308]}, "mixed_spread has a factor that is not 0 to 1e+06")])
+    ({"mixed_spread": [1, 1e308]}, "mixed_spread has the factor 1e+308, outside 0..1e+06")])
 def test_a_cost_file_whose_times_cannot_be_true_is_refused(change, told, folder, capsys):
     record = json.loads((folder / "cost.json").read_text())
     (folder / "edited.json").write_text(json.dumps(record | change))

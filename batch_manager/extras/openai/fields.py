@@ -122,10 +122,12 @@ def read_body(body: bytes, is_chat: bool) -> ParsedBody:
     prompts = [_messages(fields)] if is_chat else _prompts(fields)
     parsed = ParsedBody(is_chat, fields.take("model", str), prompts, Sampling())
     parsed.count = fields.count("n", 1, least=1, most=MOST_TEXTS)
-    if fields.count("best_of", parsed.count) != parsed.count:
-        raise refused("best_of", "outputs are not ranked; omit it or set it to n")
+    if (best_of := fields.count("best_of", parsed.count)) != parsed.count:
+        raise refused("best_of", f"got {best_of}; expected {parsed.count}, the value of n, because outputs are not "
+                                 "ranked; omit best_of or set it to n")
     if parsed.count * len(prompts) > MOST_TEXTS:
-        raise refused("n", f"got {parsed.count * len(prompts)} outputs in total; expected at most {MOST_TEXTS}")
+        raise refused("n", f"got {parsed.count * len(prompts)} outputs, which is n times the number of prompts; "
+                           f"expected at most {MOST_TEXTS}")
     parsed.is_streaming = fields.take("stream", bool, False)
     _stream_options(fields, parsed)
     parsed.with_timings = fields.take("return_timings", bool, False)
@@ -171,7 +173,7 @@ def _messages(fields: _Body) -> list[dict[str, Any]]:
     if not messages:
         raise refused("messages", "missing or empty; expected a list of at least one message")
     if not all(type(message) is dict for message in messages):
-        raise refused("messages", "expected objects as messages")
+        raise refused("messages", "an item is not a JSON object; expected an object for each message")
     return [{**message, "content": _content(message["content"])} if type(message.get("content")) is list else message
             for message in messages]
 
@@ -207,9 +209,10 @@ def _stream_options(fields: _Body, parsed: ParsedBody) -> None:
         raise refused("stream_options", "it requires stream: true")
     known = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
     for name, value in options.items():
-        if name not in known or type(value) not in (bool, type(None)):
-            raise refused(f"stream_options.{name[:64]}", f"unknown name or value; expected {', '.join(sorted(known))}, "
-                          "each true or false")
+        if name not in known:
+            raise refused(f"stream_options.{name[:64]}", f"unknown name; expected {', '.join(sorted(known))}")
+        if type(value) not in (bool, type(None)):
+            raise refused(f"stream_options.{name}", f"got {type_name(value)}; expected true or false")
     parsed.with_usage_in_every_chunk = bool(options.get("continuous_usage_stats"))
     parsed.with_usage = bool(options.get("include_usage")) or parsed.with_usage_in_every_chunk
 

@@ -129,7 +129,8 @@ class OpenAIService:
         """Compile a JSON schema. Slow: call it in a thread."""
         info = self.engine.info
         if not info.end_ids:
-            raise refused("response_format", "the model has no end id, so constrained output cannot end")
+            raise refused("response_format", "the model has no end id, so constrained output cannot end; "
+                                             "omit the field")
         if self._guided is None:
             from ..guided_decoding import GuidedDecoding
             source = self.tokenizer if is_gguf_file(self.folder) else os.path.join(self.folder, "tokenizer.json")

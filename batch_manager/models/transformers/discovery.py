@@ -65,7 +65,8 @@ class _Discovery:
             raise _unsupported(f"{name} attends with {unknown}", "only a scale, a window, a softcap and sink logits")
         sinks = keywords.get(SINK_LOGITS)
         if sinks is not None and tuple(sinks.shape) != sizes[:1]:
-            raise _unsupported(f"sink logits of {name} have shape {list(sinks.shape)}", "one for each query head")
+            raise _unsupported(f"sink logits of {name} have shape {list(sinks.shape)}",
+                               f"shape [{sizes[0]}], one value for each query head")
         if not isinstance(mask, MaskDescription):
             raise _unsupported(f"{name} attends with {'no mask' if mask is None else 'its own mask'}",
                                "a mask that transformers makes from a mask function")

@@ -52,9 +52,9 @@ def refuse_different_logits(wrapped: Any, model: Any, spec: Any, context: LayerC
     if within < share and all(bool(logits.isfinite().all()) for logits in expected):
         raise UnsupportedModelError(
             f"{spec.where}: logits of {type(model).__name__} through the engine's attention differ by up to "
-            f"{float(rows.nan_to_num(torch.inf).max()):.3g} from those with eager attention. The largest logit is "
-            f"{scale:.3g}, and only {within:.0%} of {len(rows)} tokens differ by at most {tolerance:g} of it",
-            f"expected {share:.0%} of the tokens",
+            f"{float(rows.nan_to_num(torch.inf).max()):.3g} from those with eager attention. For only {within:.0%} "
+            f"of {len(rows)} tokens, the difference is at most {tolerance:g} of the largest logit, {scale:.3g}",
+            f"expected this for at least {share:.0%} of the tokens",
             "use another model, because this one attends in a way that is not supported")
 
 

@@ -30,8 +30,8 @@ def read_window(sees: Callable[..., Any], max_positions: int, layer: str) -> int
             first = max(query - window + 1, 0)
             row = _row(sees, query)
             if bool(row[:first].any()) or not bool(row[first : query + 1].all()) or bool(row[query + 1 :].any()):
-                raise _unsupported(layer, f"the query at position {query:,} does not see exactly the "
-                                          f"{counted(window, 'token')} up to itself")
+                raise _unsupported(layer, f"for a window of {counted(window, 'token')}, the query at position "
+                                          f"{query:,} must see positions {first:,} to {query:,} and no others")
     except UnsupportedModelError:
         raise
     except Exception as error:

@@ -188,8 +188,9 @@ def _check_tables_and_logits(model: Any, configuration: Any, positions: int, whe
                                     f"({first_words(fault)})", "expected a base model and a head",
                                     ANOTHER_TYPE) from None
     if logits.shape != (1, configuration.vocab_size):
-        raise UnsupportedModelError(f"{where}: {type(model).__name__} computes logits {list(logits.shape)} for one "
-                                    "token", f"expected [1, {configuration.vocab_size}], by vocab_size",
+        raise UnsupportedModelError(f"{where}: {type(model).__name__} computes logits of shape {list(logits.shape)} "
+                                    "for one token",
+                                    f"expected [1, {configuration.vocab_size}], where the last size is vocab_size",
                                     ANOTHER_TYPE)
 
 

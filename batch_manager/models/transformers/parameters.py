@@ -48,9 +48,9 @@ def _from_files(model: Any, stored: dict[str, torch.Tensor], tied: dict[str, str
         in_files = loading.revert_weight_conversion(model, stored)
         conversions = mapping.get_model_conversion_mapping(model, add_legacy=False)
     except Exception as fault:
-        raise UnsupportedModelError(f"{where}: transformers cannot map the tensor names of {type(model).__name__} "
-                                    f"({first_words(fault)})", "expected a model that transformers can save",
-                                    ANOTHER_TYPE) from None
+        raise UnsupportedModelError(f"{where}: transformers cannot tell which names the tensors of "
+                                    f"{type(model).__name__} have in a checkpoint ({first_words(fault)})",
+                                    "expected a model that transformers can save", ANOTHER_TYPE) from None
     renamings = [one for one in conversions if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}

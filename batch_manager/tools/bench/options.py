@@ -252,7 +252,7 @@ def _complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> N
     if options.sweep is not None:
         if len(options.sweep) > 1:
             names = " and ".join(name for name, _ in options.sweep)
-            parser.error(f"--sweep was given for {names}; expected one sweep; put all values of one name into it, and "
+            parser.error(f"--sweep was given for {names}; expected one --sweep, which lists all values of one name; "
                          "leave out the others")
         options.sweep = options.sweep[0]
     is_in_flight = options.type != TrtGptModelType.V1.name
@@ -284,7 +284,8 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     if options.time_scale != 1 and (options.request_rate is not None or options.concurrency or options.sweep
                                     or options.find_saturation):
         parser.error("--time-scale was given with a rate or a concurrency, which replaces the recorded times; "
-                     "expected one of the two; leave out the other")
+                     "leave out --time-scale, or leave out --request-rate, --concurrency, --sweep and "
+                     "--find-saturation")
     swept = options.sweep is not None and options.sweep[0] == "request_rate"
     if options.enable_exp_delays and not (options.request_rate or swept or options.find_saturation):
         parser.error("--enable-exp-delays was given without a rate; expected --request-rate, a sweep of it, or "

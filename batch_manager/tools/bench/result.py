@@ -63,9 +63,12 @@ def read_result(path: Path) -> dict[str, Any]:
     if result.get("format_version") != FORMAT_VERSION:
         raise InputError(f"{path} has format_version {result.get('format_version')!r}; this program reads version "
                          f"{FORMAT_VERSION}; measure again, or use the program that wrote it")
-    if result.get("kind") not in KINDS or (result["kind"] != "run" and not isinstance(result.get("points"), list)):
-        raise InputError(f"{path} has the kind {result.get('kind')!r}; expected {KINDS[0]}, or "
-                         f"{' or '.join(KINDS[1:])} with a list of points; the file was edited: measure again")
+    if result.get("kind") not in KINDS:
+        raise InputError(f"{path} has the kind {result.get('kind')!r}; expected one of {', '.join(KINDS)}; the file "
+                         "was edited: measure again")
+    if result["kind"] != "run" and not isinstance(result.get("points"), list):
+        raise InputError(f"{path} has the kind {result['kind']!r} and no list of points; expected the points; the "
+                         "file was edited: measure again")
     return result
 
 

@@ -80,7 +80,7 @@ def _csv_format(source: Source, line: bytes) -> str:
     if close:
         return close[0]    # the reader of this format reports which column is missing
     raise DatasetError(f"{source.name}:1", f"the first line is {quoted(line[:200].decode(errors='replace'))}",
-                       f"expected the beginning of one of {', '.join(FORMATS)}", UNKNOWN)
+                       f"expected the first line of one of the formats {', '.join(FORMATS)}", UNKNOWN)
 
 
 def _object_of(line: bytes) -> dict[str, Any] | None:
@@ -109,4 +109,4 @@ def _document_format(document: JsonDocument) -> str:
     if keys & set(PROMPT_KEYS):
         return "texts"
     raise DatasetError(document.place(0), f"the first item has {named_members(keys)}",
-                       f"expected an item of {', '.join(FORMATS)}", UNKNOWN)
+                       f"expected an item in one of the formats {', '.join(FORMATS)}", UNKNOWN)

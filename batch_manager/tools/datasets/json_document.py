@@ -139,4 +139,4 @@ def _blank(match: re.Match) -> str:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not a number in JSON")
+    raise ValueError(f"JSON has no value {constant}")

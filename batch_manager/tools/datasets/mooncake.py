@@ -41,8 +41,9 @@ class MooncakeRecords:
             tokens = whole_number(row["input_length"], place, "input_length", 0)
             ids = row.get("hash_ids", [])
             if type(ids) is not list or not all(type(one) is int and one >= 0 for one in ids):
-                raise DatasetError(place, f"hash_ids is {quoted(ids)}" if type(ids) is not list else
-                                   "hash_ids has an invalid id", "expected a list of integers of at least 0",
+                wrong = f"is {quoted(ids)}" if type(ids) is not list else "contains " + next(
+                    quoted(one) for one in ids if type(one) is not int or one < 0)
+                raise DatasetError(place, f"hash_ids {wrong}", "expected a list of integers of at least 0",
                                    "correct the line, or delete hash_ids")
             yield Record(number, index, seconds(row["timestamp"], place, "timestamp") / MILLISECONDS, tokens,
                          whole_number(row["output_length"], place, "output_length", 0),

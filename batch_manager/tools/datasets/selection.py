@@ -63,10 +63,11 @@ class Selection:
             raise _invalid("time_scale", self.time_scale, "more than 0; 0.5 is twice as fast as recorded")
         if self.request_rate is not None:
             if not _is_number(self.request_rate) or self.request_rate < 0:
-                raise _invalid("request_rate", self.request_rate, "requests/s, or 0 for all at once")
+                raise _invalid("request_rate", self.request_rate, "0 or more requests/s; 0 is all at once")
             if self.time_scale != 1:
                 raise DatasetError("", "--time-scale and --request-rate were both given",
-                                   "a rate replaces the recorded times", "leave out one of them")
+                                   "--request-rate replaces the recorded times, which --time-scale scales",
+                                   "leave out one of the two options")
 
     def keeps_all(self) -> bool:
         """Return whether the selection takes every request unchanged."""

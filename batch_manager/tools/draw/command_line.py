@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("expected either a trace or --demo")
     given = [f"--{name.replace('_', '-')}" for name in OF_DEMO if getattr(options, name) is not None]
     if given and not options.demo:
-        parser.error(f"a trace was given with {', '.join(given)}; expected options of the demonstration only with "
-                     "--demo; leave them out, or replace the trace with --demo")
+        parser.error(f"a trace was given with {', '.join(given)}; expected such options only with --demo; leave them "
+                     "out, or replace the trace with --demo")
     for name in OF_DEMO:
         if getattr(options, name) is None:
             setattr(options, name, parser.get_default(name))

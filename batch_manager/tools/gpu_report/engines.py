@@ -117,7 +117,8 @@ class Served:
         between = [later.seconds - earlier.seconds for earlier, later in zip(self.stamps, self.stamps[1:])
                    if earlier.generating == later.generating == batch and not earlier.contexts + later.contexts]
         if not between:
-            raise BenchmarkError(f"no two consecutive steps generated for {batch} requests")
+            raise BenchmarkError(f"the run has no two consecutive steps in which {batch} requests generate and no "
+                                 "context is computed; expected at least one such pair")
         return median(between)
 
     def generation_rate(self) -> float:
@@ -129,7 +130,8 @@ class Served:
         most = max(stamp.generating for stamp in self.stamps)
         steps = [stamp for stamp in self.stamps[last_context + 1 :] if stamp.generating == most]
         if len(steps) < 2:
-            raise BenchmarkError("fewer than two steps after the last context generated for all requests")
+            raise BenchmarkError("the number of steps that generated for all requests, after the last step with a "
+                                 f"context, is {len(steps)}; expected at least 2")
         return sum(stamp.generating for stamp in steps[1:]) / (steps[-1].seconds - steps[0].seconds)
 
 

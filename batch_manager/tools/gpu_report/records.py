@@ -83,10 +83,12 @@ def check(line: Any) -> None:
         if not isinstance(line[name], types) or isinstance(line[name], bool) and bool not in types:
             raise ValueError(f"{name} is {line[name]!r}; expected {', '.join(one.__name__ for one in types)}")
     if line["goal"] not in ALL or line["status"] not in STATUSES:
-        raise ValueError(f"the goal is {line['goal']!r} and the status {line['status']!r}; expected a goal and a "
-                         "status of this version")
+        raise ValueError(f"the goal is {line['goal']!r} and the status is {line['status']!r}; expected a goal that "
+                         f"this version reports, and one of the statuses {', '.join(STATUSES)}; use the version that "
+                         "wrote the report")
     if line["status"] != MEASURED and any(line[name] is not None for name in (*NUMBERS, "met")):
-        raise ValueError(f"a case with the status {line['status']!r} has numbers: {line}; expected null")
+        raise ValueError(f"a case with the status {line['status']!r} has numbers; expected null for each number: "
+                         f"{line}")
     if line["status"] == MEASURED and line["numerator"] is None:
         raise ValueError(f"the numerator of a measured case is None: {line}; expected a number")
 

@@ -34,8 +34,8 @@ def add(report: Path, folder: Path = FOLDER) -> Path:
     if not any(line["status"] == MEASURED for line in lines):
         raise ValueError(f"{report} has no measured line; expected a result and not a dry run")
     if lines[0]["commit"] == "unknown" or lines[0]["commit"].endswith("+"):
-        raise ValueError(f"the commit of {report} is {lines[0]['commit']!r}; expected a clean commit; run "
-                         "gpu_report on a clean checkout, or with --commit")
+        raise ValueError(f"the commit of {report} is {lines[0]['commit']!r}; expected a known commit without '+', "
+                         "which stands for changed files; run gpu_report on a clean checkout, or with --commit")
     name = re.sub(r"[^A-Za-z0-9]+", "-", f"{lines[0]['date']} {lines[0]['device']}").strip("-")
     target = folder / f"{name}.jsonl"
     target.write_text(report.read_text())

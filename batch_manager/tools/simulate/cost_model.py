@@ -176,8 +176,10 @@ def _amounts(record: Mapping[str, Any]) -> dict[str, int]:
 
 def _factors(record: list[Any]) -> tuple[float, ...]:
     found = tuple(float(factor) for factor in record)
-    if not all(0 <= factor <= MOST_SECONDS for factor in found):
-        raise ValueError(f"generation_spread or mixed_spread has a factor that is not 0 to {MOST_SECONDS:g}")
+    for factor in found:
+        if not 0 <= factor <= MOST_SECONDS:
+            raise ValueError(f"generation_spread or mixed_spread has the factor {factor:g}, outside "
+                             f"0..{MOST_SECONDS:g}")
     return found
 
 
