@@ -154,10 +154,11 @@ def plans_by_lengths(scheduler: object) -> bool:
 
 
 def pool_fits_running_ahead(kv_cache_manager: KvCacheManager, limits: Limits) -> bool:
-    """Whether every request that fits the pool in lockstep also fits when steps run ahead.
+    """Whether every request that fits the pool without run-ahead also fits with run-ahead.
 
-    With run-ahead, a block that has left the attention window is released some steps later, so that a sequence can
-    hold more blocks at a time. Logs a warning if some request would not fit.
+    With run-ahead, a step is launched before the last one is read. A block that has left the attention window is
+    released some steps later, so that a sequence can hold more blocks at a time. Logs a warning if some request would
+    not fit.
     """
     window, num_blocks = kv_cache_manager.window, limits.num_blocks
     ahead, lockstep = window.most_held, replace(window, unread_steps=0).most_held

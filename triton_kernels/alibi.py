@@ -18,7 +18,7 @@ def alibi(key_position, query_position, slope_log2, FACTOR_LOG2: tl.constexpr):
     """Return the bias of each pair of positions, times log2(e). All shapes broadcast.
 
     FACTOR_LOG2   0: the products of position and slope are not rounded. Above 0: the products are rounded to bfloat16
-                  and then multiplied by FACTOR_LOG2, which is log2(e) times the factor of the model's bias
+                  and then multiplied by FACTOR_LOG2, which is log2(e) * factor; the module docstring explains factor
     slope_log2    without rounding, slope * log2(e); with rounding, the slope
     """
     if FACTOR_LOG2 == 0:

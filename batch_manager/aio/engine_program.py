@@ -182,7 +182,7 @@ class Exchange:
 
 
 class _ToHost(logging.Handler):
-    """Sends log records to the host's handlers."""
+    """Sends log records to the log handlers of the process that started the engine."""
 
     def __init__(self, wire: Wire) -> None:
         super().__init__()

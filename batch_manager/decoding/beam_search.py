@@ -142,7 +142,7 @@ class BeamSearch:
 
     @staticmethod
     def of(setup: SlotSetup, *, is_changed: bool = False, needs_history: bool = False) -> "BeamSearch":
-        """Return the search of a sequence with beams before its first token."""
+        """Return the beam search of a sequence, in its state before the first token is sampled."""
         prompt, stop_words = setup.history, None
         if setup.stop_words:
             stop_words = BeamStopWords(setup.stop_words, np.empty(0, np.int32) if prompt is None else prompt)

@@ -62,8 +62,8 @@ class Linear:
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return residual + x W^T + b. May overwrite `residual`. Faster than adding the layer's output to `residual`.
 
-        The sum is rounded once if the WeightForm supports this. If the layer is deterministic, the product is rounded
-        before the addition.
+        The sum is rounded only once if the WeightForm supports this and the layer is not deterministic. Otherwise the
+        product is also rounded, before the addition.
         """
         if isinstance(x, Rows):
             return x.multiplied(self._matrix, self._outputs, adds_to=residual)

@@ -282,7 +282,8 @@ def record(forward: Callable[..., Any], hidden_size: int, dtype: torch.dtype, at
     except NotRecordableError:
         raise
     except Exception as error:              # torch, or the model, rejects stand-ins for tensors
-        raise NotRecordableError(f"its forward accepts only tensors: {type(error).__name__}: {error}") from error
+        raise NotRecordableError("its forward failed with stand-ins for tensors, which record the operations: "
+                                 f"{type(error).__name__}: {error}") from error
     if not isinstance(result, Rows) or result.width != hidden_size or result.column or result.register == 0:
         raise NotRecordableError("its forward does not return rows of the hidden size")
     recording.result = result.register

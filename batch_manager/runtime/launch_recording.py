@@ -99,9 +99,11 @@ def written_by(operation: Operation) -> list[int]:
 class LaunchRecording:
     """The operations of a model's forward, and of its head if the head is recorded too.
 
+    The operations read and write numbered registers, which are buffers with one row for each token of a step.
+
     dtype       dtype of all registers
     operations  the operations in order
-    widths      number of columns of each register; register 0 is the input, the hidden states
+    widths      number of columns of each register; register 0 has the input, which is the hidden states
     result      index of the output's register
     """
 

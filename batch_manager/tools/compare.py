@@ -125,7 +125,7 @@ def compare(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]],
         ratios = [a / b if figure in RATES else b / a for a, b in zip(ours, theirs, strict=True)]
         comparisons.append(Comparison(figure, median(ours), median(theirs), tuple(ratios)))
     if not comparisons:
-        raise ComparisonError(f"no figure is positive in all runs; expected one of {', '.join(figures)}; "
+        raise ComparisonError(f"no figure is positive in all runs; expected one of {', '.join(figures)} to be; "
                               "measure again with batch-manager bench")
     return comparisons
 

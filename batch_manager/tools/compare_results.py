@@ -107,7 +107,7 @@ def compared(a: Paths, b: Paths, *, anyway: bool = False, figures: Sequence[str]
             report.warnings.append(f"left out{f' at {load}' if len(loads) > 1 else ''}, because not every run has a "
                                    f"value above 0: {', '.join(names)}")
     if not report.differences:
-        raise ComparisonError(f"no figure is positive in all runs; expected one of {', '.join(figures)}; "
+        raise ComparisonError(f"no figure is positive in all runs; expected one of {', '.join(figures)} to be; "
                               "measure again with batch-manager bench")
     return report
 

@@ -762,7 +762,7 @@ def test_a_request_that_a_pool_holds_in_lockstep_is_not_refused_for_running_ahea
                                              "max_seq_len": 128},
                         policy=GUARANTEED, kv_cache_config=KvCacheConfig(tokens_per_block=16, max_attention_window=16))
     assert world.loop.limits.runs_ahead is ahead
-    assert ("needs up to 3 KV cache blocks when it runs ahead and 2 otherwise" in caplog.text) is not ahead
+    assert ("needs up to 3 KV cache blocks with run_ahead and 2 without it" in caplog.text) is not ahead
     world.client.pending = [new_request(1, [1] * 24, 48)]
     world.run()
     assert world.client.final(1).error == ""

@@ -70,7 +70,7 @@ def test_sides_of_different_length_and_figures_that_nobody_has_are_refused():
     one = result(output_tok_s=1.0)
     with pytest.raises(ComparisonError, match="2 results of the first program and 1"):
         compare([one, one], [one])
-    with pytest.raises(ComparisonError, match="no figure is positive in all runs; expected one of itl_ms_p50;"):
+    with pytest.raises(ComparisonError, match="no figure is positive in all runs; expected one of itl_ms_p50 to be;"):
         compare([one], [one], ["itl_ms_p50"])
 
 

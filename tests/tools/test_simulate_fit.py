@@ -84,7 +84,7 @@ def test_steps_of_an_engine_that_plans_ahead_are_timed_between_reads():
     found = fit_cost([iterations])
     for shape in (StepShape(generation_requests=3, cached_tokens=300), StepShape(1, 100, 5000, 4, 500)):
         assert found.step_seconds(shape) == pytest.approx(exact.step_seconds(shape), rel=0.03)
-    with pytest.raises(InputError, match="launches a step before it reads the previous one"):
+    with pytest.raises(InputError, match="launches a step before it reads the results of the last one"):
         fit_cost([iterations, trace_of(COST)[0]])
 
 

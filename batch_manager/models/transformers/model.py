@@ -165,8 +165,8 @@ def _check_tokens(model: Any, configuration: Any, where: str) -> None:
     sizes = tuple(getattr(getattr(tokens, "weight", None), "shape", ()))
     if sizes != (configuration.vocab_size, configuration.hidden_size):
         raise UnsupportedModelError(f"{where}: the embedding of {type(model).__name__} has shape {shown(list(sizes))}",
-                                    f"expected [{configuration.vocab_size}, {configuration.hidden_size}], "
-                                    "by vocab_size and hidden_size",
+                                    f"expected [vocab_size, hidden_size], which is [{configuration.vocab_size}, "
+                                    f"{configuration.hidden_size}]",
                                     f"leave model_implementation out, or {ANOTHER_TYPE}")
 
 

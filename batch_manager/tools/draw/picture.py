@@ -32,9 +32,9 @@ class Cell:
 class Picture:
     """A table of iterations x requests. `rows[i][j]` shows request `request_ids[j]` in iteration `iterations[i]`.
 
-    From the arrival to the end of a request, its cell is WAITING in every iteration for which the trace does not record
-    another kind. If the trace has no arrival of a request, the first iteration that names the request counts as its
-    arrival. Requests that use the same id one after the other share a column.
+    Each cell has a kind. From the arrival to the end of a request, its cells are WAITING, except in iterations for
+    which the trace records another kind of cell. If the trace has no arrival of a request, the first iteration that
+    names the request counts as its arrival. Requests that use the same id one after the other share a column.
     """
 
     iterations: list[int]

@@ -168,7 +168,10 @@ def _of_product(bench: Bench, name: str, product: Product) -> Iterator[Trial]:
 
 def _launch_of(bench: Bench, product: Product, weights: list[torch.Tensor],
                rows: int) -> tuple[Launch, Callable[[Launch], float]]:
-    """Return (function that launches the fused product, function that returns the relative error of its result)."""
+    """Return two functions. The first launches the fused product.
+
+    The second takes a launch, and returns the relative error of the fused product on fixed operands.
+    """
     x, norm_weight = bench.normal(rows, product.in_size), bench.normal(product.in_size)
     residual, sums = bench.normal(rows, product.weight_rows), bench.normal(rows, product.weight_rows)
     fused = fused_launch(bench, product, norm_weight)
@@ -182,7 +185,7 @@ def _launch_of(bench: Bench, product: Product, weights: list[torch.Tensor],
 
 @contextlib.contextmanager
 def _replaced(module: str, function: str, settings: Any) -> Iterator[None]:
-    """Context manager: within `with`, the settings function `function` of the kernel's module returns `settings`."""
+    """Context manager: within the context, the function `function` of the kernel module `module` returns `settings`."""
     found = importlib.import_module(f"{KERNELS}.{module}")
     original = getattr(found, function)
     setattr(found, function, lambda *_: settings)

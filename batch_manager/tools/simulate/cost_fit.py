@@ -54,8 +54,8 @@ def fit_cost(traces: Iterable[Iterable[IterationTrace]], about: Mapping[str, Any
         raise InputError(f"the traces have {len(timed)} timed steps; expected at least {FEWEST_STEPS}; "
                          "record a longer run with bench --trace")
     if len(ways) > 1:
-        raise InputError("in some of the traces, the engine launches a step before it reads the previous one, and in "
-                         "others it does not; expected traces of one engine; fit the traces of each engine "
+        raise InputError("some of the traces are of an engine that launches a step before it reads the results of the "
+                         "last one, and others are not; expected traces of one engine; fit the traces of each engine "
                          "separately")
     seen = [step for number, step in enumerate(timed) if number % HELD_OUT]
     held_out = timed[::HELD_OUT]

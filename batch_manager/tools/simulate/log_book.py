@@ -54,8 +54,8 @@ class LogBook:
     def gaps(self) -> tuple[np.ndarray, np.ndarray]:
         """Return (seconds [k], counts [k]): the times between successive tokens of the same request, for all requests.
 
-        counts[i] is a number of occurrences of the time seconds[i]. Several entries may have the same time. The sum
-        of their counts is then the total number of occurrences of this time.
+        The time seconds[i] occurred counts[i] times. If several entries have the same time, the sum of their counts is
+        the number of its occurrences.
         """
         return self._gaps[:self._used], self._counts[:self._used]
 
