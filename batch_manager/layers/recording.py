@@ -282,8 +282,8 @@ def record(forward: Callable[..., Any], hidden_size: int, dtype: torch.dtype, at
     except NotRecordableError:
         raise
     except Exception as error:              # torch, or the model, rejects stand-ins for tensors
-        raise NotRecordableError("its forward failed with stand-ins for tensors, which record the operations: "
-                                 f"{type(error).__name__}: {error}") from error
+        fault = f"{type(error).__name__}: {error}"
+        raise NotRecordableError(f"its forward failed while it was recorded: {fault}") from error
     if not isinstance(result, Rows) or result.width != hidden_size or result.column or result.register == 0:
         raise NotRecordableError("its forward does not return rows of the hidden size")
     recording.result = result.register

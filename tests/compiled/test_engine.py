@@ -64,9 +64,9 @@ def test_a_type_without_products_of_its_own_runs_in_torch(caplog):
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    (lambda hidden: hidden * 2, "stand-ins for tensors, which record the operations: TypeError"),
+    (lambda hidden: hidden * 2, "its forward failed while it was recorded: TypeError"),
     (lambda hidden: hidden.tanh(), "it uses the attribute tanh of its hidden states"),
-    (lambda hidden: torch.tanh(hidden), "stand-ins for tensors, which record the operations: TypeError"),
+    (lambda hidden: torch.tanh(hidden), "its forward failed while it was recorded: TypeError"),
     (lambda hidden: hidden + 1, "it adds an object of type int to its hidden states")])
 def test_a_model_that_does_something_else_runs_in_torch(change, reason, monkeypatch, caplog):
     forward = Llama.forward
