@@ -32,8 +32,8 @@ with GptManager(model, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy
                 terminate_req_id=LAST) as manager:
     for request_id, prompt in enumerate(["It is a truth universally acknowledged", "Emma smiled, and", "The ball"]):
         requests.put(InferenceRequest(request_id, {
-            "input_ids": tokenizer.encode(prompt).ids, "request_output_len": 48, "end_id": manager.info.end_ids,
-            "temperature": 0.7, "runtime_top_k": 40, "random_seed": 7}))
+            "input_ids": tokenizer.encode(prompt).ids, "request_output_len": 48,
+            "end_id": manager.info.end_ids or None, "temperature": 0.7, "runtime_top_k": 40, "random_seed": 7}))
     requests.put(InferenceRequest(LAST))
     manager.wait_until_terminate()
 print(f"{len(statistics)} iterations")

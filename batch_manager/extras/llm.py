@@ -114,7 +114,7 @@ class LLM:
         parts = Parts() if parts is None else parts
         if isinstance(parts, Parts):           # otherwise GptManager raises
             parts = switchboard.hooked_into(parts)
-            self._has_own_clock = parts.clock is not None
+            self._sets_arrival_time = parts.clock is None
         self._manager = GptManager(model, TrtGptModelType.InflightFusedBatching, 1, scheduler_policy, switchboard.get,
                                    switchboard.send, switchboard.poll, return_stats, optional_params, parts=parts,
                                    exclude_input_in_output=True)
@@ -216,7 +216,7 @@ class LLM:
         tensors = {**sampling.tensors(prompt_ids, self.info), "return_perf_metrics": True}
         request = InferenceRequest(self._switchboard.next_id(), tensors, is_streaming=True, priority=sampling.priority,
                                    deadline_s=sampling.deadline_s,
-                                   arrival_time=None if self._has_own_clock else arrived)
+                                   arrival_time=arrived if self._sets_arrival_time else None)
         mailbox = Mailbox(request.request_id, Wants.of(request))
         mailbox.loop = inbox
         text = GeneratedText(self._tokenizer, prompt_ids, sampling.stop)

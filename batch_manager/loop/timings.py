@@ -48,7 +48,12 @@ class Timings:
         now, recomputed = None, 0
         for work, request in zip(batch.context, contexts):
             if request.num_pauses:
-                recomputed += self._note_recomputed(request, request.num_recomputed(work.start, len(work.token_ids)))
+                again = request.num_recomputed(work.start, len(work.token_ids))
+                recomputed += again
+                metrics = self.asking.get(request.request_id)
+                if metrics is not None:
+                    self.asking[request.request_id] = replace(
+                        metrics, recomputed_tokens=metrics.recomputed_tokens + again)
             if work.setup is None or request.request_id not in waiting:    # a later chunk, or a start after a pause
                 continue
             request_id, now = request.request_id, self._clock.monotonic() if now is None else now
@@ -63,12 +68,6 @@ class Timings:
                 self.asking[request_id] = replace(self.asking[request_id], first_scheduled_time_ns=_ns(now),
                                                   cached_tokens=kv.reused_tokens(request))
         return recomputed
-
-    def _note_recomputed(self, request: LlmRequest, count: int) -> int:
-        metrics = self.asking.get(request.request_id)
-        if metrics is not None:
-            self.asking[request.request_id] = replace(metrics, recomputed_tokens=metrics.recomputed_tokens + count)
-        return count
 
     def take_started(self) -> tuple[int, float, float]:
         """Return (number of requests that started since the last call, sum and maximum of their queue times).

@@ -159,7 +159,7 @@ class SafetensorsWeights:
         for name, stored in tensors.items():
             if name in self._tensors:
                 raise ModelLoadError(f"tensor {shown(name)} is in {self._tensors[name].path} and again in {file}",
-                                     "expected no tensor in two files", AGAIN)
+                                     "expected each tensor in only one file", AGAIN)
             self._tensors[name] = _Tensor(file.path, reader, stored)
 
     def _check(self, name: str, shape: Shape) -> None:

@@ -21,8 +21,8 @@ OWN = {"gpt_model_path": (str, ""), "gpt_model_type": (str, "inflight_fused_batc
        "batch_scheduler_policy": (str, "guaranteed_no_evict"), "max_beam_width": (int, 1),
        "exclude_input_in_output": (bool, False), "cancellation_check_period_ms": (int, 100),
        "stats_check_period_ms": (int, 100)}
-RANGES = {"max_beam_width": (1, 1024), "cancellation_check_period_ms": (1, 3_600_000),
-          "stats_check_period_ms": (1, 3_600_000)}
+RANGES = {"max_beam_width": range(1, 1025), "cancellation_check_period_ms": range(1, 3_600_001),
+          "stats_check_period_ms": range(1, 3_600_001)}
 ALIASES = {"batching_strategy": "gpt_model_type", "tensorrt_llm_model_path": "gpt_model_path"}
 
 
@@ -61,9 +61,8 @@ def read(parameters: dict[str, str]) -> Settings:
             continue
         if name in OWN:
             own[name] = _value(given, text, (OWN[name][0],))
-            least, most = RANGES.get(name, (None, None))
-            if least is not None and not least <= own[name] <= most:
-                raise SettingError(f"{given} is {own[name]}; expected {least} to {most}")
+            if name in RANGES and own[name] not in RANGES[name]:
+                raise SettingError(f"{given} is {own[name]}; expected {RANGES[name][0]} to {RANGES[name][-1]}")
         elif (field := KV_CACHE_NAMES.get(name, name)) in kv_types:
             kv_cache[field] = _value(given, text, kv_types[field])
         elif (field := MODEL_NAMES.get(name, name)) in model_types:

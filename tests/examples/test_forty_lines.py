@@ -1,5 +1,6 @@
 """examples/forty_lines.py has at most forty lines, runs and ends by itself."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -32,3 +33,14 @@ def test_it_runs_from_anywhere_continues_each_prompt_and_ends_by_itself(is_copy,
     for request_id, prompt in enumerate(prompts):
         assert re.search(rf"^\[{request_id}\] {prompt}.+", result.stdout, re.M), result.stdout
     assert re.search(r"^\d+ iterations$", result.stdout, re.M)
+
+
+def test_a_model_without_end_ids_generates_up_to_the_length(tmp_path):
+    model = shutil.copytree(REPOSITORY / "examples" / "models" / "austen-4m", tmp_path / "model")
+    for name in ("config.json", "generation_config.json"):
+        fields = json.loads((model / name).read_text())
+        del fields["eos_token_id"]
+        (model / name).write_text(json.dumps(fields))
+    result = subprocess.run([sys.executable, EXAMPLE, model], capture_output=True, text=True, encoding="utf-8",
+                            timeout=120)
+    assert (result.returncode, result.stderr) == (0, "") and "[2] The ball" in result.stdout

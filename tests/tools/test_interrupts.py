@@ -6,6 +6,8 @@ import threading
 
 import pytest
 
+from batch_manager import SchedulerPolicy, TrtGptModelOptionalParams
+from batch_manager.tools.draw.demo import DemoRequest, run_demo
 from batch_manager.tools.host_bench import Setting, measure
 from batch_manager.tools.interrupts import interrupts_between_steps
 
@@ -62,13 +64,23 @@ def test_another_thread_changes_no_handler():
     assert found == [signal.default_int_handler]
 
 
+def measure_the_host():
+    measure(Setting(batch=64, iterations=50_000, streaming=True, policy="guaranteed_no_evict"))
+
+
+def draw_a_demonstration():
+    requests = [DemoRequest(20, 20_000) for _ in range(8)]
+    run_demo(requests, TrtGptModelOptionalParams(max_batch_size=8), SchedulerPolicy.MAX_UTILIZATION, 10_000)
+
+
+@pytest.mark.parametrize("run", [measure_the_host, draw_a_demonstration])
 @pytest.mark.parametrize("milliseconds", [5, 20, 33, 50, 80])
-def test_ctrl_c_ends_a_measurement_of_the_host(milliseconds):
-    """Most of the time is spent in callbacks and the backend, which contain exceptions."""
+def test_ctrl_c_ends_a_program_whose_time_is_spent_in_callbacks_and_the_backend(run, milliseconds):
+    """Callbacks and steps contain exceptions."""
     timer = threading.Timer(milliseconds / 1e3, press)
     with pytest.raises(KeyboardInterrupt):
         timer.start()
         try:
-            measure(Setting(batch=64, iterations=50_000, streaming=True, policy="guaranteed_no_evict"))
+            run()
         finally:
             timer.join()    # a late interrupt ends here, and not in pytest

@@ -13,6 +13,7 @@ from ...names import SchedulerPolicy, TrtGptModelType
 from ...requests.inference_request import InferenceRequest
 from ...stats.trace import IterationTrace, Trace
 from ...testing.scripted_backend import ScriptedBackend
+from ..interrupts import interrupts_between_steps
 
 MOST_TOKENS = 1_000_000
 
@@ -84,6 +85,7 @@ def run_demo(requests: Sequence[DemoRequest], params: TrtGptModelOptionalParams,
         get_inference_requests_cb=get, send_response_cb=send, poll_stop_signal_cb=None,
         return_batch_manager_stats_cb=None, optional_params=params, terminate_req_id=None,
         exclude_input_in_output=True, parts=Parts(backend=backend, trace=trace.append))
-    while loop.step(accept_new=True) or waiting:
-        pass
+    with interrupts_between_steps() as check_interrupt:
+        while loop.step(accept_new=True) or waiting:
+            check_interrupt()
     return trace.iterations
