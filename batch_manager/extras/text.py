@@ -10,7 +10,6 @@ Also exports `chat_prompt`, which formats messages as a prompt. The module needs
 """
 
 import json
-import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from os.path import commonprefix
@@ -19,6 +18,7 @@ from typing import Any
 from ..contained_log import log
 from ..errors import ConfigError, InvalidRequestError, type_name
 from .chat_template import chat_prompt
+from .stop_strings import stop_strings
 from .token_text import (
     BYTE_LEVEL,
     JOINED_BY_SPACES,
@@ -85,8 +85,8 @@ class TextStream:
         self.stopped_by: str | None = None
         self._text = _new_text(tokenizer, bool(skip_special_tokens))
         self.comes_in_pieces = not isinstance(self._text, WholeText)
-        self._stop = _stop_strings(stop)
-        self._state, self._held = 0, ""    # stop string search: the automaton's state, and the text held back
+        self._stop = stop_strings(stop)
+        self._held = ""    # text that may be the start of a stop string
         self._is_finished = False
         self._feed(prompt_ids)
         # Text that decoding the prompt alone would end with. It belongs to the prompt unless later tokens change it.
@@ -128,12 +128,12 @@ class TextStream:
             text = self._after_prompt(text)
         if self._stop is None:
             return text
-        self._state, end, found = self._stop.scan(self._state, text)
-        before, text = len(self._held), self._held + text
-        if found is not None:
-            self.stopped_by, self._held = found, ""
-            return text[: before + end - len(found)]
-        kept = len(text) - self._stop.depths[self._state]
+        text, num_seen = self._held + text, len(self._held)
+        if (found := self._stop.first(text, num_seen)) is not None:
+            position, self.stopped_by = found
+            self._held = ""
+            return text[:position]
+        kept = self._stop.begun(text)
         self._held = text[kept:]
         return text[:kept]
 
@@ -141,77 +141,6 @@ class TextStream:
         same = len(commonprefix((text, self._prompt_end)))
         self._prompt_end = self._prompt_end[same:] if same == len(text) else ""
         return text[same:]
-
-
-# ---------------------------------------------------------------------- stop strings
-
-
-class _StopStrings:
-    """An Aho-Corasick automaton for stop strings. It reads each character once, for any number of strings.
-
-    A state is the longest prefix of a stop string that is a suffix of the text. `depths[state]` is the length of this
-    prefix. `_found[state]` is the shortest stop string that is a suffix of this prefix, or None.
-    """
-
-    def __init__(self, strings: tuple[str, ...]) -> None:
-        self._next: list[dict[str, int]] = [{}]
-        self.depths, self._found = [0], [None]
-        for string in sorted(strings, key=len):
-            state = 0
-            for character in string:
-                if character not in self._next[state]:
-                    self._next[state][character] = len(self._next)
-                    self._next.append({})
-                    self.depths.append(self.depths[state] + 1)
-                    self._found.append(None)
-                state = self._next[state][character]
-            self._found[state] = string
-        self._fallback = [0] * len(self._next)
-        states = list(self._next[0].values())
-        for state in states:    # grows; breadth first, because a fallback has to be complete before it is used
-            for character, then in self._next[state].items():
-                self._fallback[then] = self._step(self._fallback[state], character)
-                states.append(then)
-            self._found[state] = self._found[self._fallback[state]] or self._found[state]    # the shorter string
-        self._begins = re.compile("[" + "".join(map(re.escape, self._next[0])) + "]")
-
-    def _step(self, state: int, character: str) -> int:
-        while state and character not in self._next[state]:
-            state = self._fallback[state]
-        return self._next[state].get(character, 0)
-
-    def scan(self, state: int, text: str) -> tuple[int, int, str | None]:
-        """Return (state, position after the first stop string, the stop string).
-
-        The string is None if no stop string is completed.
-        """
-        position = 0
-        while position < len(text):
-            if not state:
-                match = self._begins.search(text, position)
-                if match is None:
-                    break
-                position = match.start()
-            state = self._step(state, text[position])
-            position += 1
-            if self._found[state] is not None:
-                return state, position, self._found[state]
-        return state, position, None
-
-
-_make_stop_strings = lru_cache(maxsize=64)(_StopStrings)
-
-
-def _stop_strings(stop: str | Iterable[str] | None) -> _StopStrings | None:
-    if not isinstance(stop, Iterable | None):
-        raise ConfigError(f"stop is of type {type_name(stop)}", "expected a string, a list of strings, or None",
-                          "pass a list")
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    for string in strings:
-        if not isinstance(string, str) or not string:
-            raise ConfigError(f"{string!r:.60} is not a stop string", "expected strings of at least one character",
-                              "remove it")
-    return _make_stop_strings(strings) if strings else None
 
 
 # ---------------------------------------------------------------------- the kind of tokenizer

@@ -10,6 +10,7 @@ import logging
 import random
 import sys
 import time
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from batch_manager import BatchManagerError, ConfigError, InvalidRequestError
 
 tokenizers = pytest.importorskip("tokenizers")
 
+from batch_manager.extras.stop_strings import StopStrings  # noqa: E402
 from batch_manager.extras.text import TextStream  # noqa: E402
 from batch_manager.extras.token_text import CLEAN_UP, _CleanUp, _ReplaceInText  # noqa: E402
 from tests.extras import text_streams  # noqa: E402
@@ -149,28 +151,49 @@ def test_text_that_may_begin_a_stop_string_waits_and_no_other_does(austen):
     assert stream.finish() == "</answer" and stream.stopped_by is None
 
 
-def test_the_automaton_finds_what_looking_everywhere_finds():
-    draw = random.Random(3)
-    from batch_manager.extras.text import _StopStrings
-    found = 0
+def test_the_search_finds_what_looking_everywhere_finds():
+    draw, found = random.Random(3), 0
     for _ in range(3000):
         strings = ["".join(draw.choices("ab", k=draw.randrange(1, 6))) for _ in range(draw.randrange(1, 5))]
-        text, state, position = "".join(draw.choices("abc", k=12)), 0, 0
-        finder, (expected, stopped_by) = _StopStrings(tuple(strings)), up_to_stop(text, strings)
+        text, held, position = "".join(draw.choices("abc", k=12)), "", 0
+        stop, (expected, stopped_by) = StopStrings(strings), up_to_stop(text, strings)
         while position < len(text):
             size = draw.randrange(1, 4)
-            state, end, string = finder.scan(state, text[position: position + size])
-            if string is not None:
+            seen, held = len(held), held + text[position: position + size]
+            if (complete := stop.first(held, seen)) is not None:
                 break
             position += size
-            begun = text[:position]
-            assert finder.depths[state] == max(n for n in range(7) if n == 0 or any(
+            begun, held = text[:position], held[stop.begun(held):]
+            assert len(held) == max(n for n in range(7) if n == 0 or any(
                 begun.endswith(other[:n]) for other in strings if n < len(other)))
-        assert string == stopped_by
-        if string is not None:
+        assert (None if complete is None else complete[1]) == stopped_by
+        if complete is not None:
             found += 1
-            assert text[: position + end - len(string)] == expected
+            assert text[: position - seen + complete[0]] == expected
     assert 1000 < found < 2999
+
+
+@pytest.mark.parametrize("letters, tail", [("a", "b"), ("ab", "c"), ("a", "")])
+def test_the_longest_stop_strings_cost_little_memory_and_a_bounded_number_of_comparisons(letters, tail):
+    """Texts that keep 64 strings of 4,096 characters nearly complete, and then do not complete them."""
+    class Counted(str):
+        compared = 0
+
+        def startswith(self, *arguments):
+            Counted.compared += 1
+            return str.startswith(self, *arguments)
+
+    strings = [Counted((letters * 4096)[: 4096 - len(tail) - number] + tail + "x" * number) for number in range(64)]
+    tracemalloc.start()
+    stop = StopStrings(strings)
+    assert tracemalloc.get_traced_memory()[0] < 20_000      # the strings themselves are the caller's
+    tracemalloc.stop()
+    text, held = (letters * 5000)[:4000] + "z" + (letters * 5000)[:4000] + "yz", ""
+    for character in text:
+        seen, held = len(held), held + character
+        assert stop.first(held, seen) is None
+        held = held[stop.begun(held):]
+    assert held == "" and Counted.compared <= 2 * len(text)
 
 
 # ---------------------------------------------------------------------- the steps

@@ -12,7 +12,7 @@ from .errors import OpenAIError, refused
 
 MOST_TEXTS = 1024
 MOST_STOP_STRINGS = 64
-LONGEST_STOP_STRING = 4096    # characters; an automaton for 64 strings of a body's size takes seconds to build
+LONGEST_STOP_STRING = 4096    # characters
 MOST_TOP_LOG_PROBS = 20
 WORD = (1 << 64) - 1
 
