@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 
 pytest.register_assert_rewrite("tests.harness")
+pytest_plugins = ("tests.harness.skips",)
 
 from tests.harness import world as harness  # noqa: E402
 from tests.harness.client import Client  # noqa: E402

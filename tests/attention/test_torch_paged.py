@@ -87,7 +87,7 @@ def test_windows_of_every_size(attention_class, window, layout, step_of, by_orac
     check(attention_class, shape, step, by_oracle, shape.rotary())
 
 
-@pytest.mark.parametrize("tokens_per_block", [8, 32, 64])
+@pytest.mark.parametrize("tokens_per_block", [16, 32, 64])
 @pytest.mark.parametrize("consecutive", [False, True])
 def test_block_sizes_and_orders(attention_class, tokens_per_block, consecutive, layout, step_of, by_oracle):
     shape = layout(4, 2, 16, windows=(None, 40), tokens_per_block=tokens_per_block)

@@ -66,6 +66,7 @@ class WorkerProcess:
     """A worker process, with its log in a file."""
 
     def __init__(self, server: Server, name: str, *options: str) -> None:
+        self.others = {each["id"] for each in server.client.client_list()}
         self.name, self.log_path = name, server.folder / f"{name}-{time.monotonic_ns()}.log"
         with self.log_path.open("w") as log:
             self.process = subprocess.Popen(
@@ -76,9 +77,13 @@ class WorkerProcess:
         self.client = server.client
 
     def wait_until_it_serves(self) -> "WorkerProcess":
-        wait_until(lambda: "Redis answers" in self.log() or self.process.poll() is not None, 120)
+        wait_until(lambda: self.asks_for_entries() or self.process.poll() is not None, 120)
         assert self.process.poll() is None, self.log()
         return self
+
+    def asks_for_entries(self) -> bool:
+        """Whether a connection that did not exist before the worker waits for entries of the stream."""
+        return any(each["cmd"] == "xreadgroup" and each["id"] not in self.others for each in self.client.client_list())
 
     def log(self) -> str:
         return self.log_path.read_text()

@@ -31,6 +31,7 @@ from tests.examples.redis_servers import (  # noqa: E402
     Server,
     WorkerProcess,
     add,
+    answers,
     drawn,
     streamed,
     undisturbed,
@@ -322,7 +323,6 @@ def test_a_worker_is_frozen_until_others_have_its_entries(server, survivor):
     before = {name: streamed(server.client, name)[0] for name in had}
     wait_until(lambda: not victim.pending(), 60)
     victim.send(signal.SIGCONT)
-    wait_until(lambda: "is another worker's now" in victim.log(), 30)
     wait_for_answers(server.client, names)
     assert wrong(server.client, names, expected, before) == []
     more = [drawn(random.Random(20 + number)) for number in range(8)]
@@ -340,7 +340,7 @@ def test_sigterm_with_work_left(server, survivor):
     names, expected = shared_out(server, victim, seed=3)
     before = {name: streamed(server.client, name)[0] for name in victim.pending()}
     assert victim.end() == 0
-    assert " entries are left to other workers" in victim.log() and " 0 entries" not in victim.log()
+    assert not set(before) <= dict(answers(server.client)).keys()                # it left some to the other worker
     wait_for_answers(server.client, names)
     assert wrong(server.client, names, expected, before) == []
     check_log(victim)
@@ -354,7 +354,6 @@ def test_redis_is_killed_and_comes_back(server, survivor):
     server.start()
     wait_for_answers(server.client, names)
     assert wrong(server.client, names, expected, before) == []
-    assert "Redis does not answer: " in survivor.log()
 
 
 def test_a_cancelled_entry_is_answered_with_what_it_had(server, survivor):

@@ -206,9 +206,8 @@ def test_a_window_lets_a_long_text_run_in_a_pool_that_does_not_hold_it(make_mana
     assert max(record["Used KV cache blocks"] for record in records) <= 1 + 4 + 2
 
 
-def test_a_models_own_window_gives_its_blocks_back(make_manager, new_request, reference):
-    if "mistral" not in str(reference.folder):
-        pytest.skip("has no window")
+def test_a_models_own_window_gives_its_blocks_back(make_manager, new_request, references):
+    reference = references("mistral-window")
     prompts = {i: prompt for i, prompt in family_of_prompts(reference.vocab_size, seed=6).items() if i in (0, 2, 4, 5)}
     finals, records = serve(make_manager, new_request, reference.folder, prompts, lambda i: 60,
                             kv_cache_config=kv(60), max_batch_size=1)
