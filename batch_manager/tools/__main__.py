@@ -12,6 +12,7 @@ from .._version import __version__
 # command -> (module in this package with `main(argv) -> exit status`, help)
 COMMANDS: dict[str, tuple[str, str]] = {
     "watch": ("watch", "show in the terminal what a running engine does"),
+    "serve": ("serve", "serve OpenAI's HTTP API for one model"),
     "inspect": ("inspect", "show how a checkpoint would run, and its memory use"),
     "bench": ("bench.__main__", "serve a workload, or sweep its load, and report the speed"),
     "workload": ("workload", "write a workload for bench"),

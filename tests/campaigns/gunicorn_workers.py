@@ -80,10 +80,11 @@ def main() -> None:
     given = parser.parse_args()
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    application = f'openai_server:make_app("{REPOSITORY}/examples/models/austen-4m", num_threads=1)'
+    application = (f'batch_manager.extras.openai.application:make_app("{REPOSITORY}/examples/models/austen-4m", '
+                   "num_threads=1)")
     process = subprocess.Popen(
         [sys.executable, "-m", "gunicorn", "-k", "uvicorn.workers.UvicornWorker", "-w", "2", "-b", f"127.0.0.1:{port}",
-         "--graceful-timeout", "60", "--chdir", str(REPOSITORY / "examples"), application],
+         "--graceful-timeout", "60", application],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     is_right = True
     try:

@@ -48,16 +48,15 @@ async def engine_alone(streams: int, tokens: int, step_s: float) -> dict[str, fl
 
 
 async def server(streams: int, tokens: int, step_s: float) -> dict[str, float]:
-    sys.path.insert(0, str(REPOSITORY / "examples"))
-    import openai_server
     import uvicorn
     from starlette.applications import Starlette
     from starlette.routing import Route
 
     from batch_manager.extras.openai import OpenAIService
+    from batch_manager.extras.openai.application import completions
 
     async with await start(streams, step_s) as engine:
-        app = Starlette(routes=[Route("/v1/completions", openai_server.completions, methods=["POST"])])
+        app = Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])])
         app.state.service = OpenAIService(engine, MODEL)
         running = uvicorn.Server(uvicorn.Config(app, port=0, access_log=False, log_level="warning"))
         task = asyncio.ensure_future(running.serve())

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import json
+import logging
 import os
 import re
 import shutil
@@ -18,24 +19,27 @@ import pytest
 httpx = pytest.importorskip("httpx", reason="httpx is not installed: the OpenAI server was not tried")
 openai = pytest.importorskip("openai", reason="openai is not installed: the OpenAI server was not tried")
 pytest.importorskip("starlette", reason="starlette is not installed: the OpenAI server was not tried")
-pytest.importorskip("uvicorn", reason="uvicorn is not installed: the OpenAI server was not tried")
+uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed: the OpenAI server was not tried")
 pytest.importorskip("torch")
 
 from batch_manager.extras.openai.responses import LARGEST_BODY  # noqa: E402
+from batch_manager.extras.openai.server import FewAlike  # noqa: E402
 from batch_manager.extras.tokenizer import load_tokenizer  # noqa: E402
+from batch_manager.tools import serve  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKENIZER = load_tokenizer(REPOSITORY / "examples" / "models" / "austen-4m")
 SERVER = REPOSITORY / "examples" / "openai_server.py"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 LONG = 1500
+ORIGIN = "https://example.org"
 
 
 class Server:
     """A server process and its log."""
 
-    def __init__(self, folder, log, *options):
-        command = [sys.executable, str(SERVER), "--model", str(folder), "--port", "0", "--num-threads", "1", *options]
+    def __init__(self, folder, log, *options, program=("-m", "batch_manager.tools", "serve")):
+        command = [sys.executable, *program, str(folder), "--port", "0", "--num-threads", "1", *options]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
         self.log = log
         with log.open("wb") as file:
@@ -66,7 +70,8 @@ def test_the_table_of_routes_is_that_of_the_application():
     spec = importlib.util.spec_from_file_location("openai_server", SERVER)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    routes = [(method, route.path) for route in module.make_app("unused").routes for method in route.methods - {"HEAD"}]
+    routes = [(method, route.path_format.replace("{name}", "NAME")) for route in module.make_app("unused").routes
+              for method in route.methods - {"HEAD"}]
     page = SERVER.with_suffix(".md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^\| `(GET|POST) (/\S*)` \|", page, re.M)) == sorted(routes)
 
@@ -82,7 +87,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
     server = Server(folder, tmp_path_factory.mktemp("logs") / "log", "--max-batch-size", "8", "--max-queued-requests",
-                    "16")
+                    "16", "--allowed-origins", ORIGIN)
     yield server
     server.end()
 
@@ -132,6 +137,31 @@ def test_the_routes_and_options_of_openais_client(client):
         "stop_token_ids": [TOKENIZER.encode(third, add_special_tokens=False).ids[0]]})
     assert ends.choices[0].finish_reason == "stop"
     assert ends.choices[0].logprobs.tokens == one.choices[0].logprobs.tokens[:3]
+
+
+def test_a_model_is_looked_up_by_its_name(client):
+    assert client.models.retrieve("austen") == client.models.list().data[0]
+    for name in ("other", "austen/other", ""):
+        answer = httpx.get(f"{client.base_url}models/{name}")
+        assert answer.status_code == 404 and answer.json()["error"] == {
+            "message": f"the model {name!r} does not exist; this server has 'austen'", "param": "model",
+            "type": "invalid_request_error", "code": "model_not_found"}
+    with pytest.raises(openai.NotFoundError) as told:
+        client.models.retrieve("gpt-4o")
+    assert told.value.code == "model_not_found"
+
+
+def test_pages_of_allowed_origins_may_call_the_server(server):
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    answer = httpx.options(f"{server.url}/v1/chat/completions", headers={"Origin": ORIGIN, **asks})
+    assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == ORIGIN
+    assert {"authorization", "content-type"} <= set(answer.headers["access-control-allow-headers"].split(","))
+    for body, status in (({"prompt": "x"}, 200), ({"prompt": "x", "stream": True}, 200), ({}, 400)):
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers={"Origin": ORIGIN})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, ORIGIN)
+    other = {"Origin": "https://example.com"}
+    assert httpx.options(f"{server.url}/v1/models", headers={**other, **asks}).status_code == 400
+    assert "access-control-allow-origin" not in httpx.get(f"{server.url}/v1/models", headers=other).headers
 
 
 def test_log_probs_are_those_of_the_models_own_distribution(client, folder):
@@ -303,7 +333,7 @@ def test_no_prompt_is_in_the_log(server):
 
 
 def test_sigterm_lets_a_stream_that_runs_end(folder, tmp_path):
-    draining = Server(folder, tmp_path / "log", "--drain-seconds", "600")
+    draining = Server(folder, tmp_path / "log", "--drain-seconds", "600", program=[str(SERVER)])
     try:
         with httpx.stream("POST", f"{draining.url}/v1/completions", timeout=60, json={
                 "prompt": "It is", "max_tokens": 400, "ignore_eos": True, "stream": True,
@@ -374,7 +404,7 @@ def test_sigterm_refuses_requests_and_drains_with_a_limit(folder, tmp_path):
 
 def ended_start(folder, *options):
     """Start the server in a folder without a model, and return the process, which has ended."""
-    return subprocess.run([sys.executable, SERVER, "--model", "nowhere", "--port", "0", *options], cwd=folder,
+    return subprocess.run([sys.executable, SERVER, "nowhere", "--port", "0", *options], cwd=folder,
                           env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=60)
 
 
@@ -389,12 +419,56 @@ def test_a_start_up_that_is_refused_says_what_to_do_without_a_stack(tmp_path):
     ("--port", "-1", "--port is -1; expected 0 to 65535; 0 takes any free port"),
     ("--drain-seconds", "nan", "--drain-seconds is nan; expected at least 0; 0 ends running requests at once"),
     ("--drain-seconds", "-5", "--drain-seconds is -5.0; expected at least 0; 0 ends running requests at once"),
+    ("--keep-alive-seconds", "0", "--keep-alive-seconds is 0; expected 1 to 86400"),
+    ("--allowed-origins", "https://example.org/", "leave out the path and the final slash"),
+    ("--model", "another", "2 models were given; expected one folder or .gguf file"),
     ("--host", "nowhere.invalid", "pass another --host"),
     ("--host", "a" * 70, "pass another --host"),
 ])
 def test_a_wrong_option_is_refused_in_one_line(tmp_path, option, value, message):
     ended = ended_start(tmp_path, option, value)
     assert ended.returncode == 2 and message in ended.stderr and ended.stderr.count("\n") == 1, ended.stderr
+
+
+@pytest.mark.parametrize("options, seconds", [([], 75), (["--keep-alive-seconds", "9"], 9)])
+def test_an_idle_connection_is_kept_longer_than_proxies_keep_it(monkeypatch, options, seconds):
+    kept = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server: kept.append(server.config.timeout_keep_alive))
+    assert serve.main(["nowhere", "--port", "0", *options]) == 0 and kept == [seconds]
+
+
+def test_more_connections_than_open_files_write_a_few_lines(folder, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import resource, sys; sys.modules['uvloop'] = None    # asyncio's own loop\n"
+                       "from batch_manager.tools import serve\n"
+                       "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)); sys.exit(serve.main())\n")
+    server = Server(folder, tmp_path / "log", program=[str(program)])
+    try:
+        others = [socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) for _ in range(150)]
+        deadline = time.monotonic() + 20
+        while "out of system resource" not in server.log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(2.5)                                              # asyncio accepts again every second
+        for each in others:
+            each.close()
+        server.until(0, 20)
+        assert len(server.log.read_text().splitlines()) < 60
+    finally:
+        server.end()
+
+
+def test_three_records_of_a_kind_pass_the_log_filter_in_a_minute():
+    now = [0.0]
+    few = FewAlike(lambda: now[0])
+
+    def passed(count, text, level=logging.WARNING, raised=None):
+        return sum(few.filter(logging.LogRecord("", level, "", 1, text, (), raised)) for _ in range(count))
+
+    for _ in range(2):
+        assert passed(100, "one\ndetail") == passed(100, "other") == 3 and passed(1, "one") == 0
+        assert passed(100, "one", raised=(OSError, OSError(), None)) == 3 and passed(9, "one", logging.INFO) == 9
+        now[0] += FewAlike.SECONDS
 
 
 def test_a_start_up_that_fails_for_another_reason_has_another_status(tmp_path):

@@ -8,11 +8,12 @@
         body = await answer.whole()
     answer.cancel()                                        # when the client is gone
 
-`examples/openai_server.py` is a complete server.
+`application.py` and `server.py` are the complete server that `batch-manager serve` runs.
 
-Owns     parsing request bodies; the JSON of answers, chunks and errors
-Not      sockets, routes, signals; how a request is scheduled
-Yours    a new route is a method of OpenAIService; a new field of the body is a line in `fields.py`
+Owns     parsing request bodies; the JSON of answers, chunks and errors; the routes and the process of the server
+Not      how a request is scheduled
+Yours    a new route is a method of OpenAIService, and a line in `application.py`; a new field
+         of the body is a line in `fields.py`
 """
 
 from .errors import OpenAIError

@@ -82,9 +82,12 @@ class OpenAIService:
 
     def models(self) -> bytes:
         """Return the body for /v1/models."""
-        return orjson.dumps({"object": "list", "data": [
-            {"id": name, "object": "model", "created": self._started, "owned_by": "batch-manager",
-             "max_model_len": self.engine.info.max_seq_len} for name in self.names]})
+        return orjson.dumps({"object": "list", "data": list(map(self._model, self.names))})
+
+    def model(self, name: str) -> bytes:
+        """Return the body for /v1/models/NAME. Raises OpenAIError for a name that the server does not have."""
+        self._check_name(name)
+        return orjson.dumps(self._model(name))
 
     def health(self) -> tuple[int, bytes]:
         """Return (status, body) for /health.
@@ -98,12 +101,20 @@ class OpenAIService:
                 "queued_requests": health["queued_requests"]}
         return 200 if is_healthy else 503, orjson.dumps(body)
 
+    def _model(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "batch-manager",
+                "max_model_len": self.engine.info.max_seq_len}
+
+    def _check_name(self, name: str) -> None:
+        if name not in (*self.names, self.folder):
+            raise OpenAIError(404, f"the model {name[:200]!r} does not exist; this server has {self.names[0]!r}",
+                              "model", "model_not_found")
+
     def _read(self, body: bytes, is_chat: bool) -> tuple[ParsedBody, list[list[int]]]:
         """Parse a body and tokenize its prompts. Takes seconds for megabytes of text."""
         parsed = read_body(body, is_chat)
-        if parsed.model is not None and parsed.model not in (*self.names, self.folder):
-            raise OpenAIError(404, f"the model {parsed.model[:200]!r} does not exist; this server has "
-                              f"{self.names[0]!r}", "model", "model_not_found")
+        if parsed.model is not None:
+            self._check_name(parsed.model)
         prompts = [self._prompt_ids(parsed, prompt) for prompt in parsed.prompts]
         longest, room = max(map(len, prompts)), self.engine.info.max_seq_len - 1
         if longest > room:

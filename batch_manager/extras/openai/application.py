@@ -1,0 +1,127 @@
+"""The application of the OpenAI server, for `batch-manager serve`, gunicorn and other ASGI servers.
+
+Needs starlette and prometheus-client: the extra `server`.
+"""
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...aio import AsyncEngine
+from ...config import KvCacheConfig, TrtGptModelOptionalParams
+from ...errors import BatchManagerError, ConfigError
+from ..prometheus import CONTENT_TYPE, PrometheusStatistics
+from .errors import OpenAIError
+from .responses import answer_to, error_response, json_response
+from .service import OpenAIService
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+")
+
+
+def make_app(model: str, *, served_model_name: str | None = None, block_reuse: bool = True,
+             allowed_origins: Sequence[str] = (), **params: Any) -> Starlette:
+    """Build the application. The model is loaded when the application starts, so a server may fork before the start.
+
+    model              folder with a tokenizer, or a `.gguf` file
+    served_model_name  name that clients use; None: the name of the folder or file
+    allowed_origins    origins such as `https://example.org` whose pages may call the server from a browser; `*`: all
+    params             fields of TrtGptModelOptionalParams
+
+    Raises ConfigError for an origin that is none.
+    """
+    names = [served_model_name or os.path.basename(os.path.abspath(model))]
+    for origin in allowed_origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(f"the allowed origin is {origin!r:.200}",
+                              "expected a scheme and a host, such as https://example.org, or *",
+                              "leave out the path and the final slash")
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        cache = KvCacheConfig(enable_block_reuse=block_reuse)
+        statistics = app.state.statistics = PrometheusStatistics(names[0])
+        engine = await AsyncEngine.start(
+            model, return_batch_manager_stats_cb=statistics, takes_all=True,
+            optional_params=TrtGptModelOptionalParams(kv_cache_config=cache, flush_stats_when_idle=True, **params))
+        try:
+            app.state.service = OpenAIService(engine, model, names, observe=statistics.observe)
+            yield
+        finally:
+            await engine.close(drain=False)      # uvicorn has already waited for the connections
+
+    cors = Middleware(CORSMiddleware, allow_origins=list(allowed_origins), allow_methods=["GET", "POST"],
+                      allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"])
+    return Starlette(lifespan=lifespan, routes=[
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/models", models), Route("/v1/models/{name:path}", model_of_a_name),
+        Route("/health", health), Route("/metrics", metrics),
+    ], exception_handlers={404: not_found, 405: not_found, 500: server_error},
+        middleware=[Middleware(without_stack), *([cors] if allowed_origins else [])])
+
+
+def without_stack(app: ASGIApp) -> ASGIApp:
+    """ASGI middleware for a start that fails with a BatchManagerError.
+
+    The server logs the text of the error without a stack trace. The middleware sets `app.state.is_refused` to True.
+    """
+    async def asgi(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_text(message: Message) -> None:
+            if message["type"] == "lifespan.startup.failed" and isinstance(sys.exception(), BatchManagerError):
+                message["message"] = str(sys.exception())
+                scope["app"].state.is_refused = True
+            await send(message)
+
+        await app(scope, receive, send_text if scope["type"] == "lifespan" else send)
+    return asgi
+
+
+async def completions(request: Request) -> Response:
+    return await answer_to(request, request.app.state.service, is_chat=False)
+
+
+async def chat_completions(request: Request) -> Response:
+    return await answer_to(request, request.app.state.service, is_chat=True)
+
+
+async def models(request: Request) -> Response:
+    return json_response(request.app.state.service.models())
+
+
+async def model_of_a_name(request: Request) -> Response:
+    try:
+        return json_response(request.app.state.service.model(request.path_params["name"]))
+    except OpenAIError as error:
+        return error_response(error)
+
+
+async def health(request: Request) -> Response:
+    status, body = request.app.state.service.health()
+    return json_response(body, status, {"Retry-After": "5"} if status == 503 else {})
+
+
+async def metrics(request: Request) -> Response:
+    return Response(request.app.state.statistics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def not_found(request: Request, error: Any) -> Response:
+    routes = ", ".join(f"{' '.join(route.methods - {'HEAD'})} {route.path_format}" for route in request.app.routes)
+    response = error_response(OpenAIError(
+        error.status_code, f"there is no route {request.method} {request.url.path[:200]}; the routes are {routes}"))
+    response.headers.update(error.headers or {})     # Allow, for 405
+    return response
+
+
+async def server_error(_: Request, __: Exception) -> Response:
+    return error_response(OpenAIError(500, "the server failed; see its log"))

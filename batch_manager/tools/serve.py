@@ -1,0 +1,67 @@
+"""Serve OpenAI's HTTP API for one model.
+
+    batch-manager serve MODEL --port 8000
+
+The application is `batch_manager.extras.openai.application.make_app`, which other ASGI servers can run too.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from ..errors import ConfigError
+from .command_parser import CommandParser
+
+LONGEST_KEEP_ALIVE_S = 86_400
+
+
+def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve") -> int:
+    """Run the server, and return its exit status.
+
+    program   the command's name in messages
+    """
+    parser = CommandParser(prog=program, description="OpenAI's HTTP API for one model. Exit status: 2 if an option or "
+                                                     "the model is refused, 1 if the start fails otherwise")
+    parser.add_argument("positional", nargs="?", metavar="MODEL", help="folder with a tokenizer, or .gguf file")
+    parser.add_argument("--model", help="the same, as for the other commands")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0: any free port (8000)")
+    parser.add_argument("--served-model-name", help="the name that clients use (that of the folder or file)")
+    parser.add_argument("--allowed-origins", nargs="+", default=(), metavar="ORIGIN", help="origins such as "
+                        "https://example.org whose pages may call the server from a browser; *: all (none)")
+    parser.add_argument("--keep-alive-seconds", type=int, default=75, help="for idle connections; more than the idle "
+                        "timeout of a proxy in front of the server (75)")
+    parser.add_argument("--drain-seconds", type=float, default=30.0, help="for running requests after SIGTERM (30)")
+    parser.add_argument("--no-block-reuse", action="store_true")
+    for name, kind in (("max-batch-size", int), ("max-queued-requests", int), ("max-seq-len", int),
+                       ("num-threads", int), ("device", str), ("dtype", str)):
+        parser.add_argument(f"--{name}", type=kind)
+    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    models = [given.pop(name) for name in ("positional", "model") if name in given]
+    if len(models) != 1:
+        parser.error(f"{len(models)} models were given; expected one folder or .gguf file")
+    host, port, drain_s, keep_alive_s = (given.pop(name) for name in ("host", "port", "drain_seconds",
+                                                                      "keep_alive_seconds"))
+    if not 0 <= port <= 65535:
+        parser.error(f"--port is {port}; expected 0 to 65535; 0 takes any free port")
+    if not drain_s >= 0:                             # also refuses nan
+        parser.error(f"--drain-seconds is {drain_s}; expected at least 0; 0 ends running requests at once")
+    if not 1 <= keep_alive_s <= LONGEST_KEEP_ALIVE_S:
+        parser.error(f"--keep-alive-seconds is {keep_alive_s}; expected 1 to {LONGEST_KEEP_ALIVE_S}")
+    try:
+        from ..extras.openai.application import make_app
+        from ..extras.openai.server import check_port, run
+    except ImportError as error:
+        print(not_installed(program, error), file=sys.stderr)
+        return 1
+    try:
+        check_port(host, port)
+        app = make_app(*models, block_reuse=not given.pop("no_block_reuse"), **given)
+    except ConfigError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    return run(app, host, port, drain_s=drain_s, keep_alive_s=keep_alive_s)
+
+
+def not_installed(program: str, error: ImportError) -> str:
+    return (f"{program}: {error.name} is not installed; it is part of the extra server; "
+            'pip install "batch-manager[server]", or in a checkout pip install -e ".[server]"')
