@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from batch_manager.tools.bench.result import read_result
 from batch_manager.tools.compare_results import compare_results
 from batch_manager.tools.simulate import study
 from batch_manager.tools.simulate.__main__ import main
+from batch_manager.tools.simulate.cost_model import CostModel
 from batch_manager.tools.simulate.fleet import simulate
 from batch_manager.tools.workload import Lengths, make_workload
 from tests.tools.simulated import COST, lengths
@@ -161,6 +163,38 @@ def test_a_cost_file_whose_times_cannot_be_true_is_refused(change, told, folder,
     (folder / "edited.json").write_text(json.dumps(record | change))
     assert main(["--cost", str(folder / "edited.json"), "--workload", str(folder / "w.json")]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error, words", [
+    ({"median": 2.65}, "265.0% median"), ({"p90": 1.01}, "101.0% p90"), ({"total": -0.26}, "-26.0% of their total")])
+def test_a_cost_model_with_a_large_error_is_refused(error, words, call, folder, capsys):
+    record = json.loads((folder / "cost.json").read_text())
+    record["error"] |= error
+    (folder / "wrong.json").write_text(json.dumps(record))
+    given = ["--cost", "wrong.json", "--workload", "w.json"]
+    assert main(given) == 2
+    told = capsys.readouterr().err
+    assert words in told and "expected at most 25% median" in told and "--max-fit-error" in told
+    assert main([*given, "--max-fit-error", "300", "--out", "accepted.json"]) == 0
+    assert words in capsys.readouterr().out
+    stored = read_result(folder / "accepted.json")["cost"]
+    assert words in stored["error"] and stored["step_error"] == record["error"]
+
+
+def test_a_fit_with_a_large_error_is_refused_and_writes_nothing(folder, capsys):
+    with TraceFile(folder / "odd.trace") as trace:
+        simulate(lengths([n * 0.05 for n in range(40)], [50] * 40, [20] * 40), ENGINE,
+                 replace(COST, generation_spread=(0.01, 0.1, 3.0), mixed_spread=(0.01, 0.1, 3.0)), trace=trace)
+    assert main(["--fit", str(folder / "odd.trace"), "--out", str(folder / "odd.json")]) == 2
+    assert "--max-fit-error" in capsys.readouterr().err and not (folder / "odd.json").exists()
+    assert main(["--fit", str(folder / "odd.trace"), "--out", str(folder / "odd.json"), "--max-fit-error", "1e4"]) == 0
+
+
+def test_every_simulation_tells_the_error_of_its_fit(call, folder, capsys):
+    words = CostModel.read(folder / "cost.json").error.words()
+    for more in ((), ("--sweep", "max_batch=2,4")):
+        assert call(*more) == 0
+        assert words in capsys.readouterr().out
 
 
 def test_ctrl_c_leaves_no_file(call, folder, monkeypatch):

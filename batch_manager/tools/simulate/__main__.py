@@ -51,6 +51,8 @@ def _fit(options: argparse.Namespace) -> int:
     cost = fit_cost(traces, {
         **_about_run(options.result), "traces": [path.name for path in options.fit], "variant": options.variant,
         "machine": machine(), "packages": versions("torch", "triton", "numpy"), "commit": commit_of_the_checkout()})
+    if cost.error is not None:
+        cost.error.check(options.max_fit_error / 100)
     cost.write(options.out)
     if options.report == "json":
         print_flushed(json.dumps(cost.record()))

@@ -14,6 +14,7 @@ from ..output_file import output_file
 from .step_shape import StepShape
 
 FORMAT, FORMAT_VERSION = "batch-manager cost model", 1
+MOST_ERROR, P90_TO_MEDIAN = 0.25, 4.0
 MOST_SECONDS = 1e6          # per unit; a larger number means a damaged file, and sums of it could overflow
 CONSTANT = "constant"
 AMOUNTS = tuple(f.name for f in fields(StepShape))
@@ -42,6 +43,17 @@ class StepError:
     median: float
     p90: float
     total: float
+
+    def check(self, most: float) -> None:
+        """Raise InputError if the error is too large for predictions.
+
+        most   largest accepted `median` and |`total`|. The largest accepted `p90` is P90_TO_MEDIAN times as large
+        """
+        if max(self.median, self.p90 / P90_TO_MEDIAN, abs(self.total)) > most:
+            raise InputError(f"the cost model has an {self.words()}; expected at most {most:.0%} median, "
+                             f"{P90_TO_MEDIAN * most:.0%} p90 and {most:.0%} of the total time; fit it on a longer run "
+                             "on a quiet machine, with short and long prompts and few and many sequences, or accept "
+                             "the error with --max-fit-error")
 
     def words(self) -> str:
         return (f"error on {self.steps:,} held-out steps: {self.median:.1%} median, {self.p90:.1%} p90, "

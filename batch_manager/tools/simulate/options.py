@@ -14,6 +14,7 @@ from ..command_parser import CommandParser
 from ..datasets import FORMATS, add_selection_arguments
 from ..output_file import why_no_folder, why_not_distinct, why_not_writable
 from ..workload import at_least
+from .cost_model import MOST_ERROR, P90_TO_MEDIAN
 from .routing import ROUTING
 
 ABOUT = """Simulate serving: the scheduler, the KV cache manager and the loop of this package serve a workload under a
@@ -70,6 +71,9 @@ def _add_cost(parser: argparse.ArgumentParser) -> None:
     add("--result", type=Path, metavar="FILE",
         help="with --fit: the result of bench for the run; it adds model, precision and threads to results")
     add("--cost", type=Path, metavar="FILE", help="the cost model to simulate with")
+    add("--max-fit-error", type=positive, default=100 * MOST_ERROR, metavar="PERCENT",
+        help="refuse a cost model whose error on held-out steps is larger: of the median step and of the total time, "
+             f"and, {P90_TO_MEDIAN:g} times as large, of the 90th percentile ({MOST_ERROR:.0%})".replace("%", "%%"))
     add("--seed", type=at_least(0), default=0, metavar="N", help="of the scatter of step times (0)")
     add("--no-scatter", action="store_true", help="every step takes exactly the predicted time")
 

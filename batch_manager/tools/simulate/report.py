@@ -21,6 +21,7 @@ def run_table(result: Result) -> str:
     rows += [["time in steps", f"{result['busy_share']:.1%}"],
              ["prompt tokens found in the cache", f"{result['reused_tokens']:,}"],
              ["tokens computed again after pauses", f"{result['recomputed_tokens']:,}"],
+             ["cost model", result["cost"]["error"]],
              ["simulated in", f"{result['simulated_in_s']:.1f} s"]]
     return "\n".join([table(result), "", *aligned(rows), *warnings([result])])
 
@@ -39,7 +40,8 @@ def sweep_table(result: Result) -> str:
               *([number(point["goodput"]["requests_s"]), f"{point['goodput']['share']:.1%}"] if has_goodput else [])]
              for point in points]
     told = "most requests a second within bounds" if has_goodput else "most tokens a second"
-    return "\n".join([*aligned(rows), "", f"ttft and itl in milliseconds; *: {told}", *warnings(points)])
+    return "\n".join([*aligned(rows), "", f"ttft and itl in milliseconds; *: {told}",
+                      f"cost model: {result['cost']['error']}", *warnings(points)])
 
 
 def best_point(points: Sequence[Result]) -> Result:

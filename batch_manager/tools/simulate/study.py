@@ -3,7 +3,7 @@
 import argparse
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,15 @@ class Study:
     options   the command's options, as `parse_options` returns them for a command without --fit
     points    the settings and figures of each simulation that `run` has finished, in order
 
-    The constructor raises InputError for a cost model or a workload that cannot be read, and for a workload without
-    selected requests.
+    The constructor raises InputError for a cost model or a workload that cannot be read, for a cost model with too large
+    an error, and for a workload without selected requests.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         cost = CostModel.read(options.cost)
+        if cost.error is not None:
+            cost.error.check(options.max_fit_error / 100)
         self._cost = replace(cost, generation_spread=(), mixed_spread=()) if options.no_scatter else cost
         self._report = ReadReport()
         self._selection = _selection(options)
@@ -137,8 +139,8 @@ class Study:
             "version": version_text(), "python": python_version(), "workload": Path(options.workload).name,
             "n": len(self._traffic), **{name: cost.about.get(name) for name in OF_THE_RUN}, "streaming": True,
             "beam_width": 1, "engine": "InflightFusedBatching", "seed": options.seed,
-            "cost": {"file": str(options.cost), "error": None if cost.error is None else cost.error.words(),
-                     "about": dict(cost.about)}}
+            "cost": {"file": str(options.cost), "error": "unknown" if cost.error is None else cost.error.words(),
+                     "step_error": None if cost.error is None else asdict(cost.error), "about": dict(cost.about)}}
 
     def _fields(self, options: argparse.Namespace, num_blocks: int) -> dict[str, Any]:
         return {"max_batch": options.max_batch, "max_tokens_per_step": options.max_tokens_per_step,
