@@ -36,8 +36,8 @@ class Study:
     options   the command's options, as `parse_options` returns them for a command without --fit
     points    the settings and figures of each simulation that `run` has finished, in order
 
-    The constructor raises InputError for a cost model or a workload that cannot be read, for a cost model with too large
-    an error, and for a workload without selected requests.
+    The constructor raises InputError for a cost model or a workload that cannot be read, for a cost model with an
+    error above --max-fit-error, and for a workload without selected requests.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
