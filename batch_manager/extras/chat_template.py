@@ -7,19 +7,19 @@ copies of plain data and the functions and filters that transformers provides to
 import json
 import os
 from collections.abc import Mapping
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, InvalidRequestError, printable, type_name
 from .gguf_tokenizer import is_gguf_file, load_gguf_chat
+from .template_messages import UnreadInput, has_effect, template_message
+from .template_sandbox import template_environment
 
 # The name of an additional file is the template's name, as in transformers' save_pretrained.
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-OLDEST_JINJA2 = (3, 1, 6)    # older versions have known sandbox escapes
 LONGEST_QUOTE = 300
 
 
@@ -33,11 +33,15 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
                 templates. If there are tools, the template named `tool_use` is used if it exists. Otherwise the
                 default template is used
     messages    dictionaries with `role`, `content` and other keys that the template reads. The template does not get
-                keys whose value is None
-    tools       JSON schemas of functions, as the template expects them
+                keys whose value is None; if it asks, they are none. The arguments of tool calls may be JSON strings:
+                the template gets them parsed. A `reasoning` is also named `reasoning_content` and `thinking`
+    tools       JSON schemas of functions, as the template expects them. Refused if they do not change the prompt
     variables   variables of the template, such as `documents` or `enable_thinking`. `add_generation_prompt` defaults to
                 True (False in transformers), which ends the prompt where the model's answer begins. The special tokens
                 of the folder (`bos_token`, `eos_token`, ...) are also set
+
+    Other input that does not change the prompt is logged once per template and name: variables, keys of messages, and
+    messages with a role that the template leaves out.
 
     Encode the result with `add_special_tokens=False`, because the template has already inserted the special tokens.
     User text that looks like a special token becomes a special token. A host that must prevent this has to filter the
@@ -50,7 +54,7 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
     chat.
 
     Raises ConfigError if jinja2 >= 3.1.6 is missing, if there is no usable template, or if the template violates the
-    sandbox. Raises InvalidRequestError if the template rejects the messages or fails on them.
+    sandbox. Raises InvalidRequestError if the template rejects the messages, fails on them, or leaves out the tools.
     """
     if "messages" in variables:    # for example from a client
         raise InvalidRequestError("a template variable is named messages", "the name messages is reserved",
@@ -64,9 +68,19 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
         if not isinstance(plain["messages"], list) or not all(type(each) is dict for each in plain["messages"]):
             raise InvalidRequestError("messages is not a list of dictionaries", "expected one dictionary per message",
                                       'pass [{"role": "user", "content": "..."}]')
-        plain["messages"] = [{key: value for key, value in message.items() if value is not None}
-                             for message in plain["messages"]]
-        return template.render({**_special_tokens(*files), **plain})
+        tokens = _special_tokens(*files)
+
+        def render(given: dict[str, Any]) -> str:
+            chosen = template if given["tools"] is not None else _template(*files, has_tools=False)
+            return chosen.render({**tokens, **given, "messages": [*map(template_message, given["messages"])]})
+
+        prompt = render(plain)
+        if tools and not has_effect(render, {**plain, "tools": None}, prompt):
+            raise InvalidRequestError(f"{len(tools)} tools have no effect: the chat template leaves them out",
+                                      "expected a template that reads tools",
+                                      "describe the tools in a message, or use a model with a template for tools")
+        template.unread.check(prompt, plain, variables, render)
+        return prompt
     except (ConfigError, InvalidRequestError):
         raise
     except Exception as error:    # a template can raise anything
@@ -202,13 +216,27 @@ def _template(*files: tuple[str, int, int], has_tools: bool) -> Any:
         raise ConfigError(f"the folder {folder!r} has {has}", 
                           f"expected {TEMPLATE_FILE}, or chat_template in {CONFIG_FILES[0]}",
                           f"write the model's template into {TEMPLATE_FILE}, or format the prompt yourself")
-    environment = _environment()
+    environment = template_environment()
     try:
-        return environment.from_string(templates[wanted])
+        return _Template(environment, folder, templates[wanted])
     except Exception as error:    # jinja2 compiles to Python, which can fail in many ways
         raise ConfigError(f"the chat template of {folder!r} cannot be compiled: {_quoted(error)}",
                           "expected a jinja2 template, as in transformers",
                           "download it again") from error
+
+
+class _Template:
+    """A compiled template, and what it is known to leave out."""
+
+    def __init__(self, environment: Any, source: str, text: str) -> None:
+        import jinja2.nodes as nodes
+
+        self.render = environment.from_string(text).render
+        tree = environment.parse(text)
+        names = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        names.update(node.attr for node in tree.find_all(nodes.Getattr))
+        loaded = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "load"}
+        self.unread = UnreadInput(source, frozenset(names), frozenset(loaded))
 
 
 def _templates(files: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
@@ -237,92 +265,3 @@ def _templates(files: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
                                   "download or save it again")
             return named
     return {}
-
-
-# ---------------------------------------------------------------------- the sandbox
-
-
-@lru_cache(maxsize=1)
-def _environment() -> Any:
-    """Return a sandboxed jinja2 environment, with the extensions, filters and globals of transformers."""
-    try:
-        import jinja2
-        import jinja2.ext
-        import jinja2.nodes
-        import jinja2.sandbox
-    except ImportError as error:
-        raise ConfigError("jinja2 is not installed", "it is required for chat templates",
-                          'pip install "batch-manager[text]"') from error
-    if _version(jinja2.__version__) < OLDEST_JINJA2:
-        raise ConfigError(f"jinja2 is version {jinja2.__version__}",
-                          f"expected at least {'.'.join(map(str, OLDEST_JINJA2))}, because older versions have "
-                          "sandbox escapes",
-                          "pip install -U jinja2")
-
-    class Generation(jinja2.ext.Extension):
-        """The block `{% generation %} ... {% endgeneration %}`, which marks the model's answer for training.
-
-        The content of the block is rendered unchanged.
-        """
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.Scope(body).set_lineno(line)
-
-    class Namespace(jinja2.utils.Namespace):
-        """A namespace that refuses attribute names with a leading underscore."""
-
-        def __init__(*arguments: Any, **attributes: Any) -> None:
-            self, *given = arguments    # not a parameter: an attribute may be named self
-            attributes = dict(*given, **attributes)
-            for name in attributes:
-                _check_name(name)
-            jinja2.utils.Namespace.__init__(self, attributes)
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            _check_name(name)
-            jinja2.utils.Namespace.__setitem__(self, name, value)
-
-    def _check_name(name: object) -> None:
-        if not isinstance(name, str) or name.startswith("_"):
-            raise jinja2.sandbox.SecurityError(f"{name!r:.60} is not a valid namespace attribute, expected a string "
-                                               "without a leading underscore")
-
-    def raise_exception(message: object) -> None:
-        raise jinja2.TemplateError(str(message))
-
-    def strftime_now(form: str) -> str:
-        return datetime.now().strftime(form)
-
-    def to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
-                separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    class Dict:
-        """Replaces `dict` in templates: it can be called and has `fromkeys`, but not the other attributes of `dict`."""
-
-        def __call__(self, *arguments: Any, **items: Any) -> dict:
-            return dict(*arguments, **items)
-
-        def fromkeys(self, *arguments: Any) -> dict:
-            return dict.fromkeys(*arguments)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
-    environment.filters["tojson"] = to_json
-    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, dict=Dict(),
-                               namespace=Namespace)
-    return environment
-
-
-def _version(text: str) -> tuple[int, ...]:
-    """Return the leading numeric components of a version."""
-    parts = []
-    for part in text.split("."):
-        if not part.isdecimal():
-            break
-        parts.append(int(part))
-    return tuple(parts)

@@ -179,12 +179,12 @@ class LLM:
              template_options: dict[str, Any] | None = None, **options: Any) -> Completion:
         """Format a conversation with the chat template, and return the model's answer to it.
 
-        messages           dictionaries with `role` and `content`
-        tools              JSON schemas of functions, for templates that support tools
+        messages           dictionaries with `role` and `content`; see `chat_prompt` for other keys
+        tools              JSON schemas of functions
         template_options   variables of the template, such as enable_thinking
 
-        Raises ConfigError if there is no template, InvalidRequestError if the template rejects the messages, and the
-        exceptions of `generate`.
+        Raises ConfigError if there is no template, InvalidRequestError if the template rejects the messages or leaves
+        out the tools, and the exceptions of `generate`.
         """
         prompt = chat_prompt(self._source, messages, tools, **(template_options or {}))
         return self.generate([encode(self._tokenizer, prompt, add_special_tokens=False)], **options)[0]

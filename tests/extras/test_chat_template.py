@@ -14,6 +14,7 @@ from batch_manager import ConfigError, InvalidRequestError
 jinja2 = pytest.importorskip("jinja2")
 
 from batch_manager.extras import chat_template  # noqa: E402
+from batch_manager.extras.template_sandbox import template_environment  # noqa: E402
 from batch_manager.extras.text import chat_prompt  # noqa: E402
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
@@ -81,6 +82,10 @@ def test_texts_are_those_of_transformers(tmp_path, template, variables, tools):
     tokenizer.save_pretrained(tmp_path)
     for generation in (False, True):
         for talk in (TALK, TALK[1:2], TALK[:2] * 3):
+            if tools and template is CHATML:
+                with pytest.raises(InvalidRequestError, match="1 tools have no effect: the chat template leaves them"):
+                    chat_prompt(tmp_path, talk, tools, **variables)
+                continue
             assert chat_prompt(tmp_path, talk, tools, add_generation_prompt=generation, **variables) \
                 == tokenizer.apply_chat_template(talk, tools, tokenize=False, add_generation_prompt=generation,
                                                  **variables)
@@ -97,11 +102,11 @@ def test_a_template_may_lie_in_three_places_and_be_one_of_several(tmp_path):
     folder(tmp_path, chat_template=[{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"},
                                     {"name": "rag", "template": "rag"}])
     assert chat_prompt(tmp_path, user) == "plain" and chat_prompt(str(tmp_path), user, TOOLS) == "tools"
-    (tmp_path / "chat_template.jinja").write_text("file é\n", encoding="utf-8")
-    assert chat_prompt(tmp_path, user) == chat_prompt(tmp_path, user, TOOLS) == "file é"
+    (tmp_path / "chat_template.jinja").write_text("file é{{ tools is none }}\n", encoding="utf-8")
+    assert chat_prompt(tmp_path, user) == "file éTrue" and chat_prompt(tmp_path, user, TOOLS) == "file éFalse"
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools' file")
-    assert chat_prompt(tmp_path, user, TOOLS) == "tools' file" and chat_prompt(tmp_path, user) == "file é"
+    assert chat_prompt(tmp_path, user, TOOLS) == "tools' file" and chat_prompt(tmp_path, user) == "file éTrue"
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="has templates 'tool_use' and no default"):
         chat_prompt(tmp_path, user)
@@ -114,6 +119,183 @@ def test_the_time_is_there_and_html_is_not_escaped(tmp_path):
     text = chat_prompt(folder(tmp_path, chat_template=template), [{"role": "user", "content": "<é> & '\""}])
     year, rest = text.split(" ", 1)
     assert year.isdigit() and rest == "<é> & '\" \"<é> & '\\\"\""
+
+
+# ---------------------------------------------------------------------- what templates of known models read
+
+# Each reads tool calls, reasoning and empty contents with the constructs of the model's own template.
+OF_MODELS = {
+    "qwen 2.5": """{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
+            {{- '\\n<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}
+            {{- tool_call.arguments | tojson }}{{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}""",
+    "qwen 3.5": """{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- set reasoning = message.reasoning_content if message.reasoning_content is string else '' %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {{- ('<think>\\n' + reasoning + '\\n</think>' if reasoning else '') + content }}
+    {%- if message.tool_calls and message.tool_calls is iterable and message.tool_calls is not mapping %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
+            {{- '<function=' + tool_call.name + '>\\n' }}
+            {%- for name, value in tool_call.arguments | items %}
+                {{- '<parameter=' + name + '>' + (value | tojson if value is not string else value) + '</parameter>' }}
+            {%- endfor %}
+        {%- endfor %}
+    {%- endif %}
+{%- endfor %}""",
+    "llama 3.1": """{{- bos_token }}{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- if not message.tool_calls | length == 1 %}
+            {{- raise_exception("This model only supports single tool-calls at once!") }}
+        {%- endif %}
+        {%- set tool_call = message.tool_calls[0].function %}
+        {{- '{"name": "' + tool_call.name + '", "parameters": ' }}
+        {{- tool_call.arguments | tojson }}{{- "}<|eot_id|>" }}
+    {%- endif %}
+{%- endfor %}""",
+    "gpt-oss": """{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- if "thinking" in message %}
+            {{- "<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
+        {%- endif %}
+        {%- if "tool_calls" in message %}
+            {%- set tool_call = message.tool_calls[0].function %}
+            {{- "<|start|>assistant to=functions." + tool_call.name + "<|message|>" }}
+            {{- tool_call.arguments | tojson }}{{- "<|call|>" }}
+        {%- else %}{{- "<|start|>assistant<|message|>" + message.content + "<|return|>" }}{%- endif %}
+    {%- else %}{{- "<|start|>" + message.role + "<|message|>" + message.content + "<|end|>" }}{%- endif %}
+{%- endfor %}""",
+    "deepseek v3": """{%- for message in messages %}
+    {%- if message['role'] == 'user' %}{{- '<User>' + message['content'] }}{%- endif %}
+    {%- if message['role'] == 'assistant' and message['content'] is none %}
+        {%- for tool in message['tool_calls'] %}
+            {{- '<tool>' + tool['function']['name'] + '\\n' + tool['function']['arguments'] + '</tool>' }}
+        {%- endfor %}
+    {%- endif %}
+    {%- if message['role'] == 'assistant' and message['content'] is not none %}
+        {%- set content = message['content'] %}
+        {%- if '</think>' in content %}{%- set content = content.split('</think>')[-1] %}{%- endif %}
+        {{- '<Assistant>' + content + '<end>' }}
+    {%- endif %}
+{%- endfor %}""",
+}
+ARGUMENTS = {"a": 1, "b": ["<é>", None, 1.5], "c": {"d": True}}
+
+
+def called(arguments, **fields):
+    return [{"role": "user", "content": "Add."}, {"role": "assistant", **fields, "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}]}]
+
+
+@pytest.fixture(params=OF_MODELS)
+def of_a_model(tmp_path, request):
+    """Return (template folder, transformers' tokenizer with the same template)."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = OF_MODELS[request.param]
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path, tokenizer
+
+
+def test_arguments_of_a_tool_call_may_be_a_json_string(of_a_model):
+    here, tokenizer = of_a_model
+    expected = tokenizer.apply_chat_template(called(ARGUMENTS, content=""), tokenize=False)
+    assert ("<é>" in expected) != (tokenizer.chat_template == OF_MODELS["deepseek v3"])
+    for arguments in (ARGUMENTS, json.dumps(ARGUMENTS), json.dumps(ARGUMENTS, indent=1, ensure_ascii=False)):
+        talk = called(arguments, content="")
+        assert chat_prompt(here, talk, add_generation_prompt=False) == expected
+        assert talk == called(arguments, content=""), "what was passed has not changed"
+
+
+@pytest.mark.parametrize("arguments, text", [
+    ('{"a": 1}', '{"a": 1}'), ('{"a"', '"{\\"a\\""'), ("", '""'), ("5", "5"), ("null", "null"), ("[1]", "[1]"),
+    ("[" * 100_000, json.dumps("[" * 100_000)), ({"a": "1"}, '{"a": "1"}'),
+])
+def test_arguments_that_are_not_json_stay_a_string(tmp_path, arguments, text):
+    form = ("{% for c in messages[1].tool_calls %}{{ (c.function or c).arguments | tojson }}{% endfor %}"
+            "{{ messages[1].function_call.arguments | tojson }}")
+    talk = called(arguments, function_call={"name": "add", "arguments": arguments})
+    talk[1]["tool_calls"].append({"name": "add", "arguments": arguments})
+    assert chat_prompt(folder(tmp_path, chat_template=form), talk) == text * 3
+
+
+def test_a_template_that_prints_arguments_gets_the_json_string(tmp_path):
+    form = "{% set a = messages[1].tool_calls[0].function.arguments %}" \
+           "{{ 'x' + a + 'y' }}{{ a }}{{ a ~ 'z' }}{{ a.b[1] }}"
+    text = json.dumps(ARGUMENTS, indent=3)
+    assert chat_prompt(folder(tmp_path, chat_template=form), called(text)) == f"x{text}y{text}{text}zNone"
+
+
+@pytest.mark.parametrize("given", [
+    {"reasoning": "R"}, {"reasoning_content": "R"}, {"thinking": "R"}, {"reasoning": "R", "reasoning_content": None},
+    {"reasoning": "R", "thinking": "T"}, {"reasoning": "", "thinking": "T"}, {"reasoning": None},
+])
+def test_reasoning_reaches_the_template_under_the_names_of_transformers(of_a_model, given):
+    here, tokenizer = of_a_model
+    talk = [*called(ARGUMENTS, content="", **given), {"role": "assistant", "content": "So.", **given}]
+    assert chat_prompt(here, talk, add_generation_prompt=False) == tokenizer.apply_chat_template(talk, tokenize=False)
+    tokenizer.chat_template = "{{ messages | tojson }}"
+    tokenizer.save_pretrained(here)
+    assert chat_prompt(here, talk) == tokenizer.apply_chat_template(talk, tokenize=False)
+
+
+@pytest.mark.parametrize("missing", [{"content": None}, {}])
+def test_an_empty_content_is_none_to_templates_that_ask(of_a_model, missing):
+    """The reference is the template itself, with None in the message."""
+    here, tokenizer = of_a_model
+    chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    template = chat_template_utils._compile_jinja_template(tokenizer.chat_template)
+    given = json.dumps(ARGUMENTS) if tokenizer.chat_template == OF_MODELS["deepseek v3"] else ARGUMENTS
+    expected = template.render(messages=called(given, content=None), bos_token=tokenizer.bos_token)
+    assert chat_prompt(here, called(json.dumps(ARGUMENTS), **missing)) == expected
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("{{ 'a' + m.content }}{{ m.content + 'b' }}{{ m['content'] | trim }}", "ab"),
+    ("{{ m.content.strip() + m.content.split('x')[-1] }}{{ m.content | default('') }}{{ 'x' in m.content }}", "False"),
+    ("{{ m.content is none }} {{ m.content == none }} {{ m.content != none }} {{ m.content is string }}",
+     "True True False False"),
+    ("{{ m.content is defined }} {{ 'content' in m }} {{ m | tojson }}", 'False False {"role": "assistant"}'),
+    ("{{ m.tool_calls is none }} {{ m.name is none }} {{ x is none }}", "True False False"),
+])
+def test_a_null_content_adds_nothing(tmp_path, text, expected):
+    here = folder(tmp_path, chat_template="{% set m = messages[1] %}" + text)
+    talk = [{"role": "user"}, {"role": "assistant", "content": None, "tool_calls": None}]
+    assert chat_prompt(here, talk) == expected
+    with pytest.raises(InvalidRequestError, match="UndefinedError"):
+        chat_prompt(folder(tmp_path, chat_template="{{ 'a' + messages[0].content }}"), talk)
+
+
+def test_input_that_a_template_leaves_out_is_logged_once(tmp_path, caplog):
+    here = folder(tmp_path, chat_template=OF_MODELS["qwen 2.5"])
+    talk = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi.", "nmae": "Ann", "x": None},
+            *called("{}", reasoning="R")]
+    for _ in range(3):
+        chat_prompt(here, talk, enable_thinkng=False, add_generation_prompt=True)
+    told = sorted(record.getMessage().partition(" leaves out ")[2].partition(", which")[0] for record in caplog.records)
+    assert told == ["'nmae' of messages", "'reasoning' of messages", "messages with the role 'developer'",
+                    "the variable 'add_generation_prompt'", "the variable 'enable_thinkng'"]
+    caplog.clear()
+    whole = folder(tmp_path, chat_template="{% for m in messages %}{{ m | tojson }}{% endfor %}")
+    chat_prompt(whole, talk)
+    assert not caplog.records, "a template that prints the whole message reads its keys"
+    for number in range(400):      # clients choose the names
+        chat_prompt(here, [{"role": "user", "content": "Hi.", "x" * 100: 1}], **{f"v{number}": 1})
+    assert len(caplog.records) <= 256
 
 
 # ---------------------------------------------------------------------- hostile templates
@@ -288,13 +470,13 @@ def test_files_that_are_wrong_are_named(tmp_path, content, said):
 
 def test_without_jinja2_or_with_an_old_one_the_error_says_what_to_do(tmp_path, monkeypatch):
     here = folder(tmp_path, chat_template="x")
-    chat_template._environment.cache_clear()
+    template_environment.cache_clear()
     monkeypatch.setattr(jinja2, "__version__", "3.1.5")
     with pytest.raises(ConfigError, match="jinja2 is version 3.1.5; expected at least 3.1.6"):
         chat_prompt(here, [])
     monkeypatch.setattr(jinja2, "__version__", "3.2.0.dev1")
     assert chat_prompt(here, []) == "x"
-    chat_template._environment.cache_clear()
+    template_environment.cache_clear()
     chat_template._template.cache_clear()
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ConfigError, match=r'pip install "batch-manager\[text\]"'):

@@ -316,6 +316,8 @@ def test_a_chat_goes_through_the_template_of_the_folder(tmp_path):
         assert "".join(llm.stream(messages, max_tokens=2, temperature=0)) == backend_said.text
         with pytest.raises(InvalidRequestError, match="messages"):
             llm.chat("Who is Emma?")
+        with pytest.raises(InvalidRequestError, match="1 tools have no effect"):
+            llm.chat(messages, tools=[{"type": "function", "function": {"name": "add"}}])
     with scripted() as llm, pytest.raises(ConfigError, match="no chat template"):
         llm.chat(messages)
 

@@ -1,0 +1,108 @@
+"""What a chat template gets, and what it makes of that: messages in the form that templates read, and unread input."""
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..contained_log import log
+from ..errors import printable
+from .template_sandbox import Arguments, Message
+
+# The names of a message's reasoning in templates and APIs. If several are given, the first one counts.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+MOST_CHECKS = 8          # rendering a prompt again costs as much as the prompt
+MOST_NAMES = 256         # clients choose them
+LONGEST_NAME = 64
+
+
+def template_message(message: dict[str, Any]) -> Message:
+    """Return a message as templates read it, as transformers does, and with parsed arguments.
+
+    The arguments of a tool call are a JSON string in OpenAI's API and an object in templates. A string that is not
+    JSON stays a string. The reasoning gets the names that templates read: `reasoning_content`, and `thinking` if the
+    message has no other `thinking`.
+    """
+    null = {key for key, value in message.items() if value is None}
+    message = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((message[name] for name in REASONING if name in message), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    if isinstance(calls := message.get("tool_calls"), list):
+        message["tool_calls"] = [_parsed_call(call) for call in calls]
+    if isinstance(call := message.get("function_call"), dict):    # OpenAI's older form
+        message["function_call"] = _parsed_call(call)
+    return Message(message, null)
+
+
+def _parsed_call(call: Any) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(function := call.get("function"), dict):
+        return {**call, "function": _parsed_call(function)}
+    if isinstance(arguments := call.get("arguments"), str):
+        try:
+            parsed = json.loads(arguments)
+            return {**call, "arguments": Arguments(parsed, arguments) if isinstance(parsed, dict) else parsed}
+        except (ValueError, RecursionError):
+            pass
+    return call
+
+
+class UnreadInput:
+    """Finds the input of a template that has no effect on the prompt, and logs it once.
+
+    source   path of the template's folder or file, for the log
+    names    names of keys and string constants in the template
+    loaded   names of the variables that the template reads
+    """
+
+    def __init__(self, source: str, names: frozenset[str], loaded: frozenset[str]) -> None:
+        self._source, self._names, self._loaded = source, names, loaded
+        self._seen: set[tuple[str, str]] = set()
+
+    def check(self, prompt: str, given: dict[str, Any], variables: Iterable[str],
+              render: Callable[[dict[str, Any]], str]) -> None:
+        """Log what the template leaves out of a prompt: variables, keys of messages, messages with a role.
+
+        A name that the template mentions is read. Any other input is read if the prompt is another one without it.
+
+        given       variables of the template, with `messages` before `template_message`
+        variables   the names among them that the caller has chosen
+        render      returns the prompt for other variables
+        """
+        messages = given["messages"]
+        found = {("variable", name) for name in variables if name not in self._loaded}
+        for message in messages:
+            found.update([("key", key) for key, value in message.items()
+                          if value is not None and type(key) is str and key not in ("role", "content")
+                          and not self._mentions(key)])
+            if isinstance(role := message.get("role"), str) and role not in self._names:
+                found.add(("role", role))
+        if len(self._seen) >= MOST_NAMES:
+            return
+        for kind, name in sorted(found - self._seen)[:MOST_CHECKS]:
+            self._seen.add((kind, name))
+            without = dict(given)
+            if kind == "variable":
+                del without[name]
+            elif kind == "key":
+                without["messages"] = [{key: message[key] for key in message if key != name} for message in messages]
+            else:
+                without["messages"] = [message for message in messages if message.get("role") != name]
+            if not has_effect(render, without, prompt):
+                shown = repr(printable(name[:LONGEST_NAME]))
+                what = {"variable": f"the variable {shown}", "key": f"{shown} of messages",
+                        "role": f"messages with the role {shown}"}[kind]
+                log.warning("the chat template of %r leaves out %s, which has no effect on the prompt; pass what the "
+                            "template reads; this is logged once", self._source, what)
+
+    def _mentions(self, key: str) -> bool:
+        return not self._names.isdisjoint(REASONING[:2] + (key,) if key in REASONING else (key,))
+
+
+def has_effect(render: Callable[[dict[str, Any]], str], without: dict[str, Any], prompt: str) -> bool:
+    """Return whether the prompt is another one with the variables `without`."""
+    try:
+        return render(without) != prompt
+    except Exception:    # a template can raise anything
+        return True
