@@ -44,6 +44,7 @@ class GuardedCallbacks:
     unanswered   items that still need a final response
     fetched      the FetchedItems, which call get and hold the items that no iteration has read yet
     wants_stats  whether there is a statistics callback
+    has_after_responses   whether there is a hook after_responses
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class GuardedCallbacks:
         self._send, self._poll, self._stats = send_response, poll_stop_signal, return_stats
         self._in_send, self._in_poll, self._in_stats = map(guard.containing, ("send", "poll", "stats"))
         self._after_responses, self._at_end = after_responses, at_end
+        self.has_after_responses = after_responses is not None
         self._in_after_responses = guard.containing("after_responses", kind="hook")
         self._in_at_end = guard.containing("at_end", kind="hook")
         self._has_responded = False    # since `after_responses` was called

@@ -31,6 +31,8 @@ class Finals:
     ended          ids of accepted requests that ended since the last call of `take_ended`
     end_reasons    name of a FinishReason or an ErrorCode -> ids of requests that got a final for this reason since the
                    last call of `take_end_reasons`, refused requests included; None without a trace hook
+    ended_at       request id -> when its final was sent, in seconds of the engine's clock, of the accepted requests that
+                   ended since the last call of `take_end_times`; empty without a trace hook
     errors         error code -> number of finals with this code
     reasons        name of a statistic, such as "Finals Length" -> number of finals for this reason; finals with an
                    error are not counted
@@ -48,6 +50,7 @@ class Finals:
         self._window = window
         self.ended: list[int] = []
         self.end_reasons: dict[str, list[int]] | None = None
+        self.ended_at: dict[int, float] = {}
         self.reasons = dict.fromkeys(FINALS_BY_REASON.values(), 0)
         self.held: dict[int, FinishReason] = {}
 
@@ -108,7 +111,7 @@ class Finals:
         while refusals:
             error, text = refusals[0].error, refusals[0].error.response_text()
             log.info("request %d was refused: %s", refusals[0].request_id, text)
-            self._note_end(error.code.name, refusals[0].request_id)
+            self._note_reason(error.code.name, refusals[0].request_id)
             self._callbacks.send_refusal(text, error.code)
 
     def fail_everything(self, error: BatchManagerError) -> None:
@@ -136,7 +139,18 @@ class Finals:
         reasons, self.end_reasons = self.end_reasons or {}, {}
         return {reason: tuple(ids) for reason, ids in reasons.items()}
 
+    def take_end_times(self, ended: tuple[int, ...]) -> tuple[float, ...]:
+        """Return when the finals of the requests `ended` were sent, in seconds of the engine's clock."""
+        times, self.ended_at = self.ended_at, {}
+        now = self._callbacks.guard.monotonic()
+        return tuple([times.get(request_id, now) for request_id in ended])
+
     def _note_end(self, reason: str, request_id: int) -> None:
+        if self.end_reasons is not None:
+            self._note_reason(reason, request_id)
+            self.ended_at[request_id] = self._callbacks.guard.monotonic()
+
+    def _note_reason(self, reason: str, request_id: int) -> None:
         if self.end_reasons is not None:
             self.end_reasons.setdefault(reason, []).append(request_id)
 

@@ -85,9 +85,11 @@ class GenerationLoop:
         self.finals = finals(callbacks, self.active, intake, self._resources, deliveries, self.window)
         self._starvation = StarvationCheck(kv_cache_manager, limits)
         self._flush_stats_when_idle = flush_stats_when_idle
-        self.reporter = Reporter(callbacks=callbacks, backend=backend, clock=clock,
-                                 max_requests=limits.max_num_sequences, trace=trace,
-                                 timings=intake.timings)
+        self.reporter = Reporter(
+            callbacks=callbacks, backend=backend, clock=clock, limits=limits, trace=trace, timings=intake.timings,
+            other_settings={"static_batching": static_batch is not None,
+                            "enable_block_reuse": kv_cache_manager.enable_block_reuse,
+                            "max_admissions_per_iteration": intake.max_admissions_per_iteration})
         self._phase_times = PhaseTimes(self, clock) if self.reporter.wants_trace else None
         self.finals.end_reasons = {} if self.reporter.wants_trace else None
         self._in_scheduler = callbacks.guard.raising("schedule_request", passing=SchedulerContractError)
@@ -178,6 +180,8 @@ class GenerationLoop:
     def _fetch(self, room: int | None) -> IterationRecord:
         record = IterationRecord(self.iteration, self.iteration % self.limits.num_micro_batches,
                                  self.clock.monotonic(), static_batch=self._no_static_batch)
+        if self._phase_times is not None:
+            record.room = -1 if room is None else max(room - len(self.intake), 0)
         for admitted in self.intake.fetch(room, self.active.__contains__, self.failure):
             self.active.add(admitted.request)
             self._resources.admit(admitted)
@@ -364,15 +368,17 @@ class GenerationLoop:
         if record.active_requests or record.had_refusals and self.failure is None:
             if record.kv_cache is None:    # nothing was launched
                 record.kv_cache = self.kv.usage()
-            if self._phase_times is not None:
-                record.end_reasons = self.finals.take_end_reasons()
-                self.reporter.trace(record, self._phase_times.take(), len(self.intake))
             self._send_record(record)
             if self._flush_stats_when_idle and record.active_requests and self.is_empty:
                 self.window.drop_all()    # no request needs their results
                 self._send_record(IterationRecord(self.iteration, self.iteration % self.limits.num_micro_batches,
                                                   self.clock.monotonic(), kv_cache=self.kv.usage(),
                                                   static_batch=self._no_static_batch))
+            if self._phase_times is not None:
+                record.end_reasons = self.finals.take_end_reasons()
+                record.finished_at_s = self.finals.take_end_times(record.finished)
+                record.started_at, phases_us = self._phase_times.take()
+                self.reporter.trace(record, phases_us, len(self.intake))
         return record.active_requests > 0 or record.had_refusals or bool(self.callbacks.fetched)
 
     def _send_record(self, record: IterationRecord) -> None:

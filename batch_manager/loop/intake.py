@@ -46,6 +46,7 @@ class Intake:
 
     num_accepted, num_refused, unaddressable   numbers of items accepted, refused, and without a usable id, since
                     construction
+    max_admissions_per_iteration   number of items that one iteration reads at most
     arrived         (id, arrival time) of requests accepted since the last call of `take_arrived`
     timings         arrival times and metrics of the accepted requests, see `Timings`
     num_prompt_tokens   number of prompt tokens of the accepted requests, since construction
@@ -64,7 +65,7 @@ class Intake:
         self._bounds = bounds
         self._clock = clock
         self.timings = Timings(clock)
-        self._at_most = max_admissions_per_iteration
+        self.max_admissions_per_iteration = max_admissions_per_iteration
         self._terminate_req_id = terminate_req_id
         self._queue: deque[Admitted] = deque()
         self._queued_ids: set[int] = set()
@@ -138,7 +139,7 @@ class Intake:
         def is_alive(request_id: int) -> bool:
             return request_id in entering_ids or request_id in self._queued_ids or is_active(request_id)
 
-        for _ in range(self._at_most):
+        for _ in range(self.max_admissions_per_iteration):
             if not (unanswered.undecided or fetched.read_next()):
                 break
             item = unanswered.undecided[0]

@@ -31,6 +31,10 @@ class IterationRecord:
     figures            name -> value of the statistics of resources other than KV cache blocks, such as adapters
     arrived, finished  ids of the requests that were accepted, and of accepted requests that ended
     arrived_at_s       when each request of `arrived` arrived, in seconds of the engine's clock
+    finished_at_s      when the final of each request of `finished` was sent, in seconds of the engine's clock; filled
+                       for traces only
+    room               how many further requests could become active at the start of the iteration, less the queued
+                       requests; -1: unbounded; None without a trace
     end_reasons        reason -> ids of the requests that got their final response; filled for traces only
     waiting            reason -> ids of the active requests that the plan left out; filled for traces only
     """
@@ -49,6 +53,8 @@ class IterationRecord:
     arrived: tuple[int, ...] = ()
     arrived_at_s: tuple[float, ...] = ()
     finished: tuple[int, ...] = ()
+    finished_at_s: tuple[float, ...] = ()
+    room: int | None = None
     waiting: dict[str, tuple[int, ...]] = field(default_factory=dict)
     end_reasons: dict[str, tuple[int, ...]] = field(default_factory=dict)
 

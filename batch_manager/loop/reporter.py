@@ -1,9 +1,12 @@
 """Reports an iteration: statistics to the statistics callback, and a trace to the trace hook."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
+from enum import Enum
 from math import inf
 from operator import index
 
+from ..config import Limits
 from ..seams import Clock, MemoryUsage, ModelBackend
 from ..stats.iteration_stats import IterationStats
 from ..stats.stats_json import to_json
@@ -19,14 +22,19 @@ class Reporter:
     wants_trace   whether there is a trace hook
     """
 
-    def __init__(self, *, callbacks: GuardedCallbacks, backend: ModelBackend, clock: Clock, max_requests: int,
-                 trace: Callable[[IterationTrace], None] | None, timings: Timings) -> None:
+    def __init__(self, *, callbacks: GuardedCallbacks, backend: ModelBackend, clock: Clock, limits: Limits,
+                 trace: Callable[[IterationTrace], None] | None, timings: Timings,
+                 other_settings: Mapping[str, int | str]) -> None:
+        """
+        other_settings   name -> value of the settings that a trace has beside the limits
+        """
         self._callbacks = callbacks
         self._backend = backend
         self._clock = clock
         self._timings = timings
         self._accepted = self._refused = 0    # in the records so far
-        self._max_requests = max_requests
+        self._max_requests = limits.max_num_sequences
+        self._settings = settings_of(limits) | dict(other_settings)    # empty once they are in a trace
         self._trace = trace
         self._last_started_at = -inf
         self.wants_trace = trace is not None
@@ -44,7 +52,9 @@ class Reporter:
             record.number, tuple(record.chunks), tuple([r.request_id for r in plan.generation_requests]),
             tuple([r.request_id for r in plan.paused_requests]), record.finished, record.arrived,
             self._last_started_at, phases_us, record.waiting, queued_requests, kv_cache.live_blocks,
-            kv_cache.cached_blocks, kv_cache.free_blocks, record.end_reasons, record.arrived_at_s)
+            kv_cache.cached_blocks, kv_cache.free_blocks, record.end_reasons, record.arrived_at_s,
+            record.finished_at_s, record.room, self._settings)
+        self._settings = {}
         hook = self._trace
         assert hook is not None
         with self._in_trace:
@@ -123,3 +133,11 @@ class Reporter:
                 raise ValueError("not a number of bytes")
             return MemoryUsage(gpu, cpu, pinned)
         return MemoryUsage()
+
+
+def settings_of(limits: Limits) -> dict[str, int | str]:
+    """Return the limits as a trace has them: name -> value. An unbounded max_num_sequences is -1."""
+    settings = {each.name: getattr(limits, each.name) for each in fields(limits)}
+    if settings.pop("unbounded_sequences"):
+        settings["max_num_sequences"] = -1
+    return {name: value.name if isinstance(value, Enum) else value for name, value in settings.items()}

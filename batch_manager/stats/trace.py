@@ -31,11 +31,15 @@ class IterationTrace:
     generation   ids of the generating requests in the step
     paused, finished   ids of the requests that the plan paused, and of the accepted requests that ended
     arrived      ids of the requests accepted at the start of the iteration, whether they run in it or wait
-    started_at_s   when the iteration began, in seconds of the engine's clock
-    phases_us    phase -> microseconds. `fetch`: admit requests; `schedule`: make and check the plan; `claim`: take its
-                 blocks; `start`: launch the step; `read`: wait for the oldest step in flight; `advance`: append the
-                 tokens of the step that was read; `respond`: send responses; `poll`: poll stop signals. Phases that did
-                 not run are missing
+    started_at_s   when the iteration began, in seconds of the engine's clock. Unless the engine was idle before, it
+                 began when the phases of the previous iteration ended
+    phases_us    phase -> microseconds, in the order in which the phases ran. `trace`: trace the previous iteration;
+                 `get`: the get callback; `fetch`: admit requests; `schedule`: make and check the plan; `claim`: take
+                 its blocks; `start`: launch the step; `read`: wait for the oldest step in flight; `advance`: append the
+                 tokens of the step that was read; `respond`: send responses; `poll`: poll stop signals;
+                 `after_responses`: the hook of this name; `report`: the statistics callback. The phases add up to the
+                 iteration: a phase lasts from the end of the phase before it to its own end. Phases that did not run
+                 are missing
     waiting      reason -> ids of the active requests that the plan left out; batch_manager/scheduling/waiting.py lists
                  the reasons
     queued_requests   number of accepted requests that are not active yet
@@ -45,6 +49,12 @@ class IterationTrace:
                  requests are listed here only. Empty in traces written before this field existed
     arrived_at_s   when each request of `arrived` arrived, in seconds of the engine's clock: its arrival_time, or the
                  time of its admission if it has none. Empty in traces written before this field existed
+    finished_at_s   when the final response of each request of `finished` was sent: the start of the send callback, in
+                 seconds of the engine's clock. Empty in traces written before this field existed
+    room         number of requests that get was asked for: how many further requests could become active at the start
+                 of the iteration, less the queued requests; -1: any number. None in traces written before this field
+                 existed
+    settings     name -> value of the limits and policies of the engine, in its first iteration; otherwise empty
     """
 
     iteration: int
@@ -62,9 +72,13 @@ class IterationTrace:
     free_blocks: int = 0
     end_reasons: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     arrived_at_s: tuple[float, ...] = ()
+    finished_at_s: tuple[float, ...] = ()
+    room: int | None = None
+    settings: Mapping[str, int | str] = field(default_factory=dict)
 
 
-REQUIRED = frozenset(f.name for f in fields(IterationTrace)) - {"end_reasons", "arrived_at_s"}
+REQUIRED = frozenset(f.name for f in fields(IterationTrace)) - {"end_reasons", "arrived_at_s", "finished_at_s", "room",
+                                                                "settings"}
 
 
 @dataclass(slots=True)
@@ -297,7 +311,10 @@ def _iteration(record: Any) -> IterationTrace:
         cached_blocks=_count("cached_blocks", record["cached_blocks"]),
         free_blocks=_count("free_blocks", record["free_blocks"]),
         end_reasons={reason: _ids(f"end_reasons.{reason}", ids) for reason, ids in _items("end_reasons", record)},
-        arrived_at_s=_times(record),
+        arrived_at_s=_times(record, "arrived"),
+        finished_at_s=_times(record, "finished"),
+        room=_room(record.get("room")),
+        settings={name: _setting(name, value) for name, value in _items("settings", record)},
     )
 
 
@@ -322,12 +339,24 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
-def _times(record: dict[str, Any]) -> tuple[float, ...]:
-    times = record.get("arrived_at_s", [])
+def _times(record: dict[str, Any], of: str) -> tuple[float, ...]:
+    times = record.get(f"{of}_at_s", [])
     if type(times) is not list or not all(type(time) in (int, float) and isfinite(time) for time in times) or (
-            len(times) not in (0, len(record["arrived"]))):
-        _refuse(f"arrived_at_s is {_quoted(times)}", "a finite number for each id of arrived")
+            len(times) not in (0, len(record[of]))):
+        _refuse(f"{of}_at_s is {_quoted(times)}", f"a finite number for each id of {of}")
     return tuple(map(float, times))
+
+
+def _room(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or not -1 <= value <= LARGEST_COUNT):
+        _refuse(f"room is {_quoted(value)}", f"null, or an integer from -1 to {LARGEST_COUNT}")
+    return value
+
+
+def _setting(name: str, value: Any) -> int | str:
+    if not isinstance(value, int | str):
+        _refuse(f"settings.{name} is {_quoted(value)}", "an integer, a boolean or a string")
+    return value
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:

@@ -1,17 +1,34 @@
 """The history of each request of a trace, as consecutive spans of time without gaps."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ..names import ErrorCode
 from ..scheduling.waiting import IN_FLIGHT
 from ..stats.trace import IterationTrace
+from .client_waits import REFUSALS, ClientWaits
 
-REFUSALS = (ErrorCode.INVALID_REQUEST.name, ErrorCode.DUPLICATE_REQUEST_ID.name,
-            ErrorCode.TOO_LARGE_FOR_KV_CACHE.name, ErrorCode.QUEUE_FULL.name)
 CONTEXT, GENERATION, PAUSED, QUEUED, WAITING = "context", "generation", "paused", "queued", "waiting"
 CLIENT = "client"
+NO_STEP = "no step"          # why a request was WAITING: the iteration planned no step. Not recorded, but seen
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of a request, and what ran beside it.
+
+    iteration      number of its iteration
+    seconds        time of the request in the iteration
+    others         number of other requests in the step
+    other_tokens   prompt tokens of other requests in the step
+    prompts        ids of these requests
+    """
+
+    iteration: int
+    seconds: float
+    others: int
+    other_tokens: int
+    prompts: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -20,15 +37,24 @@ class Span:
 
     kind        CONTEXT, GENERATION, PAUSED, CLIENT (arrived, but not accepted), QUEUED (accepted, but not active) or
                 WAITING (active, but in no step)
-    reason      why the request was WAITING: one of REASONS in batch_manager/scheduling/waiting.py. For other
-                kinds: ""
-    begin_s     start of the span's first iteration; for CLIENT: arrival of the request
-    end_s       start of the request's next span; for the last span: end of its last iteration. Both times are in
-                seconds of the engine's clock
+    reason      why the request was WAITING: one of REASONS in batch_manager/scheduling/waiting.py, or NO_STEP; why it
+                was in the CLIENT: a reason of client_waits.py. For other kinds: ""
+    begin_s     start of the span: for the first span, the arrival of the request; for the first span after CLIENT, the
+                end of the get callback; otherwise the start of the span's first iteration
+    end_s       start of the request's next span; for the last span: when the final response was sent, or the end of the
+                last iteration if the trace does not record that. Times are in seconds of the engine's clock
     iterations  number of iterations; 0 for CLIENT
     tokens      number of context tokens computed in the span
     first       position of the first of these tokens
+    again       how many of these tokens had been computed before
+    found       number of context tokens that were in the cache when the context began, or began again after a pause
+    pauses      number of recorded pauses of the request up to the span
     running     ids of the requests that ran in the steps during a QUEUED or WAITING span; empty for other kinds
+    steps, others      CONTEXT and GENERATION: number of steps of the request in the span, and the sum over these steps
+                       of the number of other requests in the step
+    with_prompts, with_prompts_s   number and duration of the steps that also computed prompts of other requests
+    other_tokens, prompts          tokens and requests of these prompts
+    slowest     the longest of the steps; None: the span has no step
     """
 
     kind: str
@@ -38,7 +64,17 @@ class Span:
     iterations: int = 1
     tokens: int = 0
     first: int = 0
+    again: int = 0
+    found: int = 0
+    pauses: int = 0
     running: set[int] = field(default_factory=set)
+    steps: int = 0
+    others: int = 0
+    with_prompts: int = 0
+    with_prompts_s: float = 0.0
+    other_tokens: int = 0
+    prompts: set[int] = field(default_factory=set)
+    slowest: Step | None = None
 
     @property
     def seconds(self) -> float:
@@ -53,16 +89,24 @@ class Life:
                      iteration: number of the first iteration that names the request
     last_iteration   number of the iteration that ended the request, or of the last iteration of the trace
     spans            consecutive spans without gaps; empty for a refused request
+    has_arrived      whether the trace contains the arrival of the request
     has_ended        whether the trace contains the end of the request, or its refusal
     end_reason       name of a FinishReason or an ErrorCode; "": the trace does not record it
+    pauses           number of recorded pauses
+    settings         name -> value of the engine's settings, if the trace records them
     """
 
     request_id: int
     first_iteration: int
     last_iteration: int
     spans: list[Span] = field(default_factory=list)
+    has_arrived: bool = False
     has_ended: bool = False
     end_reason: str = ""
+    pauses: int = 0
+    settings: Mapping[str, int | str] = field(default_factory=dict)
+    _position: int | None = None         # end of the latest chunk, or of the tokens generated since; None: unknown
+    _computed: int = 0                   # number of leading tokens that were computed at some time
 
     @property
     def was_refused(self) -> bool:
@@ -76,62 +120,131 @@ class Life:
 def lives(iterations: Iterable[IterationTrace]) -> Iterator[Life]:
     """Yield the history of each request: first the requests that end, in the order of their ends, then the others.
 
-    Several requests may have the same id one after the other. An iteration in which a request only
-    waits for its step in flight is added to the request's current span. An iteration lasts until the next iteration
-    begins. The last iteration, and an iteration that leaves the engine idle, last until their phases have ended.
+    Several requests may have the same id one after the other. An iteration in which a request only waits for its step
+    in flight is added to the request's current span. An iteration lasts until the next iteration begins. The last
+    iteration, and an iteration that leaves the engine idle, last until their phases have ended.
     """
-    alive: dict[int, Life] = {}
+    histories = _Histories()
     last: IterationTrace | None = None
     for iteration in iterations:
         if last is not None:
-            yield from _note(last, iteration.started_at_s, alive)
+            yield from histories.note(last, iteration.started_at_s)
         last = iteration
     if last is not None:
-        yield from _note(last, math.inf, alive)
-    yield from alive.values()
+        yield from histories.note(last, math.inf)
+    yield from histories.alive.values()
 
 
-def _note(iteration: IterationTrace, end_s: float, alive: dict[int, Life]) -> Iterator[Life]:
-    """Add an iteration to the histories of the open requests.
+def end_of(iteration: IterationTrace, next_s: float, *, is_idle: bool) -> float:
+    """Return when an iteration ends, in seconds of the engine's clock.
 
-    Yields the histories of the requests that the iteration ends or refuses.
-
-    end_s   start of the next iteration; infinite for the last iteration
-    alive   request id -> history, of the open requests; updated in place
+    next_s    start of the next iteration; infinite for the last one
+    is_idle   whether no request is alive after the iteration
     """
-    number, begin_s = iteration.iteration, iteration.started_at_s
-    did: dict[int, tuple[str, str, int, int]] = {i: (QUEUED, "", 0, 0) for i in iteration.arrived}
+    if next_s < math.inf and not is_idle:
+        return next_s
+    return min(next_s, iteration.started_at_s + 1e-6 * sum(iteration.phases_us.values()))
+
+
+class _Histories:
+    """The histories of the requests that are alive at one point of a trace.
+
+    alive   request id -> history
+    """
+
+    def __init__(self) -> None:
+        self.alive: dict[int, Life] = {}
+        self._client = ClientWaits()
+        self._settings: Mapping[str, int | str] = {}
+
+    def note(self, iteration: IterationTrace, next_s: float) -> Iterator[Life]:
+        """Add an iteration to the histories. Yields the histories of the requests that it ends or refuses.
+
+        next_s   start of the next iteration; infinite for the last one
+        """
+        alive, number, begin_s = self.alive, iteration.iteration, iteration.started_at_s
+        self._settings = iteration.settings or self._settings
+        got_at_s = self._client.begin(iteration)
+        chunks = {request_id: (first, tokens) for request_id, first, tokens in iteration.context}
+        did = _activities(iteration)
+        for request_id in did:
+            if request_id not in alive:
+                alive[request_id] = Life(request_id, number, number, settings=self._settings)
+        for request_id in iteration.arrived:
+            alive[request_id].has_arrived, alive[request_id]._position = True, 0
+        begins = {}
+        for request_id, arrived_at_s in zip(iteration.arrived, iteration.arrived_at_s):
+            waits = self._client.waits(arrived_at_s, got_at_s)
+            alive[request_id].spans += [Span(CLIENT, wait.reason, wait.begin_s, wait.end_s, 0) for wait in waits]
+            begins[request_id] = got_at_s if waits else arrived_at_s
+        is_idle = alive.keys() <= {*iteration.finished}
+        end_s = end_of(iteration, next_s, is_idle=is_idle)
+        ends = dict(zip(iteration.finished, iteration.finished_at_s))
+        running = chunks.keys() | {*iteration.generation}
+        all_tokens = sum(tokens for _, tokens in chunks.values())
+        plans_nothing = not (running or iteration.paused or iteration.waiting)
+        for request_id, life in alive.items():
+            life.last_iteration = number
+            last = life.spans[-1] if life.spans else None
+            kind, reason = did.get(request_id) or (
+                (QUEUED, "") if last is None or last.kind == CLIENT else (last.kind, last.reason))
+            if kind == QUEUED and plans_nothing and not iteration.queued_requests:
+                kind, reason = WAITING, NO_STEP
+            first, tokens = chunks.get(request_id, (0, 0))
+            if kind == PAUSED and request_id in did:
+                life.pauses += 1
+                life._position = 0
+            if last is None or (kind, reason) != (last.kind, last.reason) or (
+                    tokens and first < last.first + last.tokens):
+                begin = begins.get(request_id, begin_s)
+                last = Span(kind, reason, begin, begin, 0, 0, first, pauses=life.pauses)
+                life.spans.append(last)
+            before_s = max(last.end_s, begin_s)
+            last.end_s = max(ends.get(request_id, end_s), last.begin_s)
+            last.iterations += 1
+            if kind in (QUEUED, WAITING):
+                last.running |= running
+            elif request_id in running:
+                _note_step(last, Step(number, last.end_s - before_s, len(running) - 1, all_tokens - tokens,
+                                      tuple([other for other in chunks if other != request_id])))
+                _note_tokens(life, last, first, tokens)
+        self._client.end(iteration, got_at_s, end_s if is_idle else None)
+        yield from _ended(iteration, alive)
+
+
+def _activities(iteration: IterationTrace) -> dict[int, tuple[str, str]]:
+    """Return request id -> (kind, reason) of the requests that the iteration names as alive."""
+    did = dict.fromkeys(iteration.arrived, (QUEUED, ""))
     for reason, ids in iteration.waiting.items():
         if reason != IN_FLIGHT:
-            did |= dict.fromkeys(ids, (WAITING, reason, 0, 0))
-    did |= {request_id: (CONTEXT, "", start, tokens) for request_id, start, tokens in iteration.context}
-    did |= dict.fromkeys(iteration.generation, (GENERATION, "", 0, 0)) | dict.fromkeys(iteration.paused,
-                                                                                      (PAUSED, "", 0, 0))
-    running = {request_id for request_id, _, _ in iteration.context} | {*iteration.generation}
-    for request_id in did:
-        if request_id not in alive:
-            alive[request_id] = Life(request_id, number, number)
-    for request_id, arrived_at_s in zip(iteration.arrived, iteration.arrived_at_s):
-        if arrived_at_s < begin_s:
-            alive[request_id].spans.append(Span(CLIENT, "", arrived_at_s, begin_s, 0))
-    if end_s == math.inf or alive.keys() <= {*iteration.finished}:     # the engine is idle until the next request
-        end_s = min(end_s, begin_s + 1e-6 * sum(iteration.phases_us.values()))
-    for request_id, life in alive.items():
-        life.last_iteration = number
-        last = life.spans[-1] if life.spans else None
-        kind, reason, first, tokens = did.get(request_id) or (
-            (QUEUED, "", 0, 0) if last is None or last.kind == CLIENT
-            else (last.kind, last.reason, last.first + last.tokens, 0))
-        if last is None or (kind, reason) != (last.kind, last.reason) or (
-                kind == CONTEXT and tokens and first < last.first + last.tokens):
-            last = Span(kind, reason, begin_s, end_s, 0, 0, first)
-            life.spans.append(last)
-        last.end_s = end_s
-        last.iterations += 1
-        last.tokens += tokens
-        if kind in (QUEUED, WAITING):
-            last.running |= running
-    yield from _ended(iteration, alive)
+            did |= dict.fromkeys(ids, (WAITING, reason))
+    did |= dict.fromkeys([request_id for request_id, _, _ in iteration.context], (CONTEXT, ""))
+    return did | dict.fromkeys(iteration.generation, (GENERATION, "")) | dict.fromkeys(iteration.paused, (PAUSED, ""))
+
+
+def _note_step(span: Span, step: Step) -> None:
+    span.steps += 1
+    span.others += step.others
+    if step.other_tokens:
+        span.with_prompts += 1
+        span.with_prompts_s += step.seconds
+        span.other_tokens += step.other_tokens
+        span.prompts.update(step.prompts)
+    if span.slowest is None or step.seconds > span.slowest.seconds:
+        span.slowest = step
+
+
+def _note_tokens(life: Life, span: Span, first: int, tokens: int) -> None:
+    """Note the tokens that a step computes: `tokens` context tokens from position `first`, or a generated token."""
+    if tokens:
+        span.tokens += tokens
+        if life._position is not None:
+            span.found += max(first - life._position, 0)
+        span.again += max(min(first + tokens, life._computed) - first, 0)
+        life._position = first + tokens
+    elif life._position is not None:
+        life._position += 1
+    life._computed = max(life._computed, life._position or 0)
 
 
 def _ended(iteration: IterationTrace, alive: dict[int, Life]) -> Iterator[Life]:
@@ -151,4 +264,4 @@ def _ended(iteration: IterationTrace, alive: dict[int, Life]) -> Iterator[Life]:
             yield life
     for request_id, names in reasons.items():
         for name in names:
-            yield Life(request_id, iteration.iteration, iteration.iteration, [], True, name)
+            yield Life(request_id, iteration.iteration, iteration.iteration, [], has_ended=True, end_reason=name)

@@ -15,19 +15,20 @@ import argparse
 import csv
 import itertools
 import json
-import statistics
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from ..scheduling import waiting
 from ..stats.trace import IterationTrace, read_trace
+from . import client_waits
 from .__main__ import run_as
 from .command_parser import CommandParser
 from .output_file import OutputError, output_file, why_not_writable
-from .request_spans import CLIENT, CONTEXT, GENERATION, PAUSED, QUEUED, WAITING, Life, Span, lives
+from .request_spans import CLIENT, CONTEXT, GENERATION, NO_STEP, PAUSED, QUEUED, WAITING, Life, Span, lives
 from .standard_output import discard_standard_output, print_flushed
 
 SENTENCES = {
@@ -38,51 +39,104 @@ SENTENCES = {
     waiting.TOKENS: "waited: too few tokens of the steps were left (max_num_tokens)",
     waiting.BEAM_WIDTH: "waited: the steps had requests of another beam width",
     waiting.ORDER: "waited: after other requests that waited",
+    NO_STEP: "waited: no step was planned",
     QUEUED: "queued: max_num_sequences requests were active",
-    PAUSED: "paused: its blocks went to requests before it",
+    PAUSED: "paused: its blocks were freed",
 }
+IN_CLIENT = {
+    client_waits.UNKNOWN: "until the get callback returned it",
+    client_waits.BEFORE: "before the first iteration of the trace",
+    client_waits.IDLE: "the engine was idle, and the get callback had not returned it",
+    client_waits.NEXT_GET: "for the next call of the get callback",
+    client_waits.FREE_ROOM: "there was room, and the get callback returned fewer requests than it was asked for",
+    client_waits.ADMISSIONS: "the iterations read max_admissions_per_iteration requests",
+    client_waits.NO_ROOM: "max_num_sequences requests were active, and all ran",
+}
+AND_SOME = "max_num_sequences requests were active, and some of them "
 MOST_NAMED = 5
+BEFORE_S = 1e6          # eleven days
+SLOW = 2.0            # a step is named if it lasts this many times as long as the mean
 
 
 def why(life: Life) -> list[str]:
     """Return lines that say where the time of a request went.
 
     The first line has the time from the arrival to the end. The times of the other lines add up to this time. A refused
-    request has one line, without a time.
+    request has one line, without a time. The lines state only what the trace records.
     """
     if life.was_refused:
         return [f"request {life.request_id}: refused in iteration {life.last_iteration} ({life.end_reason})"]
     reason = f" ({life.end_reason})" if life.end_reason else ""
     ended = f"to its end{reason}" if life.has_ended else "to the end of the trace, where it is still alive"
-    arrival = "before" if life.spans[0].kind == CLIENT else "in"
-    lines = [f"request {life.request_id}: {_time(life.seconds)} from its arrival {arrival} iteration "
-             f"{life.first_iteration} {ended} in iteration {life.last_iteration}"]
-    groups: dict[str, list[Span]] = defaultdict(list)
+    arrival = f"its arrival {'before' if life.spans[0].kind == CLIENT else 'in'} iteration {life.first_iteration}"
+    lines = [f"request {life.request_id}: {_time(life.seconds)} from "
+             f"{arrival if life.has_arrived else f'iteration {life.first_iteration}, the first that names it,'} "
+             f"{ended} in iteration {life.last_iteration}"]
+    groups: dict[tuple[str, str, bool], list[Span]] = defaultdict(list)
     for span in life.spans:
-        groups[span.reason if span.kind == WAITING else span.kind].append(span)
-    for key, spans in sorted(groups.items(), key=lambda pair: -sum(span.seconds for span in pair[1])):
-        lines.append(f"  {_time(sum(span.seconds for span in spans)):>10}  {_sentence(key, spans)}")
+        groups[span.kind, span.reason, span.kind == CONTEXT and span.pauses > 0].append(span)
+    for spans in sorted(groups.values(), key=lambda spans: -sum(span.seconds for span in spans)):
+        text = re.sub(r"max_\w+", lambda name: _with_value(name[0], life.settings), _sentence(spans))
+        lines.append(f"  {_time(sum(span.seconds for span in spans)):>10}  {text}")
     return lines
 
 
-def _sentence(key: str, spans: list[Span]) -> str:
+def _with_value(name: str, settings: Mapping[str, int | str]) -> str:
+    value = settings.get(name)
+    return name if value is None or value == -1 else f"{name} ({value:,})"
+
+
+def _sentence(spans: list[Span]) -> str:
+    kind, reason = spans[0].kind, spans[0].reason
     iterations, times = sum(span.iterations for span in spans), len(spans)
-    if key == CONTEXT:
-        computed, again = sum(span.tokens for span in spans), sum(span.tokens for span in spans[1:])
-        found = f", of which {spans[0].first:,} were found in the cache" if spans[0].first else ""
-        repeated = f"; {again:,} of them again, after it was paused" if again else ""
-        return (f"computed its prompt: {computed + spans[0].first:,} tokens{found}, in "
-                f"{_count(iterations, 'iteration')}{repeated}")
-    if key == GENERATION:
-        step = statistics.median(span.seconds / span.iterations for span in spans)
-        return f"generated: {_count(iterations, 'iteration')} of {_time(step)} each"
-    if key == CLIENT:
-        return "waited in the client, until the get callback returned it"
+    if kind == CONTEXT:
+        return f"{_computed(spans)}, in {_count(iterations, 'iteration')}{_beside(spans)}"
+    if kind == GENERATION:
+        mean = sum(span.seconds for span in spans) / iterations
+        return f"generated: {_count(iterations, 'iteration')} of {_time(mean)} each{_beside(spans)}"
+    if kind == CLIENT:
+        if reason.startswith(client_waits.NO_ROOM_AND):
+            obstacle = reason.removeprefix(client_waits.NO_ROOM_AND)
+            return f"waited in the client: {AND_SOME}{SENTENCES.get(obstacle, f'waited: {obstacle}')}"
+        return f"waited in the client: {IN_CLIENT[reason]}"
     others = sorted(set().union(*(span.running for span in spans)))
-    named = ", ".join(map(str, others[:MOST_NAMED])) + (f" and {len(others) - MOST_NAMED} more" if
-                                                         others[MOST_NAMED:] else "")
-    beside = f"; meanwhile ran {named}" if others else ""
-    return f"{SENTENCES.get(key, f'waited: {key}')}; {_count(iterations, 'iteration')}, {_count(times, 'time')}{beside}"
+    beside = f"; meanwhile ran {_named(others)}" if others else ""
+    sentence = SENTENCES.get(reason if kind == WAITING else kind, f"waited: {reason}")
+    return f"{sentence}; {_count(iterations, 'iteration')}, {_count(times, 'time')}{beside}"
+
+
+def _computed(spans: list[Span]) -> str:
+    """Say which tokens the CONTEXT spans computed: all before the first pause, or all after it."""
+    computed, again, found = (sum(getattr(span, name) for span in spans) for name in ("tokens", "again", "found"))
+    if spans[0].pauses:
+        cached = f" and found {found:,} in the cache" if found else ""
+        return (f"computed {_count(computed, 'token')}{cached} after it was paused {_count(spans[-1].pauses, 'time')}, "
+                f"{again:,} of them again")
+    cached = f", of which {found:,} were found in the cache" if found else ""
+    repeated = f", {again:,} of them again" if again else ""
+    return f"computed its prompt: {computed + found:,} tokens{cached}{repeated}"
+
+
+def _beside(spans: list[Span]) -> str:
+    """Say what ran in the steps beside the request, and in its slowest step."""
+    steps = sum(span.steps for span in spans)
+    others = sum(span.others for span in spans)
+    text = f", beside {others / steps:.1f} other requests in a step" if others else ""
+    if with_prompts := sum(span.with_prompts for span in spans):
+        prompts = sorted(set().union(*(span.prompts for span in spans)))
+        text += (f"; {with_prompts:,} of them, {_time(sum(span.with_prompts_s for span in spans))}, also computed "
+                 f"{sum(span.other_tokens for span in spans):,} prompt tokens of {_named(prompts)}")
+    slowest = max((span.slowest for span in spans if span.slowest), key=lambda step: step.seconds, default=None)
+    if slowest is not None and steps > 1 and slowest.seconds * steps > SLOW * sum(span.seconds for span in spans):
+        prompts_of = f" and {slowest.other_tokens:,} prompt tokens of {_named(slowest.prompts)}"
+        text += (f"; the slowest, {_time(slowest.seconds)} in iteration {slowest.iteration}, had "
+                 f"{_count(slowest.others, 'other request')}{prompts_of if slowest.other_tokens else ''}")
+    return text
+
+
+def _named(ids: Sequence[int]) -> str:
+    more = f" and {len(ids) - MOST_NAMED:,} more" if len(ids) > MOST_NAMED else ""
+    return ", ".join(map(str, ids[:MOST_NAMED])) + more
 
 
 def _count(number: int, noun: str) -> str:
@@ -96,16 +150,18 @@ def _time(seconds: float) -> str:
 def write_perfetto(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
     """Write a trace in Chrome's JSON format, with tracks for the worker's phases and for each request, and counters.
 
-    Times are whole microseconds since the first iteration. Slices of a track never overlap, because Perfetto drops a
-    slice that begins before the previous slice ends.
+    Times are whole microseconds. The first iteration begins at BEFORE_S, because the format has no negative times, and
+    requests may arrive before the first iteration; viewers show times since the first event. Slices of a track never
+    overlap, because Perfetto drops a slice that begins before the previous slice ends: if a request arrives before an
+    earlier one with its id has ended, the two have separate tracks.
     """
     origin: list[float] = []
-    tracks: dict[int, int] = {}
-    track_is_free_at: dict[int, int] = {}
-    worker_is_free_at = 0
+    tracks: dict[int, list[int]] = defaultdict(list)     # request id -> its tracks
+    tracks_are_free_at: list[int] = [0]                  # track 0 is the worker's
+    settings: Mapping[str, int | str] = {}
 
     def microseconds(seconds: float) -> int:
-        return round(1e6 * (seconds - origin[0]))
+        return max(round(1e6 * (BEFORE_S + (seconds - origin[0]))), 0)
 
     def engine_events() -> Iterator[dict]:
         yield {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "engine"}}
@@ -113,33 +169,44 @@ def write_perfetto(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
         yield {"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "requests"}}
 
     def events_of(iteration: IterationTrace) -> Iterator[dict]:
-        nonlocal worker_is_free_at
         at = microseconds(iteration.started_at_s)
-        # Each phase is rounded. The sum of the phases may therefore be longer than the iteration.
-        start = max(at, worker_is_free_at)
+        # Each time is rounded. The sum of the phases may therefore be a microsecond longer than the iteration.
+        start = max(at, tracks_are_free_at[0])
         for phase, duration in iteration.phases_us.items():
             yield {"ph": "X", "pid": 0, "tid": 0, "name": phase, "ts": start, "dur": duration,
                    "args": {"iteration": iteration.iteration}}
             start += duration
-        worker_is_free_at = start
+        tracks_are_free_at[0] = start
         blocks = {"live": iteration.live_blocks, "cached": iteration.cached_blocks, "free": iteration.free_blocks}
         tokens = {"context": sum(size for _, _, size in iteration.context), "generation": len(iteration.generation)}
-        yield {"ph": "C", "pid": 0, "name": "KV cache blocks", "ts": at, "args": blocks}
-        yield {"ph": "C", "pid": 0, "name": "tokens of the step", "ts": at, "args": tokens}
-        yield {"ph": "C", "pid": 0, "name": "queued requests", "ts": at, "args": {"queued": iteration.queued_requests}}
+        requests = {"in the step": len(iteration.context) + len(iteration.generation)}
+        for name, values, limit in (("KV cache blocks", blocks, ""), ("tokens of the step", tokens, "max_num_tokens"),
+                                    ("requests of the step", requests, "max_batch_size"),
+                                    ("queued requests", {"queued": iteration.queued_requests}, "")):
+            limits = {limit: settings[limit]} if limit in settings else {}
+            yield {"ph": "C", "pid": 0, "name": name, "ts": at, "args": values | limits}
+
+    def track_of(request_id: int, begin: int) -> Iterator[dict]:
+        """Append a track that is free at `begin` to the end of `tracks[request_id]`, after naming it if it is new."""
+        known = tracks[request_id]
+        free = next((track for track in known if tracks_are_free_at[track] <= begin), None)
+        if free is None:
+            free = len(tracks_are_free_at)
+            tracks_are_free_at.append(0)
+            yield {"ph": "M", "pid": 1, "tid": free, "name": "thread_name", "args": {"name": f"request {request_id}"}}
+        else:
+            known.remove(free)
+        known.append(free)
 
     def events_of_life(life: Life) -> Iterator[dict]:
-        if life.request_id not in tracks:
-            tracks[life.request_id] = len(tracks) + 1
-            yield {"ph": "M", "pid": 1, "tid": tracks[life.request_id], "name": "thread_name",
-                   "args": {"name": f"request {life.request_id}"}}
+        if life.spans:
+            yield from track_of(life.request_id, microseconds(life.spans[0].begin_s))
+            track = tracks[life.request_id][-1]
         for span in life.spans:
             arguments = {"iterations": span.iterations} | ({"tokens": span.tokens} if span.kind == CONTEXT else {})
-            # A request may arrive before the trace begins, or before a request with the same id ends.
-            begin = max(microseconds(span.begin_s), track_is_free_at.get(life.request_id, 0))
-            end = track_is_free_at[life.request_id] = max(microseconds(span.end_s), begin)
-            yield {"ph": "X", "pid": 1, "tid": tracks[life.request_id], "ts": begin,
-                   "dur": end - begin, "args": arguments,
+            begin, end = microseconds(span.begin_s), microseconds(span.end_s)
+            tracks_are_free_at[track] = end
+            yield {"ph": "X", "pid": 1, "tid": track, "ts": begin, "dur": end - begin, "args": arguments,
                    "name": f"{span.kind}: {span.reason}" if span.reason else span.kind}
 
     def write(events: Iterable[dict]) -> None:
@@ -149,9 +216,11 @@ def write_perfetto(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
             separator = ",\n"
 
     def noted() -> Iterator[IterationTrace]:
+        nonlocal settings
         for iteration in iterations:
             if not origin:
                 origin.append(iteration.started_at_s)
+            settings = iteration.settings or settings
             write(events_of(iteration))
             yield iteration
 

@@ -90,8 +90,49 @@ def test_times_of_the_phases(traced, new_request):
     before = world.clock.now
     world.run()
     assert [each.phases_us for each in iterations] == [
-        dict.fromkeys(PHASES.values(), 0) | {"start": 250_000}] * 2
+        dict.fromkeys([*(["trace"] if each.iteration else []), "get", *PHASES.values(), "report"], 0)
+        | {"start": 250_000} for each in iterations]
     assert [each.started_at_s - before for each in iterations] == [0.0, 0.25]
+
+
+def test_phases_add_up_to_the_iteration_with_every_callback_and_hook_in_one(make_world, new_request):
+    """The get callback takes 1 ms, each send 2 ms, poll 4 ms, the statistics 8 ms, the two hooks 16 and 32 ms."""
+    iterations, sent = [], {}
+
+    def after(milliseconds):
+        world.clock.now += 1e-3 * milliseconds
+
+    world = make_world(parts={"trace": lambda each: (iterations.append(each), after(32)),
+                              "after_responses": lambda: after(16)}, max_batch_size=2)
+    client = world.client
+    client.on_get, client.on_poll, client.on_stats = (lambda ms=ms: after(ms) for ms in (1, 4, 8))
+    client.on_send = lambda request_id, response: (sent.setdefault(request_id, world.clock.now), after(2))
+    client.pending = [new_request(i, prompt(3), 2 + i) for i in (1, 2, 3)]
+    world.run()
+    finals = {request_id: number for number, each in enumerate(iterations) for request_id in each.finished}
+    for number, (each, following) in enumerate(zip(iterations, [*iterations[1:], None])):
+        finished = sum(1 for last in finals.values() if last == number)
+        assert each.phases_us == dict.fromkeys(each.phases_us, 0) | {
+            "get": 1000, "respond": 2000 * finished, "poll": 4000, "report": 8000,
+            "after_responses": 16_000 if finished else 0} | ({"trace": 32_000} if number else {})
+        if following is not None:
+            assert following.started_at_s - each.started_at_s == pytest.approx(1e-6 * sum(each.phases_us.values()))
+        assert each.finished_at_s == tuple(pytest.approx(sent[request_id]) for request_id in each.finished)
+    assert [*finals] == [1, 2, 3] and {2, 0, 1} == {*client.asked}
+    assert [each.room for each in iterations] == client.asked[:len(iterations)]
+
+
+@pytest.mark.parametrize("room, options", [(-1, {"max_num_sequences": -1}), (4, {})])
+def test_the_first_iteration_of_an_engine_has_its_settings(room, options, traced, new_request):
+    world, iterations = traced(max_batch_size=4, policy=SchedulerPolicy.GUARANTEED_NO_EVICT,
+                               backend={"num_blocks": 30, "tokens_per_block": 8}, **options)
+    world.client.pending = [new_request(1, prompt(3), 2)]
+    world.run()
+    first, *others = iterations
+    assert {"max_batch_size": 4, "max_num_tokens": world.loop.limits.max_num_tokens, "num_blocks": 30,
+            "tokens_per_block": 8, "scheduler_policy": "GUARANTEED_NO_EVICT", "enable_block_reuse": False,
+            "max_num_sequences": options.get("max_num_sequences", 4)}.items() <= first.settings.items()
+    assert first.room == room and not any(each.settings for each in others)
 
 
 def test_without_a_trace_nothing_is_timed(make_world):

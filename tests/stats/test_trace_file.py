@@ -46,7 +46,9 @@ def read(content):
     ("started_at_s", "1", 'started_at_s is "1"'), ("started_at_s", -99.0, "started_at_s is -99.0, less than 0.0"),
     ("arrived_at_s", [1.0, "x"], 'arrived_at_s is [1.0,"x"]'),
     ("arrived_at_s", [1.0] * 9, "a finite number for each id"),
-    ("end_reasons", {"LENGTH": [1.0]}, "end_reasons.LENGTH is [1.0]")])
+    ("end_reasons", {"LENGTH": [1.0]}, "end_reasons.LENGTH is [1.0]"),
+    ("finished_at_s", [1.0], "a finite number for each id of finished"), ("room", -2, "room is -2"),
+    ("room", "1", 'room is "1"'), ("settings", {"max_batch_size": 1.5}, "settings.max_batch_size is 1.5")])
 def test_a_wrong_field_is_named_with_its_line(field, value, told):
     first, *_ = rest = [json.loads(line) for line in lines_of(record(0), record(1))[1:]]
     assert len(rest) == 2 and read(HEADER + b"".join(json.dumps(each).encode() + b"\n" for each in rest))
@@ -64,9 +66,10 @@ def test_a_missing_field_is_named(field):
         read(HEADER + json.dumps(damaged).encode() + b"\n")
 
 
-def test_a_trace_from_before_end_reasons_were_recorded_is_read():
+def test_a_trace_of_an_older_version_is_read():
     old = json.loads(lines_of(record(3))[1])
-    del old["end_reasons"], old["arrived_at_s"]
+    for name in ("end_reasons", "arrived_at_s", "finished_at_s", "room", "settings"):
+        del old[name]
     assert read(HEADER + json.dumps(old).encode()) == [record(3)]
 
 

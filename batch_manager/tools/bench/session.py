@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -68,6 +68,7 @@ class Session:
         self.client = Client(prompts_included=not options.exclude_input_in_output_seq)
         self._is_warm = False
         self._trace_file: TraceFile | None = None
+        self._settings: Mapping[str, int | str] = {}     # of the engine; empty once they are in the trace
         self.kv_tokens: int | None = None
         self.load_s = 0.0
 
@@ -97,8 +98,11 @@ class Session:
         self._is_warm = True
 
     def _trace_iteration(self, iteration: IterationTrace) -> None:
+        if iteration.settings:        # the first iteration has them, and it may be one of the warm-up
+            self._settings = iteration.settings
         if self._is_warm and self._trace_file is not None:
-            self._trace_file(iteration)
+            self._trace_file(replace(iteration, settings=self._settings) if self._settings else iteration)
+            self._settings = {}
 
     def _stats_callback(self) -> Callable[[str], None] | None:
         client, watch = self.client, self._watch

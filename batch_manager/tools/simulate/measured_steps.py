@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from ...stats.trace import IterationTrace
 from .step_shape import StepShape, shapes_of_trace
 
 US = 1e-6
+AFTER_READ = ("advance", "respond", "poll", "after_responses", "report")
 # A trace is asynchronous if more than this share of the requests end after the iteration of their last step.
 SHARE_READ_LATER = 0.5
 LEAST_WAIT = 0.02           # share of the time between two reads; after a shorter wait the device may have been idle
@@ -90,5 +92,5 @@ def _goes_on(iteration: IterationTrace, following: IterationTrace) -> bool:
 
 def _read_at(iteration: IterationTrace) -> float:
     """Return the time at which the phase `read` of an iteration ends, in seconds of the engine's clock."""
-    phases = ("fetch", "schedule", "claim", "start", "read")
-    return iteration.started_at_s + US * sum(iteration.phases_us.get(phase, 0) for phase in phases)
+    until_read = takewhile(lambda phase: phase not in AFTER_READ, iteration.phases_us)
+    return iteration.started_at_s + US * sum(iteration.phases_us[phase] for phase in until_read)

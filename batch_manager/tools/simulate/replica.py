@@ -33,7 +33,7 @@ class Replica:
         self.clock = VirtualClock()
         self.unfinished = 0
         self._traffic, self._log_book, self._on_final = traffic, log_book, on_final
-        self._waiting: deque[int] = deque()
+        self._waiting: deque[tuple[int, float]] = deque()      # (request, its arrival in virtual seconds)
         self._leaps = leaps and trace is None
         self._leap: Leap | None = None
         self._leapt = 0
@@ -79,7 +79,7 @@ class Replica:
             self.clock.now = max(self.clock.now, now)
         elif self._leap is not None and self._loop.has_room:
             self._leave_off(self._leap.begun_before(now))
-        self._waiting.append(index)
+        self._waiting.append((index, now))
         self._log_book.replica[index] = self.number
         self.unfinished += 1
 
@@ -107,12 +107,13 @@ class Replica:
     def _get(self, max_num_requests: int) -> list[InferenceRequest]:
         waiting = self._waiting
         count = len(waiting) if max_num_requests < 0 else min(max_num_requests, len(waiting))
-        return [self._request(waiting.popleft()) for _ in range(count)]
+        return [self._request(*waiting.popleft()) for _ in range(count)]
 
-    def _request(self, index: int) -> InferenceRequest:
+    def _request(self, index: int, arrived_at_s: float) -> InferenceRequest:
         return InferenceRequest(index, {
             "input_ids": self._traffic.prompt(index),
-            "request_output_len": int(self._traffic.output_tokens[index]), "end_id": -1})
+            "request_output_len": int(self._traffic.output_tokens[index]), "end_id": -1},
+            arrival_time=arrived_at_s)
 
     def _send(self, index: int, tensors: list[Any], is_final: bool, error: str) -> None:
         if error:
