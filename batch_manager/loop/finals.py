@@ -31,8 +31,8 @@ class Finals:
     ended          ids of accepted requests that ended since the last call of `take_ended`
     end_reasons    name of a FinishReason or an ErrorCode -> ids of requests that got a final for this reason since the
                    last call of `take_end_reasons`, refused requests included; None without a trace hook
-    ended_at       request id -> when its final was sent, in seconds of the engine's clock, of the accepted requests that
-                   ended since the last call of `take_end_times`; empty without a trace hook
+    ended_at       request id -> when its final was sent, in seconds of the engine's clock, of the accepted requests
+                   that ended since the last call of `take_end_times`; empty without a trace hook
     errors         error code -> number of finals with this code
     reasons        name of a statistic, such as "Finals Length" -> number of finals for this reason; finals with an
                    error are not counted
