@@ -29,6 +29,12 @@ Kind = TypeVar("Kind")
 LONGEST_ERROR_TEXT = 1000              # characters of an exception's text in the log
 
 
+class ErrorText(str):
+    """`str` of an error of this package. ErrorCode.of reads `code`, which the text itself does not have."""
+
+    code: ErrorCode
+
+
 class BatchManagerError(Exception):
     """Base of all errors raised by this package. A response's error text starts with `code`."""
 
@@ -37,6 +43,11 @@ class BatchManagerError(Exception):
     def __init__(self, fact: str, expectation: str = "", fix: str = "") -> None:
         self.fact, self.expectation, self.fix = fact, expectation, fix
         super().__init__("; ".join(part for part in (fact, expectation, fix) if part))
+
+    def __str__(self) -> str:
+        text = ErrorText(super().__str__())
+        text.code = self.code
+        return text
 
     def response_text(self) -> str:
         """The error text of a final response: `[CODE] fact; expectation; way out`."""

@@ -26,6 +26,7 @@ from .loop.callbacks import (
     SendResponseCallback,
 )
 from .names import SchedulerPolicy, TrtGptModelType
+from .requests.inference_request import InferenceRequest
 from .one_shot_event import check_drain, checked_timeout
 from .thread_stack import start_with_enough_stack
 from .worker import WorkerControl, close_worker, health_of, run_worker, watch_worker
@@ -158,6 +159,18 @@ class GptManager:
         """Wake an idle worker at once. Call the method when there is a request to get or to stop."""
         self._check_process()
         self._control.wake.set()
+
+    def check(self, request: InferenceRequest) -> None:
+        """Raise the error with which the engine would refuse this request, without submitting it.
+
+        For hosts in which requests wait: a request that can never run need not wait for its refusal. Can be called from
+        any thread and any number of times. Does not check what other requests and the clock decide: a duplicate id, a
+        full queue, a passed deadline.
+
+        Raises InvalidRequestError and RequestTooLargeError; ManagerClosedError in a forked child.
+        """
+        self._check_process()
+        self._loop.intake.admission_elsewhere.admit(request)
 
     @property
     def info(self) -> EngineInfo:

@@ -86,14 +86,18 @@ class ErrorCode(Enum):
 
     @classmethod
     def of(cls, text: str) -> "tuple[ErrorCode, str]":
-        """Split the text of an error response into (code, message).
+        """Split the text of an error response, or `str` of an exception of this package, into (code, message).
 
         Raises ValueError for any other text, such as the empty text of a response without an error.
         """
         if not isinstance(text, str):
-            raise TypeError(f"the text is of type {type(text).__name__}; expected a str; pass the error of a response")
+            raise TypeError(f"the text is of type {type(text).__name__}; expected a str; pass the error of a response, or "
+                            "str(exception)")
         code, closing, message = text.removeprefix("[").partition("] ")
         if not text.startswith("[") or not closing or code not in cls.__members__:
+            code_of_exception = getattr(text, "code", None)     # of errors.ErrorText
+            if isinstance(code_of_exception, cls):
+                return code_of_exception, text
             raise ValueError(f"{text[:80]!r} is not the text of an error response; expected a code in brackets first")
         return cls[code], message
 

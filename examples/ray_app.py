@@ -2,7 +2,7 @@
 
     serve run examples.ray_app:app [model=FOLDER] [replicas=2] [max_replicas=2] [num_threads=1] [max_batch_size=32]
 
-    curl -N localhost:8000 -d '{"input_ids": [5, 6, 7], "request_output_len": 64}'
+    curl -N localhost:8000 -d '{"input_ids": [5, 6, 7], "request_output_len": 64, "end_id": 1}'
 
 A request is a JSON object of request tensors. The answer has one line of JSON per delta: `tokens` and `finish_reason`,
 or `error`.

@@ -4,28 +4,30 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from time import monotonic
 from typing import Any, Self
 
 from ..config import Parts, TrtGptModelOptionalParams
 from ..engine_info import EngineInfo
-from ..errors import ConfigError, InvalidRequestError, ManagerClosedError
+from ..errors import ConfigError, InvalidRequestError, ManagerClosedError, RequestError
 from ..gpt_manager import GptManager
 from ..names import ErrorCode, FinishReason, SchedulerPolicy, TrtGptModelType
 from ..requests.inference_request import InferenceRequest
 from .engine_process import EngineProcess
 from .mailbox import Delta, Mailbox, RequestFailed, Wants
 from .messages import PackedRequest, packed
-from .switchboard import Switchboard
+from .switchboard import WITHOUT_QUEUE_LIMITS, Switchboard
 
 
 class AsyncEngine:
     """An engine whose requests are awaited by coroutines.
 
         async with await AsyncEngine.start(folder) as engine:
-            async for delta in engine.stream({"input_ids": ids, "request_output_len": 64}):
+            request = {"input_ids": ids, "request_output_len": 64, "end_id": engine.info.end_ids or None}
+            async for delta in engine.stream(request):
                 ...
-            result = await engine.generate({"input_ids": ids, "request_output_len": 64})
+            result = await engine.generate(request)
 
     Requests may be submitted from several event loops and threads. An iteration wakes each waiting event loop once, for
     all responses to that loop. An engine that is garbage-collected ends, like a GptManager.
@@ -52,10 +54,10 @@ class AsyncEngine:
         Responses contain generated tokens only. The worker's thread calls `return_batch_manager_stats_cb` and the hooks
         in `parts`.
 
-        takes_all   pass every request to the engine immediately. The engine queues requests by priority, applies their
-                    deadlines while they wait, and refuses a request with QUEUE_FULL if the queue is full
-                    (max_queued_requests). Use this in servers. False: requests wait in the AsyncEngine, in order and
-                    without a limit, until the engine has room
+        takes_all   what happens if more requests wait than max_queued_requests or max_queued_tokens allow. True: the
+                    engine refuses further ones with QUEUE_FULL; use this in servers. False: these two limits do not
+                    apply unless they are set to another value than their default. Either way, waiting requests run in
+                    the order of their priorities, and neither a refusal nor a deadline waits for room
         process     run the engine in its own process. Host and engine then have separate interpreter locks, and a crash
                     of the engine fails its streams only. Logits post-processors are pickled, and so is `parts`
                     without its hooks. Their classes and functions must therefore be in importable modules. Hooks and
@@ -73,12 +75,14 @@ class AsyncEngine:
               scheduler_policy: SchedulerPolicy, stats: Callable[[str], None] | None,
               optional_params: TrtGptModelOptionalParams | None, parts: Parts | None, takes_all: bool,
               process: bool) -> Self:
-        switchboard, parts = Switchboard(takes_all), Parts() if parts is None else parts
+        switchboard, parts = Switchboard(), Parts() if parts is None else parts
+        if not takes_all and isinstance(optional_params, TrtGptModelOptionalParams | None):
+            optional_params = _without_queue_limits(optional_params or TrtGptModelOptionalParams())
         if process:
             return cls(EngineProcess(switchboard, {
                 "model_path": model_path, "model_type": model_type, "max_beam_width": max_beam_width,
                 "scheduler_policy": scheduler_policy, "optional_params": optional_params, "parts": parts,
-            }, stats, takes_all), switchboard, parts.clock is None)
+            }, stats), switchboard, parts.clock is None)
         if isinstance(parts, Parts):           # otherwise GptManager raises
             parts = switchboard.hooked_into(parts)
         return cls(GptManager(model_path, model_type, max_beam_width, scheduler_policy, switchboard.get,
@@ -91,9 +95,9 @@ class AsyncEngine:
         tensors, options   arguments of InferenceRequest; the engine chooses the id. The default of `arrival_time`
                            is the time of this call. If `parts` has a clock, the default of `arrival_time` is the
                            time at which the engine takes the request
-        Raises   RequestFailed for an unknown tensor name, for the tensor `streaming`, for a request that cannot be
-                 pickled (with `process`), and if the engine is closed. For an invalid value, the stream raises
-                 RequestFailed.
+        Raises   RequestFailed for a request that can never run: with an unknown tensor name, an invalid value, too long
+                 a prompt, the tensor `streaming`; for one that cannot be pickled (with `process`), and if the engine is
+                 closed. What other requests and the clock decide, such as a full queue, raises in the stream
         """
         return Stream(self, self._submit(tensors, True, options))
 
@@ -147,6 +151,10 @@ class AsyncEngine:
         if request.streaming is not None:      # `generate` would return the first token only
             raise RequestFailed(ErrorCode.INVALID_REQUEST, "the tensor 'streaming' was given; stream() streams and "
                                 "generate() does not; leave it out")
+        try:
+            self._manager.check(request)
+        except RequestError as error:
+            raise RequestFailed(error.code, str(error)) from None
         mailbox = Mailbox(request_id, Wants.of(request), _running_loop())
         submitted: InferenceRequest | PackedRequest = request
         if isinstance(self._manager, EngineProcess):
@@ -157,6 +165,13 @@ class AsyncEngine:
         switchboard.submit(mailbox, submitted)
         self._manager.notify()
         return mailbox
+
+
+def _without_queue_limits(params: TrtGptModelOptionalParams) -> TrtGptModelOptionalParams:
+    default = TrtGptModelOptionalParams()
+    changes: dict[str, Any] = {name: limit for name, limit in WITHOUT_QUEUE_LIMITS.items()
+                               if getattr(params, name) == getattr(default, name)}
+    return replace(params, **changes)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

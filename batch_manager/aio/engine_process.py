@@ -24,7 +24,10 @@ from ..engine_info import EngineInfo
 from ..errors import BatchManagerError, ConfigError, ManagerClosedError, type_name
 from ..guard import Guard
 from ..interpreter_exit import forget_worker, is_a_worker, list_worker
+from ..names import TrtGptModelType
 from ..one_shot_event import OneShotEvent, check_drain, checked_timeout
+from ..requests.admission import Admission
+from ..requests.inference_request import InferenceRequest
 from ..thread_stack import start_with_enough_stack
 from .messages import Beat, End, Ended, Logged, NotStarted, Record, Requests, Responses, Start, Started, Wire
 from .switchboard import CLOSED, Switchboard
@@ -46,8 +49,7 @@ class EngineProcess:
     ends in any way. The engine process ignores SIGINT, SIGTERM and SIGHUP, which this process handles.
     """
 
-    def __init__(self, switchboard: Switchboard, arguments: dict[str, Any], stats: Callable[[str], None] | None,
-                 takes_all: bool) -> None:
+    def __init__(self, switchboard: Switchboard, arguments: dict[str, Any], stats: Callable[[str], None] | None) -> None:
         """Start the process and wait until its engine runs.
 
         arguments   keyword arguments of GptManager, without callbacks
@@ -63,11 +65,18 @@ class EngineProcess:
         self._link = link = Link(switchboard, parts, stats, params.log_callback_errors)
         self._hang_warning_s = params.hang_warning_s
         try:
-            link.wire.send(Start(arguments, takes_all, stats is not None, log.getEffectiveLevel()))
+            link.wire.send(Start(arguments, stats is not None, log.getEffectiveLevel()))
             answer = link.first_answer()
             if isinstance(answer, NotStarted):
                 raise answer.error
             self._info = answer.info
+            # The engine process counts the blocks: it knows its cache.
+            self._admission = Admission(
+                answer.limits, max_request_bytes=params.max_request_bytes,
+                gather_context_logits=params.gather_context_logits,
+                gather_generation_logits=params.gather_generation_logits, exclude_input_in_output=True,
+                static_batching=arguments["model_type"] is TrtGptModelType.V1, blocks_of=lambda _: 0,
+                logits_post_processor_batched=parts.logits_post_processor_batched).for_other_threads()
             weakref.finalize(self, link.ask_to_abort).atexit = False
             list_worker(link)
             start_with_enough_stack(link.worker)
@@ -89,6 +98,11 @@ class EngineProcess:
         """
         self._check_process()
         self._link.work.set()
+
+    def check(self, request: InferenceRequest) -> None:
+        """See GptManager.check. A request larger than the KV cache passes, and the engine process refuses it."""
+        self._check_process()
+        self._admission.admit(request)
 
     def health(self) -> dict[str, Any]:
         """Return the latest GptManager.health of the engine process, with two additional values:

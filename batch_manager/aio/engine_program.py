@@ -36,6 +36,7 @@ from .messages import (
     Wire,
     unpacked,
 )
+from .switchboard import MOST_AT_ONCE
 
 SECONDS_BETWEEN_BEATS = 0.25
 LEFT_TO_THE_HOST = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -60,7 +61,7 @@ def main(descriptor: int) -> None:
             "expected classes and functions from modules that it can import, not from __main__",
             "move them into a module, or start the engine with process=False")))
         return
-    exchange = Exchange(wire, start.takes_all)
+    exchange = Exchange(wire)
     logger = logging.getLogger()
     logger.addHandler(_ToHost(wire))
     logger.setLevel(start.log_level)
@@ -70,7 +71,7 @@ def main(descriptor: int) -> None:
     except BaseException as error:
         wire.send(NotStarted(_sendable(error)))
         return
-    wire.send(Started(manager.info))
+    wire.send(Started(manager.info, manager._loop.limits))
     manager.wait_until_terminate()
 
 
@@ -80,8 +81,8 @@ class Exchange:
     The worker calls the callbacks, and another thread receives the messages.
     """
 
-    def __init__(self, wire: Wire, takes_all: bool) -> None:
-        self._wire, self._takes_all = wire, takes_all
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
         self._manager: GptManager | None = None
         self._inbox: deque[PackedRequest] = deque()
         self._stops: deque[int] = deque()
@@ -107,9 +108,8 @@ class Exchange:
         requests: list[InferenceRequest] = []
         if not inbox:
             return requests
-        most = max_num_requests if max_num_requests >= 0 and not self._takes_all else len(inbox)
         stopped = set(self._stops.copy())
-        while inbox and len(requests) < most:
+        while inbox and len(requests) < MOST_AT_ONCE:
             request_id, _ = waiting = inbox.popleft()
             if request_id in stopped:          # never runs
                 self._outgoing.append((request_id, [], int(FinishReason.CANCELLED), None, _NO_ERROR))

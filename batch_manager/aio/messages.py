@@ -9,6 +9,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from ..config import Limits
 from ..engine_info import EngineInfo
 from ..errors import InvalidRequestError, type_name
 from ..requests.inference_request import InferenceRequest
@@ -24,13 +25,11 @@ class Start(NamedTuple):
     """The first message, from which the engine process makes its GptManager.
 
     arguments    keyword arguments of GptManager, without callbacks
-    takes_all    whether the engine takes every request immediately; see AsyncEngine.start
     wants_stats  whether to send statistics records
     log_level    lowest level of log records to send
     """
 
     arguments: dict[str, Any]
-    takes_all: bool
     wants_stats: bool
     log_level: int
 
@@ -60,9 +59,10 @@ class End(NamedTuple):
 
 
 class Started(NamedTuple):
-    """The engine has started. `info` is GptManager.info."""
+    """The engine has started. `info` is GptManager.info, and `limits` are those of its admission."""
 
     info: EngineInfo
+    limits: Limits
 
 
 class NotStarted(NamedTuple):

@@ -15,6 +15,8 @@ from ..responses.named_tensor import NamedTensor
 from .mailbox import Mailbox
 
 MOST_AT_ONCE = 1024            # most requests that one call of get returns
+# For hosts whose callers wait for their outputs, and so limit the queue themselves.
+WITHOUT_QUEUE_LIMITS = {"max_queued_requests": 2**31 - 1, "max_queued_tokens": 2**62}
 FINISH_REASONS = tuple(FinishReason)
 CLOSED = ManagerClosedError("the engine is closed", "a closed engine accepts no requests",
                             "send the request to another instance")
@@ -25,18 +27,15 @@ class Switchboard:
 
     The worker references this object and not the AsyncEngine, so an unreferenced AsyncEngine is garbage-collected and
     ends. Threads communicate through atomic operations of deques and dictionaries. Ids are never reused, so a late stop
-    cannot stop another request.
+    cannot stop another request. Requests wait in the engine and not here, so that no refusal, deadline or priority waits
+    for room.
 
-    takes_all      True: requests wait in the engine, which queues them by priority, applies their deadlines, and
-                   refuses requests beyond its limits with QUEUE_FULL. False: requests wait in the switchboard, in order
-                   and without a limit, until the engine has room
     num_wake_ups   number of event loop wake-ups so far
     closed         the error with which the worker has ended; None while the worker runs. A closed switchboard accepts
                    no request
     """
 
-    def __init__(self, takes_all: bool = False) -> None:
-        self._takes_all = takes_all
+    def __init__(self) -> None:
         self._process_id = forked_child.current_process_id
         self._ids = count()
         self._mailboxes: dict[int, Mailbox] = {}
@@ -90,10 +89,9 @@ class Switchboard:
     # ---------------------------------------------------------------- callbacks, on the worker's thread
 
     def get(self, max_num_requests: int) -> list[Any]:
-        is_bounded = max_num_requests >= 0 and not self._takes_all
-        most = min(max_num_requests, MOST_AT_ONCE) if is_bounded else MOST_AT_ONCE
+        """Return the submitted requests, whether there is room for them or not."""
         requests: list[Any] = []
-        while self._submitted and len(requests) < most:
+        while self._submitted and len(requests) < MOST_AT_ONCE:
             mailbox, request = self._submitted.popleft()
             if mailbox.is_cancelled:           # never runs
                 mailbox.has_ended = True

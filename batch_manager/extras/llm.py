@@ -18,10 +18,10 @@ from time import monotonic
 from typing import Any, Self
 
 from ..aio.mailbox import Mailbox, RequestFailed, Wants
-from ..aio.switchboard import Switchboard
+from ..aio.switchboard import WITHOUT_QUEUE_LIMITS, Switchboard
 from ..config import Parts, TrtGptModelOptionalParams
 from ..engine_info import EngineInfo
-from ..errors import InvalidRequestError, ManagerClosedError, type_name
+from ..errors import InvalidRequestError, ManagerClosedError, RequestError, type_name
 from ..gpt_manager import GptManager
 from ..names import ErrorCode, FinishReason, SchedulerPolicy, TrtGptModelType
 from ..option_values import plain_integer
@@ -105,12 +105,12 @@ class LLM:
     def __init__(self, model: str | os.PathLike, *, tokenizer: Any = None,
                  scheduler_policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT, parts: Parts | None = None,
                  return_stats: Callable[[str], None] | None = None, **params: Any) -> None:
-        optional_params = TrtGptModelOptionalParams(**{**_WITHOUT_QUEUE_LIMITS, **params})
+        optional_params = TrtGptModelOptionalParams(**{**WITHOUT_QUEUE_LIMITS, **params})
         is_folder = tokenizer is None or isinstance(tokenizer, str | os.PathLike)
         self._source = model if tokenizer is None or not is_folder else tokenizer
         self._tokenizer = load_tokenizer(self._source) if is_folder else tokenizer
         TextStream(self._tokenizer)            # raises ConfigError if it is not a tokenizer
-        switchboard = self._switchboard = Switchboard(takes_all=True)    # the engine knows priorities and deadlines
+        switchboard = self._switchboard = Switchboard()
         parts = Parts() if parts is None else parts
         if isinstance(parts, Parts):           # otherwise GptManager raises
             parts = switchboard.hooked_into(parts)
@@ -162,12 +162,14 @@ class LLM:
     def stream(self, prompt: Prompt, **options: Any) -> "TextPieces":
         """Return an iterator over the output of one prompt, piece by piece.
 
-        Raises InvalidRequestError for an invalid prompt, and the exceptions of `generate`.
+        Raises InvalidRequestError for an invalid prompt, RequestFailed for a request that can never run, such as one
+        with an invalid option or too long a prompt, and the exceptions of `generate`.
         """
         sampling = Sampling.of(options)
         self._check_open()
         inbox = _Inbox()
         request = self._prepare(prompt, sampling, inbox, Completion(), monotonic())
+        request.check()
         try:
             request.submit()
             return TextPieces(request, inbox)
@@ -302,8 +304,6 @@ class TextPieces:
 
 
 _NO_MORE = object()
-# Callers of an LLM wait for their outputs, so they limit the queue themselves.
-_WITHOUT_QUEUE_LIMITS = {"max_queued_requests": 2**31 - 1, "max_queued_tokens": 2**62}
 
 
 def _iterator(prompts: Any) -> Iterator[Any]:
@@ -358,6 +358,13 @@ class _Request:
         self._request, self._text = request, text
         self._submitted_at = 0.0
         self._first_token: float | None = None
+
+    def check(self) -> None:
+        """Raise RequestFailed if the engine would refuse the request, whatever else runs."""
+        try:
+            self._manager.check(self._request)
+        except RequestError as error:
+            raise RequestFailed(error.code, in_names_of_options(str(error))) from None
 
     def submit(self) -> None:
         self._submitted_at = monotonic()

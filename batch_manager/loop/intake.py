@@ -59,7 +59,7 @@ class Intake:
                  max_admissions_per_iteration: int, terminate_req_id: int | None) -> None:
         self._callbacks = callbacks
         self._unanswered = callbacks.unanswered
-        self._admission = admission
+        self._admission, self.admission_elsewhere = admission, admission.for_other_threads()
         self._unaddressable_log = RateLimitedLog(clock.monotonic)
         self._warning_log = RateLimitedLog(clock.monotonic)
         self._bounds = bounds

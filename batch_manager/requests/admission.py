@@ -6,6 +6,7 @@ the copies, so later changes of a tensor have no effect.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from inspect import signature
 from itertools import count
@@ -212,6 +213,15 @@ class Admission:
                 error = refusal
         where = "" if request_id is None else f"request {request_id}: "
         raise type(error)(where + error.fact, error.expectation, error.fix)
+
+    def for_other_threads(self) -> "Admission":
+        """Return an admission with the same rules for threads other than the worker.
+
+        It does not write the worker's heartbeat, and Ctrl-C in its caller propagates.
+        """
+        twin = copy(self)
+        twin._in_request = Guard().raising("reading a request", KeyboardInterrupt)
+        return twin
 
     def _read_guarded(self, item: object) -> "_RawRequest | InvalidRequestError":
         """Read an item in a guarded block. Only this method and `usable_id` run code of the user's classes."""

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -97,18 +98,65 @@ def test_a_reader_that_is_behind_gets_one_delta():
     run(test)
 
 
-def test_a_request_that_was_not_taken_yet_never_runs():
-    """A request that is cancelled before the get callback returns it never runs, and gets no response."""
+def test_a_request_that_waits_and_is_cancelled_never_runs():
+    """A request that is cancelled while it waits never runs, whether the engine has read it or not."""
+    seen = []
+
     async def test(engine):
         first = engine.stream(request(new_tokens=50_000))
         await anext(first)
-        second = engine.stream(request())
+        second = engine.stream(request([7, 8, 9]))
         second.cancel()
         first.cancel()
         await until_idle(engine)
-        assert engine.health()["final_responses"] == 1
+        assert {history[0] for history in seen} == {1}
 
-    run(test, backend=LONG, max_batch_size=1)
+    run(test, backend={**LONG, "script": lambda history: seen.append(history) or 5}, max_batch_size=1)
+
+
+@pytest.mark.parametrize("process", [False, True], ids=["in this process", "in a process of its own"])
+@pytest.mark.parametrize("takes_all", [False, True])
+def test_refusals_and_deadlines_do_not_wait_for_room(takes_all, process):
+    async def test():
+        parts = Parts(backend=partial(ScriptedBackend, **LONG, is_asynchronous=True, step_seconds=0.001))
+        async with await AsyncEngine.start(parts=parts, optional_params=TrtGptModelOptionalParams(max_batch_size=1),
+                                           takes_all=takes_all, process=process) as engine:
+            running = engine.stream(request(new_tokens=50_000))
+            await anext(running)
+            waiting = asyncio.ensure_future(engine.generate(request()))
+            for wrong in (request(temperature=-1.0), request([1] * 60_000), request([10**6]), request(new_tokens=0)):
+                with pytest.raises(RequestFailed) as raised:
+                    engine.stream(wrong)                         # at the call: no one reads the stream
+                assert raised.value.code is ErrorCode.INVALID_REQUEST
+                with pytest.raises(RequestFailed) as raised:
+                    await engine.generate(wrong)
+                assert raised.value.code is ErrorCode.INVALID_REQUEST
+            for wrong in ({"deadline_s": -1}, {"priority": 2}):
+                with pytest.raises(RequestFailed, match=next(iter(wrong))):
+                    engine.stream(request(), **wrong)
+            with pytest.raises(RequestFailed) as raised:
+                await asyncio.wait_for(engine.generate(request(), deadline_s=0.05), 30)
+            assert raised.value.code is ErrorCode.DEADLINE
+            assert not waiting.done() and (await anext(running)).tokens          # there was no room meanwhile
+            running.cancel()
+            assert len((await waiting).tokens) == 5
+
+    asyncio.run(test())
+
+
+def test_without_takes_all_no_number_of_waiting_requests_is_refused_unless_a_limit_is_set():
+    async def test(engine):
+        whole = await asyncio.gather(*[engine.generate(request(new_tokens=1)) for _ in range(1100)])
+        assert all(len(delta.tokens) == 1 for delta in whole)
+
+    run(test, max_batch_size=1)
+
+    async def limited(engine):
+        answers = await asyncio.gather(*[engine.generate(request(new_tokens=50)) for _ in range(9)],
+                                       return_exceptions=True)
+        assert ErrorCode.QUEUE_FULL in {getattr(answer, "code", None) for answer in answers}
+
+    run(limited, max_batch_size=1, max_queued_requests=3, backend={"is_asynchronous": True, "step_seconds": 0.002})
 
 
 def test_the_time_that_a_request_waits_here_counts():
@@ -128,7 +176,7 @@ def test_the_time_that_a_request_waits_here_counts():
 
 
 def test_with_takes_all_requests_wait_in_the_engine_and_too_many_are_refused():
-    """With takes_all, requests wait in the engine by priority, and a request beyond max_queued_requests is refused."""
+    """With takes_all, a request beyond max_queued_requests is refused, and the others run by priority."""
     async def test():
         optional_params = TrtGptModelOptionalParams(max_batch_size=2, max_queued_requests=3)
         parts = Parts(backend=ScriptedBackend(step_seconds=0.002))
@@ -163,7 +211,7 @@ def test_refusals_and_names_that_are_none_raise_with_their_code():
     async def test(engine):
         with pytest.raises(RequestFailed, match="input_ids") as raised:
             await engine.generate(request([-1]))
-        assert raised.value.code is ErrorCode.INVALID_REQUEST and not raised.value.is_retryable
+        assert ErrorCode.of(str(raised.value))[0] is raised.value.code is ErrorCode.INVALID_REQUEST and not raised.value.is_retryable
         with pytest.raises(RequestFailed, match="Invalid tensor name: 'nonsense'"):
             engine.stream(request(nonsense=1))
         for way in (engine.stream, engine.generate):

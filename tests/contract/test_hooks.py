@@ -12,10 +12,12 @@ from batch_manager import (
     ErrorCode,
     InvalidRequestError,
     KvCacheConfig,
+    ManagerClosedError,
     ModelLoadError,
     SchedulerPolicy,
     TrtGptModelOptionalParams,
 )
+from batch_manager.errors import QueueFullError
 from batch_manager.testing.scripted_backend import ScriptedBackend
 
 
@@ -209,6 +211,9 @@ def test_the_text_of_an_error_response_is_taken_apart():
     for code in ErrorCode:
         assert ErrorCode.of(f"[{code.value}] a ] b; c") == (code, "a ] b; c")
         assert 400 <= code.http_status < 600
+    for error in (InvalidRequestError("a", "b"), QueueFullError("a"), ManagerClosedError("[SHUTDOWN or so")):
+        assert ErrorCode.of(str(error)) == (type(error).code, str(error))
+        assert ErrorCode.of(error.response_text()) == (type(error).code, str(error))
     for text in ("", "[", "INVALID_REQUEST: x", "[NONSENSE] x", "[INVALID_REQUEST]"):
         with pytest.raises(ValueError, match="is not the text of an error response"):
             ErrorCode.of(text)

@@ -44,6 +44,13 @@ def test_every_block_is_run_by_a_test():
     assert {each.splitlines()[0] for each in blocks()} == RUN_BY.keys()
 
 
+def test_every_request_of_a_page_ends_at_end_ids():
+    """The engine ends a sequence only at the ids in its request's `end_id`. A request without it runs to its length."""
+    for page in [*PAGES, *(REPOSITORY / "examples").rglob("*.md"), *(REPOSITORY / "batch_manager").rglob("*.md")]:
+        for fenced in re.findall(r"^```\w*\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S):
+            assert fenced.count('"request_output_len":') == fenced.count('"end_id":'), f"{page}:\n{fenced}"
+
+
 def test_pages_agree_on_the_five_lines():
     block("from batch_manager.extras.llm import LLM")
 

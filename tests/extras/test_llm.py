@@ -136,8 +136,14 @@ def test_pieces_are_the_text_and_leaving_the_loop_stops_the_request():
         assert list(pieces) == [] and pieces.completion.finish_reason is FinishReason.CANCELLED
         assert pieces.completion.text and pieces.completion.tokens
         until_idle(llm)
-        with pytest.raises(RequestFailed, match="INVALID_REQUEST"):
-            next(llm.stream([10**6]))
+        for wrong, says in (({"temperature": -1}, "temperature is -1"), ({"max_tokens": 0}, "max_tokens"),
+                            ({"deadline_s": -1}, "deadline_s"), ({"min_p": 2}, "min_p"), ({"seed": "x"}, "seed")):
+            with pytest.raises(RequestFailed, match=says) as raised:
+                llm.stream([5], **wrong)              # at the call, before a web framework has sent its status
+            assert raised.value.code is ErrorCode.INVALID_REQUEST
+        for prompt in ([10**6], [], [5] * 60_000):
+            with pytest.raises(RequestFailed, match="the prompt"):
+                llm.stream(prompt)
         with pytest.raises(InvalidRequestError, match="a prompt is of type dict"):
             llm.stream({"role": "user"})
 

@@ -33,8 +33,7 @@ CONTEXT_LOGITS = RESPONSE_TENSORS.index("context_logits")
 class OpenAIService:
     """Implements /v1/completions, /v1/chat/completions, /v1/models and /health.
 
-    engine      an AsyncEngine. With takes_all=True, a full queue is answered with 429, and waiting requests are ordered
-                by priority
+    engine      an AsyncEngine. With takes_all=True, a full queue is answered with 429
     folder      model folder with tokenizer and chat template, or a `.gguf` file
     names       model names that clients may use. If a body names no model, its answer contains the first name. Empty:
                 the name of the folder
@@ -74,6 +73,8 @@ class OpenAIService:
             grammar = None
             if parsed.response_format is not None:
                 grammar = await asyncio.to_thread(self._grammar, parsed.response_format)
+            if len(body) > LONG_BODY:
+                return await asyncio.to_thread(Answer, self, parsed, prompts, grammar, arrived)
             return Answer(self, parsed, prompts, grammar, arrived)
         except ConfigError as error:         # no chat template, no llguidance
             raise OpenAIError(400, str(error)) from None
