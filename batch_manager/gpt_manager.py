@@ -26,8 +26,8 @@ from .loop.callbacks import (
     SendResponseCallback,
 )
 from .names import SchedulerPolicy, TrtGptModelType
-from .requests.inference_request import InferenceRequest
 from .one_shot_event import check_drain, checked_timeout
+from .requests.inference_request import InferenceRequest
 from .thread_stack import start_with_enough_stack
 from .worker import WorkerControl, close_worker, health_of, run_worker, watch_worker
 

@@ -91,8 +91,8 @@ class ErrorCode(Enum):
         Raises ValueError for any other text, such as the empty text of a response without an error.
         """
         if not isinstance(text, str):
-            raise TypeError(f"the text is of type {type(text).__name__}; expected a str; pass the error of a response, or "
-                            "str(exception)")
+            raise TypeError(f"the text is of type {type(text).__name__}; expected a str; pass the error of a response, "
+                            "or str(exception)")
         code, closing, message = text.removeprefix("[").partition("] ")
         if not text.startswith("[") or not closing or code not in cls.__members__:
             code_of_exception = getattr(text, "code", None)     # of errors.ErrorText

@@ -49,7 +49,8 @@ class EngineProcess:
     ends in any way. The engine process ignores SIGINT, SIGTERM and SIGHUP, which this process handles.
     """
 
-    def __init__(self, switchboard: Switchboard, arguments: dict[str, Any], stats: Callable[[str], None] | None) -> None:
+    def __init__(self, switchboard: Switchboard, arguments: dict[str, Any],
+                 stats: Callable[[str], None] | None) -> None:
         """Start the process and wait until its engine runs.
 
         arguments   keyword arguments of GptManager, without callbacks

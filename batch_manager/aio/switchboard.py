@@ -27,8 +27,8 @@ class Switchboard:
 
     The worker references this object and not the AsyncEngine, so an unreferenced AsyncEngine is garbage-collected and
     ends. Threads communicate through atomic operations of deques and dictionaries. Ids are never reused, so a late stop
-    cannot stop another request. Requests wait in the engine and not here, so that no refusal, deadline or priority waits
-    for room.
+    cannot stop another request. Requests wait in the engine and not here, so that no refusal, deadline or
+    priority waits for room.
 
     num_wake_ups   number of event loop wake-ups so far
     closed         the error with which the worker has ended; None while the worker runs. A closed switchboard accepts

@@ -211,7 +211,8 @@ def test_refusals_and_names_that_are_none_raise_with_their_code():
     async def test(engine):
         with pytest.raises(RequestFailed, match="input_ids") as raised:
             await engine.generate(request([-1]))
-        assert ErrorCode.of(str(raised.value))[0] is raised.value.code is ErrorCode.INVALID_REQUEST and not raised.value.is_retryable
+        assert ErrorCode.of(str(raised.value))[0] is raised.value.code is ErrorCode.INVALID_REQUEST
+        assert not raised.value.is_retryable
         with pytest.raises(RequestFailed, match="Invalid tensor name: 'nonsense'"):
             engine.stream(request(nonsense=1))
         for way in (engine.stream, engine.generate):
