@@ -1,7 +1,8 @@
 """What a chat template gets, and what it makes of that: messages in the form that templates read, and unread input."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from typing import Any
 
 from ..contained_log import log
@@ -48,6 +49,27 @@ def _parsed_call(call: Any) -> Any:
     return call
 
 
+# Templates need not read a call's id, type and index.
+_KEYS_OF_CALLS = {"id", "type", "index", "function", "name", "arguments"}
+
+
+def _calls(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Return the tool calls of a message, and their functions."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        if isinstance(call, dict):
+            yield call
+            if isinstance(function := call.get("function"), dict):
+                yield function
+
+
+def _without_key_of_calls(message: dict[str, Any], name: str) -> dict[str, Any]:
+    copy = deepcopy(message)
+    for call in _calls(copy):
+        call.pop(name, None)
+    return copy
+
+
 class UnreadInput:
     """Finds the input of a template that has no effect on the prompt, and logs it once.
 
@@ -62,7 +84,7 @@ class UnreadInput:
 
     def check(self, prompt: str, given: dict[str, Any], variables: Iterable[str],
               render: Callable[[dict[str, Any]], str]) -> None:
-        """Log what the template leaves out of a prompt: variables, keys of messages, messages with a role.
+        """Log what the template leaves out of a prompt: variables, keys of messages and calls, messages with a role.
 
         A name that the template mentions is read. Any other input is read if the prompt is another one without it.
 
@@ -76,6 +98,9 @@ class UnreadInput:
             found.update([("key", key) for key, value in message.items()
                           if value is not None and type(key) is str and key not in ("role", "content")
                           and not self._mentions(key)])
+            for call in _calls(message):
+                found.update([("call", key) for key in call
+                              if type(key) is str and key not in _KEYS_OF_CALLS and not self._mentions(key)])
             if isinstance(role := message.get("role"), str) and role not in self._names:
                 found.add(("role", role))
         if len(self._seen) >= MOST_NAMES:
@@ -87,12 +112,14 @@ class UnreadInput:
                 del without[name]
             elif kind == "key":
                 without["messages"] = [{key: message[key] for key in message if key != name} for message in messages]
+            elif kind == "call":
+                without["messages"] = [_without_key_of_calls(message, name) for message in messages]
             else:
                 without["messages"] = [message for message in messages if message.get("role") != name]
             if not has_effect(render, without, prompt):
                 shown = repr(printable(name[:LONGEST_NAME]))
                 what = {"variable": f"the variable {shown}", "key": f"{shown} of messages",
-                        "role": f"messages with the role {shown}"}[kind]
+                        "call": f"{shown} of tool calls", "role": f"messages with the role {shown}"}[kind]
                 log.warning("the chat template of %r leaves out %s, which has no effect on the prompt; pass what the "
                             "template reads; this is logged once", self._source, what)
 

@@ -309,8 +309,8 @@ def test_what_cannot_be_used_is_refused_by_name(body, param):
 @pytest.mark.parametrize("body, message", [
     (b"{", "not JSON"), (b"[]", "of type list; expected a JSON object"), (b'{"messages": []}', "messages"),
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "type text"),
-    (b'{"messages": [{}], "logprobs": true, "top_logprobs": 21}', "0..20"),
-    (b'{"messages": [3]}', "object"), (b'{"messages": [{}], "top_logprobs": 3}', "top_logprobs"),
+    (b'{"messages": [{"role": "user"}], "logprobs": true, "top_logprobs": 21}', "0..20"),
+    (b'{"messages": [3]}', "object"), (b'{"messages": [{"role": "user"}], "top_logprobs": 3}', "top_logprobs"),
 ])
 def test_chats_that_cannot_be_used(body, message):
     with pytest.raises(OpenAIError, match=message):
@@ -412,6 +412,51 @@ def test_every_event_has_the_usage_if_the_client_wants_it():
             assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {chunks[0]["usage"]["prompt_tokens"]}
 
     run(test)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_events_have_the_shape_of_openais_client(tmp_path, is_chat, ends_early):
+    """Each event is validated strictly, and `logprobs` is null where it has no token."""
+    openai_types = pytest.importorskip("openai.types")
+    chats = pytest.importorskip("openai.types.chat")
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}")
+    end = TOKENS[0] if ends_early else 7      # the first token, or none
+
+    async def test(service):
+        prompt = {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": [5]}
+        body = {**prompt, "max_tokens": 5, "logprobs": True, "stop_token_ids": [end]}
+        for extra in ({}, {"stream_options": {"include_usage": True}}, {"n": 2}):
+            chunks = await events(service, is_chat, **body, **extra)
+            has_usage = "stream_options" in extra
+            assert [chunk.get("usage", 0) for chunk in chunks if chunk["choices"]] == (
+                [None if has_usage else 0] * (len(chunks) - has_usage))
+            assert ("total_tokens" in chunks[-1].get("usage", ())) == has_usage
+            for index in range(extra.get("n", 1)):
+                choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+                *before, last = choices
+                assert [choice["finish_reason"] for choice in before] == [None] * len(before)
+                assert last["finish_reason"] == ("stop" if ends_early else "length")
+                tokens = [len(told["content"] if is_chat else told["tokens"])
+                          for choice in choices if (told := choice["logprobs"]) is not None]
+                assert 0 not in tokens and sum(tokens) == (0 if ends_early else 5)
+                if is_chat:
+                    assert choices[0]["delta"] == {"role": "assistant", "content": ""} and last["delta"] == {}
+                    assert last["logprobs"] is None and all("role" not in each["delta"] for each in choices[1:])
+            for chunk in chunks:
+                if not is_chat:       # the client has one type for chunks and answers, where the reason is not null
+                    for choice in chunk["choices"]:
+                        choice["finish_reason"] = choice["finish_reason"] or "stop"
+                kind = chats.ChatCompletionChunk if is_chat else openai_types.Completion
+                kind.model_validate(chunk, strict=True)
+        one = await whole(service, is_chat, **body)
+        (chats.ChatCompletion if is_chat else openai_types.Completion).model_validate(one, strict=True)
+
+    said = [*TOKENS[:5], 7]
+    length = len(TOKENIZER.encode("user: x", add_special_tokens=False).ids) if is_chat else 1
+    run(test, folder=folder, script=lambda history: said[(len(history) - length) % len(said)])
 
 
 def test_every_tensor_that_a_body_sets_has_a_field():

@@ -197,7 +197,7 @@ class Answer:
         self.identity = f"{'chatcmpl' if parsed.is_chat else 'cmpl'}-{uuid4().hex}"
         self._service, self._parsed, self._arrived = service, parsed, arrived
         self._shapes = Shapes(parsed.is_chat, self.identity, int(time()), parsed.model or service.names[0],
-                              service.token_names)
+                              service.token_names, parsed.is_streaming and parsed.with_usage)
         self._prompt_tokens = sum(map(len, prompts))
         self._choices: list[_Choice] = []
         # The bias may have an entry for every token. Convert it once for all outputs.
@@ -343,6 +343,8 @@ class Answer:
                 (choice.prompt.tokens, choice.prompt.log_probs, choice.prompt.top_log_probs),
                 (tokens, values, likeliest)))
             choice.offsets, choice.prompt = TextOffsets(self._service.token_names, 0), None
+        if self.is_streaming and not tokens:
+            return None
         return self._shapes.log_probs(tokens, values, likeliest, choice.offsets)
 
     def _usage(self) -> dict[str, Any]:

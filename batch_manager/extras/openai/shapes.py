@@ -21,11 +21,14 @@ def finish_reason(reason: FinishReason) -> str | None:
 class Shapes:
     """Serializes one answer.
 
-    identity   id of the answer
+    identity     id of the answer
+    with_usage   whether the usage follows the chunks, which then have a null usage, as at OpenAI
     """
 
-    def __init__(self, is_chat: bool, identity: str, created: int, model: str, names: TokenNames) -> None:
+    def __init__(self, is_chat: bool, identity: str, created: int, model: str, names: TokenNames,
+                 with_usage: bool) -> None:
         self._is_chat, self._names = is_chat, names
+        self._no_usage = b',"usage":null' if with_usage else b""
         self._head = {"id": identity, "object": "chat.completion" if is_chat else "text_completion",
                       "created": created, "model": model}
         self._of_chunks = {**self._head, "object": "chat.completion.chunk"} if is_chat else self._head
@@ -40,9 +43,8 @@ class Shapes:
 
     def chunk(self, index: int, text: str, log_probs: dict[str, Any] | None, usage: dict[str, Any] | None) -> bytes:
         """Return a chunk with a piece of text."""
-        end = b',"finish_reason":null}]}\n\n' if usage is None else self._end(b"null", usage)
         return b"".join((self._start, b"%d" % index, self._text, orjson.dumps(text), self._after_text,
-                         b"null" if log_probs is None else orjson.dumps(log_probs), end))
+                         b"null" if log_probs is None else orjson.dumps(log_probs), self._end(b"null", usage)))
 
     def last(self, index: int, text: str, log_probs: dict[str, Any] | None, reason: FinishReason,
              usage: dict[str, Any] | None) -> bytes:
@@ -107,9 +109,8 @@ class Shapes:
             by_text.setdefault(self._names[other][0], max(log_prob, LEAST_LOG_PROB))
         return by_text
 
-    @staticmethod
-    def _end(reason: bytes, usage: dict[str, Any] | None) -> bytes:
-        usage_json = b"" if usage is None else b',"usage":' + orjson.dumps(usage)
+    def _end(self, reason: bytes, usage: dict[str, Any] | None) -> bytes:
+        usage_json = self._no_usage if usage is None else b',"usage":' + orjson.dumps(usage)
         return b',"finish_reason":' + reason + b"}]" + usage_json + b"}\n\n"
 
 

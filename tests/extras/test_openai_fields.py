@@ -1,0 +1,214 @@
+"""Every field of a request body, at every level, is read, refused by name, logged once, or stated to be neutral."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("orjson")
+
+from batch_manager.extras.openai import OpenAIError, unread_fields  # noqa: E402
+from batch_manager.extras.openai.fields import read_body  # noqa: E402
+from batch_manager.extras.openai.json_object import JsonObject  # noqa: E402
+from batch_manager.extras.openai.unread_fields import ANY, LABELS, LOGGED, NOT_BUILT, OF_CHATS, OF_COMPLETIONS  # noqa: E402
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "servers.md"
+MESSAGES = [{"role": "user", "content": "Hello."}]
+# What each server's own documentation or source states as the default.
+DEFAULTS = {
+    "vllm": {
+        "use_beam_search": False, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "length_penalty": 1.0,
+        "stop_token_ids": [], "include_stop_str_in_output": False, "ignore_eos": False, "min_tokens": 0,
+        "skip_special_tokens": True, "spaces_between_special_tokens": True, "truncate_prompt_tokens": None,
+        "prompt_logprobs": None, "allowed_token_ids": None, "bad_words": [], "priority": 0, "request_id": None,
+        "return_tokens_as_token_ids": False, "return_token_ids": False, "cache_salt": None, "kv_transfer_params": None,
+        "vllm_xargs": None, "include_reasoning": True, "structured_outputs": None, "guided_json": None},
+    "sglang": {
+        "top_k": -1, "min_p": 0.0, "min_tokens": 0, "regex": None, "ebnf": None, "repetition_penalty": 1.0,
+        "stop_token_ids": None, "stop_regex": None, "no_stop_trim": False, "ignore_eos": False,
+        "skip_special_tokens": True, "lora_path": None, "session_params": None, "separate_reasoning": True,
+        "stream_reasoning": True, "return_hidden_states": False, "return_routed_experts": False,
+        "routed_experts_start_len": 0, "return_cached_tokens_details": False, "custom_logit_processor": None,
+        "custom_params": None, "rid": None, "data_parallel_rank": None, "bootstrap_host": None},
+    "llama.cpp": {
+        "cache_prompt": True, "return_tokens": False, "return_progress": False, "sse_ping_interval": -1, "n_keep": 0,
+        "n_discard": 0, "n_indent": 0, "n_cache_reuse": 0, "t_max_predict_ms": -1, "response_fields": [],
+        "top_n_sigma": -1.0, "xtc_probability": 0.0, "xtc_threshold": 0.1, "typical_p": 1.0, "dynatemp_range": 0.0,
+        "dynatemp_exponent": 1.0, "repeat_last_n": 64, "repeat_penalty": 1.0, "dry_multiplier": 0.0, "dry_base": 1.75,
+        "dry_allowed_length": 2, "dry_penalty_last_n": -1, "dry_sequence_breakers": ["\n", ":", "\"", "*"],
+        "mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "n_probs": 0, "min_keep": 0, "grammar": "",
+        "timings_per_token": False, "post_sampling_probs": False, "lora": [], "id_slot": -1, "image_data": [],
+        "reasoning_format": "auto", "parse_tool_calls": True, "min_p": 0.05, "stop": [], "logit_bias": {}},
+}
+
+
+def read(is_chat=False, **fields):
+    prompt = {"messages": MESSAGES} if is_chat else {"prompt": "x"}
+    return read_body(json.dumps({**prompt, **fields}).encode(), is_chat=is_chat)
+
+
+def refusal(is_chat=False, **fields):
+    with pytest.raises(OpenAIError) as told:
+        read(is_chat, **fields)
+    assert told.value.status == 400 and told.value.param in told.value.message
+    return told.value.param
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("server", DEFAULTS)
+def test_defaults_of_other_servers_pass(server, is_chat):
+    read(is_chat, **DEFAULTS[server])
+    read(is_chat, add_special_tokens=not is_chat)
+    read(True, n_predict=-1)         # a chat's default is the rest of the context
+
+
+@pytest.mark.parametrize("field, value", [
+    ("use_beam_search", True), ("use_beam_search", 0), ("skip_special_tokens", False), ("skip_special_tokens", 1),
+    ("length_penalty", 0.8), ("include_stop_str_in_output", True), ("bad_words", ["x"]), ("allowed_token_ids", [1]),
+    ("truncate_prompt_tokens", 10), ("prompt_logprobs", 0), ("guided_regex", "a+"), ("structured_outputs", {}),
+    ("cache_salt", "x"), ("return_token_ids", True), ("include_reasoning", False), ("documents", [{"text": "x"}]),
+    ("no_stop_trim", True), ("regex", "a"), ("stop_regex", "a"), ("lora_path", "x"), ("return_hidden_states", True),
+    ("repeat_penalty", 1.1), ("mirostat", 2), ("dry_multiplier", 0.8), ("typical_p", 0.9), ("grammar", "root ::= 'a'"),
+    ("json_schema", {}), ("n_predict", 5), ("cache_prompt", False), ("samplers", ["top_k"]), ("xtc_probability", 0.1),
+    ("tools", [{}]), ("tool_choice", "required"), ("verbosity", "low"), ("reasoning_effort", "low"),
+    ("continue_final_message", True), ("chat_template", "x"), ("suffix", "x"),
+])
+def test_other_values_are_refused_by_name(field, value):
+    assert refusal(True, **{field: value}) == refusal(False, **{field: value}) == field
+
+
+def test_some_fields_depend_on_the_route():
+    assert refusal(True, add_special_tokens=True) == refusal(False, add_special_tokens=False) == "add_special_tokens"
+    assert refusal(True, echo=True) == "echo" and read(False, echo=True).echo
+    assert refusal(False, chat_template_kwargs={"x": 1}) == "chat_template_kwargs"
+
+
+def test_values_without_an_effect_are_logged_once(caplog):
+    unread_fields._logged.clear()
+    described = {"type": "json_schema", "json_schema": {"name": "x", "description": "y", "schema": {}}}
+    for _ in range(2):
+        read(store=False, service_tier="auto", separate_reasoning=False, user="me", metadata={"a": "b"})
+    assert not caplog.records
+    for _ in range(2):
+        read(store=True, service_tier="flex", separate_reasoning=True, response_format=described)
+    told = [re.search(r"value of (\S+) that", record.getMessage())[1] for record in caplog.records]
+    assert told == ["response_format.json_schema.description", "store", "service_tier", "separate_reasoning"]
+
+
+def test_every_field_of_openais_api_is_known():
+    openai = pytest.importorskip("openai")
+    from openai.types import completion_create_params as completions
+    from openai.types.chat import completion_create_params as chats
+    assert openai
+    for is_chat, params in ((True, chats), (False, completions)):
+        for field in params.CompletionCreateParamsBase.__annotations__:
+            with pytest.raises(OpenAIError) as told:
+                read_body(json.dumps({"prompt": "x", "messages": MESSAGES, field: {"?": 0}}).encode(), is_chat=is_chat)
+            assert told.value.code != "unknown_parameter" or told.value.param in ("prompt", "messages")
+
+
+# ---------------------------------------------------------------------- objects inside a body
+
+
+@pytest.mark.parametrize("given, schema", [
+    ({"type": "text"}, None), ({"type": "json_object"}, {"type": "object"}),
+    ({"type": "json_object", "schema": {"type": "array"}}, {"type": "array"}),
+    ({"type": "json_object", "schema": {"properties": {"a": {}}}}, {"type": "object", "properties": {"a": {}}}),
+    ({"type": "json_object", "schema": {"$ref": "#/$defs/a"}}, {"$ref": "#/$defs/a"}),
+    ({"type": "json_schema", "json_schema": {"name": "n", "strict": False, "schema": {"type": "null"}}},
+     {"type": "null"}),
+    ({"type": "json_schema", "json_schema": {"schema": True, "strict": None}}, {}),
+])
+def test_the_schema_of_a_response_format(given, schema):
+    assert read(response_format=given).response_format == schema
+
+
+def part(**fields):
+    return {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", **fields}]}]}
+
+
+def call(**fields):
+    return {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [fields]}]}
+
+
+@pytest.mark.parametrize("fields, param", [
+    ({"response_format": {"type": "json_object", "shema": {}}}, "response_format.shema"),
+    ({"response_format": {"type": "json_object", "schema": "x"}}, "response_format.schema"),
+    ({"response_format": {"type": "json_object", "json_schema": {}}}, "response_format.json_schema"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+    ({"response_format": {"type": "json_schema", "schema": {}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
+     "response_format.json_schema.x"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}},
+     "response_format.json_schema.strict"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"logit_bias": {"5": False}}, "logit_bias"), ({"logit_bias": {"5": "1"}}, "logit_bias"),
+    (part(extra=1), "messages[0].content[0].extra"), (part(text=None), "messages[0].content[0].text"),
+    (part(type="image_url"), "messages[0].content[0].type"), (part(text=5), "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"), ({"messages": [{"role": 5}]}, "messages[0].role"),
+    ({"messages": [*MESSAGES, {"role": "assistant", "tool_calls": {}}]}, "messages[1].tool_calls"),
+    (call(type="custom", custom={}), "messages[1].tool_calls[0].type"), (call(), "messages[1].tool_calls[0].function"),
+    (call(function={}), "messages[1].tool_calls[0].function.name"),
+    (call(function={"name": "f", "arguments": 5}), "messages[1].tool_calls[0].function.arguments"),
+])
+def test_a_part_of_a_field_is_refused_by_its_name(fields, param):
+    assert refusal(True, **fields) == param
+
+
+def test_messages_reach_the_template_with_all_their_keys():
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}},
+                                             {"type": "text", "text": "b"}], "name": "Ann"},
+                *call(id="1", index=0, more=1, function={"name": "f", "arguments": "{}", "x": 1})["messages"]]
+    (parsed,) = read(True, messages=messages).prompts
+    assert parsed == [{**messages[0], "content": "ab"}, *messages[1:]]
+
+
+def test_the_page_lists_what_the_code_reads(monkeypatch):
+    taken, take = set(), JsonObject.take
+
+    def recorded(self, name, *arguments, **options):
+        taken.add(re.sub(r"\[\d+\]", "[]", f"{self._path}{name}"))
+        return take(self, name, *arguments, **options)
+
+    monkeypatch.setattr(JsonObject, "take", recorded)
+    read(response_format={"type": "json_object"}, stream=True, stream_options={})
+    schema = {"type": "json_schema", "json_schema": {"schema": {}}}
+    read(True, response_format=schema, **part(), logprobs=True)
+    read(True, **call(function={"name": "f"}))
+    page = PAGE.read_text(encoding="utf-8")
+    rows = page.partition("### Fields of objects in a body")[2].partition("\n###")[0]
+    assert sorted(re.findall(r"`([a-z_\[\].]+\.[a-z_\[\].]+)`", rows)) == sorted(name for name in taken if "." in name)
+    server = (PAGE.parents[1] / "examples" / "openai_server.md").read_text(encoding="utf-8")
+    fields = server.partition("## Fields\n")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"`([a-z_]+)`", fields)) | {"prompt", "messages"}
+    assert {name for name in taken if "." not in name} <= listed
+
+
+def test_the_page_lists_every_field_without_an_effect():
+    table = PAGE.read_text(encoding="utf-8").partition("### Fields of other servers")[2].partition("\n#")[0]
+    listed = {}
+    for values, names in re.findall(r"^\| (.+?) \| (`.+`) \|$", table, re.M):
+        for name in re.findall(r"`(\w+)`", names):
+            assert name not in listed, name
+            listed[name] = values
+    stated = {**{name: ANY for name in LABELS}, **{name: values for name, (values, _) in LOGGED.items()},
+              **{name: values for name, (values, _) in NOT_BUILT.items()}}
+    assert listed == {name: shown(values) for name, values in stated.items()}
+    assert {*OF_CHATS} | {*OF_COMPLETIONS} <= set(re.findall(r"`(\w+)`", table))
+
+
+def shown(values):
+    return "any value" if values is ANY else ", ".join(f"`{json.dumps(each)}`" for each in values) or "none"
+
+
+if __name__ == "__main__":    # prints the table of the page
+    by_values = {}
+    for name, values in {**{name: ANY for name in LABELS}, **{name: values for name, (values, _) in LOGGED.items()},
+                         **{name: values for name, (values, _) in NOT_BUILT.items()}}.items():
+        by_values.setdefault(shown(values), []).append(f"`{name}`")
+    for values, names in by_values.items():
+        print(f"| {values} | {', '.join(names)} |")
