@@ -44,7 +44,7 @@ class Sampling:
     min_p                keep tokens with at least this fraction of the largest probability; 0: keep all tokens
     seed                 seed of the random numbers; None: a fresh seed for every output, so that the same prompt gives
                          different outputs
-    stop                 strings that end the output; the stop string is not part of the text
+    stop                 strings that end the output and are not part of the text; may contain special tokens
     stop_token_ids       tokens that end the output and are not part of it, in addition to the checkpoint's end ids
     ignore_eos           do not end at the checkpoint's end ids
     min_tokens           tokens to generate before an end token may be sampled

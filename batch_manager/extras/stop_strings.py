@@ -1,7 +1,8 @@
 """Search for stop strings in a text that arrives in pieces. Keeps nothing but the strings, whatever their lengths."""
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from os.path import commonprefix
 
 from ..errors import ConfigError, type_name
 
@@ -19,20 +20,23 @@ class StopStrings:
         self._shortest_first = tuple(sorted(self._sorted, key=len))
         self._begins = frozenset(string[0] for string in self._sorted)
 
-    def first(self, text: str, num_seen: int) -> tuple[int, str] | None:
+    def first(self, text: str, num_seen: int,
+              counts: Callable[[int, int], bool] | None = None) -> tuple[int, str] | None:
         """Return the stop string that is completed first, with its position; None if there is none.
 
         If one character completes several stop strings, the shortest is returned.
 
         num_seen   number of characters at the start of `text` that earlier calls have seen
+        counts     function (start, end) -> whether a stop string at this place of `text` counts; None: each counts
         """
         strings = self._shortest_first
         if not num_seen and self._begins.isdisjoint(text):
             return None
         for end in range(num_seen + 1, len(text) + 1):
             if text.endswith(strings, 0, end):
-                found = next(string for string in strings if text.endswith(string, 0, end))
-                return end - len(found), found
+                for string in strings:
+                    if text.endswith(string, 0, end) and (counts is None or counts(end - len(string), end)):
+                        return end - len(string), string
         return None
 
     def begun(self, text: str) -> int:
@@ -49,6 +53,74 @@ class StopStrings:
                 if place < len(self._sorted) and self._sorted[place].startswith(end):
                     return start
         return len(text)
+
+
+class TextWithSpecialTokens:
+    """Search for stop strings that contain special tokens, which the text of an output omits.
+
+    The object keeps the end of a text in which special tokens are shown, as far as this end may be the start of a
+    stop string with a special token in it. All other stop strings are searched in the text without special tokens. A
+    stop string has to contain all characters of a special token: `<` does not end a text at the token `<|end|>`.
+    """
+
+    def __init__(self, strings: StopStrings) -> None:
+        self._strings = strings
+        self._text = ""
+        self._ahead = ""    # the end of `_text` that the caller does not have yet
+        self._shown: list[tuple[int, int]] = []    # places of special tokens in `_text`
+
+    @property
+    def num_held(self) -> int:
+        """Number of characters at the end of the omitting text that may belong to a stop string."""
+        return max(0, len(self._text) - sum(end - start for start, end in self._shown) - len(self._ahead))
+
+    def add_token(self, held: str, pending: str, content: str) -> tuple[int, int, str] | None:
+        """Add a special token. Return as `add` does.
+
+        held, pending   end of the omitting text that may begin a stop string, and the text that would follow if no
+                        token came after this one
+        content         the special token
+        """
+        if not self._shown:
+            self._text, self._ahead = held, ""
+        num_seen = len(self._text)
+        self._text += pending[len(commonprefix((pending, self._ahead))):]
+        self._ahead = pending
+        self._shown.append((len(self._text), len(self._text) + len(content)))
+        self._text += content
+        return self._search(num_seen)
+
+    def add(self, text: str) -> tuple[int, int, str] | None:
+        """Add a piece of the omitting text. Return the stop string with a special token that is completed first.
+
+        It is returned as (number of characters of the omitting text from its start to the end, the same from its end,
+        string).
+        """
+        if not self._shown:
+            return None
+        same = len(commonprefix((text, self._ahead)))
+        self._ahead = self._ahead[same:] if same == len(text) else ""
+        num_seen = len(self._text)
+        self._text += text[same:]
+        return self._search(num_seen)
+
+    def _search(self, num_seen: int) -> tuple[int, int, str] | None:
+        found = self._strings.first(self._text, num_seen, self._has_special)
+        if found is not None:
+            position, string = found
+            return self._num_omitting(position), self._num_omitting(position + len(string)), string
+        begun = self._strings.begun(self._text)
+        self._shown = [(start - begun, end - begun) for start, end in self._shown if start >= begun]
+        self._text = self._text[begun:] if self._shown else ""
+        if not self._shown:
+            self._ahead = ""
+        return None
+
+    def _has_special(self, first: int, last: int) -> bool:
+        return any(first <= start and end <= last for start, end in self._shown)
+
+    def _num_omitting(self, position: int) -> int:
+        return len(self._text) - position - sum(max(0, end - max(start, position)) for start, end in self._shown)
 
 
 def stop_strings(stop: "str | Iterable[str] | StopStrings | None") -> StopStrings | None:

@@ -10,15 +10,15 @@ Also exports `chat_prompt`, which formats messages as a prompt. The module needs
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from os.path import commonprefix
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..contained_log import log
 from ..errors import ConfigError, InvalidRequestError, type_name
 from .chat_template import chat_prompt
-from .stop_strings import stop_strings
+from .stop_strings import TextWithSpecialTokens, stop_strings
 from .token_text import (
     BYTE_LEVEL,
     JOINED_BY_SPACES,
@@ -64,7 +64,8 @@ class TextStream:
     of several code points, or a letter and its combining accent, may arrive in several pieces.
 
     The text ends before the stop string that is completed first. If one character completes two stop strings, the text
-    ends before the shorter one. `stopped_by` is the stop string that ended the text, otherwise None.
+    ends before the shorter one. `stopped_by` is the stop string that ended the text, otherwise None. A stop string may
+    be a special token or contain special tokens, although the text omits them: `<|end|>`, `\\n<|user|>`.
 
     `comes_in_pieces` is False for a tokenizer whose tokens cannot be decoded incrementally: its decoder is CTC,
     BPEDecoder, a custom decoder or one that replaces regular expressions, or its class overrides `decode`, as classes
@@ -83,9 +84,11 @@ class TextStream:
     def __init__(self, tokenizer: Any, prompt_ids: Iterable[int] = (),
                  stop: str | Iterable[str] | None = (), skip_special_tokens: bool = True) -> None:
         self.stopped_by: str | None = None
-        self._text = _new_text(tokenizer, bool(skip_special_tokens))
+        kind = _kind_of(tokenizer, bool(skip_special_tokens))
+        self._text, self._new_text, self._omitted = kind.new_text(), kind.new_text, kind.omitted
         self.comes_in_pieces = not isinstance(self._text, WholeText)
         self._stop = stop_strings(stop)
+        self._shown = None if self._stop is None else TextWithSpecialTokens(self._stop)
         self._held = ""    # text that may be the start of a stop string
         self._is_finished = False
         self._feed(prompt_ids)
@@ -103,7 +106,16 @@ class TextStream:
         if self._is_finished:
             raise InvalidRequestError("push was called after finish", "a finished stream accepts no tokens",
                                       "make a new TextStream for every request")
-        return self._up_to_a_stop(self._feed(tokens))
+        tokens = _listed(tokens)
+        if self._stop is None or not self._has_omitted(tokens):
+            return self._up_to_a_stop(self._feed(tokens))
+        self._new_text().feed(tokens)        # raises for invalid token ids, before this stream changes
+        pieces = []
+        for token in tokens:
+            pieces.append(self._up_to_a_stop(self._feed([token]), self._omitted.get(token)))
+            if self.stopped_by is not None:
+                break
+        return "".join(pieces)
 
     def finish(self) -> str:
         """End the text and return the text held back. Returns "" after a stop string and on further calls."""
@@ -117,23 +129,41 @@ class TextStream:
 
     def _feed(self, tokens: Iterable[int]) -> str:
         try:
-            if type(tokens) is not list:
-                tokens = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
-            return self._text.feed(tokens)
-        except TypeError as error:    # not iterable, or an unhashable item
+            return self._text.feed(_listed(tokens))
+        except TypeError as error:    # an unhashable item
             raise not_a_token(tokens) from error
 
-    def _up_to_a_stop(self, text: str) -> str:
+    def _has_omitted(self, tokens: list[int]) -> bool:
+        try:
+            return not self._omitted.keys().isdisjoint(tokens)
+        except TypeError as error:
+            raise not_a_token(tokens) from error
+
+    def _up_to_a_stop(self, text: str, special: str | None = None) -> str:
+        """Return the text that is final, up to a stop string, after `text` and then the omitted token `special`."""
         if self._prompt_end and text:
             text = self._after_prompt(text)
         if self._stop is None:
             return text
         text, num_seen = self._held + text, len(self._held)
-        if (found := self._stop.first(text, num_seen)) is not None:
+        found, shown = self._stop.first(text, num_seen), self._shown.add(text[num_seen:])
+        if special is not None and found is shown is None:
+            pending = self._text.rest()
+            pending = pending[len(commonprefix((pending, self._prompt_end))):]
+            shown = self._shown.add_token(text[self._stop.begun(text):], pending, special)
+            if shown is not None:
+                text += pending
+                found = self._stop.first(text, num_seen)
+                shown = shown if found is None else None    # the special token comes after `pending`
+        if shown is not None:
+            from_start, from_end, string = shown
+            if found is None or (len(text) - from_end, len(string)) < (found[0] + len(found[1]), len(found[1])):
+                found = max(0, len(text) - from_start), string
+        if found is not None:
             position, self.stopped_by = found
             self._held = ""
             return text[:position]
-        kept = self._stop.begun(text)
+        kept = min(self._stop.begun(text), len(text) - self._shown.num_held)
         self._held = text[kept:]
         return text[:kept]
 
@@ -143,7 +173,27 @@ class TextStream:
         return text[same:]
 
 
+def _listed(tokens: Iterable[int]) -> list[int]:
+    if type(tokens) is list:
+        return tokens
+    try:
+        return tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+    except TypeError as error:    # not iterable
+        raise not_a_token(tokens) from error
+
+
 # ---------------------------------------------------------------------- the kind of tokenizer
+
+
+class _Kind(NamedTuple):
+    """What a stream needs of a tokenizer.
+
+    new_text   returns an empty text
+    omitted    the special tokens that the text omits, by id
+    """
+
+    new_text: Callable[[], Text]
+    omitted: Mapping[int, str]
 
 
 class _Identity:
@@ -159,16 +209,16 @@ class _Identity:
         return isinstance(other, _Identity) and self.value is other.value
 
 
-def _new_text(tokenizer: Any, skips: bool) -> Text:
+def _kind_of(tokenizer: Any, skips: bool) -> _Kind:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if _is_fast(tokenizer) or _is_fast(backend):
         backend = tokenizer if _is_fast(tokenizer) else backend
         traits = _decoder_of(backend), backend.get_vocab_size(), _special_of(backend), _cleans_up(tokenizer)
-        return _maker_for_fast(_Identity(tokenizer), skips, *traits)()
+        return _fast_kind(_Identity(tokenizer), skips, *traits)
     if callable(getattr(tokenizer, "decode", None)):
         special = tuple(getattr(tokenizer, "all_special_ids", ()))
         traits = _length(tokenizer), special, _cleans_up(tokenizer)
-        return _maker_for_slow(_Identity(tokenizer), skips, *traits)()
+        return _slow_kind(_Identity(tokenizer), skips, *traits)
     raise ConfigError(f"the tokenizer is of type {type_name(tokenizer)}", "expected an object that decodes tokens",
                       "pass a tokenizers.Tokenizer, or a tokenizer of transformers")
 
@@ -228,8 +278,8 @@ def _probe(encode: Callable[[str], list[int]]) -> list[list[int]]:
 
 
 @lru_cache(maxsize=16)
-def _maker_for_fast(key: _Identity, skips: bool, decoder: bytes | str | None, num_tokens: int, special: frozenset[str],
-                    cleans_up: bool) -> Callable[[], Text]:
+def _fast_kind(key: _Identity, skips: bool, decoder: bytes | str | None, num_tokens: int, special: frozenset[str],
+               cleans_up: bool) -> _Kind:
     tokenizer = key.value
     backend = tokenizer if _is_fast(tokenizer) else tokenizer.backend_tokenizer
     rules: list[Rule] = []
@@ -238,15 +288,16 @@ def _maker_for_fast(key: _Identity, skips: bool, decoder: bytes | str | None, nu
             rules = [rule]
         elif _is_plain_fast(tokenizer):    # whether `decode` cleans up differs between versions
             rules = [rule.with_clean_up(), rule] if cleans_up else [rule]
-    added = sorted(backend.get_added_tokens_decoder())
+    added = backend.get_added_tokens_decoder()
+    omitted = {number: token.content for number, token in added.items() if skips and token.special}
     probe = _probe(lambda text: backend.encode(text, add_special_tokens=False).ids)
-    sample = Sample(num_tokens, added, probe)
-    return _maker(tokenizer, skips, rules, backend.id_to_token, lambda _, token: token in special, sample)
+    sample = Sample(num_tokens, sorted(added), probe)
+    return _Kind(_maker(tokenizer, skips, rules, backend.id_to_token, lambda _, token: token in special, sample),
+                 omitted)
 
 
 @lru_cache(maxsize=16)
-def _maker_for_slow(key: _Identity, skips: bool, num_tokens: int, special: tuple[int, ...],
-                    cleans_up: bool) -> Callable[[], Text]:
+def _slow_kind(key: _Identity, skips: bool, num_tokens: int, special: tuple[int, ...], cleans_up: bool) -> _Kind:
     tokenizer = key.value
     rules: list[Rule] = []
     if hasattr(tokenizer, "convert_ids_to_tokens") and hasattr(tokenizer, "convert_tokens_to_string"):
@@ -258,8 +309,9 @@ def _maker_for_slow(key: _Identity, skips: bool, num_tokens: int, special: tuple
         rules = [*(rule.with_clean_up() for rule in rules), *rules]
     probe = _probe(lambda text: tokenizer.encode(text, add_special_tokens=False)) if rules else []
     sample = Sample(num_tokens, sorted({*getattr(tokenizer, "added_tokens_decoder", ()), *special}), probe)
-    return _maker(tokenizer, skips, rules, getattr(tokenizer, "convert_ids_to_tokens", None),
-                  lambda token_id, _: token_id in special, sample)
+    token_of = getattr(tokenizer, "convert_ids_to_tokens", None)
+    omitted = {number: token_of(number) for number in special} if skips and token_of is not None else {}
+    return _Kind(_maker(tokenizer, skips, rules, token_of, lambda token_id, _: token_id in special, sample), omitted)
 
 
 def _maker(tokenizer: Any, skips: bool, rules: list[Rule], token_of: Callable[[int], str | None] | None,

@@ -120,6 +120,18 @@ def test_a_stop_string_ends_the_text_and_the_request():
         until_idle(llm)
 
 
+@pytest.mark.parametrize("stop", ["</s>", ["village</s>", "nothing"]])
+def test_a_special_token_as_a_stop_string_ends_the_text_as_its_id_does(stop):
+    with scripted(saying("We walked to the village</s> and home again.")) as llm:
+        cut, streamed = llm.generate([[5]], max_tokens=40, stop=stop)[0], llm.stream([5], max_tokens=40, stop=stop)
+        by_id = llm.generate([[5]], max_tokens=40, stop_token_ids=[TOKENIZER.token_to_id("</s>")])[0]
+        assert by_id.text == "We walked to the village"
+        assert cut.text == "".join(streamed) == (by_id.text if stop == "</s>" else "We walked to the ")
+        assert cut.finish_reason is FinishReason.STOP_WORDS and cut.tokens[:-1] == by_id.tokens
+        assert streamed.completion.finish_reason is FinishReason.STOP_WORDS
+        until_idle(llm)
+
+
 def test_pieces_are_the_text_and_leaving_the_loop_stops_the_request():
     with scripted(saying("Emma smiled, and said nothing more. "), step_seconds=0.001) as llm:
         (whole,) = llm.generate([[5]], max_tokens=30)

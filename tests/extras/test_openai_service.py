@@ -527,6 +527,21 @@ def test_several_end_ids_end_a_text_and_are_left_out():
     run(test, script=lambda history: tokens[(len(history) - 1) % len(tokens)])
 
 
+def test_a_special_token_as_a_stop_string_ends_the_text_as_its_id_does():
+    tokens = TOKENIZER.encode("We walked</s> home again.", add_special_tokens=False).ids
+
+    async def test(service):
+        by_id, by_text = [await whole(service, prompt=[5], max_tokens=40, **{name: [value]})
+                          for name, value in (("stop_token_ids", 1), ("stop", "</s>"))]
+        assert by_text["choices"] == by_id["choices"] and by_id["choices"][0]["text"] == "We walked"
+        chunks = await events(service, prompt=[5], max_tokens=40, stop="walked</s>")
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "We "
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+        await until_idle(service)
+
+    run(test, script=lambda history: tokens[(len(history) - 1) % len(tokens)])
+
+
 def test_a_text_that_met_its_stop_string_stops_while_the_others_go_on():
     async def test(service):
         answer = await service.accept(json.dumps({"prompt": [[5], [6]], "max_tokens": 3000, "stream": True,

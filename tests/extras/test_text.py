@@ -25,7 +25,7 @@ from batch_manager.extras.stop_strings import StopStrings  # noqa: E402
 from batch_manager.extras.text import TextStream  # noqa: E402
 from batch_manager.extras.token_text import CLEAN_UP, _CleanUp, _ReplaceInText  # noqa: E402
 from tests.extras import text_streams  # noqa: E402
-from tests.extras.text_streams import FAMILY, text_behind, tokenizer_named, up_to_stop  # noqa: E402
+from tests.extras.text_streams import FAMILY, text_behind, tokenizer_named, up_to_stop, with_special  # noqa: E402
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
 SEEDS = 60
@@ -196,6 +196,40 @@ def test_the_longest_stop_strings_cost_little_memory_and_a_bounded_number_of_com
     assert held == "" and Counted.compared <= 2 * len(text)
 
 
+@pytest.mark.parametrize("name", ["byte level", "llama", "gemma"])
+@pytest.mark.parametrize("before, stop", [
+    ("</s>", ["</s>"]), ("the cat</s>", ["nothing", "cat</s>"]), ("the<|tool|>cat", ["<|tool|>c"]),
+    ("a cat<|tool|></s>", ["<|tool|></s>"]), ("the<think>", ["<think>"]), ("the<think></s>", ["k></s>"]),
+])
+def test_a_stop_string_with_special_tokens_ends_the_text_where_transformers_ends_it(transformers, name, before, stop):
+    torch = pytest.importorskip("torch")
+    tokenizer = tokenizer_named(name)
+    if name != "byte level":        # a word after a token begins with a space
+        stop = [string.replace("<|tool|>c", "<|tool|> c") for string in stop]
+    tokens = [*ids(tokenizer, "we"), *ids(tokenizer, before), *ids(tokenizer, "cat</s> x")]
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    ends = transformers.StopStringCriteria(wrapped, stop)
+    length = next(n for n in range(1, len(tokens) + 1) if ends(torch.tensor([tokens[:n]]), None)[0])
+    for given in (tokenizer, wrapped):
+        stream, number = TextStream(given, stop=stop), 0
+        text = ""
+        while stream.stopped_by is None:
+            text += stream.push(tokens[number: number + 1])
+            number += 1
+        assert (number, stream.stopped_by) == (length, stop[-1])
+        together = TextStream(given, stop=stop)
+        assert together.push(tokens) == text and together.stopped_by == stop[-1]
+        visible = given.decode(tokens[:length], skip_special_tokens=True)
+        end = stop[-1].replace("</s>", "").replace("<|tool|>", "")
+        assert text == visible[: visible.rindex(end)]
+
+
+def test_a_part_of_a_special_token_ends_no_text(austen):
+    stream = TextStream(austen, stop=["<", "s>x"])
+    text = "".join(pieces(stream, [*ids(austen, "so"), austen.token_to_id("</s>"), *ids(austen, "x much")]))
+    assert (text, stream.stopped_by) == ("sox much", None)
+
+
 # ---------------------------------------------------------------------- the steps
 
 
@@ -263,7 +297,10 @@ def test_decoders_do_to_odd_tokens_what_the_library_does(comes_in_pieces, make):
 
 def law(tokenizer, prompt, tokens, stop=(), **options):
     skips = options.get("skip_special_tokens", True)
-    expected, stopped_by = up_to_stop(text_behind(tokenizer, prompt, tokens, skips), list(stop))
+    shown = with_special(tokenizer, prompt, tokens) if skips else None
+    if skips and shown is None:
+        stop = [string for string in stop if not any(token in string for token in text_streams.SPECIAL)]
+    expected, stopped_by = up_to_stop(text_behind(tokenizer, prompt, tokens, skips), list(stop), shown)
     stream = TextStream(tokenizer, prompt, stop, **options)
     sent = [stream.push([token]) for token in tokens]
     assert "".join(sent) + stream.finish() == expected

@@ -133,17 +133,51 @@ def text_behind(tokenizer, prompt: list[int], tokens: list[int], skips: bool) ->
     return text[len(os.path.commonprefix([before, text])):]
 
 
-def up_to_stop(text: str, stop: list[str]) -> tuple[str, str | None]:
+Shown = list[tuple[str, bool]]
+
+
+def with_special(tokenizer, prompt: list[int], tokens: list[int]) -> Shown | None:
+    """Return the text of the output `tokens` in which special tokens are shown: pairs (characters, is a special token).
+
+    None if a special token comes where the text without special tokens may still change.
+    """
+    text, shown, start = text_behind(tokenizer, prompt, tokens, True), [], 0
+    name_of = getattr(tokenizer, "id_to_token", None) or tokenizer.convert_ids_to_tokens
+    for number, token in enumerate(tokens):
+        if name_of(token) in SPECIAL:
+            before = text_behind(tokenizer, prompt, tokens[:number], True)
+            if not text.startswith(before):
+                return None
+            shown += [*((character, False) for character in text[start: len(before)]), (name_of(token), True)]
+            start = len(before)
+    return [*shown, *((character, False) for character in text[start:])]
+
+
+def up_to_stop(text: str, stop: list[str], shown: Shown | None = None) -> tuple[str, str | None]:
     """Return (the text before the first complete stop string, that string).
 
     If several stop strings are complete with the same character, the shortest one counts.
+
+    shown   the same text in which special tokens are shown. Strings with a whole special token are searched there
     """
-    for end in range(1, len(text) + 1):
-        found = [string for string in stop if text[:end].endswith(string)]
+    shown = shown or [(character, False) for character in text]
+    for end in range(1, len(shown) + 1):
+        found, so_far = [], joined(shown[:end], False)
+        if not shown[end - 1][1]:
+            found = [(len(string), string, so_far[: len(so_far) - len(string)]) for string in stop
+                     if so_far.endswith(string)]
+        for start in range(end):
+            string = joined(shown[start:end], True)
+            if string in stop and any(is_special for _, is_special in shown[start:end]):
+                found.append((len(string), string, joined(shown[:start], False)))
         if found:
-            shortest = min(found, key=len)
-            return text[: end - len(shortest)], shortest
+            _, string, before = min(found)
+            return before, string
     return text, None
+
+
+def joined(shown: Shown, with_special_tokens: bool) -> str:
+    return "".join(characters for characters, is_special in shown if with_special_tokens or not is_special)
 
 
 def random_text(draw: random.Random, most: int = 14) -> str:
@@ -180,7 +214,7 @@ def random_stop(draw: random.Random, text: str) -> list[str]:
             start = draw.randrange(len(text))
             string = text[start: start + draw.randrange(1, 8)] + draw.choice(["", "", "", "x", "a", " "])
         else:
-            string = draw.choice(["User:", "aa", "aab", "ab", "</s>", "\n\n", " ", "\N{REPLACEMENT CHARACTER}"])
+            string = draw.choice(["User:", "aa", "aab", "ab", "\n\n", " ", "\N{REPLACEMENT CHARACTER}", *SPECIAL])
         stop.append(string)
         if draw.random() < 0.3:
             stop.append(draw.choice([string[1:], string[:-1], string + string, string[-1]]) or string)
@@ -227,8 +261,11 @@ def run(seed: int, name: str, seen: Counter | None = None) -> None:
     prompt = random_tokens(draw, tokenizer) if draw.random() < 0.7 else []
     tokens = random_tokens(draw, tokenizer)
     text = text_behind(tokenizer, prompt, tokens, skips)
-    stop = random_stop(draw, text)
-    expected, stopped_by = up_to_stop(text, stop)
+    text_with_special = with_special(tokenizer, prompt, tokens) if skips else None
+    stop = random_stop(draw, text if text_with_special is None else joined(text_with_special, True))
+    if skips and text_with_special is None:
+        stop = [string for string in stop if not any(token in string for token in SPECIAL)]
+    expected, stopped_by = up_to_stop(text, stop, text_with_special)
     shown = name, *([tokenizer.id_to_token(token) for token in some] for some in (prompt, tokens)), stop
 
     stream = TextStream(tokenizer, prompt, stop, skip_special_tokens=skips)
@@ -255,5 +292,6 @@ def run(seed: int, name: str, seen: Counter | None = None) -> None:
     seen["tokens"] += len(tokens)
     seen["characters"] += len(expected)
     seen["stopped"] += stopped_by is not None
+    seen["stopped by a special token"] += skips and any(token in (stopped_by or "") for token in SPECIAL)
     seen["prompts"] += bool(prompt)
     seen["texts with U+FFFD"] += "\N{REPLACEMENT CHARACTER}" in text
