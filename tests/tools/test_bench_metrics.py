@@ -8,7 +8,14 @@ import pytest
 
 from batch_manager.tools.bench.client import Receipt
 from batch_manager.tools.bench.load import Load
-from batch_manager.tools.bench.metrics import Bounds, completion_rate, figures, summary, weighted_summary
+from batch_manager.tools.bench.metrics import (
+    Bounds,
+    arrival_window_rate,
+    completion_rate,
+    figures,
+    summary,
+    weighted_summary,
+)
 from batch_manager.tools.bench.summary import csv_rows, lines, original_figures, table
 
 REQUESTS = [{"id": 1, "max_tokens": 3, "prompt": [5] * 10}, {"id": 2, "max_tokens": 4, "prompt": [5] * 6}]
@@ -45,10 +52,27 @@ def test_a_request_is_good_when_it_keeps_both_bounds():
     def good(**bounds):
         return found(bounds=Bounds(**bounds))["goodput"]
     assert good(ttft_ms=1500.0)["share"] == 0.5                    # 1.0 s and 3.0 s
-    assert good(ttft_ms=1000.0, itl_ms=750.0) == {"ttft_ms": 1000.0, "itl_ms": 750.0, "requests_s": 0.25, "share": 0.5}
+    assert good(ttft_ms=1000.0, itl_ms=750.0) == {
+        "ttft_ms": 1000.0, "itl_ms": 750.0, "e2e_ms": None, "requests_s": 0.25, "share": 0.5}
+    assert good(e2e_ms=2750.0)["share"] == 0.5 and good(e2e_ms=1e4)["share"] == 1.0 and good(e2e_ms=1.0)["share"] == 0.0
     assert good(itl_ms=749.0)["share"] == 0.5                      # a single token has no time between tokens
     assert good(ttft_ms=1000.0, itl_ms=749.0)["share"] == 0.0
     assert found()["goodput"] is None
+
+
+@pytest.mark.parametrize("arrivals, served, expected", [
+    (10.0, 20.0, 10.0),         # requests/s that arrive and that the engine can complete, and what completes
+    (10.0, 5.0, 5.0),
+    (1000.0, 50.0, 50.0),
+])
+def test_the_rate_while_requests_arrive_is_that_of_a_queue(arrivals, served, expected):
+    arrivals_s = np.arange(400) / arrivals
+    finals_s = []
+    for arrival in arrivals_s:          # one server, a constant time for each request
+        finals_s.append(max(arrival, finals_s[-1] if finals_s else 0.0) + 1 / served)
+    assert arrival_window_rate(arrivals_s, np.array(finals_s)) == pytest.approx(expected, rel=0.03)
+    assert arrival_window_rate(np.zeros(4), np.ones(4)) is None
+    assert arrival_window_rate(arrivals_s, np.full(400, np.nan)) == pytest.approx(0.0, abs=arrivals * 0.02)
 
 
 def test_failed_requests_are_in_no_latency_and_never_good():

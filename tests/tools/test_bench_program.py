@@ -21,11 +21,13 @@ from batch_manager.tools.bench import measurement as measuring
 from batch_manager.tools.bench import run as serving
 from batch_manager.tools.bench.errors import InputError
 from batch_manager.tools.bench.gate import Gate
+from batch_manager.tools.bench.load import Load
 from batch_manager.tools.bench.measurement import Measurement
 from batch_manager.tools.bench.metrics import Bounds
 from batch_manager.tools.bench.options import parse_options
+from batch_manager.tools.bench.request_options import RequestOptions
 from batch_manager.tools.bench.result import FORMAT_VERSION, read_result
-from batch_manager.tools.bench.saturation import find_saturation, is_sustained
+from batch_manager.tools.bench.saturation import SUSTAINED_SHARE, find_saturation, is_sustained, repetitions
 from batch_manager.tools.request_spans import CLIENT, lives
 from batch_manager.tools.workload import Lengths, make_workload
 
@@ -209,10 +211,37 @@ def test_bisection_keeps_to_its_probes_and_says_what_it_does_not_know():
 
 
 def test_what_counts_as_sustained():
-    point = {"failed": 0, "completion_rate": 9.6, "offered_rate": 10.0, "goodput": {"share": 0.85}}
-    assert is_sustained(point, Bounds(), 0.9) and not is_sustained(point | {"completion_rate": 9.4}, Bounds(), 0.9)
-    assert not is_sustained(point, Bounds(ttft_ms=1.0), 0.9) and is_sustained(point, Bounds(ttft_ms=1.0), 0.85)
-    assert not is_sustained(point | {"failed": 1}, Bounds(), 0.9)
+    point = {"failed": 0, "arrival_window_rate": 9.6, "offered_rate": 10.0, "goodput": {"share": 0.85}}
+    bound = Bounds(ttft_ms=1.0)
+    assert is_sustained(point, Bounds(), 0.9) and not is_sustained(point, bound, 0.9)
+    assert is_sustained(point, bound, 0.85)
+    for other in ({"failed": 1}, {"arrival_window_rate": 9.4}, {"arrival_window_rate": None}, {"offered_rate": None}):
+        assert not is_sustained(point | other, Bounds(), 0.9) and not is_sustained(point | other, bound, 0.85)
+
+
+def test_a_rate_within_the_bounds_is_sustained_only_if_it_is_completed(setting):
+    """All requests are within a bound of a minute at any rate; the engine completes a request in its steps alone."""
+    run, _ = setting
+    requests = make_workload(count=16, vocab_size=1000, prompts=Lengths(4, 0, 4, 4, fixed=4),
+                             outputs=Lengths(5, 0, 5, 5, fixed=5))
+    Path("w.json").write_text(json.dumps(requests))
+    assert run("--find-saturation", "--slo-ttft-ms", "60000", "--max-probes", "4", "--out", "s.json", "--max-batch",
+               "2", workload="w.json", step_seconds=0.004) == 0
+    result = read_result(Path("s.json"))
+    most = 2 / (5 * 0.004)                          # requests/s: two at a time, five steps each
+    assert result["saturation"]["sustained"] <= most / SUSTAINED_SHARE
+    assert all(point["goodput"]["share"] == 1 for point in result["points"])
+    assert not any(point["sustained"] for point in result["points"][1:] if point["request_rate"] > most * 1.1)
+
+
+def test_repetitions_have_their_own_ids_and_cache_salts():
+    load = Load(request_rate=10.0, repetitions=3)
+    requests = load.arriving(TEN["requests"])
+    assert len({request["id"] for request in requests}) == len(requests) == 30
+    assert [round(request["arrival_s"], 6) for request in requests] == [number / 10 for number in range(30)]
+    made = [RequestOptions(cache_salt="run 1").make(request, streaming=True) for request in requests]
+    assert [one.cache_salt for one in made[::10]] == ["run 1", "run 1, repetition 1", "run 1, repetition 2"]
+    assert repetitions(10, 32) == 26 and repetitions(300, 32) == 1 and repetitions(10, 10**6) == 205
 
 
 def test_the_saturation_takes_some_requests():

@@ -11,7 +11,7 @@ import pytest
 from batch_manager import Parts
 from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.tools.bench import __main__ as program
-from batch_manager.tools.bench import client, neighbours
+from batch_manager.tools.bench import client, neighbours, session
 from batch_manager.tools.bench.engine import POLICIES, model_limits, precision_of
 from batch_manager.tools.bench.errors import InputError
 from batch_manager.tools.bench.options import parse_options
@@ -115,6 +115,15 @@ def test_a_warm_up_shrinks_from_a_full_batch_and_fits_the_model():
     assert len({request["max_tokens"] for request in requests}) == len(requests) == 4
     assert warm_up_requests(4, 1000, None, 1)[0]["prompt"] != requests[0]["prompt"]
     assert all(len(request["prompt"]) + request["max_tokens"] <= 32 for request in warm_up_requests(40, 10, 32, 0))
+
+
+def test_a_mistaken_batch_size_does_not_make_a_mountain_of_warm_up_requests(monkeypatch):
+    requests = warm_up_requests(10**9, 1000, None, 0)
+    assert len(requests) == 1024 and max(len(request["prompt"]) for request in requests) < 128
+    asked = []
+    monkeypatch.setattr(session, "warm_up_requests", lambda count, *more: asked.append(count) or requests[:2])
+    run("--max-batch", "100000")
+    assert asked == [FOUR_REQUESTS["n"]]        # no more requests can run at a time
 
 
 def test_no_warm_up_shares_a_prefix_with_the_default_workload():

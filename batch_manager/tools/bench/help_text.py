@@ -26,9 +26,12 @@ HOW_IT_ENDS = """The result (--out, --report json) is one JSON object. A sweep h
     latency_ms                    avg, min, max, p50, p90, p99 of ttft, itl, e2e, tpot (mean time between the tokens of
                                   one request) and, with --queue-times, queue (arrival to the first step)
     user_tok_s                    tokens/s that one user sees: 1 / tpot
-    goodput                       with --slo-ttft-ms, --slo-itl-ms: requests/s within both bounds, and their share
-                                  (--slo-itl-ms bounds a request's mean time between tokens)
+    goodput                       with --slo-ttft-ms, --slo-itl-ms, --slo-e2e-ms: requests/s within all bounds, and
+                                  their share (--slo-itl-ms bounds a request's mean time between tokens)
     offered_rate, completion_rate requests/s that arrive, and that complete, between the first and the last one
+    arrival_window_rate           requests/s that complete in the second half of the time in which requests arrive: the
+                                  offered rate less the growth of the requests in progress between its quarters;
+                                  --find-saturation compares it with the offered rate
     steps                         iterations with an active request
     peak_rss_mb                   sum of the largest resident sets of this process and its children
     load_s                        from the start of loading to the end of the warm-up

@@ -12,7 +12,7 @@ from .errors import BenchmarkError, InputError
 from .load import Load
 from .progress import Progress, duration, shown
 from .run import bounds_of, load_of, point_fields, prepared, shared_fields
-from .saturation import FEWEST_REQUESTS, Saturation, criterion_of, find_saturation, is_sustained
+from .saturation import FEWEST_REQUESTS, Saturation, criterion_of, find_saturation, is_sustained, repetitions
 from .session import Served, Session
 from .summary import sweep_table
 
@@ -92,9 +92,12 @@ class Measurement:
     def _find_saturation(self) -> Saturation:
         options = self._options
         bounds, share = bounds_of(options), options.slo_share
+        repeated = repetitions(self._workload["n"], max(options.max_batch, options.max_num_sequences or 0))
 
         def holds(rate: float) -> bool:
-            point = self._serve(load_of(options, request_rate=rate), f"{rate:.4g} requests/s")
+            load = replace(load_of(options, request_rate=rate), repetitions=repeated)
+            point = {**self._serve(load, f"{rate:.4g} requests/s"), "n": repeated * self._workload["n"]}
+            self.points[-1] = point
             point["sustained"] = is_sustained(point, bounds, share)
             return point["sustained"]
 

@@ -11,7 +11,7 @@ Latencies exclude failed requests. Without streaming, only e2e and queue are kno
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -30,13 +30,20 @@ class Bounds:
 
     ttft_ms   time to the first token
     itl_ms    mean time between the tokens of the request; a request with one token is within the bound
+    e2e_ms    time to the last token
     """
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
+    e2e_ms: float | None = None
 
     def __bool__(self) -> bool:
-        return self.ttft_ms is not None or self.itl_ms is not None
+        return any(value is not None for value in asdict(self).values())
+
+    def words(self) -> str:
+        """Name the bounds, as in "first token 500 ms, end to end 2000 ms"."""
+        named = (("first token", self.ttft_ms), ("between tokens", self.itl_ms), ("end to end", self.e2e_ms))
+        return ", ".join(f"{words} {value:g} ms" for words, value in named if value is not None)
 
     def keeps(self, stamps: Stamps) -> np.ndarray:
         """Return [n] bool: whether the latencies of each request are within these bounds.
@@ -48,6 +55,8 @@ class Bounds:
             kept = kept & ((stamps.first_s - stamps.arrival_s) * 1e3 <= self.ttft_ms)
         if self.itl_ms is not None:
             kept = kept & ~(stamps.mean_gaps_s * 1e3 > self.itl_ms)
+        if self.e2e_ms is not None:
+            kept = kept & ((stamps.last_s - stamps.arrival_s) * 1e3 <= self.e2e_ms)
         return kept
 
 
@@ -106,6 +115,7 @@ def figures_of(stamps: Stamps, failures: Sequence[tuple[int, str]], wall_s: floa
         "latency_ms": {name: itl if name == "itl" else by_name[name] for name in LATENCIES},
         "user_tok_s": summary(1 / tpot[tpot > 0]),
         "completion_rate": completion_rate(stamps.final_s[~stamps.has_failed]),
+        "arrival_window_rate": arrival_window_rate(stamps.arrival_s, stamps.final_s),
         "goodput": goodput(stamps, wall_s, bounds) if bounds else None,
     }
 
@@ -152,13 +162,31 @@ def completion_rate(finals_s: np.ndarray) -> float | None:
     return round((len(finals_s) - 1) / span, 4) if span > 0 else None
 
 
+def arrival_window_rate(arrivals_s: np.ndarray, finals_s: np.ndarray) -> float | None:
+    """Return the requests/s completed in the second half of the time in which requests arrive.
+
+    This is the arrival rate less the growth of the mean number of requests in progress from the third to the last
+    quarter of that time. The first half, in which an empty engine fills up, is left out. None: all arrive at once.
+
+    finals_s   times of the final responses; NaN: no response
+    """
+    first, span = float(arrivals_s.min()), float(np.ptp(arrivals_s))
+    if span <= 0:
+        return None
+    quarter = span / 4
+    ends_s = np.where(np.isnan(finals_s), np.inf, finals_s)
+    third, last = (
+        np.clip(np.minimum(ends_s, begin + quarter) - np.maximum(arrivals_s, begin), 0, None).sum() / quarter
+        for begin in (first + 2 * quarter, first + 3 * quarter))
+    return round((len(arrivals_s) - 1) / span - float(last - third) / quarter, 4)
+
+
 def goodput(stamps: Stamps, wall_s: float, bounds: Bounds) -> dict[str, float | None]:
     """Return the latency bounds, and figures of the requests within them.
 
-    ttft_ms, itl_ms   the bounds in milliseconds
-    requests_s        requests within the bounds, per second
-    share             requests within the bounds, as a fraction of all requests
+    ttft_ms, itl_ms, e2e_ms   the bounds in milliseconds
+    requests_s                requests within the bounds, per second
+    share                     requests within the bounds, as a fraction of all requests
     """
     kept = int(bounds.keeps(stamps).sum())
-    return {"ttft_ms": bounds.ttft_ms, "itl_ms": bounds.itl_ms, "requests_s": round(kept / wall_s, 4),
-            "share": round(kept / len(stamps), 4)}
+    return {**asdict(bounds), "requests_s": round(kept / wall_s, 4), "share": round(kept / len(stamps), 4)}

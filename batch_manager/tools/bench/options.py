@@ -131,8 +131,9 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--sweep", type=_sweep, action="append", metavar="NAME=V,V,...",
         help=f"serve the workload once for each value of {' or '.join(SWEPT)}, on one engine")
     add("--find-saturation", action="store_true",
-        help="search for the highest sustained request rate: the share --slo-share of the requests is within the "
-             "bounds or, without bounds, the completion rate is at least 0.95 of the arrival rate")
+        help="search for the highest sustained request rate: requests are completed at 0.95 of the rate or more while "
+             "they arrive and, with bounds, the share --slo-share of them is within the bounds. A workload of less "
+             "than 8 full batches is repeated, up to 2,048 requests")
     add("--max-probes", type=at_least(2), metavar="N", default=8,
         help="most runs of --find-saturation, including the first with all requests at once (8)")
 
@@ -156,10 +157,12 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
 
 def _add_measuring(parser: argparse.ArgumentParser, report: str) -> None:
     add = parser.add_argument_group("measuring and output").add_argument
-    add("--warm-up", type=at_least(0), metavar="N", default=1, help="full batches served before the measurement (1)")
+    add("--warm-up", type=at_least(0), metavar="N", default=1,
+        help="full batches of the run, of at most 1,024 requests, that are served before the measurement (1)")
     add("--slo-ttft-ms", type=positive, metavar="MS", help="goodput: upper bound on the time to the first token")
     add("--slo-itl-ms", type=positive, metavar="MS",
         help="goodput: upper bound on the mean time between the tokens of a request")
+    add("--slo-e2e-ms", type=positive, metavar="MS", help="goodput: upper bound on the time to the last token")
     add("--slo-share", type=_share, default=0.9, metavar="S",
         help="share of the requests that must be within the bounds, for --find-saturation (0.9)")
     add("--queue-times", action="store_true",

@@ -17,7 +17,7 @@ class RequestOptions:
     context_logits, generation_logits   whether responses include these logits
     timings             whether responses include performance metrics, which are needed for queue times
     cache_salt          salt of the requests, which reuse cached blocks only of requests with the same salt; None: no
-                        salt
+                        salt. Repetitions of a workload have different salts
     """
 
     end_id: int = -1
@@ -45,5 +45,8 @@ class RequestOptions:
             tensors["return_generation_logits"] = True
         if self.timings:
             tensors["return_perf_metrics"] = True
-        return InferenceRequest(request["id"], tensors, is_streaming=streaming, cache_salt=self.cache_salt,
+        salt = self.cache_salt
+        if salt is not None and request.get("repetition"):
+            salt = f"{salt}, repetition {request['repetition']}"
+        return InferenceRequest(request["id"], tensors, is_streaming=streaming, cache_salt=salt,
                                 arrival_time=arrival_time)

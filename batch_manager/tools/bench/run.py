@@ -100,7 +100,7 @@ def load_of(options: argparse.Namespace, **swept: float | None) -> Load:
 
 
 def bounds_of(options: argparse.Namespace) -> Bounds:
-    return Bounds(options.slo_ttft_ms, options.slo_itl_ms)
+    return Bounds(options.slo_ttft_ms, options.slo_itl_ms, options.slo_e2e_ms)
 
 
 def mode_of(workload: Mapping[str, Any], load: Load) -> str:

@@ -6,10 +6,11 @@ from typing import Any
 
 from .metrics import Bounds
 
-SUSTAINED_SHARE = 0.95      # least completion rate, as a share of the offered rate
+SUSTAINED_SHARE = 0.95      # least completion rate while requests arrive, as a share of the arrival rate
 CLOSE = 1.05                # the search ends when the two rates differ by less than this factor
 GROWTH = 1.5                # factor of the next rate while every rate so far was sustained
 FEWEST_REQUESTS = 10        # with fewer requests, a rate is meaningless
+BATCHES, MOST_REPEATED = 8, 2048    # full batches in a run, up to this number of requests; a smaller workload repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +61,30 @@ def _rounded(rate: float) -> float:
 
 
 def is_sustained(result: dict[str, Any], bounds: Bounds, share: float) -> bool:
-    """Return whether the engine sustained the request rate of a run. A rate with a failed request is not sustained.
+    """Return whether the engine sustained the request rate of a run.
 
-    bounds   upper bounds on latencies. Without bounds, the completion rate must be at least 95% of the arrival rate
+    The requests must be completed at the rate at which they arrive, less 5 %, while they arrive; otherwise their number
+    in progress grows, and a longer run breaks every bound. A rate with a failed request is not sustained.
+
+    bounds   upper bounds on latencies, in addition
     share    smallest share of the requests that must be within the bounds
     """
-    if result["failed"]:
+    if result["failed"] or not result["offered_rate"]:
         return False
-    if bounds:
-        return result["goodput"]["share"] >= share
-    return (result["completion_rate"] or 0.0) >= SUSTAINED_SHARE * result["offered_rate"]
+    completed = result["arrival_window_rate"]
+    if completed is None or completed < SUSTAINED_SHARE * result["offered_rate"]:
+        return False
+    return not bounds or result["goodput"]["share"] >= share
 
 
 def criterion_of(bounds: Bounds, share: float) -> str:
-    if not bounds:
-        return f"the completion rate is at least {SUSTAINED_SHARE} of the arrival rate"
-    named = [f"{words} {value:g} ms" for words, value in (("first token", bounds.ttft_ms),
-                                                          ("between tokens", bounds.itl_ms)) if value is not None]
-    return f"{share:.0%} of the requests within {', '.join(named)}"
+    completed = f"requests are completed at {SUSTAINED_SHARE} of the arrival rate or more while they arrive"
+    return f"{completed}, {share:.0%} of them within {bounds.words()}" if bounds else completed
+
+
+def repetitions(num_requests: int, max_active: int) -> int:
+    """Return how often a run repeats a workload, so that a full batch is a small part of the run.
+
+    max_active   largest number of requests that the engine computes at a time
+    """
+    return -(-min(BATCHES * max_active, MOST_REPEATED) // num_requests)

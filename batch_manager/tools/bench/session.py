@@ -91,8 +91,10 @@ class Session:
         client = self.client
         self.manager = manager = stack.enter_context(make_manager(
             options, parts, self.kv_tokens, get=client.get, send=client.send, stats=self._stats_callback()))
+        # More requests than a run can have at a time would only take time and memory.
+        num_requests = options.max_batch if options.find_saturation else min(options.max_batch, self._workload["n"])
         for number in range(options.warm_up):
-            requests = warm_up_requests(options.max_batch, vocab_size, max_seq_len, number)
+            requests = warm_up_requests(num_requests, vocab_size, max_seq_len, number)
             client.serve(manager, requests, streaming=options.streaming, started=time.perf_counter())
         self.load_s = time.perf_counter() - loading
         self._is_warm = True

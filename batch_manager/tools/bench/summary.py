@@ -1,9 +1,10 @@
 """Results as text: a table, gptManagerBenchmark's lines, and its CSV."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
-from .metrics import LATENCIES, NAMES
+from .metrics import LATENCIES, NAMES, Bounds
 
 Result = Mapping[str, Any]
 
@@ -85,9 +86,8 @@ def goodput_rows(result: Result) -> list[list[str]]:
     goodput = result["goodput"]
     if goodput is None:
         return []
-    named = (("ttft_ms", "first token"), ("itl_ms", "between tokens"))
-    bounds = [f"{words} {goodput[name]:g} ms" for name, words in named if goodput[name] is not None]
-    return [[f"within bounds, requests/s ({', '.join(bounds)})", number(goodput["requests_s"])],
+    bounds = Bounds(*(goodput[field.name] for field in fields(Bounds)))
+    return [[f"within bounds, requests/s ({bounds.words()})", number(goodput["requests_s"])],
             ["within bounds, share", f"{goodput['share']:.1%}"]]
 
 
