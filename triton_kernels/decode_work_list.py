@@ -1,14 +1,16 @@
 """The work list of `paged_attention_decode`: one row per part of a sequence's pages. Pure host arithmetic.
 
 The host knows all lengths before a step runs. It splits long sequences into parts of about equal size and starts the
-longest parts first, so that one long sequence among many short ones fills the device as well as a uniform batch. When
-the number of rows changes, no kernel is recompiled.
+longest parts first, so that one long sequence among many short ones fills the device as well as a uniform batch. It
+splits nothing if whole sequences keep the device as busy: a launch that merges parts would only take time. When the
+number of rows changes, no kernel is recompiled.
 """
 
 import numpy as np
 
 MIN_PAGES_PER_PART = 4      # a smaller part ends before its pipeline of loads is full
 ROUNDS = 3                  # target number of parts per resident program; more would make the merge too expensive
+MERGE_PAGES = 3             # a merge launch takes as long as this number of pages of a program, by an estimate
 
 
 def decode_work_list(
@@ -25,15 +27,18 @@ def decode_work_list(
     kv_lengths          [S] integers: keys of each sequence
     resident_programs   programs that the device runs at the same time; see `decode_settings`
     window, sink        as in `paged_attention_decode`
-    pages_per_part      maximum pages of a part. None: the smallest maximum, from 4 on, with which there are at most
-                        about 3 * resident_programs programs. There is one program per part and KV head
+    pages_per_part      maximum pages of a part. None: `split_pages`, or nothing is split if that does not pay. There
+                        is one program per part and KV head
     padded_to           minimum number of rows; rows of -1 are appended, whose programs exit immediately
     """
     pages = _visible_pages(np.asarray(kv_lengths, np.int64), tokens_per_block, window, sink)
+    longest = int(pages.max(initial=0))
     if pages_per_part is None:
-        pages_per_part = max(MIN_PAGES_PER_PART, -(-int(pages.sum()) * num_kv_heads // (ROUNDS * resident_programs)))
+        pages_per_part = split_pages(int(pages.sum()), num_kv_heads, resident_programs)
+        if longest > pages_per_part and not _pays(pages, pages_per_part, num_kv_heads, resident_programs):
+            pages_per_part = longest
     part_starts = np.zeros(len(pages) + 1, np.int32)
-    if int(pages.max(initial=0)) <= pages_per_part:      # the common case, twice as fast as the general one
+    if longest <= pages_per_part:      # the common case, twice as fast as the general one
         sequence, first_page, part_pages, partial = np.arange(len(pages)), 0, pages, -1
     else:
         num_parts = np.maximum(-(-pages // pages_per_part), 1)
@@ -60,8 +65,35 @@ def most_parts(num_sequences: int, max_pages: int | None, num_kv_heads: int, res
     """
     most = num_sequences + ROUNDS * resident_programs // num_kv_heads
     if max_pages is not None:
-        most = min(most, num_sequences * -(-max_pages // MIN_PAGES_PER_PART))
+        of_small_parts = min(num_sequences * max_pages, num_sequences + resident_programs // (2 * num_kv_heads))
+        most = min(most, max(num_sequences * -(-max_pages // MIN_PAGES_PER_PART), of_small_parts))
     return max(num_sequences, most)
+
+
+def split_pages(num_pages: int, num_kv_heads: int, resident_programs: int, least: int = MIN_PAGES_PER_PART,
+                rounds: int = ROUNDS) -> int:
+    """Return the maximum pages of a part if a step with `num_pages` visible pages is split.
+
+    There are about `rounds` programs per resident program, with at least `least` pages each. If these are fewer
+    than half of the resident programs, parts are smaller, down to one page, because the device has room for more.
+    """
+    work = num_pages * num_kv_heads
+    return max(-(-work // (rounds * resident_programs)), min(least, max(-(-2 * work // resident_programs), 1)))
+
+
+def _pays(pages: np.ndarray, pages_per_part: int, num_kv_heads: int, resident_programs: int) -> bool:
+    """Whether parts of `pages_per_part` pages, with their merge, take less time than whole sequences.
+
+    Compares upper bounds of the times, in pages of one program. If the longest programs start first, a program starts
+    at the latest when the programs before it would be done if they shared the device evenly (R. L. Graham, Bounds
+    on Multiprocessing Timing Anomalies, 1969). For sequences of one length the programs run in waves, whose number is
+    exact.
+    """
+    descending = np.sort(pages)[::-1]
+    shared = descending.cumsum() * (num_kv_heads / resident_programs)
+    evenly = float((shared + descending * (1 - 1 / resident_programs)).max())
+    waves = int(descending[np.arange(0, len(pages) * num_kv_heads, resident_programs) // num_kv_heads].sum())
+    return float(shared[-1]) + pages_per_part + MERGE_PAGES < min(evenly, waves)
 
 
 def _visible_pages(kv_lengths: np.ndarray, tokens_per_block: int, window: int | None, sink: int) -> np.ndarray:

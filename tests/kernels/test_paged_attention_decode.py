@@ -1,10 +1,12 @@
+import heapq
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_manager.triton_kernels.decode_work_list import MIN_PAGES_PER_PART, decode_work_list
+from batch_manager.triton_kernels.decode_work_list import MERGE_PAGES, decode_work_list, most_parts, split_pages
 
 B = 16                                  # tokens per block, by default
 WHOLE, HALVED = 1000, 2                 # maximum pages of a part: sequences in one part, and in several
@@ -390,10 +392,10 @@ def test_beams_share_the_pages_before_those_they_append_to(
 def test_attention_over_the_work_list_of_a_step(
     assert_equals_oracle, paged_cache, random, integers, lengths, window, sink
 ):
-    """Kernel and oracle agree for a work list that was made for two resident programs and padded to 40 rows."""
+    """Kernel and oracle agree for a work list that was made for 40 resident programs and padded to 60 rows."""
     cache = paged_cache(lengths, 2, 32, B, torch.float32)
-    work_list, part_starts = decode_work_list(lengths, B, 2, 2, window, sink, padded_to=40)
-    assert len(work_list) == 40 and (part_starts[-1] or window or not any(lengths))
+    work_list, part_starts = decode_work_list(lengths, B, 2, 40, window, sink, padded_to=60)
+    assert len(work_list) == 60 and (part_starts[-1] or window or not any(lengths))
     query = random(len(lengths), 4, 32)
     assert_equals_oracle(
         "paged_attention_decode", query, *cache.take_newest(), cache.pool, cache.block_table, cache.kv_lengths,
@@ -424,8 +426,9 @@ def test_every_visible_page_is_in_one_part_and_the_longest_parts_come_first(
     rows = work_list[work_list[:, 0] >= 0]
     assert (work_list[len(rows):] == -1).all() and (len(rows) == len(work_list) or len(work_list) == padded_to)
 
-    most = max(MIN_PAGES_PER_PART, -(-sum(pages) * num_kv_heads // (3 * resident_programs)))
+    most = split_pages(sum(pages), num_kv_heads, resident_programs) if part_starts[-1] else max(pages, default=0)
     assert (rows[:, 2] <= most).all() and (np.diff(rows[:, 2]) <= 0).all()
+    assert len(rows) <= most_parts(len(lengths), max(pages, default=0), num_kv_heads, resident_programs)
     assert part_starts[0] == 0 and len(part_starts) == len(lengths) + 1
     for sequence, count in enumerate(pages):
         parts = rows[rows[:, 0] == sequence]
@@ -447,3 +450,33 @@ def test_one_long_sequence_among_short_ones_is_cut_and_equal_ones_that_fill_the_
     assert part_starts[-1] > 60 and work_list[:, 2].max() <= 8
     work_list, part_starts = decode_work_list([512] * 256, block, heads, resident_programs)
     assert part_starts[-1] == 0 and work_list[:, 0].tolist() == list(range(256))
+
+
+def pages_of_time(work_list, part_starts, num_kv_heads, resident_programs):
+    """Return the time of a work list in pages of one program: a free program takes the next row; a merge comes last."""
+    busy = [0] * resident_programs
+    for size in np.repeat(work_list[:, 2], num_kv_heads).tolist():
+        heapq.heapreplace(busy, busy[0] + size)
+    return max(busy) + (MERGE_PAGES if part_starts[-1] else 0)
+
+
+@pytest.mark.parametrize(("lengths", "num_kv_heads", "is_split", "programs"), [
+    pytest.param([1024] * 32, 8, False, 256, id="an 8B model, 32 sequences"),
+    pytest.param([4096] * 64, 8, False, 512, id="64 long ones"),
+    pytest.param([512] * 256, 3, False, 768, id="a 135M model, 256 sequences"),
+    pytest.param([1024], 8, True, 128, id="one sequence, parts of one page"),
+    pytest.param([16_384], 8, True, 512, id="one long sequence"),
+    pytest.param([4096] * 40, 8, True, 960, id="a second wave with few programs"),
+    pytest.param([256], 8, False, 8, id="too short for a merge"),
+])
+def test_a_step_is_split_only_where_that_saves_more_than_the_merge_takes(lengths, num_kv_heads, is_split, programs):
+    """The list takes at most a seventh longer than the best of whole sequences, 3 rounds of parts, and small parts."""
+    resident = 264                                       # 132 multiprocessors with two programs each
+    work_list, part_starts = decode_work_list(lengths, 64, num_kv_heads, resident)
+    assert (bool(part_starts[-1]), len(work_list) * num_kv_heads) == (is_split, programs)
+    num_pages = sum(-(-length // 64) for length in lengths)
+    others = (10_000, max(4, -(-num_pages * num_kv_heads // (3 * resident))),
+              split_pages(num_pages, num_kv_heads, resident))
+    best = min(pages_of_time(*decode_work_list(lengths, 64, num_kv_heads, resident, pages_per_part=pages),
+                             num_kv_heads, resident) for pages in others)
+    assert pages_of_time(work_list, part_starts, num_kv_heads, resident) <= 8 / 7 * best

@@ -103,11 +103,13 @@ def _decode_trials(bench: Bench) -> Iterator[Trial]:
             for case, sequences, predicted in given:
                 for parts in part_candidates()[: bench.pick(None, 2)]:
                     bench.require(PARTS_SECONDS)
-                    pages = parts.pages_per_part(sequences.lengths, block, heads.kv, best.settings.resident_programs)
+                    is_present = parts == Parts(MIN_PAGES_PER_PART, ROUNDS)      # then nothing is split for nothing
+                    pages = None if is_present else parts.pages_per_part(
+                        sequences.lengths, block, heads.kv, best.settings.resident_programs)
                     timing, problem = _timed(
                         bench, partial(sequences.decode, best.settings.resident_programs, pages),
                         sequences.decode_error)
-                    yield Trial("decode_work_list", (), case, parts, parts == Parts(MIN_PAGES_PER_PART, ROUNDS), timing,
+                    yield Trial("decode_work_list", (), case, parts, is_present, timing,
                                 _bandwidth(bench, sequences, timing), predicted, problem)
 
 

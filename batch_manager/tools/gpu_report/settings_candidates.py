@@ -22,7 +22,7 @@ DECODE_STAGES, DECODE_WARPS = (3, 4, 5, 2), (4, 8)
 # rows, keys, warps, stages
 CONTEXT = ((128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 4), (128, 32, 8, 4), (128, 32, 8, 3), (64, 64, 4, 3),
            (64, 64, 4, 2), (64, 64, 4, 4), (16, 16, 4, 3))
-PARTS = ((4, 3), (4, 2), (4, 4), (4, 6), (2, 3), (8, 3), (16, 3))                       # least pages, rounds
+PARTS = ((4, 3), (4, 1), (4, 2), (4, 4), (4, 6), (2, 3), (8, 3), (16, 3))                       # least pages, rounds
 
 
 def decode_candidates(present: DecodeSettings, head_size: int, tokens_per_block: int, element_size_bytes: int,

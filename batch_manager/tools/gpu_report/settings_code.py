@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...triton_kernels.decode_work_list import split_pages
 from .device_clock import Timing
 
 # settings function -> (file, parameters that the settings depend on, as in the keys of trials)
@@ -35,7 +36,7 @@ class Parts(NamedTuple):
     def pages_per_part(self, lengths: np.ndarray, tokens_per_block: int, num_kv_heads: int,
                        resident_programs: int) -> int:
         pages = int((-(-lengths // tokens_per_block)).sum())
-        return max(self.min_pages_per_part, -(-pages * num_kv_heads // (self.rounds * resident_programs)))
+        return split_pages(pages, num_kv_heads, resident_programs, self.min_pages_per_part, self.rounds)
 
 
 @dataclass(frozen=True, slots=True)
