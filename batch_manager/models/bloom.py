@@ -1,7 +1,7 @@
 """BLOOM, BLOOMZ: ALiBi as the only positions, a norm after the embedding, LayerNorm, an ungated MLP.
 
 Source   "BLOOM: A 176B-Parameter Open-Access Multilingual Language Model" (arXiv 2211.05100); checkpoints of
-         transformers' BloomForCausalLM, with or without the `transformer.` prefix.
+         transformers' BloomForCausalLM.
 """
 
 from dataclasses import dataclass
@@ -91,12 +91,12 @@ class Bloom:
             adds_to_normed=config.flag("apply_residual_connection_post_layernorm", False))
 
     def __init__(self, spec: BloomSpec, weights: Weights, context: LayerContext) -> None:
-        prefix = "transformer." if weights.has("transformer.word_embeddings.weight") else ""
         size, epsilon = spec.hidden_size, spec.norm_epsilon
-        self.embedding = Embedding(weights, context, f"{prefix}word_embeddings.weight", spec.vocab_size, size)
-        self.embedding_norm = LayerNorm(weights, context, f"{prefix}word_embeddings_layernorm", size, epsilon)
-        self.layers = [_Layer(spec, weights, context, f"{prefix}h.{index}", index) for index in range(spec.num_layers)]
-        self.norm = LayerNorm(weights, context, f"{prefix}ln_f", size, epsilon)
+        self.embedding = Embedding(weights, context, "transformer.word_embeddings.weight", spec.vocab_size, size)
+        self.embedding_norm = LayerNorm(weights, context, "transformer.word_embeddings_layernorm", size, epsilon)
+        self.layers = [_Layer(spec, weights, context, f"transformer.h.{index}", index)
+                       for index in range(spec.num_layers)]
+        self.norm = LayerNorm(weights, context, "transformer.ln_f", size, epsilon)
         self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, size,
                          tied_to=self.embedding if spec.tie_word_embeddings else None)
 

@@ -2,7 +2,7 @@
 one key head, several, or one for each query head.
 
 Source   "The Falcon Series of Open Language Models" (arXiv 2311.16867); checkpoints of transformers'
-         FalconForCausalLM, with or without the `transformer.` prefix.
+         FalconForCausalLM.
 """
 
 import dataclasses
@@ -87,10 +87,11 @@ class Falcon:
         return dataclasses.replace(spec, rotary=None, attention=(attention,) * num_layers)
 
     def __init__(self, spec: FalconSpec, weights: Weights, context: LayerContext) -> None:
-        prefix, size = "transformer." if weights.has("transformer.word_embeddings.weight") else "", spec.hidden_size
-        self.embedding = Embedding(weights, context, f"{prefix}word_embeddings.weight", spec.vocab_size, size)
-        self.layers = [_Layer(spec, weights, context, f"{prefix}h.{index}", index) for index in range(spec.num_layers)]
-        self.norm = LayerNorm(weights, context, f"{prefix}ln_f", size, spec.norm_epsilon)
+        size = spec.hidden_size
+        self.embedding = Embedding(weights, context, "transformer.word_embeddings.weight", spec.vocab_size, size)
+        self.layers = [_Layer(spec, weights, context, f"transformer.h.{index}", index)
+                       for index in range(spec.num_layers)]
+        self.norm = LayerNorm(weights, context, "transformer.ln_f", size, spec.norm_epsilon)
         self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, size,
                          tied_to=self.embedding if spec.tie_word_embeddings else None)
         self.rotary = None

@@ -1,7 +1,6 @@
 """GPT-2: LayerNorm, learned positions, an ungated MLP.
 
-Source   "Language Models are Unsupervised Multitask Learners", 2019; checkpoints of transformers' GPT2LMHeadModel,
-         with or without the `transformer.` prefix.
+Source   "Language Models are Unsupervised Multitask Learners", 2019; checkpoints of transformers' GPT2LMHeadModel.
 """
 
 import torch
@@ -78,12 +77,12 @@ class Gpt2:
         )
 
     def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
-        prefix = "transformer." if weights.has("transformer.wte.weight") else ""
-        self.tokens = Embedding(weights, context, f"{prefix}wte.weight", spec.vocab_size, spec.hidden_size)
-        self.positions = Embedding(weights, context, f"{prefix}wpe.weight", spec.max_position_embeddings,
+        self.tokens = Embedding(weights, context, "transformer.wte.weight", spec.vocab_size, spec.hidden_size)
+        self.positions = Embedding(weights, context, "transformer.wpe.weight", spec.max_position_embeddings,
                                    spec.hidden_size)
-        self.layers = [_Layer(spec, weights, context, f"{prefix}h.{index}", index) for index in range(spec.num_layers)]
-        self.norm = LayerNorm(weights, context, f"{prefix}ln_f", spec.hidden_size, spec.norm_epsilon)
+        self.layers = [_Layer(spec, weights, context, f"transformer.h.{index}", index)
+                       for index in range(spec.num_layers)]
+        self.norm = LayerNorm(weights, context, "transformer.ln_f", spec.hidden_size, spec.norm_epsilon)
         self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size,
                          tied_to=self.tokens if spec.tie_word_embeddings else None)
 

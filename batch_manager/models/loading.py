@@ -16,7 +16,7 @@ from .class_check import refuse_wrong_spec
 from .end_ids import in_vocabulary, stated_end_ids
 from .implementation import NATIVE, TRANSFORMERS, choose_implementation, load_transformers_class
 from .model_spec import ModelSpec, check_spec, refuse_unread_aliases, refuse_unsupported_fields
-from .registry import Model, find_model, is_shipped, known_architectures, model_type_of
+from .registry import Model, causal_class_of, find_model, is_shipped, known_architectures, model_type_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +152,16 @@ def refuse_too_many_weights(num_weights: int, checkpoint: Checkpoint, device: to
 def class_and_spec(checkpoint: Checkpoint, model_implementation: str = "auto") -> tuple[type[Model], ModelSpec, str]:
     """Return (model class of the checkpoint, spec, "native" or "transformers"). Raises the errors of `load_model`."""
     config = checkpoint.config()
-    names = config.texts("architectures")
-    if len(names) != 1:
+    names = config.texts("architectures", [None])
+    name = causal_class_of(names[0], config.text("model_type", "")) if len(names) == 1 else None
+    if name is None:
+        config.texts("architectures")                  # raises if the field is missing
         raise config.fault("architectures", "a list with one name")
-    implementation = choose_implementation(config, names[0], model_implementation)
+    implementation = choose_implementation(config, name, model_implementation)
     if implementation == NATIVE:
-        return *_read_native_spec(config, names[0]), implementation
+        return *_read_native_spec(config, name), implementation
     model_class = load_transformers_class()
-    spec = model_class.read_spec(config, names[0])
+    spec = model_class.read_spec(config, name)
     refuse_wrong_spec(model_class, spec)
     check_spec(config, spec, model_class.__name__, is_shipped=True)
     return model_class, spec, implementation

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..attention.interface import LayerAttention
+from ..contained_log import log
 from ..errors import ConfigError, ModelLoadError, counted
 from ..layers.mlp import ACTIVATIONS
 from ..layers.rotary import KINDS, RotaryParameters
-from ..weights.json_file import Fields
+from ..weights.json_file import Fields, shown
 
 MAX_LAYERS, MAX_HEADS, MAX_WIDTH, MAX_VOCAB, MAX_POSITIONS = 4096, 4096, 2**20, 2**24, 2**24
 MAX_WEIGHTS = 2**44                                  # elements of all layers together
@@ -107,6 +108,16 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": 
 _NO_DEFAULT = ("a number, because the model class has no default for it",
                "set it in the file, or pass the family's default to read_decoder_spec")
 DTYPES = ("float32", "float16", "bfloat16")
+_DTYPE_NAMES = {**{name: name for name in DTYPES}, "float": "float32", "half": "float16"}    # as attributes of torch
+
+# Field of rotary parameters that no kind reads -> values that change nothing; None: any value. transformers ignores
+# these fields too; other engines read some of them.
+_NEUTRAL_IN_ROPE: dict[str, tuple | None] = {
+    "finetuned": None, "attn_factor": (1,), "extrapolation_factor": (1,), "apply_yarn_scaling": (True,),
+    "mrope_interleaved": (False,)}
+# Field of rotary parameters -> kinds that read it. For other kinds, the log says that it has no effect.
+_READ_BY_SOME_KINDS = {"factor": ("linear", "dynamic", "llama3", "yarn", "longrope"),
+                       "attention_factor": ("yarn", "longrope")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,11 +191,9 @@ def refuse_unsupported_fields(config: Fields, understood: Collection[str], *, is
     is_shipped   whether the model class is this package's class for the architecture; False: more fields are checked
     """
     for name, neutral in (_NEUTRAL if is_shipped else _NEUTRAL | _NEUTRAL_IF_REGISTERED).items():
-        value = config.values.get(name)
-        if name in config and name not in understood and not any(
-                type(value) in (type(known), int, float) and value == known for known in neutral):
+        if name in config and name not in understood and not _changes_nothing(config.values[name], neutral):
             raise _not_understood(config, name)
-    if "auto_map" in config and not (is_shipped and _names_shipped_class(config)):
+    if "auto_map" in config and config.values["auto_map"] != {} and not (is_shipped and _names_shipped_class(config)):
         raise config.fault("auto_map", "no value, because code of a checkpoint is never run",
                            "save the model without its code, or use a known architecture")
     if is_shipped:
@@ -199,6 +208,11 @@ def refuse_unsupported_fields(config: Fields, understood: Collection[str], *, is
     for name in _WINDOW_FIELDS:
         if name in config and name not in understood:
             raise _not_understood(config, name)
+
+
+def _changes_nothing(value: object, neutral: tuple | None) -> bool:
+    """Whether a field's value is one of the neutral ones; None: any value is neutral."""
+    return neutral is None or any(type(value) in (type(known), int, float) and value == known for known in neutral)
 
 
 def refuse_unread_aliases(config: Fields, understood: Collection[str]) -> None:
@@ -380,9 +394,9 @@ def read_dtype(config: Fields) -> str | None:
     """Return the field `dtype`, or `torch_dtype` in older files; None if the file states no dtype or "auto"."""
     name = "dtype" if "dtype" in config else "torch_dtype"
     given = config.text(name, "auto").removeprefix("torch.")
-    if given != "auto" and given not in DTYPES:
-        raise config.fault(name, f"one of {', '.join(DTYPES)}")
-    return None if given == "auto" else given
+    if given != "auto" and given not in _DTYPE_NAMES:
+        raise config.fault(name, f"one of {', '.join(_DTYPE_NAMES)}", "set it to the dtype that the model shall have")
+    return _DTYPE_NAMES.get(given)
 
 
 def read_layer_windows(config: Fields, num_layers: int) -> tuple[int | None, ...]:
@@ -457,7 +471,8 @@ def refuse_windows(config: Fields, num_layers: int) -> None:
 
     The function is for model families without sliding windows.
     """
-    if "sliding_window" in config and config.flag("use_sliding_window", True):
+    if "sliding_window" in config and config.flag("use_sliding_window", True) and (
+            config.count("sliding_window") < config.count("max_position_embeddings", MAX_POSITIONS)):
         raise config.fault("sliding_window", "null, because this architecture has no sliding windows")
     if set(read_layer_types(config, ["full_attention"] * num_layers)) != {"full_attention"}:
         raise config.fault("layer_types", "only full_attention, because this architecture has no other layers")
@@ -493,23 +508,32 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
     known = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "factor", "original_max_position_embeddings",
              "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
              "mscale_all_dim", "truncate"} | ({"short_factor", "long_factor"} if kind == "longrope" else set())
-    unknown = sorted(name for name in rope.values.keys() - known if name in rope)
-    if kind not in KINDS:
+    unknown = sorted(name for name in rope.values.keys() - known if name in rope
+                     and not _changes_nothing(rope.values[name], _NEUTRAL_IN_ROPE.get(name, ())))
+    if kind not in (*KINDS, "dynamic"):
         raise ModelLoadError(f"{rope.where}: the rotary embedding has type {kind!r}",
-                             f"expected one of {', '.join(KINDS)}",
+                             f"expected one of {', '.join(KINDS)}, dynamic",
                              "use a model with one of these types")
     if unknown:
         raise rope.fault(unknown[0], "no value, because the engine does not read this field",
                          "use a model without this field")
-    if kind == "default":
+    without_effect = [name for name, read_by in _READ_BY_SOME_KINDS.items()
+                      if kind not in read_by and rope.values.get(name, 1) not in (1, None)]
+    if "rope_type" in rope and "type" in rope and rope.values["type"] != kind:
+        without_effect.append("type")
+    for name in without_effect:
+        log.warning("%s: %s is %s and has no effect, as in transformers, because the rotary embedding has type %s",
+                    rope.where, name, shown(rope.values[name]), shown(kind))
+    if kind == "dynamic":
+        rope.number("factor")                     # only checked: it applies to positions beyond the model's own
+    if kind in ("default", "dynamic"):
         return RotaryParameters(theta=theta)
     if kind == "linear":
         return RotaryParameters(kind=kind, theta=theta, factor=rope.number("factor"))
 
     # As in transformers, a top-level value takes precedence over a value in the rope parameters.
-    original = config.count("original_max_position_embeddings",
-                            rope.count("original_max_position_embeddings", max_positions, maximum=MAX_POSITIONS),
-                            maximum=MAX_POSITIONS)
+    original = config.whole_number("original_max_position_embeddings", rope.whole_number(
+        "original_max_position_embeddings", max_positions, maximum=MAX_POSITIONS), maximum=MAX_POSITIONS)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         if not low < high:

@@ -1,7 +1,7 @@
 """OPT: learned positions with an offset of two rows, ReLU, norms before or after attention and MLP.
 
 Source   "OPT: Open Pre-trained Transformer Language Models" (arXiv 2205.01068); checkpoints of transformers'
-         OPTForCausalLM, with or without the `model.` prefix.
+         OPTForCausalLM.
 """
 
 from dataclasses import dataclass
@@ -99,7 +99,7 @@ class Opt:
             norms_have_weights=config.flag("layer_norm_elementwise_affine", True))
 
     def __init__(self, spec: OptSpec, weights: Weights, context: LayerContext) -> None:
-        name = "model.decoder" if weights.has("model.decoder.embed_tokens.weight") else "decoder"
+        name = "model.decoder"
         size, inner = spec.hidden_size, spec.embedding_size
         self.tokens = Embedding(weights, context, f"{name}.embed_tokens.weight", spec.vocab_size, inner)
         self.positions = Embedding(weights, context, f"{name}.embed_positions.weight", spec.max_position_embeddings,

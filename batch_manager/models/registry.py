@@ -152,6 +152,16 @@ def model_type_of(architecture: str) -> str | None:
     return _MODEL_TYPES.get(architecture)
 
 
+def causal_class_of(name: str | None, model_type: str) -> str | None:
+    """Return the architecture of this package for a file whose `architectures` is `name`; None if there is none.
+
+    As in transformers, the model type decides if the file names no class, or a base model without a head.
+    """
+    if name in _models or name is not None and not name.endswith("Model"):
+        return name
+    return next((known for known, its_type in _MODEL_TYPES.items() if its_type == model_type), name)
+
+
 def is_shipped_type(model_type: str) -> bool:
     """Whether `model_type` is the model type that transformers gives to an architecture of this package."""
     return model_type in _MODEL_TYPES.values()

@@ -26,6 +26,7 @@ _NEUTRAL: dict[str, tuple | None] = {
     "attention.max_alibi_bias": (0,), "attention.clamp_kqv": (0,), "attention.sliding_window": (0,),
     "rope.scale_linear": (1,), "embedding_scale": (1,), "residual_scale": (1,), "logit_scale": (1,),
     "attn_logit_softcapping": (0,), "final_logit_softcapping": (0,), "rope.scaling.yarn_ext_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_log_multiplier": (0,), "rope.scaling.attn_factor": (1,), "pooling_type": (0,),
     # one of these two belongs to the kind of norm that the architecture does not use
     "attention.layer_norm_epsilon": None, "attention.layer_norm_rms_epsilon": None,
@@ -72,7 +73,17 @@ class Metadata:
         return f"{self.architecture}.{name}"
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of the key "ARCHITECTURE.name", or the default if the key is absent."""
+        """Return the value of the key "ARCHITECTURE.name", or the default if the key is absent.
+
+        As in llama.cpp, an array that has the same integer for every layer means this integer.
+        """
+        value = self.get_as_stored(name, default)
+        if not isinstance(value, GgufArray) or "int" not in value.kind or value.count != self.get("block_count"):
+            return value
+        numbers = {int(number) for number in read_gguf_array(self.header, self.key(name))}
+        return numbers.pop() if len(numbers) == 1 else value
+
+    def get_as_stored(self, name: str, default: Any = None) -> Any:
         self._read.add(self.key(name))
         return self.header.metadata.get(self.key(name), default)
 
@@ -87,7 +98,7 @@ class Metadata:
         value = self.get(name) if default is not None else self.need(name)
         value = default if value is None else value
         if type(value) is not int or not 1 <= value <= MAX_COUNT:
-            raise self.fault(name, "a positive integer")
+            raise self.fault(name, "a positive integer, the same for all layers")
         return value
 
     def fault(self, name: str, expected: str, fix: str = "") -> ModelLoadError:
@@ -103,11 +114,13 @@ class Metadata:
 
     def refuse_unread_keys(self) -> None:
         """Raise ModelLoadError for an unread key of the architecture, unless its value leaves the results unchanged."""
-        for key, value in self.header.metadata.items():
+        for key in self.header.metadata:
             name = key.removeprefix(f"{self.architecture}.")
             if name == key or key in self._read:
                 continue
-            neutral = _NEUTRAL.get(name, ())
+            neutral, value = _NEUTRAL.get(name, ()), self.get(name)
+            if name == "attention.sliding_window" and type(value) is int and value >= self.count("context_length"):
+                continue                               # the window has all positions
             if neutral is not None and not any(type(value) in (type(known), int, float) and value == known
                                                for known in neutral):
                 raise self.fault(name, "only keys that the engine reads",
@@ -277,10 +290,12 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
     if kind not in ("linear", "yarn"):
         raise metadata.fault("rope.scaling.type", "none, linear, yarn or longrope")
     scaling = {"rope_type": kind, "factor": metadata.need("rope.scaling.factor")}
+    if kind == "linear" and scaling["factor"] == 1:
+        return {}
     if kind == "linear":
         return scaling
     # Converters and llama.cpp disagree on the meaning of an attention factor with yarn. The key is not read here, so
-    # refuse_unread_keys refuses a file that has it.
+    # refuse_unread_keys refuses a file with another factor than 1.
     scaling["original_max_position_embeddings"] = metadata.need("rope.scaling.original_context_length")
     for field, name in (("beta_fast", "rope.scaling.yarn_beta_fast"), ("beta_slow", "rope.scaling.yarn_beta_slow")):
         if (value := metadata.get(name)) is not None:
@@ -333,7 +348,7 @@ def _layer_types(metadata: Metadata, period: int) -> list[str]:
     `period`.
     """
     layers, name = metadata.count("block_count"), "attention.sliding_window_pattern"
-    pattern = metadata.get(name)
+    pattern = metadata.get_as_stored(name)
     if isinstance(pattern, GgufArray):
         if pattern.count != layers or pattern.kind == "text":
             raise metadata.fault(name, f"{counted(layers, 'flag')}, one for each layer")
@@ -366,6 +381,8 @@ def _granite(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[s
     if metadata.get("rope.scaling.finetuned", True) is not True:
         raise metadata.fault("rope.scaling.finetuned",
                              "true, because a Granite without rotary positions is not supported")
+    if not metadata.get("expert_count", 0):
+        metadata.get("expert_shared_feed_forward_length")    # dense Granite 4; without experts nothing reads it
     return {**_llama(metadata, heads, values), "logits_scaling": metadata.need("logit_scale"),
             "embedding_multiplier": metadata.get("embedding_scale", 1.0),
             "residual_multiplier": metadata.get("residual_scale", 1.0),

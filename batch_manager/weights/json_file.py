@@ -116,6 +116,15 @@ class Fields:
         return self._get(name, default, lambda value: isinstance(value, int) and minimum <= value <= maximum,
                          f"an integer in {minimum:,}..{maximum:,}")
 
+    def whole_number(self, name: str, default: Any, maximum: int) -> Any:
+        """Return the value, as an integer, of a field that must be a whole number in 1..`maximum`, such as 64 or 64.0.
+
+        The method is for fields that transformers computes with, which may be stored as floats.
+        """
+        value = self._get(name, default, lambda value: isinstance(value, int | float) and 1 <= value <= maximum
+                          and value == int(value), f"a whole number in 1..{maximum:,}")
+        return None if value is None else int(value)
+
     def counts(self, name: str, lengths: range) -> list[int]:
         """Return the value of a field that must be a list of integers >= 0, with a length in `lengths`."""
         return self._get(name, Fields._REQUIRED,

@@ -21,6 +21,9 @@ from .source import Shape
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# As in transformers: a folder saved from the base model lacks the base model's prefix in the names of its tensors.
+BASE_PREFIXES = ("model.", "transformer.", "gpt_neox.", "biogpt.")
+HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,9 @@ class SafetensorsWeights:
     A tensor is read and converted when it is requested. On the device "meta" no data is read, and tensors have only
     shapes. `finish` raises ModelLoadError if a tensor was never requested, because a checkpoint with unused tensors
     belongs to a different model.
+
+    As in transformers, two differences in names are read: the prefix of the base model can be missing, and a tied
+    embedding can be stored under the name of the head.
     """
 
     def __init__(self, folder: CheckpointFolder, device: torch.device, dtype: torch.dtype) -> None:
@@ -45,6 +51,7 @@ class SafetensorsWeights:
         self.num_bytes = 0
         self._tensors: dict[str, _Tensor] = {}
         self._used: set[str] = set()
+        self._borrowed: dict[str, str] = {}        # stored head -> embedding that is read from it until `tied` confirms
         self._open_all()
 
     @property
@@ -61,24 +68,23 @@ class SafetensorsWeights:
         return Counter(tensor.stored.dtype for tensor in self._tensors.values())
 
     def has(self, name: str) -> bool:
-        return name in self._tensors
+        return self._stored_name(name) is not None
 
     def tensor(self, name: str, shape: Shape) -> torch.Tensor:
         if shape:
             return self.stacked([(name, shape)])
-        self._check(name, shape)                       # a single number
-        self._used.add(name)
+        stored = self._check(name, shape)              # a single number
+        self._used.add(stored)
         self.num_bytes += self.dtype.itemsize
-        return self._read(name).to(device=self.device, dtype=self.dtype, copy=True)
+        return self._read(stored).to(device=self.device, dtype=self.dtype, copy=True)
 
     def stacked(self, parts: Sequence[tuple[str, Shape]]) -> torch.Tensor:
         check_interruption()
-        for name, shape in parts:
-            self._check(name, shape)
+        stored = [self._check(name, shape) for name, shape in parts]
         rows = sum(shape[0] for _, shape in parts)
         result = torch.empty((rows, *parts[0][1][1:]), dtype=self.dtype, device=self.device)
         start = 0
-        for name, shape in parts:
+        for name, (_, shape) in zip(stored, parts):
             result[start : start + shape[0]].copy_(self._read(name))
             start += shape[0]
             self._used.add(name)
@@ -86,15 +92,20 @@ class SafetensorsWeights:
         return result
 
     def tied(self, name: str, to: str) -> None:
-        if name not in self._tensors:
+        head, source = self._stored_name(name), self._stored_name(to)
+        if head is None:
             return
-        if to in self._tensors:
-            self._check(name, self._tensors[to].stored.shape)
-        if to not in self._tensors or not (self._is_meta or torch.equal(self._read(name), self._read(to))):
-            raise ModelLoadError(f"{self._tensors[name].path}: {name!r} differs from {to!r}",
-                                 "expected equal tensors, because tie_word_embeddings is true",
-                                 "set tie_word_embeddings to false, or remove the tensor")
-        self._used.add(name)
+        borrower = self._borrowed.pop(head, None)
+        if borrower is not None and borrower != to:
+            raise self._missing(borrower, self._tensors[head].stored.shape)
+        if borrower is None:
+            if source is not None:
+                self._check(name, self._tensors[source].stored.shape)
+            if source is None or not (self._is_meta or torch.equal(self._read(head), self._read(source))):
+                raise ModelLoadError(f"{self._tensors[head].path}: {head!r} differs from {source or to!r}",
+                                     "expected equal tensors, because tie_word_embeddings is true",
+                                     "set tie_word_embeddings to false, or remove the tensor")
+        self._used.add(head)
 
     def count_copy(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
@@ -104,10 +115,14 @@ class SafetensorsWeights:
 
         Raises ModelLoadError if a tensor was never requested and its name matches no pattern of `harmless`.
         """
+        unconfirmed = [self._missing(name, self._tensors[head].stored.shape) for head, name in self._borrowed.items()]
         tensors, self._tensors = self._tensors, {}
+        if unconfirmed:
+            raise unconfirmed[0]
         patterns = [re.compile(pattern) for pattern in harmless]
         left = sorted(name for name in tensors.keys() - self._used
-                      if not any(pattern.fullmatch(name) for pattern in patterns))
+                      if not any(pattern.fullmatch(prefix + name) for pattern in patterns
+                                 for prefix in ("", *BASE_PREFIXES)))
         if left:
             more = f" and {len(left) - 1} more" if left[1:] else ""
             raise ModelLoadError(f"{tensors[left[0]].path} contains tensor {shown(left[0])}{more}, which the "
@@ -162,12 +177,23 @@ class SafetensorsWeights:
                                      "expected each tensor in only one file", AGAIN)
             self._tensors[name] = _Tensor(file.path, reader, stored)
 
-    def _check(self, name: str, shape: Shape) -> None:
-        if name not in self._tensors:
-            raise ModelLoadError(f"{self.folder.path} has no tensor {name!r}",
-                                 f"expected a tensor of shape {list(shape)}",
-                                 "check that the checkpoint is complete, and that config.json and the model class fit "
-                                 "it")
+    def _stored_name(self, name: str) -> str | None:
+        """Return the name under which the files have the tensor `name`; None: they do not have it."""
+        others = [name.removeprefix(prefix) for prefix in BASE_PREFIXES if name.startswith(prefix)]
+        return next((other for other in (name, *others, *(HEADS if name in HEADS else ())) if other in self._tensors),
+                    None)
+
+    def _check(self, wanted: str, shape: Shape) -> str:
+        """Return the stored name of the tensor `wanted`. Raises ModelLoadError unless it has the shape."""
+        name = self._stored_name(wanted)
+        if name in self._borrowed:                     # the class uses the head's tensor itself: it does not tie them
+            raise self._missing(self._borrowed[name], self._tensors[name].stored.shape)
+        if name is None:
+            name = next((head for head in HEADS if head in self._tensors and head not in self._used
+                         and self._tensors[head].stored.shape == tuple(shape)), None)
+            if name is None or wanted in HEADS:
+                raise self._missing(wanted, shape)
+            self._borrowed[name] = wanted
         path, stored = self._tensors[name].path, self._tensors[name].stored
         if stored.shape != tuple(shape):
             raise ModelLoadError(f"{path}: tensor {name!r} has shape {shown(list(stored.shape))}",
@@ -175,6 +201,28 @@ class SafetensorsWeights:
                                  "check that config.json and the model class fit these weights")
         if stored.dtype not in ELEMENT_BYTES:
             raise _unsupported_type(path, name, stored.dtype)
+        return name
+
+    def _missing(self, name: str, shape: Shape) -> ModelLoadError:
+        """Return the error for a missing tensor. It names the stored tensor that `name` was probably saved as."""
+        parts = name.split(".")
+        tails = [".".join(["", *parts[-length:]]) for length in range(len(parts), 1, -1)]
+        of_layer = [stored for stored in sorted(self._tensors)
+                    if [*filter(str.isdecimal, stored.split("."))] == [*filter(str.isdecimal, parts)]]
+        near = next((stored for tail in tails for stored in of_layer if f".{stored}".endswith(tail)), None)
+        fix = "check that the checkpoint is complete, and that config.json and the model class fit it"
+        if near is not None and near.endswith(name):
+            fix = f"remove {shown(near.removesuffix(name))} from the names of the tensors"
+        elif near is not None:
+            fix = "rename the tensors, or correct config.json"
+        elif name in HEADS or "embed" in name:
+            near = next((stored for stored in sorted(self._tensors) if (stored in HEADS or "embed" in stored)
+                         and self._tensors[stored].stored.shape == tuple(shape)), None)
+            if near is not None:
+                fix = "set tie_word_embeddings to true in config.json, if both have the same values"
+        there = "" if near is None else f", but {shown(near)}"
+        return ModelLoadError(f"{self.folder.path} has no tensor {name!r}{there}",
+                              f"expected a tensor of shape {list(shape)}", fix)
 
     def _read(self, name: str) -> torch.Tensor:
         """Read a tensor from its file, and compare its shape and dtype with the checked header.

@@ -14,7 +14,7 @@ KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}               # if the field
 POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
                "gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "relu": "relu"}
-FOREIGN = {"auto_map": [], "quantization_config": [], "final_logit_softcapping": [],
+FOREIGN = {"auto_map": [{}], "quantization_config": [], "final_logit_softcapping": [],
            "num_local_experts": [0, 1], "is_encoder_decoder": [False], "pruned_heads": [{}], "clip_qkv": [],
            "use_mrope": [False], "partial_rotary_factor": [1], "no_rope_layers": [[]], "attention_multiplier": [],
            "per_layer_config": [{}]}
@@ -75,6 +75,8 @@ def read_config(config: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Return the names of the faulty fields and, if no field is faulty, the attributes that the ModelSpec must have."""
     fields = _Fields(config)
     names = config.get("architectures")
+    if names is None:                                  # as in transformers, the model type then decides
+        names = [name for name, family in ARCHITECTURES.items() if family == config.get("model_type")]
     if type(names) is not list or len(names) != 1 or type(names[0]) is not str or names[0] not in ARCHITECTURES:
         return ["architectures"], {}
     family = ARCHITECTURES[names[0]]
@@ -85,6 +87,7 @@ def read_config(config: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
                                          for good in neutral):
             fields.faults.append(name)
     kinds = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "auto": None, None: None}
+    kinds |= {"float": "float32", "half": "float16"}
     kinds |= {f"torch.{kind}": meaning for kind, meaning in kinds.items() if kind}
     dtype = fields.one_of("dtype" if config.get("dtype") is not None else "torch_dtype", kinds, None)
     read = _read_gpt2 if family == "gpt2" else _read_decoder
@@ -152,7 +155,9 @@ def _read_decoder(fields: _Fields, family: str) -> dict[str, Any]:
 
 
 def _refuse_windows(fields: _Fields, layers: int) -> None:
-    if fields.config.get("sliding_window") is not None and fields.flag("use_sliding_window", True):
+    window, positions = fields.config.get("sliding_window"), fields.config.get("max_position_embeddings")
+    if window is not None and fields.flag("use_sliding_window", True) and not (
+            type(window) is int and (positions if type(positions) is int else 2**24) <= window <= 2**40):
         fields.faults.append("sliding_window")
     _one_kind(fields, "full_attention", layers)
 

@@ -18,7 +18,7 @@ MAX_JSON_BYTES, MAX_JSON_VALUES = 4 * 2**20, 200_000
 SAFE_DEPTH = 400                      # some parsers fail on deeper JSON
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 HARMLESS = {"GPT2LMHeadModel": r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"}
-HARMLESS_ELSEWHERE = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+HARMLESS_ELSEWHERE = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,21 @@ def _judge(files: Mapping[str, Entry]) -> Good | Bad:
     places = _read_single(files, faults) if SINGLE in files else _read_shards(files, faults)
     if faults:
         return Bad(faults)
-    prefixed = "transformer.wte.weight" in places
     tensors: dict[str, np.ndarray] = {}
-    for name, shape in expected_tensors(numbers, prefixed):
-        found = places.get(name)
+    asked = set()
+    for name, shape in expected_tensors(numbers, prefixed=True):
+        # As in transformers: without the base model's prefix, and a tied embedding also under the name of the head.
+        names = [name, re.sub(r"^(model|transformer)\.", "", name)]
+        names += ["lm_head.weight"] if not asked and numbers["tie_word_embeddings"] else []
+        stored = next((one for one in names if one in places), name)
+        asked.add(stored)
+        found = places.get(stored)
         if found is None or found[2] != shape or found[1] not in ELEMENT_BYTES:
-            return Bad([("", field) for field in Broken(name).fields])
-        tensors[name] = in_float32(*found[1:])
-    asked = set(tensors)
+            faults += [("", field) for field in Broken(*dict.fromkeys((stored, name))).fields]
+        else:
+            tensors[name] = in_float32(*found[1:])
+    if faults:
+        return Bad(faults)
     if numbers["tie_word_embeddings"] and "lm_head.weight" in places:
         _, dtype, shape, data = places["lm_head.weight"]
         embedding = next(iter(tensors.values()))

@@ -154,7 +154,7 @@ def outcome_of(folder: Path) -> tuple[ModelSpec, dict[str, torch.Tensor]] | Base
         weights = opened.weights(torch.device("cpu"), torch.float32)
         numbers = {name: getattr(spec, name) for name in ModelSpec.__slots__}
         tensors = {name: weights.tensor(name, shape)
-                   for name, shape in expected_tensors(numbers, weights.has("transformer.wte.weight"))}
+                   for name, shape in expected_tensors(numbers, prefixed=True)}
         if spec.tie_word_embeddings:
             weights.tied("lm_head.weight", next(iter(tensors)))
         weights.finish(registry.find_model(spec.architecture).harmless_tensors)

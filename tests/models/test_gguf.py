@@ -76,6 +76,20 @@ def test_logits_are_those_of_transformers(case, kind, tmp_path, prompts, check_a
     check_against(held, driver(tmp_path / "model.gguf"), prompts([1, 17, 40]), steps=6)
 
 
+@pytest.mark.parametrize(("case", "changed"), [
+    ("granite", {"attention__head_count_kv": [2] * 3, "attention__head_count": [4] * 3, "feed_forward_length": [96] * 3,
+                 "rope__scaling__finetuned": True, "expert_count": 0, "expert_used_count": 0,
+                 "expert_shared_feed_forward_length": 96}),                # as llama.cpp converts a dense Granite 4
+    ("llama, yarn", {"rope__scaling__yarn_attn_factor": 1.0, "rope__scaling__yarn_ext_factor": 1.0}),
+    ("llama, frequency factors", {"rope__scaling__type": "linear", "rope__scaling__factor": 1.0}),
+    ("gemma 2", {"attention__head_count_kv": [2] * 3, "attention__sliding_window_pattern": [True, False, True]}),
+])
+def test_metadata_that_says_the_same_in_another_way(case, changed, tmp_path, prompts, check_against, driver):
+    family, options = CASES[case]
+    held = write_gguf(make_reference(family, **SIZES, **options), tmp_path / "model.gguf", family, **changed)
+    check_against(held, driver(tmp_path / "model.gguf"), prompts([1, 17]), steps=3)
+
+
 WRITABLE = ("BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4")
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 

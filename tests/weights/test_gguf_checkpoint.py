@@ -85,7 +85,7 @@ WRONG = {
                                 r"llama\.attention\.head_count_kv is 3; expected a divisor of attention"),
     "an odd head": (model(**{"attention.key_length": 7, "attention.value_length": 7}), ModelLoadError,
                     r"llama\.attention\.key_length is 7; expected an even head size, not 7"),
-    "heads by layer": (model(extra=[llama_key("attention.head_count_kv", ARRAY, (INT32, [2, 2]))],
+    "heads by layer": (model(extra=[llama_key("attention.head_count_kv", ARRAY, (INT32, [2, 4]))],
                              **{"attention.head_count_kv": None}), ModelLoadError,
                        r"llama\.attention\.head_count_kv is an array of 2 int32; expected a positive integer"),
     "experts": (model(expert_count=8), ModelLoadError, r"llama\.expert_count is 8; expected only keys that"),
@@ -166,7 +166,9 @@ def test_what_changes_nothing_is_allowed(tmp_path):
     extra = [Entry("general.name", TEXT, "A name"), Entry("quantize.imatrix.file", TEXT, "x"),
              Entry("somebody.quantized_by", TEXT, "somebody"), llama_key("rope.scaling.type", TEXT, "none"),
              llama_key("expert_count", UINT32, 0), llama_key("attention.causal", BOOL, True),
-             llama_key("rope.dimension_count", UINT32, 8), llama_key("vocab_size", UINT32, 10)]
+             llama_key("rope.dimension_count", UINT32, 8), llama_key("vocab_size", UINT32, 10),
+             llama_key("attention.sliding_window", UINT32, 64), llama_key("expert_used_count", ARRAY, (INT32, [0, 0])),
+             llama_key("rope.scaling.yarn_attn_factor", FLOAT32, 1.0)]
     assert read_spec(write(tmp_path, model(extra=extra))) == read_spec(write(tmp_path, model(), "plain.gguf"))
 
 

@@ -81,8 +81,8 @@ def most_positions(configuration: Any, where: str) -> int | None:
                                     "add the number of positions to the file")
     for rope in _ropes(getattr(configuration, "rope_parameters", None)):
         original = rope.get("original_max_position_embeddings")
-        if rope.get("rope_type") == "longrope" and type(original) is int and original > 0:
-            positions = min(positions, original)
+        if rope.get("rope_type") == "longrope" and type(original) in (int, float) and original > 0:
+            positions = min(positions, int(original))
     return positions
 
 

@@ -40,14 +40,15 @@ def make_skeleton(configuration: Any, architecture: str, where: str, attention: 
 
     attention   registered name of the model's attention function
     experts     registered name of the model's implementation of experts; None: transformers chooses
-    Raises      ModelLoadError, or its subclass UnsupportedModelError if transformers' class for `configuration` is not
-                `architecture`; the message begins with `where`
+    Raises      ModelLoadError, or its subclass UnsupportedModelError if `architecture` is neither transformers' class
+                for `configuration` nor its base model; the message begins with `where`
     """
     library = transformers()
     model_class = library.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(configuration), None)
     if isinstance(model_class, tuple):
         model_class = model_class[0]
-    if model_class is None or model_class.__name__ != architecture:
+    base_class = library.MODEL_MAPPING.get(type(configuration), None)      # a folder without a head names its class
+    if model_class is None or architecture not in (model_class.__name__, getattr(base_class, "__name__", None)):
         raise UnsupportedModelError(
             f"{where}: the architecture is {shown(architecture)} and the model type is {configuration.model_type!r}",
             "expected transformers' text generation class for this model type"

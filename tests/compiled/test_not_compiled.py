@@ -1,0 +1,132 @@
+"""docs/devices.md lists all configurations whose steps are not compiled, and the heads that run in torch."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from batch_manager import KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.config import BLOCK_SIZES
+from batch_manager.layers.recording import NotRecordableError, RecordedAttention, record, record_head
+from batch_manager.models import load_model
+from batch_manager.models.registry import _MODEL_TYPES
+from batch_manager.runtime import step_compilation
+from batch_manager.runtime.step_compilation import LARGEST_HEAD, compile_step, may_compile
+
+from ..models.test_model_spec import BASE, OTHERS
+
+PAGE = Path(__file__).parents[2] / "docs" / "devices.md"
+CPU = torch.device("cpu")
+# Sizes of a decoder: (hidden size, heads, head size or None for hidden size / heads).
+SIZES = ((64, 4, None), (72, 6, None), (48, 4, None), (64, 6, 12), (80, 2, 48))
+RENAMED = {"GPT2LMHeadModel": {"hidden_size": "n_embd", "num_attention_heads": "n_head"},
+           "GPTJForCausalLM": {"hidden_size": "n_embd", "num_attention_heads": "n_head"},
+           "BloomForCausalLM": {"num_attention_heads": "n_head"}}
+HEADS = {"GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM",
+         "MistralForCausalLM", "Starcoder2ForCausalLM"}       # a head size of their own is read
+
+
+def listed(start):
+    """Return the items of the list that follows the paragraph of docs/devices.md that begins with `start`."""
+    after = PAGE.read_text().partition(f"\n{start}")[2].partition("\n\n")[2].partition("\n\n")[0]
+    return [re.sub(r"\s+", " ", item) for item in re.findall(r"^- (.*(?:\n  .*)*)", after, re.M)]
+
+
+def loaded(folder, architecture, hidden=64, heads=4, head_size=None, **fields):
+    names = RENAMED.get(architecture, {})
+    config = {"architectures": [architecture], **(BASE | OTHERS)[architecture], "rotary_pct": 0.5, "rotary_dim": 6,
+              "partial_rotary_factor": 0.5,
+              names.get("hidden_size", "hidden_size"): hidden,
+              names.get("num_attention_heads", "num_attention_heads"): heads, "num_key_value_heads": 2, **fields}
+    if architecture != "GPTJForCausalLM":
+        config.pop("rotary_dim")
+    if architecture != "GPTNeoXForCausalLM":
+        config.pop("rotary_pct")
+    if architecture not in ("PhiForCausalLM", "StableLmForCausalLM", "Phi3ForCausalLM"):
+        config.pop("partial_rotary_factor")
+    if head_size:
+        config["head_dim"] = head_size
+    (folder / "config.json").write_text(json.dumps(config))
+    return load_model(folder, device="cpu", load_format="dummy", dtype="float32", compiled_step=True)
+
+
+def reason(model):
+    """Return why the forward of a model is not recorded; "" if it is."""
+    spec = model.spec
+    attention = RecordedAttention((spec.num_heads, spec.num_kv_heads, spec.head_size), spec.attention, sink=0)
+    try:
+        with torch.inference_mode():
+            record(model.model.forward, spec.hidden_size, model.dtype, attention)
+    except NotRecordableError as error:
+        return str(error)
+    return ""
+
+
+def has_head(model):
+    with torch.inference_mode():
+        return record_head(model.model.logits, model.spec.hidden_size, model.dtype) is not None
+
+
+def test_the_families_that_are_not_compiled_in_some_sizes(tmp_path):
+    found = set()
+    for architecture in _MODEL_TYPES:
+        for hidden, heads, head_size in SIZES:
+            if head_size is None or architecture in HEADS:
+                model = loaded(tmp_path, architecture, hidden, heads, head_size)
+                if reason(model):
+                    assert hidden % 32 and "a multiple of 32" in reason(model)
+                    found.add(architecture)
+    assert found == {"Olmo2ForCausalLM", "Olmo3ForCausalLM"}
+    assert "OLMo 2 and OLMo 3 with a hidden size (heads x head size) that is not a multiple of 32" in listed("These")
+
+
+def params(**options):
+    return TrtGptModelOptionalParams(device="cpu", **options)
+
+
+def blocks(tokens):
+    return params(kv_cache_config=KvCacheConfig(tokens_per_block=tokens))
+
+
+def test_every_other_item_of_the_list(tmp_path, monkeypatch):
+    assert may_compile(params(), CPU, None)
+    left = [item for item in listed("These") if not item.startswith("OLMo")]
+    refused = {"`deterministic`": (params(deterministic=True), CPU, None),
+               "blocks of 8 tokens": (blocks(8), CPU, None),
+               "an attention part of your own (`Parts.attention`)": (params(), CPU, lambda spec, pool: None)}
+    for item, arguments in refused.items():
+        assert not may_compile(*arguments)
+        left.remove(item)
+    assert all(may_compile(blocks(size), CPU, None) for size in BLOCK_SIZES if size != 8)
+    monkeypatch.setattr(step_compilation, "use_triton", lambda device: True)      # the variable is read at import
+    assert not may_compile(params(), CPU, None)
+    left.remove("`TRITON_INTERPRET` in the environment")
+
+    wide = loaded(tmp_path, "LlamaForCausalLM", head_size=LARGEST_HEAD + 2)
+    with pytest.raises(NotRecordableError, match="head_size is 258"):
+        compile_step(wide, wide.spec, None, None, 0, 1)
+    left.remove(f"heads of more than {LARGEST_HEAD} entries")
+    half = load_model(tmp_path, device="cpu", load_format="dummy", dtype="float16", compiled_step=True)
+    with pytest.raises(NotRecordableError, match="computes in torch.float16"):
+        compile_step(half, half.spec, None, None, 0, 1)
+    left.remove("`float16`")
+    # Computed by transformers, or by code of the user's: test_through_transformers.py, tests/own_models.
+    assert left == ["models that run through `transformers`",
+                    "model classes of your own that compute more than the layers of `batch_manager.layers`"]
+
+
+def test_the_heads_that_run_in_torch(tmp_path):
+    """Heads that do more than multiply by a matrix: by family, with the sizes and options of their defaults."""
+    plain = {architecture for architecture in _MODEL_TYPES if has_head(loaded(tmp_path, architecture))}
+    assert set(_MODEL_TYPES) - plain == {"Gemma2ForCausalLM"}
+    assert not has_head(loaded(tmp_path, "Gemma3ForCausalLM", final_logit_softcapping=30.0))
+    assert not has_head(loaded(tmp_path, "CohereForCausalLM", logit_scale=0.3))
+    assert not has_head(loaded(tmp_path, "GraniteForCausalLM", logits_scaling=3.0))
+    assert has_head(loaded(tmp_path, "GraniteForCausalLM", logits_scaling=8.0))
+    assert not has_head(loaded(tmp_path, "OPTForCausalLM", word_embed_proj_dim=32))
+    assert listed("The rest of a step is compiled") == [
+        "a softcap on logits (Gemma 2, Gemma 3 with `final_logit_softcapping`)",
+        "a factor on logits that is not a power of two (Command-R, Granite)",
+        "OPT with embeddings narrower than the hidden size"]
