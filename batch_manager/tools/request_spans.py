@@ -135,6 +135,12 @@ def lives(iterations: Iterable[IterationTrace]) -> Iterator[Life]:
     yield from histories.alive.values()
 
 
+def has_no_step(iteration: IterationTrace) -> bool:
+    """Whether the iteration planned no step, so that accepted requests without a step are active and not queued."""
+    return not (iteration.queued_requests or iteration.context or iteration.generation or iteration.paused
+                or iteration.waiting)
+
+
 def end_of(iteration: IterationTrace, next_s: float, *, is_idle: bool) -> float:
     """Return when an iteration ends, in seconds of the engine's clock.
 
@@ -182,13 +188,13 @@ class _Histories:
         ends = dict(zip(iteration.finished, iteration.finished_at_s))
         running = chunks.keys() | {*iteration.generation}
         all_tokens = sum(tokens for _, tokens in chunks.values())
-        plans_nothing = not (running or iteration.paused or iteration.waiting)
+        is_without_step = has_no_step(iteration)
         for request_id, life in alive.items():
             life.last_iteration = number
             last = life.spans[-1] if life.spans else None
             kind, reason = did.get(request_id) or (
                 (QUEUED, "") if last is None or last.kind == CLIENT else (last.kind, last.reason))
-            if kind == QUEUED and plans_nothing and not iteration.queued_requests:
+            if kind == QUEUED and is_without_step:
                 kind, reason = WAITING, NO_STEP
             first, tokens = chunks.get(request_id, (0, 0))
             if kind == PAUSED and request_id in did:

@@ -124,8 +124,8 @@ def _beside(spans: list[Span]) -> str:
     text = f", beside {others / steps:.1f} other requests in a step" if others else ""
     if with_prompts := sum(span.with_prompts for span in spans):
         prompts = sorted(set().union(*(span.prompts for span in spans)))
-        text += (f"; {with_prompts:,} of them, {_time(sum(span.with_prompts_s for span in spans))}, also computed "
-                 f"{sum(span.other_tokens for span in spans):,} prompt tokens of {_named(prompts)}")
+        text += (f"; {_count(with_prompts, 'step')}, {_time(sum(span.with_prompts_s for span in spans))}, also "
+                 f"computed {sum(span.other_tokens for span in spans):,} prompt tokens of {_named(prompts)}")
     slowest = max((span.slowest for span in spans if span.slowest), key=lambda step: step.seconds, default=None)
     if slowest is not None and steps > 1 and slowest.seconds * steps > SLOW * sum(span.seconds for span in spans):
         prompts_of = f" and {slowest.other_tokens:,} prompt tokens of {_named(slowest.prompts)}"

@@ -281,7 +281,7 @@ def script_of(*names):
 COUNT = """
 const load = async () => {
   const { header, columns } = await unpack(DATA);
-  const run = new Run(header, columns), axes = { iteration: iterationAxis(run.count), time: timeAxis(run) };
+  const run = new Run(header, columns), axes = { iteration: iterationAxis(run), time: timeAxis(run) };
   return ASKED.map(({ axis, ...window }) => {
     const { kind, share } = countTile(run, axes[axis], window);
     return { kind: [...kind], share: [...share] };
@@ -319,7 +319,10 @@ def with_idle_times(iterations):
     draw, at, changed = random.Random(8), 3.0, []
     for each in iterations:
         milliseconds = draw.randint(1, 9)
-        changed.append(replace(each, started_at_s=at, phases_us={"start": 1000 * milliseconds}))
+        end = at + milliseconds / 1e3
+        changed.append(replace(each, started_at_s=at, phases_us={"start": 1000 * milliseconds},
+                               arrived_at_s=tuple(at for _ in each.arrived),
+                               finished_at_s=tuple(end for _ in each.finished)))
         at += (milliseconds + draw.choice((0, 0, 0, 12))) / 1e3
     return changed
 
@@ -356,7 +359,9 @@ DESCRIBE = """
 const load = async () => {
   const { header, columns } = await unpack(DATA);
   const run = new Run(header, columns), theme = { kinds: run.kinds.map(() => "") };
-  return [timeAxis(run), ASKED.map((at) => describe(run, theme, at))];
+  const axis = timeAxis(run);
+  return [axis, ASKED.map(({ row, at }) => describe(run, theme, {
+    row, index: axis.indexAt(at), span: axis.spanAt(run, row, at) }))];
 };
 load().then((answer) => process.stdout.write(JSON.stringify(answer)));
 """
@@ -368,7 +373,7 @@ def test_idle_time_is_no_time_of_the_last_request():
         IterationTrace(1, ((7, 0, 12),), (), (), (), (7,), 1.0, {"start": 9000}),
         IterationTrace(2, (), (7,), (), (7,), (), 1.01, {"start": 4000, "read": 5000}),
         IterationTrace(3, ((8, 0, 12),), (), (), (8,), (8,), 3.0, {"start": 9000})]
-    asked = [{"row": 0, "index": 1}, {"row": 0, "index": 1, "isOver": True}, {"row": 1, "index": 2}]
+    asked = [{"row": 0, "at": 0.011}, {"row": 0, "at": 1.0}, {"row": 1, "at": 2.001}]
     program = (f"const DATA = {json.dumps(pack(timeline_of(iterations), {}).decode())}, ASKED = {json.dumps(asked)};\n"
                + script_of("unpack.js", "spans.js", "axis.js", "details.js") + DESCRIBE)
     result = subprocess.run([NODE, "-"], input=program, capture_output=True, text=True, timeout=60)

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from ...scheduling import waiting
+from .. import client_waits, request_spans
 from ..svg import BLUE, ORANGE
 
 
@@ -19,6 +20,7 @@ PAUSED = Colour(ORANGE, "#e8894a")
 WAITING = Colour("#e3e6ea", "#3a424b")
 QUEUED = Colour("#f4f5f7", "#262c33")
 ENDED = Colour("#14202b", "#f2f5f8")
+LIMIT = Colour("#b3261e", "#ff8a80")
 
 # Pale tints like the colour of WAITING, so that a waiting request does not look like a running request.
 WAITING_FOR: dict[str, Colour] = {
@@ -32,6 +34,19 @@ WAITING_FOR: dict[str, Colour] = {
 }
 
 
-def of_waiting(reason: str) -> Colour:
-    """Return the colour of waiting spans with this reason. All reasons of custom schedulers have the same colour."""
-    return WAITING_FOR.get(reason, WAITING)
+# Tints of one colour, so that a request that is not in the engine looks like no request that is.
+CLIENT = Colour("#f0c9d6", "#5e3847")
+IN_CLIENT: dict[str, Colour] = {
+    client_waits.NEXT_GET: Colour("#f8dfe7", "#48303a"),
+    client_waits.FREE_ROOM: Colour("#fbeef2", "#382930"),
+    client_waits.IDLE: Colour("#fbeef2", "#382930"),
+}
+_OF_KIND = {request_spans.CONTEXT: CONTEXT, request_spans.GENERATION: GENERATION, request_spans.PAUSED: PAUSED,
+            request_spans.QUEUED: QUEUED}
+
+
+def of_kind(kind: str, reason: str) -> Colour:
+    """Return the colour of spans. WAITING_FOR and IN_CLIENT list the reasons that have a tint of their own."""
+    if kind == request_spans.CLIENT:
+        return IN_CLIENT.get(reason, CLIENT)
+    return _OF_KIND.get(kind) or WAITING_FOR.get(reason, WAITING)

@@ -4,14 +4,12 @@ from html import escape
 from importlib.resources import files
 from typing import IO
 
-from ..request_spans import CONTEXT, GENERATION, PAUSED, QUEUED
 from . import colours
 from .packing import pack
-from .timeline import Kind, Timeline
+from .timeline import Timeline
 
 # The scripts in order of dependency.
 SCRIPTS = ("unpack.js", "axis.js", "spans.js", "tiles.js", "rows.js", "counters.js", "details.js", "view.js", "main.js")
-COLOURS = {CONTEXT: colours.CONTEXT, GENERATION: colours.GENERATION, PAUSED: colours.PAUSED, QUEUED: colours.QUEUED}
 
 
 def write_html(timeline: Timeline, file: IO[bytes], *, title: str) -> None:
@@ -19,7 +17,7 @@ def write_html(timeline: Timeline, file: IO[bytes], *, title: str) -> None:
     timeline.close()
     page = files(__package__) / "page"
     about = {"title": title, "summary": summary(timeline), "ended": list(colours.ENDED),
-             "colours": [list(_colour(kind)) for kind in timeline.kinds]}
+             "colours": [list(colours.of_kind(*kind)) for kind in timeline.kinds]}
     parts = {
         "TITLE": escape(title),
         "SUMMARY": escape(about["summary"]),
@@ -35,7 +33,8 @@ def write_html(timeline: Timeline, file: IO[bytes], *, title: str) -> None:
 
 def summary(timeline: Timeline) -> str:
     """Describe the size of the run in words."""
-    words = [_count(len(timeline.rows), "request"), _count(len(timeline.numbers), "iteration")]
+    iterations = len(timeline.numbers) - timeline.has_before
+    words = [_count(len(timeline.rows), "request"), _count(iterations, "iteration")]
     seconds = timeline.end_us / 1e6
     if seconds > 0:
         words.append(f"{seconds:,.3f} s" if seconds < 100 else f"{seconds:,.0f} s")
@@ -52,10 +51,6 @@ def _filled(template: str, parts: dict[str, str]) -> str:
         name, _, text = piece.partition("}}")
         out += [parts[name], text]
     return "".join(out)
-
-
-def _colour(kind: Kind) -> colours.Colour:
-    return COLOURS.get(kind[0]) or colours.of_waiting(kind[1])
 
 
 def _count(number: int, noun: str) -> str:

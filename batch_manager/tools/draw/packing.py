@@ -29,6 +29,7 @@ def pack(timeline: Timeline, about: dict) -> bytes:
     header = orjson.dumps(about | {
         "kinds": [{"kind": kind, "reason": reason} for kind, reason in timeline.kinds],
         "phases": list(timeline.phases_us),
+        "settings": dict(timeline.settings), "has_before": timeline.has_before,
         "requests": ",".join(str(row.request_id) for row in timeline.rows),
         "columns": [[name, len(values)] for name, values in columns.items()]})
     packer = zlib.compressobj(COMPRESSION)
@@ -48,16 +49,20 @@ def unpack(packed: bytes) -> tuple[dict, dict[str, list[int]]]:
 
 def _columns(timeline: Timeline) -> Iterator[tuple[str, list[int]]]:
     rows = timeline.rows
+    spans = [list(timeline.spans(row)) for row in rows]
+    begin_us = timeline.begin_us
     yield "iteration", timeline.numbers
     yield "begin_us", [*timeline.begin_us, timeline.end_us] if timeline.numbers else []
     yield from timeline.counters.items()
     for phase, values in timeline.phases_us.items():
         yield f"phase {phase}", values
-    yield "row_spans", [len(row.starts) for row in rows]
+    yield "row_spans", [len(each) for each in spans]
     yield "row_end", [row.end for row in rows]
+    yield "row_late_us", [row.end_us - begin_us[row.end - 1] for row in rows]       # since the last iteration began
     yield "row_ended", [int(row.has_ended) for row in rows]
-    yield "span_start", [start for row in rows for start in row.starts]
-    yield "span_kind", [kind for row in rows for kind in row.kinds]
+    yield "span_start", [start for each in spans for _, start, _ in each]
+    yield "span_kind", [kind for each in spans for kind, _, _ in each]
+    yield "span_late_us", [us - begin_us[start] for each in spans for _, start, us in each]    # since it began
     yield "chunk_first", [first for row in rows for first in row.chunks[::2]]
     yield "chunk_tokens", [tokens for row in rows for tokens in row.chunks[1::2]]
 

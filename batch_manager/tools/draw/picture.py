@@ -8,14 +8,14 @@ from ...stats.trace import IterationTrace
 
 SHORTEST_FOLD = 3
 
-ABSENT, WAITING, CONTEXT, GENERATION, PAUSED = "", ".", "C", "G", "P"
+ABSENT, WAITING, CONTEXT, GENERATION, PAUSED, CLIENT = "", ".", "C", "G", "P", "-"
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One request in one iteration.
 
-    kind     ABSENT, WAITING, CONTEXT, GENERATION or PAUSED
+    kind     ABSENT, WAITING, CONTEXT, GENERATION, PAUSED or CLIENT
     tokens   tokens computed in this iteration
     ended    the request ended in this iteration
     """
@@ -32,8 +32,9 @@ class Cell:
 class Picture:
     """A table of iterations x requests. `rows[i][j]` shows request `request_ids[j]` in iteration `iterations[i]`.
 
-    Each cell has a kind. From the arrival to the end of a request, its cells are WAITING, except in iterations for
-    which the trace records another kind of cell. If the trace has no arrival of a request, the first iteration that
+    Each cell has a kind. From the acceptance to the end of a request, its cells are WAITING, except in iterations for
+    which the trace records another kind of cell; before the acceptance, they are CLIENT from the
+    iteration in which the request arrived. If the trace has no arrival of a request, the first iteration that
     names the request counts as its arrival. Requests that use the same id one after the other share a column.
     """
 
@@ -44,8 +45,14 @@ class Picture:
     @staticmethod
     def of(trace: Iterable[IterationTrace]) -> "Picture":
         alive: dict[int, bool] = {}         # in order of first appearance
-        numbers, cells_of = [], []
+        numbers, cells_of, begins = [], [], []
         for record in trace:
+            begins.append(record.started_at_s)
+            for request_id, arrived_at_s in zip(record.arrived, record.arrived_at_s):
+                before = len(cells_of) - 1
+                while before >= 0 and begins[before + 1] > arrived_at_s:
+                    cells_of[before].setdefault(request_id, Cell(CLIENT))
+                    before -= 1
             ran = {request_id: Cell(PAUSED) for request_id in record.paused}
             for request_id, _, tokens in record.context:
                 ran[request_id] = Cell(CONTEXT, tokens)

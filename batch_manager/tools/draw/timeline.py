@@ -3,28 +3,35 @@
 A request gets a new span for each context chunk and whenever its state changes, but not in every iteration.
 """
 
+import math
 from array import array
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...scheduling.waiting import IN_FLIGHT
 from ...stats.trace import IterationTrace
-from ..request_spans import CONTEXT, GENERATION, PAUSED, QUEUED, WAITING
+from ..client_waits import ClientWaits
+from ..request_spans import CLIENT, CONTEXT, GENERATION, NO_STEP, PAUSED, QUEUED, WAITING, end_of, has_no_step
 
 Kind = tuple[str, str]                          # (kind, reason), as in request_spans.Span
 
 FIXED_KINDS: tuple[Kind, ...] = ((CONTEXT, ""), (GENERATION, ""), (PAUSED, ""), (QUEUED, ""))
-COUNTERS = ("live_blocks", "cached_blocks", "free_blocks", "queued_requests", "context_tokens", "generation_tokens")
+COUNTERS = ("live_blocks", "cached_blocks", "free_blocks", "queued_requests", "context_tokens", "generation_tokens",
+            "context_requests")
 
 
 @dataclass(slots=True)
 class Row:
-    """One request, from its first to its last iteration. Iterations are indices into the trace: 0, 1, 2, ...
+    """One request, from its arrival to its end. Iterations are indices into the trace: 0, 1, 2, ...
 
-    starts       first iteration of each span; a span ends where the next span begins
+    starts       first iteration of each span in the engine; a span ends where the next span begins
     kinds        kind of each span, as an index into `Timeline.kinds`
     chunks       two numbers for each context span, in order: first position and number of tokens of its chunk
+    waits        (kind, start in microseconds) of each span in the client, before those in the engine
+    began_us     start of the first span in the engine, in microseconds
     end          iteration after the last iteration of the row
+    end_us       when the final response was sent, or the end of the last iteration if the trace does not record that
     has_ended    False: the trace ends before the request
     """
 
@@ -32,7 +39,10 @@ class Row:
     starts: array
     kinds: array
     chunks: array
+    waits: list[tuple[int, int]] = field(default_factory=list)
+    began_us: int = 0
     end: int = 0
+    end_us: int = 0
     has_ended: bool = False
 
 
@@ -41,13 +51,18 @@ class Timeline:
     """A trace as columns, appended iteration by iteration.
 
     A span is a series of consecutive iterations in which a request has the same activity, for example generation.
+    The spans of a row are those of request_spans.py, with the same times.
 
-    rows         a Row for each request, in order of arrival; requests that use the same id have separate rows
+    rows         a Row for each request, in the order of acceptance; requests that use the same id have separate rows
     kinds        all kinds of spans; a span has the index of its kind in this list
     numbers      iteration numbers of the trace
-    begin_us     start of each iteration, in microseconds since the start of the first iteration; never decreases
+    begin_us     start of each iteration, in microseconds since the start of the first; never decreases
+    end_us       end of the last iteration, in microseconds
     counters     name -> a value per iteration
     phases_us    phase -> a duration per iteration in microseconds, or 0 if the phase did not run
+    has_before   whether requests arrived before the first iteration. `close` then inserts a column for the time before
+                 it: the column has no tokens and no phases, and times count from its start
+    settings     name -> value of the engine's settings, if the trace records them
 
     Each context chunk is a separate span. While a request waits because its step is still in flight,
     its span goes on.
@@ -57,18 +72,17 @@ class Timeline:
     kinds: list[Kind] = field(default_factory=lambda: list(FIXED_KINDS))
     numbers: list[int] = field(default_factory=list)
     begin_us: list[int] = field(default_factory=list)
+    end_us: int = 0
     counters: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in COUNTERS})
     phases_us: dict[str, list[int]] = field(default_factory=dict)
+    has_before: bool = False
+    settings: Mapping[str, int | str] = field(default_factory=dict)
     _origin_s: float = 0.0
-    _last_us: int = 0
     _codes: dict[Kind, int] = field(default_factory=lambda: {kind: i for i, kind in enumerate(FIXED_KINDS)})
     _alive: dict[int, Row] = field(default_factory=dict)
     _doing: dict[int, set[int]] = field(default_factory=dict)     # kind -> ids of the requests in such a span
-
-    @property
-    def end_us(self) -> int:
-        """End of the phases of the last iteration, in microseconds."""
-        return self._last_us + sum(values[-1] for values in self.phases_us.values())
+    _client: ClientWaits = field(default_factory=ClientWaits)
+    _open: tuple[IterationTrace, float, list[Row]] | None = None  # the last iteration, the end of its get, its ends
 
     @property
     def tokens(self) -> int:
@@ -77,8 +91,14 @@ class Timeline:
 
     def append(self, iteration: IterationTrace) -> None:
         index = len(self.numbers)
+        self._end_iteration(iteration.started_at_s)
         self._count(iteration)
-        self._begin((QUEUED, ""), iteration.arrived, index, may_be_older=False)
+        self.settings = iteration.settings or self.settings
+        got_at_s = self._client.begin(iteration)
+        arrived = (WAITING, NO_STEP) if has_no_step(iteration) else (QUEUED, "")
+        self._begin(arrived, iteration.arrived, index, may_be_older=False)
+        if arrived == (WAITING, NO_STEP):
+            self._begin(arrived, list(self._doing.get(self._codes[QUEUED, ""], ())), index)
         for reason, ids in iteration.waiting.items():
             if reason != IN_FLIGHT:
                 self._begin((WAITING, reason), ids, index)
@@ -86,23 +106,77 @@ class Timeline:
             self._begin_chunk(request_id, first, tokens, index)
         self._begin((GENERATION, ""), iteration.generation, index)
         self._begin((PAUSED, ""), iteration.paused, index)
+        for request_id, arrived_at_s in zip(iteration.arrived, iteration.arrived_at_s):
+            row = self._alive[request_id]
+            waits = self._client.waits(arrived_at_s, got_at_s)
+            row.waits = [(self._code((CLIENT, wait.reason)), self._us(wait.begin_s)) for wait in waits]
+            row.began_us = self._us(got_at_s if waits else arrived_at_s)
+        self._open = iteration, got_at_s, list(self._ended(iteration, index))
+
+    def close(self) -> None:
+        """End the live rows at the end of the trace. Call this method after the last iteration."""
+        self._end_iteration(math.inf)
+        for row in self._alive.values():
+            row.end, row.end_us = len(self.numbers), self.end_us
+        earliest = min((row.waits[0][1] for row in self.rows if row.waits), default=0)
+        if earliest < 0 and not self.has_before:
+            self._insert_before(-earliest)
+
+    def spans(self, row: Row) -> Iterator[tuple[int, int, int]]:
+        """Yield (kind, first iteration, start in microseconds) of each span of a row, in order."""
+        for code, begin_us in row.waits:
+            yield code, min(max(bisect_right(self.begin_us, begin_us) - 1, 0), row.starts[0]), begin_us
+        for number, (code, start) in enumerate(zip(row.kinds, row.starts, strict=True)):
+            yield code, start, self.begin_us[start] if number else row.began_us
+
+    def _insert_before(self, before_us: int) -> None:
+        self.has_before = True
+        self.begin_us[:] = [0, *(begin_us + before_us for begin_us in self.begin_us)]
+        self.end_us += before_us
+        self.numbers.insert(0, self.numbers[0] - 1)
+        for values in (*self.counters.values(), *self.phases_us.values()):
+            values.insert(0, 0)
+        for row in self.rows:
+            row.starts = array("Q", [start + 1 for start in row.starts])
+            row.waits = [(code, begin_us + before_us) for code, begin_us in row.waits]
+            row.began_us += before_us
+            row.end_us += before_us
+            row.end += 1
+
+    def _us(self, seconds: float) -> int:
+        return round(1e6 * (seconds - self._origin_s))
+
+    def _ended(self, iteration: IterationTrace, index: int) -> Iterator[Row]:
+        """End the rows of the requests that an iteration ended. Yields those whose end has no recorded time."""
+        times = dict(zip(iteration.finished, iteration.finished_at_s))
         for request_id in iteration.finished:
             row = self._alive.pop(request_id, None)
             if row is not None:
                 self._doing[row.kinds[-1]].discard(request_id)
                 row.end, row.has_ended = index + 1, True
+                if request_id in times:
+                    row.end_us = self._us(times[request_id])
+                else:
+                    yield row
 
-    def close(self) -> None:
-        """End the live rows at the end of the trace. Call this method after the last iteration."""
-        for row in self._alive.values():
-            row.end = len(self.numbers)
+    def _end_iteration(self, next_s: float) -> None:
+        """End the last iteration. The next one begins at `next_s`; infinite: there is none."""
+        if self._open is None:
+            return
+        iteration, got_at_s, ended = self._open
+        self._open = None
+        is_idle = not self._alive
+        end_s = end_of(iteration, next_s, is_idle=is_idle)
+        self.end_us = max(self._us(end_s), self.begin_us[-1])
+        for row in ended:
+            row.end_us = self.end_us
+        self._client.end(iteration, got_at_s, end_s if is_idle else None)
 
     def _count(self, iteration: IterationTrace) -> None:
         if not self.numbers:
             self._origin_s = iteration.started_at_s
-        self._last_us = max(self._last_us, round(1e6 * (iteration.started_at_s - self._origin_s)))
         values = (iteration.live_blocks, iteration.cached_blocks, iteration.free_blocks, iteration.queued_requests,
-                  sum(chunk[2] for chunk in iteration.context), len(iteration.generation))
+                  sum(chunk[2] for chunk in iteration.context), len(iteration.generation), len(iteration.context))
         for name, value in zip(COUNTERS, values, strict=True):
             self.counters[name].append(value)
         for phase in iteration.phases_us:
@@ -111,7 +185,7 @@ class Timeline:
         for phase, times in self.phases_us.items():
             times.append(iteration.phases_us.get(phase, 0))
         self.numbers.append(iteration.iteration)
-        self.begin_us.append(self._last_us)
+        self.begin_us.append(max(self._us(iteration.started_at_s), *self.begin_us[-1:], 0))
 
     def _code(self, kind: Kind) -> int:
         code = self._codes.get(kind)
@@ -141,7 +215,8 @@ class Timeline:
     def _change(self, request_id: int, code: int, index: int) -> Row:
         row = self._alive.get(request_id)
         if row is None:
-            row = self._alive[request_id] = Row(request_id, array("Q"), array("H"), array("q"))
+            row = self._alive[request_id] = Row(request_id, array("Q"), array("H"), array("q"),
+                                                began_us=self.begin_us[index])
             self.rows.append(row)
         else:
             self._doing[row.kinds[-1]].discard(request_id)

@@ -2,6 +2,8 @@
 // iterations, from prefix sums; a faint shape shows the largest value.
 
 const CHART_HEIGHT = 54, CHART_GAP = 30, COUNTERS_TOP = 4, WIDTH_WITH_GAP = 8;
+const PHASE_COLOURS = 12;
+const FARTHEST_LIMIT = 2;      // a limit is drawn if it is at most this many times the visible values
 
 class Series {
   constructor(name, colour, values) {
@@ -39,23 +41,27 @@ class Largest {
 }
 
 /**
- * The charts of a run: title, stacked series with the first at the bottom, and `text`, which formats a value.
+ * The charts of a run: title, `limit`, the setting that bounds it, if there is one, stacked series with the first at the bottom, and `text`, which formats a value.
  * followsView: the scale fits the visible iterations, so that one large value does not flatten all others.
  */
 function chartsOf(run) {
   const column = (name) => run.columns[name];
   const stacked = (title, series, options = {}) => {
     const total = Float64Array.from({ length: run.count }, (_, i) => series.reduce((sum, s) => sum + s.values[i], 0));
-    return { title, series, largest: new Largest(total), text: countText, ...options };
+    const value = run.settings[options.limit];
+    const limit = typeof value === "number" && value > 0 ? { name: options.limit, value } : undefined;
+    return { title, series, largest: new Largest(total), text: countText, ...options, limit };
   };
   const charts = [
     stacked("KV cache blocks", [new Series("live", "live", column("live_blocks")),
-      new Series("cached", "cached", column("cached_blocks")), new Series("free", "free", column("free_blocks"))]),
+      new Series("cached", "cached", column("cached_blocks")), new Series("free", "free", column("free_blocks"))], { limit: "num_blocks" }),
     stacked("tokens of each step", [new Series("generation", "generation", column("generation_tokens")),
-      new Series("context", "context", column("context_tokens"))], { followsView: true }),
+      new Series("context", "context", column("context_tokens"))], { followsView: true, limit: "max_num_tokens" }),
+    stacked("requests of each step", [new Series("generation", "generation", column("generation_tokens")),
+      new Series("context", "context", column("context_requests"))], { followsView: true, limit: "max_batch_size" }),
     stacked("queued requests", [new Series("queued", "queued", column("queued_requests"))], { followsView: true }),
     stacked("duration of each iteration", run.phases.map(
-      (phase, i) => new Series(phase, `phase${i % 8}`, column(`phase ${phase}`))), { text: durationText, followsView: true }),
+      (phase, i) => new Series(phase, `phase${i % PHASE_COLOURS}`, column(`phase ${phase}`))), { text: durationText, followsView: true }),
   ];
   return charts;
 }
@@ -104,13 +110,16 @@ class CountersChart {
 
   drawChart(chart, columns) {
     const { context, view, theme } = this;
-    const top = chart.followsView ? this.largestMean(chart, columns) * 1.1 : chart.largest.all;
+    const visible = chart.followsView ? this.largestMean(chart, columns) * 1.1 : chart.largest.all;
+    const limit = chart.limit && chart.limit.value <= FARTHEST_LIMIT * visible ? chart.limit.value : 0;
+    const top = Math.max(visible, chart.followsView ? limit * 1.1 : limit);
     this.drawTitle(chart, top, chart.followsView && columns.first.some((from, i) => columns.end[i] - from > 1));
     if (chart.largest.all <= 0) return;
     if (top > 0) {
       this.drawLargest(chart, columns, top);
       this.drawStack(chart, columns, top);
     }
+    if (limit > 0) this.drawLimit(CHART_HEIGHT * (1 - limit / top));
     context.fillStyle = theme.line;
     context.fillRect(view.left, CHART_HEIGHT, view.width, 1);
     if (!chart.followsView) context.fillRect(view.left, 0, view.width, 1 / devicePixelRatio);
@@ -146,11 +155,26 @@ class CountersChart {
       context.fillText("none in this run", x, -6);
       return;
     }
-    if (hasMeans && top > 0) context.fillText("mean of each pixel's iterations; paler: the largest", x, -6);
+    const { limit } = chart, words = limit ? [`${limit.name}: ${countText(limit.value)}`] : [];
+    if (hasMeans && top > 0) words.push("mean of each pixel's iterations; paler: the largest");
+    context.fillText(words.join("; "), x, -6);
     context.textAlign = "right";
     context.textBaseline = "middle";
     if (top > 0) context.fillText(chart.text(top), view.left - LABEL_GAP, 3);
     context.fillText("0", view.left - LABEL_GAP, CHART_HEIGHT - 2);
+  }
+
+  /** Draw a dashed line at the limit of a chart. */
+  drawLimit(y) {
+    const { context, view, theme } = this;
+    context.strokeStyle = theme.limit;
+    context.lineWidth = 1;
+    context.setLineDash([4, 3]);
+    context.beginPath();
+    context.moveTo(view.left, y);
+    context.lineTo(view.left + view.width, y);
+    context.stroke();
+    context.setLineDash([]);
   }
 
   drawStack(chart, { first, end, count }, top) {

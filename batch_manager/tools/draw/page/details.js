@@ -1,9 +1,8 @@
 // The description of the request and the iteration at a point of the charts.
 
-/** Return {title, colour, facts: [[name, text], ...]} of a row (-1: none) and an iteration. */
-function describe(run, theme, { row, index, isOver = false }) {
-  const span = row < 0 ? undefined : spanHolding(run, row, index, isOver);
-  const facts = [["iteration", countText(run.iterations[index])], ...timeOf(run, index)];
+/** Return {title, colour, facts: [[name, text], ...]} of an iteration and a span (undefined: none) of a row (-1: none). */
+function describe(run, theme, { row, index, span }) {
+  const facts = [["iteration", run.iterationText(index)], ...timeOf(run, index)];
   if (span !== undefined) facts.push(...factsOfSpan(run, row, span));
   facts.push(...factsOfIteration(run, index));
   if (row < 0) return { title: "iteration", facts };
@@ -12,13 +11,8 @@ function describe(run, theme, { row, index, isOver = false }) {
            colour: span === undefined ? undefined : theme.kinds[run.spanKind[span]] };
 }
 
-function spanHolding(run, row, index, isOver) {
-  const end = run.rowEnd[row] - (isOver ? 1 : 0);
-  return index >= run.rowStart(row) && index < end ? run.spanAt(row, index) : undefined;
-}
-
 function wordsOutsideLife(run, row, index) {
-  return index < run.rowStart(row) ? "not arrived yet" : "ended";
+  return index < Math.max(run.rowStart(row), run.rowEnd[row] - 1) ? "not arrived yet" : "ended";
 }
 
 function timeOf(run, index) {
@@ -32,15 +26,16 @@ function factsOfSpan(run, row, span) {
     facts.push(["tokens", countText(tokens)], ["first position", countText(first)]);
   }
   const { kind, reason } = run.kinds[run.spanKind[span]];
-  if (reason) facts.push(["waits for", reason]);
+  if (reason) facts.push([kind === "client" ? "is there because of" : "waits for", reason]);
   if (end - start > 1) {
     facts.push([kind === "generation" ? "generates in" : "lasts",
-                `${countText(run.iterations[start])} to ${countText(run.iterations[end - 1])}, ` +
+                `${run.iterationText(start)} to ${run.iterationText(end - 1)}, ` +
                 `${countText(end - start)} iterations`]);
   }
-  const us = run.spanUs(row, span);
+  const us = run.durationUs(row, span);
   if (us > 0) facts.push(["for", durationText(us)]);
   if (end === run.rowEnd[row]) facts.push(["then", run.rowEnded[row] ? "ended" : "the trace ends"]);
+  facts.push(["of its", durationText(run.rowEndUs[row] - run.spanUs[run.rowFirst[row]])]);
   return facts;
 }
 

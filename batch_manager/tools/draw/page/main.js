@@ -8,7 +8,7 @@ const byId = (id) => document.getElementById(id);
 class Page {
   constructor(run) {
     this.run = run;
-    this.axes = { iteration: iterationAxis(run.count), time: timeAxis(run) };
+    this.axes = { iteration: iterationAxis(run), time: timeAxis(run) };
     this.view = new View(run, this.axes);
     const theme = readTheme(run);
     this.rows = new RowsChart(byId("rows"), this.view, run, theme);
@@ -228,7 +228,7 @@ class Page {
     const row = [this.run.ids.indexOf(id, after), this.run.ids.indexOf(id)].find((each) => each >= 0);
     byId("found").textContent = row === undefined ? `there is no request ${id}` : "";
     if (row === undefined) return;
-    this.pinned = { row, index: this.run.rowStart(row) };
+    this.pinned = { row, index: this.run.rowStart(row), span: this.run.rowFirst[row] };
     this.change((view) => view.showLife(row));
   }
 }
@@ -238,10 +238,10 @@ function readTheme(run) {
   const isDark = matchMedia("(prefers-color-scheme: dark)").matches ? 1 : 0;
   const style = getComputedStyle(document.documentElement);
   const theme = { kinds: run.header.colours.map((pair) => pair[isDark]), ended: run.header.ended[isDark] };
-  for (const name of ["page", "ink", "faint", "grid", "line", "live", "cached", "free", "context", "generation", "queued"]) {
+  for (const name of ["page", "ink", "faint", "grid", "line", "live", "cached", "free", "context", "generation", "queued", "limit"]) {
     theme[name] = style.getPropertyValue(`--${name}`).trim();
   }
-  for (let i = 0; i < 8; i++) theme[`phase${i}`] = style.getPropertyValue(`--phase-${i}`).trim();
+  for (let i = 0; i < PHASE_COLOURS; i++) theme[`phase${i}`] = style.getPropertyValue(`--phase-${i}`).trim();
   return theme;
 }
 

@@ -76,7 +76,7 @@ class RowsChart {
     const from = view.axis.indexAt(view.begin), to = view.axis.indexAt(view.end);
     for (let row = first; row < end; row++) {
       if (run.rowStart(row) > to) continue;
-      for (let span = run.spanAt(row, from); span < run.rowFirst[row + 1] && run.spanStart[span] <= to; span++) {
+      for (let span = run.firstSpanAt(row, from); span < run.rowFirst[row + 1] && run.spanStart[span] <= to; span++) {
         this.drawSpan(row, span);
       }
       this.drawEnd(row);
@@ -86,8 +86,8 @@ class RowsChart {
 
   drawSpan(row, span) {
     const { context, view, run } = this;
-    const positions = view.axis.positions, start = run.spanStart[span];
-    const left = Math.max(view.toX(positions[start]), view.left - 8);
+    const start = run.spanStart[span], begin = view.axis.spanBegins[span];
+    const left = Math.max(view.toX(begin), view.left - 8);
     const right = Math.min(view.toX(view.axis.spanEnd(run, row, span)), view.left + view.width + 8);
     const gap = Math.min(1, (right - left) / 6), margin = rowMargin(view.rowHeight);
     const box = [left, view.toY(row) + margin, Math.max(right - left - gap, 0.75), view.rowHeight - 2 * margin];
@@ -97,7 +97,7 @@ class RowsChart {
       context.fillStyle = this.hatch;
       fillBox(context, box);
     }
-    if (run.isContext(span)) this.drawTokens(span, positions[start], view.axis.ends[start], row);
+    if (run.isContext(span)) this.drawTokens(span, begin, view.axis.ends[start], row);
   }
 
   /** Draw the number of tokens in the cell of a context chunk. */
@@ -116,7 +116,7 @@ class RowsChart {
   drawEnd(row) {
     const { context, view, run } = this;
     if (!run.rowEnded[row]) return;
-    const x = view.toX(view.axis.rowEnd(run, row)), margin = rowMargin(view.rowHeight);
+    const x = view.toX(view.axis.rowEnds[row]), margin = rowMargin(view.rowHeight);
     if (x < view.left || x > view.left + view.width + ENDED_WIDTH) return;
     const width = view.rowHeight >= SHORTEST_ROW_WITH_GAP ? ENDED_WIDTH : 1;
     context.fillStyle = this.theme.ended;
@@ -212,7 +212,7 @@ function drawTicks(context, view, run, theme, height) {
     context.fillStyle = theme.grid;
     context.fillRect(toPixel(x), height - 5, 1 / devicePixelRatio, 4);
     context.fillStyle = theme.faint;
-    const label = isTime ? secondsText(at, step) : countText(run.iterations[at]);
+    const label = isTime ? secondsText(at, step) : run.iterationText(at);
     context.fillText(label, Math.max(x, view.left + context.measureText(label).width / 2), height - 9);
   }
   context.textAlign = "right";

@@ -14,6 +14,9 @@ class Run {
     this.spanStart = columns.span_start;
     this.spanKind = Uint16Array.from(columns.span_kind);
     this.rowFirst = firstOfEach(columns.row_spans);
+    this.spanUs = columns.span_late_us.map((late, span) => this.beginUs[this.spanStart[span]] + late);
+    this.rowEndUs = columns.row_late_us.map((late, row) => this.beginUs[this.rowEnd[row] - 1] + late);
+    this.settings = header.settings ?? {};
     this.chunkFirst = columns.chunk_first;
     this.chunkTokens = columns.chunk_tokens;
     this.chunkOf = chunkOfEach(this.spanKind, this.kinds);
@@ -36,18 +39,32 @@ class Run {
     return low;
   }
 
+  /** The first span of a row that begins in the same iteration as `spanAt`. */
+  firstSpanAt(row, index) {
+    let span = this.spanAt(row, index);
+    while (span > this.rowFirst[row] && span < this.rowFirst[row + 1] &&
+           this.spanStart[span - 1] === this.spanStart[span]) span--;
+    return span;
+  }
+
   /** The iteration after the last one of a span of a row. */
   spanEnd(row, span) {
     return span + 1 < this.rowFirst[row + 1] ? this.spanStart[span + 1] : this.rowEnd[row];
   }
 
   /** Duration of a span of a row, in microseconds. */
-  spanUs(row, span) {
-    const end = this.spanEnd(row, span);
-    return (end === this.rowEnd[row] ? this.endUs[end - 1] : this.beginUs[end]) - this.beginUs[this.spanStart[span]];
+  durationUs(row, span) {
+    return (span + 1 < this.rowFirst[row + 1] ? this.spanUs[span + 1] : this.rowEndUs[row]) - this.spanUs[span];
   }
 
   rowStart(row) { return this.spanStart[this.rowFirst[row]]; }
+
+  isInClient(span) { return this.kinds[this.spanKind[span]].kind === "client"; }
+
+  /** Number of an iteration as text; the column before the first iteration has none. */
+  iterationText(index) {
+    return this.header.has_before && index === 0 ? "before" : countText(this.iterations[index]);
+  }
 
   isContext(span) { return this.kinds[this.spanKind[span]].kind === "context"; }
 

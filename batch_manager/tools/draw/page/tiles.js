@@ -27,10 +27,10 @@ function countTile(run, axis, { binWidth, firstBin, rowsPerGroup, firstGroup, bi
 
 /** Add the time of a row in each kind to counts[bin * kinds + kind]. Return false for a row outside the window. */
 function addRow(run, axis, row, { begin, binWidth, bins }, counts) {
-  const positions = axis.positions, end = begin + bins * binWidth, kinds = run.kinds.length;
-  if (positions[run.rowStart(row)] >= end || axis.rowEnd(run, row) <= begin) return false;
-  for (let span = run.spanAt(row, axis.indexAt(begin)); span < run.rowFirst[row + 1]; span++) {
-    const from = Math.max(positions[run.spanStart[span]], begin);
+  const begins = axis.spanBegins, end = begin + bins * binWidth, kinds = run.kinds.length;
+  if (begins[run.rowFirst[row]] >= end || axis.rowEnds[row] <= begin) return false;
+  for (let span = run.firstSpanAt(row, axis.indexAt(begin)); span < run.rowFirst[row + 1]; span++) {
+    const from = Math.max(begins[span], begin);
     const to = Math.min(axis.spanEnd(run, row, span), end);
     if (from >= end) break;
     if (to <= from) continue;             // the row ends before the window, which begins in idle time

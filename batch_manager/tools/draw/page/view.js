@@ -44,13 +44,14 @@ class View {
 
   toRow(y) { return Math.floor(this.firstRow + y / this.rowHeight); }
 
-  /** The row and iteration at a point; row -1 below the last one; undefined outside the run. isOver: the point is in
-   *  the idle time after the iteration. */
+  /** The row, span and iteration at a point; row -1 below the last one; span undefined outside the request's life;
+   *  undefined outside the run. */
   at(x, y) {
     const position = this.toPosition(x), row = y < 0 || y > this.height ? -1 : this.toRow(y);
     if (position < 0 || position >= this.axis.end || x < this.left || !this.run.count) return undefined;
     const index = this.axis.indexAt(position);
-    return { index, row: row < this.run.rows ? row : -1, isOver: position >= this.axis.ends[index] };
+    const found = row < this.run.rows ? row : -1;
+    return { index, row: found, span: found < 0 ? undefined : this.axis.spanAt(this.run, found, position) };
   }
 
   zoom(factor, x = this.left + this.width / 2) {
@@ -102,7 +103,7 @@ class View {
   }
 
   showLife(row) {
-    const from = this.axis.positions[this.run.rowStart(row)], to = this.axis.rowEnd(this.run, row);
+    const from = this.axis.spanBegins[this.run.rowFirst[row]], to = this.axis.rowEnds[row];
     const margin = Math.max((to - from) * MARGIN_OF_LIFE, this.axis.minShown / 2);
     this.begin = from - margin;
     this.end = Math.min(to + margin, from - margin + Math.max(this.axis.end, this.axis.minShown));
