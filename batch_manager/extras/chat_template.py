@@ -59,8 +59,8 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
     if "messages" in variables:    # for example from a client
         raise InvalidRequestError("a template variable is named messages", "the name messages is reserved",
                                   "rename the variable")
-    files = _files(Path(folder))
-    template = _template(*files, has_tools=tools is not None)
+    files = folder_files(Path(folder))
+    template = folder_template(*files, has_tools=tools is not None)
     given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True, **variables}
     plain: dict[str, Any] = {}
     try:
@@ -68,10 +68,10 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
         if not isinstance(plain["messages"], list) or not all(type(each) is dict for each in plain["messages"]):
             raise InvalidRequestError("messages is not a list of dictionaries", "expected one dictionary per message",
                                       'pass [{"role": "user", "content": "..."}]')
-        tokens = _special_tokens(*files)
+        tokens = folder_special_tokens(*files)
 
         def render(given: dict[str, Any]) -> str:
-            chosen = template if given["tools"] is not None else _template(*files, has_tools=False)
+            chosen = template if given["tools"] is not None else folder_template(*files, has_tools=False)
             return chosen.render({**tokens, **given, "messages": [*map(template_message, given["messages"])]})
 
         prompt = render(plain)
@@ -125,7 +125,7 @@ def _plain(value: Any, where: str) -> Any:
 # ---------------------------------------------------------------------- the files of the folder
 
 
-def _files(folder: Path) -> tuple[tuple[str, int, int], ...]:
+def folder_files(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """Return (path, mtime in ns, size in bytes) of each file with templates or special tokens.
 
     The result is the key of the caches in this file. If `folder` is a directory, the first item is
@@ -189,7 +189,7 @@ def _configs(files: tuple[tuple[str, int, int], ...]) -> list[dict[str, Any]]:
 
 
 @lru_cache(maxsize=16)
-def _special_tokens(*files: tuple[str, int, int]) -> dict[str, str]:
+def folder_special_tokens(*files: tuple[str, int, int]) -> dict[str, str]:
     if is_gguf_file(files[0][0]):
         return _gguf_chat(files[0])[1]
     tokens: dict[str, str] = {}
@@ -203,7 +203,7 @@ def _special_tokens(*files: tuple[str, int, int]) -> dict[str, str]:
 
 
 @lru_cache(maxsize=32)
-def _template(*files: tuple[str, int, int], has_tools: bool) -> Any:
+def folder_template(*files: tuple[str, int, int], has_tools: bool) -> Any:
     """Return the compiled template: `tool_use` if it exists and there are tools, otherwise `default`."""
     folder, templates = files[0][0], _templates(files)
     wanted = "tool_use" if has_tools and "tool_use" in templates else "default"

@@ -31,6 +31,7 @@ from .generated_text import GeneratedText
 from .sampling import Sampling, in_names_of_options
 from .text import TextStream
 from .tokenizer import encode, load_tokenizer
+from .turn_end import log_unused_turn_ends
 
 __all__ = ["LLM", "Completion", "RequestFailed", "TextPieces", "Timings"]
 
@@ -118,6 +119,7 @@ class LLM:
         self._manager = GptManager(model, TrtGptModelType.InflightFusedBatching, 1, scheduler_policy, switchboard.get,
                                    switchboard.send, switchboard.poll, return_stats, optional_params, parts=parts,
                                    exclude_input_in_output=True)
+        log_unused_turn_ends(self._source, self._tokenizer, self._manager.info.end_ids)
 
     def generate(self, prompts: Iterable[Prompt] | str, **options: Any) -> list[Completion]:
         """Return one completion per prompt, in order. A single string is one prompt.

@@ -477,7 +477,7 @@ def test_without_jinja2_or_with_an_old_one_the_error_says_what_to_do(tmp_path, m
     monkeypatch.setattr(jinja2, "__version__", "3.2.0.dev1")
     assert chat_prompt(here, []) == "x"
     template_environment.cache_clear()
-    chat_template._template.cache_clear()
+    chat_template.folder_template.cache_clear()
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ConfigError, match=r'pip install "batch-manager\[text\]"'):
         chat_prompt(here, [])

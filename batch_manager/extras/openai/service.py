@@ -20,6 +20,7 @@ from ..chat_template import chat_prompt
 from ..generated_text import GeneratedText
 from ..gguf_tokenizer import is_gguf_file
 from ..tokenizer import encode, load_tokenizer
+from ..turn_end import log_unused_turn_ends
 from .errors import OpenAIError, refused
 from .fields import WORD, ParsedBody, read_body
 from .prompt_log_probs import prompt_log_probs
@@ -52,6 +53,7 @@ class OpenAIService:
         self.names = list(names) or [os.path.basename(os.path.abspath(self.folder))]
         self.tokenizer = load_tokenizer(folder) if tokenizer is None else tokenizer
         self.token_names = TokenNames(self.tokenizer)
+        log_unused_turn_ends(folder, self.tokenizer, engine.info.end_ids)
         self.is_draining = False
         self._started = int(time())
         self._guided: Any = None
