@@ -310,9 +310,8 @@ def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _is_lost(device: torch.device, error: RuntimeError) -> bool:
-    if isinstance(error, _ACCELERATOR_ERROR):
-        return True
-    if "CUDA" not in str(error) and "HIP" not in str(error):
+    """Whether the device refuses all further work: an invalid launch, for example, leaves it usable."""
+    if not isinstance(error, _ACCELERATOR_ERROR) and "CUDA" not in str(error) and "HIP" not in str(error):
         return False
     try:
         torch.cuda.synchronize(device)              # fails if the context is lost

@@ -81,15 +81,21 @@ def test_a_cpu_that_is_out_of_memory_raises_a_memory_error():
         raise RuntimeError("something else")
 
 
-@pytest.mark.parametrize("error, lost", [
-    (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
-    (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), False),
-    (torch.OutOfMemoryError("CUDA out of memory"), False),
-    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+
+
+@pytest.mark.parametrize("error, answers, lost", [
+    (RuntimeError(ILLEGAL), False, True),
+    (torch.AcceleratorError(ILLEGAL, 700), False, True),
+    (torch.AcceleratorError("CUDA error: invalid configuration argument", 9), True, False),
+    (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), False, False),
+    (torch.OutOfMemoryError("CUDA out of memory"), False, False),
+    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False, False),
 ])
-def test_a_gpu_is_lost_when_it_cannot_even_synchronize(monkeypatch, error, lost):
+def test_a_gpu_is_lost_when_it_cannot_even_synchronize(monkeypatch, error, answers, lost):
     def synchronize(_):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if not answers:
+            raise RuntimeError(ILLEGAL)
 
     monkeypatch.setattr(device_module.torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(device_module.torch.cuda, "device", lambda _: contextlib.nullcontext())

@@ -201,11 +201,11 @@ def run(tmp_path, monkeypatch):
     from batch_manager.tools.gpu_report.bench import Bench
     from batch_manager.tools.gpu_report.device_clock import DryClock
 
-    def with_sections(*sections, minutes=8.0, goals=(), is_dry=False):
+    def with_sections(*sections, minutes=8.0, goals=(), is_dry=False, rates=()):
         monkeypatch.setattr(listed, "SECTIONS", sections)
         clock = DryClock(torch.device("cpu"))
         clock.is_dry = is_dry
-        return list(run(Bench(clock, torch.float32, tmp_path, tmp_path, goals=goals), minutes))
+        return list(run(Bench(clock, torch.float32, tmp_path, tmp_path, goals=goals, rates=dict(rates)), minutes))
     return with_sections
 
 
@@ -254,8 +254,45 @@ def test_a_section_may_use_what_those_before_it_left_but_not_the_budgets_of_thos
     run(*(section(name, looks, "G7", seconds=10) for name in "abc"), section("rest", looks, "G7", seconds=0), minutes=1)
     assert seen == pytest.approx([40, 50, 60, 60], abs=0.5)
     seen.clear()
-    run(*(section(name, looks, "G7", seconds=40) for name in "abc"), minutes=1)          # all budgets shrink
-    assert seen == pytest.approx([20, 40, 60], abs=0.5)
+    run(*(section(name, looks, "G7", seconds=40) for name in "abc"), minutes=1)          # whole ones, in order
+    assert seen == pytest.approx([40, 60, 60], abs=0.5)
+
+
+def test_without_rates_a_section_is_not_reached_and_with_those_of_an_earlier_report_it_is(run, tmp_path):
+    from batch_manager.tools.gpu_report.denominators import RATES, rates_of
+    from batch_manager.tools.gpu_report.denominators import run as denominators
+
+    def compares(bench):
+        yield Record("G1", "attention", bench.copy_bytes_s, 1.0)
+
+    (record,) = run(section("attention", compares, "G1b", "G1", seconds=10))[:1]
+    assert record.status == NOT_REACHED and "--rates" in record.note
+    header = {"device": "a GPU", "versions": {}, "commit": "", "date": ""}
+    lines = [Record("denominator", case, 2.0, unit=unit).line(header, dry=False) for case, unit, _ in RATES.values()]
+    report = tmp_path / "gpu_report.jsonl"
+    report.write_text("\n".join(map(json.dumps, lines)))
+    rates = rates_of(report, "a GPU")
+    assert rates == {"copy_bytes_s": 2e9, "read_bytes_s": 2e9, "matmul_flop_s": 2e12}
+    assert run(section("rates", denominators, needed_by=("G1",)), section("attention", compares, "G1"),
+               goals=("G1",), rates=rates)[0].numerator == 2e9
+    for text, device in ((lines[0], "a GPU"), (lines[0] | {"device": "b"}, "a GPU"), ({}, "a GPU")):
+        report.write_text(json.dumps(text))
+        with pytest.raises(ValueError, match="expected"):
+            rates_of(report, device)
+
+
+@pytest.mark.parametrize("dtype, allowed", [("bfloat16", 1e-2), ("float16", 2e-3), ("float32", 1e-4)])
+def test_a_result_that_is_rounded_once_is_within_the_allowed_error(tmp_path, dtype, allowed):
+    import torch
+
+    from batch_manager.tools.gpu_report.bench import Bench
+    from batch_manager.tools.gpu_report.device_clock import DryClock
+    from batch_manager.tools.gpu_report.pages import relative_error
+
+    bench = Bench(DryClock(torch.device("cpu")), getattr(torch, dtype), tmp_path, tmp_path)
+    assert bench.allowed_error == allowed
+    values = bench.normal(4096, dtype=torch.float64)
+    assert relative_error(values.to(bench.dtype), values) < bench.allowed_error
 
 
 def test_only_what_was_asked_for_runs_and_what_goals_rest_on(run):

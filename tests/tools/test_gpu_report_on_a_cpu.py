@@ -49,7 +49,7 @@ def test_a_section_gives_records_that_the_report_can_hold(name, tmp_path, monkey
     clock = DryClock(torch.device("cpu"))
     clock.is_dry = False
     bench = Bench(clock, torch.float32, tmp_path, tmp_path, goals=("G3", "G4", "G6", "G7", "G8", "G9"),
-                  copy_bytes_s=1e10, read_bytes_s=1e10, matmul_flop_s=1e11)
+                  rates={"copy_bytes_s": 1e10, "read_bytes_s": 1e10, "matmul_flop_s": 1e11})
     run = decode_steps.run_large if name == "large" else module.run
     lines = [record.line(HEADER, dry=False) for record in run(bench)]
     for line in lines:

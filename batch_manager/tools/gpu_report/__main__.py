@@ -4,6 +4,7 @@
     python -m batch_manager.tools.gpu_report --out FOLDER --goal G1 G3         only these goals
     python -m batch_manager.tools.gpu_report --out FOLDER --goal settings      only the launch settings of kernels
     python -m batch_manager.tools.gpu_report --out FOLDER --peers PEERS        compare with the peers in PEERS
+    python -m batch_manager.tools.gpu_report --out FOLDER --rates LINES        with the rates of an earlier report
     python -m batch_manager.tools.gpu_report --dry-run                         everything, on a CPU
 
 First, the program measures the rates of copying memory, reading memory and multiplying matrices. It then compares
@@ -13,7 +14,8 @@ object per case of a goal, as soon as the case is measured. FOLDER/gpu_report.md
 files also have the cases that were not reached, with the reason. FOLDER/gpu_settings.md has the fastest launch
 settings of the kernels, as code.
 
-Each section of the report has a time budget, which is printed before the first section. The engines of the goals
+Each section of the report has a time budget, which is printed before the first section. If `--minutes` is less than
+their sum, the sections run in order until the time is over. The engines of the goals
 capture CUDA graphs. In the time that is left after all goals, the engines run again without graphs, and launch settings
 are compared. A dry run charges estimated times to the budgets, not elapsed times, so it shows whether every goal
 is reached.
@@ -114,6 +116,9 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--peers", type=Path, help="folder of peers")
     add("--minutes", type=float, default=8.0, help="time limit in minutes (8)")
     add("--device", default="cuda", help='"cuda", "cuda:1" (cuda)')
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
+        help="data type of kernels and engines (bfloat16); a dry run uses float32")
+    add("--rates", type=Path, help=f"{LINES} of an earlier report of this device; its rates are not measured again")
     add("--commit", help="commit of the measured code (from git)")
     add("--dry-run", action="store_true", help="run every line on a CPU, in Triton's interpreter; numbers are null")
     options = parser.parse_args(argv)
@@ -144,6 +149,7 @@ def report(options: argparse.Namespace, out: Path) -> int:
 
     from ...triton_kernels.dispatch import use_triton
     from .bench import Bench
+    from .denominators import rates_of
     from .device_clock import DryClock, GpuClock
     from .records import FAILED, Record, check, table
 
@@ -157,14 +163,21 @@ def report(options: argparse.Namespace, out: Path) -> int:
     out.mkdir(parents=True, exist_ok=True)
     faulthandler.dump_traceback_later(60 * options.minutes + HARD_STOP_SECONDS, exit=True)
     clock = DryClock(device) if options.dry_run else GpuClock(device)
+    rates = {}
+    if options.rates is not None:
+        try:
+            rates = rates_of(options.rates, clock.name)
+        except (OSError, ValueError) as error:
+            print(f"gpu_report: --rates: {error}", file=sys.stderr)
+            return 2
     header = {"device": clock.name, "versions": versions(*PACKAGES),
               "commit": options.commit or commit_of_the_checkout(),
               "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     lines = []
     with tempfile.TemporaryDirectory() as folder, (out / LINES).open("w") as file, torch.inference_mode(), \
             dry_graphs() if options.dry_run else torch.get_device_module(device).device(device):
-        bench = Bench(clock, torch.float32 if options.dry_run else torch.bfloat16, Path(folder), out, options.peers,
-                      goals=tuple(options.goal))
+        dtype = torch.float32 if options.dry_run else getattr(torch, options.dtype)
+        bench = Bench(clock, dtype, Path(folder), out, options.peers, goals=tuple(options.goal), rates=rates)
         for record in run(bench, options.minutes):
             line = record.line(header, dry=options.dry_run)
             try:

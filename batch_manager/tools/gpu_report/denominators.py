@@ -1,37 +1,64 @@
 """Measure the memory bandwidth and the matrix rate of this GPU. Several goals compare with these rates."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
 from .bench import Bench
-from .records import Record
+from .records import MEASURED, Record, read
 
 BUFFER_BYTES = 2 << 30
 MATRIX_SIZE = 8192
+# name in Bench.rates -> case of the record, unit of the record, value of the unit
+RATES = {
+    "copy_bytes_s": ("copy, bytes read and bytes written", "GB/s", 1e9),
+    "read_bytes_s": ("sum, bytes read", "GB/s", 1e9),
+    "matmul_flop_s": (f"matrix product of {MATRIX_SIZE} x {MATRIX_SIZE}", "TFLOP/s", 1e12),
+}
+
+
+def rates_of(path: Path, device: str) -> dict[str, float]:
+    """Read the rates that an earlier report of the same device measured, from its gpu_report.jsonl.
+
+    Raises OSError, or ValueError if the file is no report, or one of another device, or lacks a rate.
+    """
+    measured = {line["case"]: line for line in read(path) if line["goal"] == "denominator"
+                and line["status"] == MEASURED}
+    for name, (case, _, _) in RATES.items():
+        if case not in measured:
+            raise ValueError(f"{path} has no {name}; expected a report that measured it; leave --rates out")
+        if measured[case]["device"] != device:
+            raise ValueError(f"{path} is a report of {measured[case]['device']}; expected {device}; leave --rates out")
+    return {name: measured[case]["numerator"] * unit for name, (case, _, unit) in RATES.items()}
 
 
 def run(bench: Bench) -> Iterator[Record]:
-    """Time a copy, a sum and a matrix product of random numbers, with more data than fits into the cache."""
+    """Time a copy, a sum and a matrix product of random numbers, with more data than fits into the cache.
+
+    Measures nothing if `bench.rates` has the rates of an earlier report.
+    """
+    if bench.rates:
+        return
     bench.require(6)
     bench.clock.warm()
     count = bench.pick(BUFFER_BYTES, 1024) // 4
     sources = [bench.normal(count, dtype=torch.float32) for _ in range(2)]
     target = torch.empty_like(sources[0])
 
-    timing = bench.clock.time(lambda number: target.copy_(sources[number % 2]), launches=4)
-    bench.copy_bytes_s = 2 * target.nbytes / timing.median
-    yield Record("denominator", "copy, bytes read and bytes written", bench.copy_bytes_s / 1e9, unit="GB/s",
-                 spread=timing.spread)
-
-    timing = bench.clock.time(lambda number: sources[number % 2].sum(), launches=4)
-    bench.read_bytes_s = target.nbytes / timing.median
-    yield Record("denominator", "sum, bytes read", bench.read_bytes_s / 1e9, unit="GB/s", spread=timing.spread)
-
+    yield _measured(bench, "copy_bytes_s", 2.0 * target.nbytes,
+                    lambda number: target.copy_(sources[number % 2]))
+    yield _measured(bench, "read_bytes_s", float(target.nbytes), lambda number: sources[number % 2].sum())
     size = bench.pick(MATRIX_SIZE, 16)
     pairs = [(bench.normal(size, size), bench.normal(size, size)) for _ in range(2)]
     product = torch.empty_like(pairs[0][0])
-    timing = bench.clock.time(lambda number: torch.mm(*pairs[number % 2], out=product), launches=4)
-    bench.matmul_flop_s = 2.0 * size**3 / timing.median
-    yield Record("denominator", f"matrix product of {MATRIX_SIZE} x {MATRIX_SIZE} in bfloat16",
-                 bench.matmul_flop_s / 1e12, unit="TFLOP/s", spread=timing.spread)
+    yield _measured(bench, "matmul_flop_s", 2.0 * size**3, lambda number: torch.mm(*pairs[number % 2], out=product))
+
+
+def _measured(bench: Bench, name: str, amount: float, launch: Callable[[int], object]) -> Record:
+    """Time a launch that handles `amount` bytes or operations, and keep the rate in `bench.rates`."""
+    case, unit, value = RATES[name]
+    timing = bench.clock.time(launch, launches=4)
+    bench.rates[name] = amount / timing.median
+    note = str(bench.dtype).removeprefix("torch.") if name == "matmul_flop_s" else ""
+    return Record("denominator", case, bench.rates[name] / value, unit=unit, spread=timing.spread, note=note)

@@ -73,12 +73,11 @@ def plan(sections: Sequence[Section], minutes: float) -> dict[str, tuple[float, 
     """Return name of a section -> (its budget in seconds, its latest end in seconds from the start of the report).
 
     A section may use its budget and the time that the sections before it left. Its latest end leaves all later sections
-    their budgets. If the budgets exceed `minutes`, all of them shrink by the same factor.
+    their budgets. If the budgets exceed `minutes`, the sections run in order with whole budgets until the time is over,
+    because a section measures nothing in a part of its budget.
     """
-    total = sum(section.seconds for section in sections)
-    factor = min(1.0, 60 * minutes / total) if total else 1.0
-    ends, later = {}, 0.0
-    for section in reversed(sections):
-        ends[section.name] = (section.seconds * factor, 60 * minutes - later)
-        later += section.seconds * factor
-    return dict(reversed(ends.items()))
+    ends, earlier, later = {}, 0.0, sum(section.seconds for section in sections)
+    for section in sections:
+        earlier, later = earlier + section.seconds, later - section.seconds
+        ends[section.name] = (section.seconds, max(60 * minutes - later, min(60 * minutes, earlier)))
+    return ends
