@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from os.path import commonprefix
+from typing import NamedTuple
 
 from ..errors import ConfigError, type_name
 
@@ -55,12 +56,25 @@ class StopStrings:
         return len(text)
 
 
+class FoundWithToken(NamedTuple):
+    """A stop string with a special token, in a text that omits special tokens.
+
+    from_start, from_end   number of characters of this text from the start of the string on, and after its end
+    ends_in_token          whether the string ends in a special token
+    """
+
+    from_start: int
+    from_end: int
+    ends_in_token: bool
+    string: str
+
+
 class TextWithSpecialTokens:
     """Search for stop strings that contain special tokens, which the text of an output omits.
 
     The object keeps the end of a text in which special tokens are shown, as far as this end may be the start of a
     stop string with a special token in it. All other stop strings are searched in the text without special tokens. A
-    stop string has to contain all characters of a special token: `<` does not end a text at the token `<|end|>`.
+    stop string never ends a text within a special token: `<` does not end a text at the token `<|end|>`.
     """
 
     def __init__(self, strings: StopStrings) -> None:
@@ -74,7 +88,7 @@ class TextWithSpecialTokens:
         """Number of characters at the end of the omitting text that may belong to a stop string."""
         return max(0, len(self._text) - sum(end - start for start, end in self._shown) - len(self._ahead))
 
-    def add_token(self, held: str, pending: str, content: str) -> tuple[int, int, str] | None:
+    def add_token(self, held: str, pending: str, content: str) -> FoundWithToken | None:
         """Add a special token. Return as `add` does.
 
         held, pending   end of the omitting text that may begin a stop string, and the text that would follow if no
@@ -90,12 +104,8 @@ class TextWithSpecialTokens:
         self._text += content
         return self._search(num_seen)
 
-    def add(self, text: str) -> tuple[int, int, str] | None:
-        """Add a piece of the omitting text. Return the stop string with a special token that is completed first.
-
-        It is returned as (number of characters of the omitting text from its start to the end, the same from its end,
-        string).
-        """
+    def add(self, text: str) -> FoundWithToken | None:
+        """Add a piece of the omitting text. Return the stop string with a special token that is completed first."""
         if not self._shown:
             return None
         same = len(commonprefix((text, self._ahead)))
@@ -104,11 +114,13 @@ class TextWithSpecialTokens:
         self._text += text[same:]
         return self._search(num_seen)
 
-    def _search(self, num_seen: int) -> tuple[int, int, str] | None:
-        found = self._strings.first(self._text, num_seen, self._has_special)
+    def _search(self, num_seen: int) -> FoundWithToken | None:
+        found = self._strings.first(self._text, num_seen, self._has_whole_tokens)
         if found is not None:
             position, string = found
-            return self._num_omitting(position), self._num_omitting(position + len(string)), string
+            end = position + len(string)
+            return FoundWithToken(self._num_omitting(position), self._num_omitting(end),
+                                  any(first < end <= last for first, last in self._shown), string)
         begun = self._strings.begun(self._text)
         self._shown = [(start - begun, end - begun) for start, end in self._shown if start >= begun]
         self._text = self._text[begun:] if self._shown else ""
@@ -116,8 +128,10 @@ class TextWithSpecialTokens:
             self._ahead = ""
         return None
 
-    def _has_special(self, first: int, last: int) -> bool:
-        return any(first <= start and end <= last for start, end in self._shown)
+    def _has_whole_tokens(self, first: int, last: int) -> bool:
+        """Whether the text from `first` to `last` contains special tokens, and no part of another one."""
+        touched = [first <= start and end <= last for start, end in self._shown if start < last and first < end]
+        return bool(touched) and all(touched)
 
     def _num_omitting(self, position: int) -> int:
         return len(self._text) - position - sum(max(0, end - max(start, position)) for start, end in self._shown)

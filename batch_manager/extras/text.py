@@ -154,11 +154,10 @@ class TextStream:
             if shown is not None:
                 text += pending
                 found = self._stop.first(text, num_seen)
-                shown = shown if found is None else None    # the special token comes after `pending`
         if shown is not None:
-            from_start, from_end, string = shown
-            if found is None or (len(text) - from_end, len(string)) < (found[0] + len(found[1]), len(found[1])):
-                found = max(0, len(text) - from_start), string
+            completed = len(text) - shown.from_end, shown.ends_in_token, len(shown.string)
+            if found is None or completed < (found[0] + len(found[1]), False, len(found[1])):
+                found = max(0, len(text) - shown.from_start), shown.string
         if found is not None:
             position, self.stopped_by = found
             self._held = ""

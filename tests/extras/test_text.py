@@ -299,7 +299,7 @@ def law(tokenizer, prompt, tokens, stop=(), **options):
     skips = options.get("skip_special_tokens", True)
     shown = with_special(tokenizer, prompt, tokens) if skips else None
     if skips and shown is None:
-        stop = [string for string in stop if not any(token in string for token in text_streams.SPECIAL)]
+        stop = [string for string in stop if not any(token in string for token in text_streams.OMITTED)]
     expected, stopped_by = up_to_stop(text_behind(tokenizer, prompt, tokens, skips), list(stop), shown)
     stream = TextStream(tokenizer, prompt, stop, **options)
     sent = [stream.push([token]) for token in tokens]

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from batch_manager.extras.text import TextStream
 
+OMITTED = ("<s>", "</s>", "<|tool|>", "<unk>", "[UNK]")
 SPECIAL, ADDED = ["<s>", "</s>", "<|tool|>"], ["<think>", "été", "a b", "日 本"]
 FAMILY = "\N{MAN}\N{ZERO WIDTH JOINER}\N{WOMAN}\N{ZERO WIDTH JOINER}\N{GIRL}"
 WAVE = "\N{WAVING HAND SIGN}\N{EMOJI MODIFIER FITZPATRICK TYPE-4}"
@@ -144,7 +145,7 @@ def with_special(tokenizer, prompt: list[int], tokens: list[int]) -> Shown | Non
     text, shown, start = text_behind(tokenizer, prompt, tokens, True), [], 0
     name_of = getattr(tokenizer, "id_to_token", None) or tokenizer.convert_ids_to_tokens
     for number, token in enumerate(tokens):
-        if name_of(token) in SPECIAL:
+        if name_of(token) in OMITTED and not tokenizer.decode([token], skip_special_tokens=True):
             before = text_behind(tokenizer, prompt, tokens[:number], True)
             if not text.startswith(before):
                 return None
@@ -264,7 +265,7 @@ def run(seed: int, name: str, seen: Counter | None = None) -> None:
     text_with_special = with_special(tokenizer, prompt, tokens) if skips else None
     stop = random_stop(draw, text if text_with_special is None else joined(text_with_special, True))
     if skips and text_with_special is None:
-        stop = [string for string in stop if not any(token in string for token in SPECIAL)]
+        stop = [string for string in stop if not any(token in string for token in OMITTED)]
     expected, stopped_by = up_to_stop(text, stop, text_with_special)
     shown = name, *([tokenizer.id_to_token(token) for token in some] for some in (prompt, tokens)), stop
 
@@ -292,6 +293,6 @@ def run(seed: int, name: str, seen: Counter | None = None) -> None:
     seen["tokens"] += len(tokens)
     seen["characters"] += len(expected)
     seen["stopped"] += stopped_by is not None
-    seen["stopped by a special token"] += skips and any(token in (stopped_by or "") for token in SPECIAL)
+    seen["stopped by a special token"] += skips and any(token in (stopped_by or "") for token in OMITTED)
     seen["prompts"] += bool(prompt)
     seen["texts with U+FFFD"] += "\N{REPLACEMENT CHARACTER}" in text
