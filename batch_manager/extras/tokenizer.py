@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import ConfigError, InvalidRequestError, printable, type_name
 from .gguf_tokenizer import is_gguf_file, load_gguf_tokenizer
+from .tokenizer_files import complete
 
 TOKENIZER_FILE = "tokenizer.json"
 LONGEST_QUOTE = 300
@@ -16,10 +17,11 @@ def load_tokenizer(folder: str | os.PathLike) -> Any:
     """Return the `tokenizers.Tokenizer` of a model.
 
     folder   a folder with a tokenizer.json, whose padding and truncation are switched off; or a `.gguf` file (see
-             `gguf_tokenizer`)
+             `gguf_tokenizer`). Added tokens and special tokens of the folder's other files are read too (see
+             `tokenizer_files`)
 
-    Raises ConfigError if the library is not installed, if tokenizer.json is missing or unreadable, or if the GGUF file
-    is broken or has an unsupported tokenizer.
+    Raises ConfigError if the library is not installed, if tokenizer.json is missing, if a file is unreadable, or if the
+    GGUF file is broken or has an unsupported tokenizer.
     """
     try:
         from tokenizers import Tokenizer
@@ -46,6 +48,7 @@ def load_tokenizer(folder: str | os.PathLike) -> Any:
                           "download or save the file again") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
+    complete(tokenizer, path.parent)
     return tokenizer
 
 

@@ -7,9 +7,10 @@ import torch
 
 from ..config import DTYPES, LOAD_FORMATS, MODEL_IMPLEMENTATIONS
 from ..contained_log import log
-from ..errors import ConfigError, InsufficientMemoryError, UnsupportedModelError
+from ..errors import ConfigError, InsufficientMemoryError, UnsupportedModelError, printable
 from ..layers.context import LayerContext
-from ..weights.checkpoint import Checkpoint, open_checkpoint
+from ..weights.checkpoint import GENERATION_CONFIG_FILE, Checkpoint, open_checkpoint
+from ..weights.file_keys import unread
 from ..weights.json_file import Fields, shown
 from ..weights.source import DummyWeights
 from .class_check import refuse_wrong_spec
@@ -110,7 +111,14 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
 
 
 def _usable_end_ids(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ...]:
-    """Return the checkpoint's end ids that are in the vocabulary. Logs a warning if there are others."""
+    """Return the checkpoint's end ids that are in the vocabulary. Logs a warning if there are others.
+
+    Also logs the keys of generation_config.json that are not read, such as temperature.
+    """
+    generation = checkpoint.generation_config()
+    if generation is not None and (keys := unread(GENERATION_CONFIG_FILE, generation.values)):
+        log.info("%s: these keys of %s are not applied; expected sampling parameters in each request: %s",
+                 checkpoint.path, GENERATION_CONFIG_FILE, printable(", ".join(keys)))
     stated = stated_end_ids(checkpoint)
     usable = in_vocabulary(stated, vocab_size)
     dropped = [token for token in stated if token not in usable]

@@ -18,7 +18,6 @@ from ...responses.perf_metrics import PerfMetrics
 from ...responses.tensors import RESPONSE_TENSORS
 from ..chat_template import chat_prompt
 from ..generated_text import GeneratedText
-from ..gguf_tokenizer import is_gguf_file
 from ..tokenizer import encode, load_tokenizer
 from ..turn_end import log_unused_turn_ends
 from .errors import OpenAIError, refused
@@ -147,8 +146,7 @@ class OpenAIService:
                                              "omit the field")
         if self._guided is None:
             from ..guided_decoding import GuidedDecoding
-            source = self.tokenizer if is_gguf_file(self.folder) else os.path.join(self.folder, "tokenizer.json")
-            self._guided = GuidedDecoding(source, vocab_size=info.vocab_size, end_id=info.end_ids[0])
+            self._guided = GuidedDecoding(self.tokenizer, vocab_size=info.vocab_size, end_id=info.end_ids[0])
         try:
             return self._guided, self._guided.json_schema(orjson.dumps(schema).decode())
         except InvalidRequestError as error:
