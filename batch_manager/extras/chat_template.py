@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, InvalidRequestError, printable, type_name
+from ..weights.file_keys import SPECIAL_TOKENS
 from .gguf_tokenizer import is_gguf_file, load_gguf_chat
 from .template_messages import UnreadInput, has_effect, template_message
 from .template_sandbox import template_environment
@@ -19,7 +20,6 @@ from .template_sandbox import template_environment
 # The name of an additional file is the template's name, as in transformers' save_pretrained.
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LONGEST_QUOTE = 300
 
 

@@ -10,11 +10,10 @@ from typing import Any
 
 from ..contained_log import log
 from ..errors import ConfigError, printable, type_name
-from ..weights.file_keys import unread
+from ..weights.file_keys import SPECIAL_TOKENS, unread
 from .token_text import CLEAN_UP
 
 CONFIG_FILE, SPECIAL_FILE, ADDED_FILE = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LONGEST_QUOTE = 300
 _CLEANS_UP = "clean_up_tokenization_spaces"
 _EVEN_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"

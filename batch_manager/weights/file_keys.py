@@ -7,7 +7,7 @@ the model or tokenizer is loaded. Keys that are in neither table are logged.
 from collections.abc import Mapping
 from typing import Any
 
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 # File -> keys that are read. Keys with other names that end in `_token` name special tokens too. added_tokens.json has
 # tokens as keys. chat_template.jinja and additional_chat_templates/*.jinja have none. chat_template.json belongs to
@@ -17,10 +17,10 @@ READ: Mapping[str, frozenset[str]] = {
         "version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder",
         "model")),    # truncation and padding are switched off
     "tokenizer_config.json": frozenset((
-        *_SPECIAL, "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "chat_template",
+        *SPECIAL_TOKENS, "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "chat_template",
         "clean_up_tokenization_spaces", "split_special_tokens",
         "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")),
-    "special_tokens_map.json": frozenset((*_SPECIAL, "additional_special_tokens", "extra_special_tokens")),
+    "special_tokens_map.json": frozenset((*SPECIAL_TOKENS, "additional_special_tokens", "extra_special_tokens")),
     "generation_config.json": frozenset(("eos_token_id",)),
 }
 

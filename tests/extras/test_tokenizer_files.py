@@ -201,7 +201,7 @@ def test_the_list_has_the_keys_that_the_code_reads(tmp_path, monkeypatch):
         load_tokenizer(folder)
         with pytest.raises(ConfigError, match="no chat template"):
             chat_template.chat_prompt(folder, [])
-        chat_template._special_tokens(*chat_template._files(folder))
+        chat_template.folder_special_tokens(*chat_template.folder_files(folder))
         stated_end_ids(checkpoint.open_checkpoint(folder))
     read = {name: set().union(*(each.read for each in values)) for name, values in given.items()}
     # `_special_tokens` looks up in the map what either file may name.
