@@ -9,7 +9,7 @@ from ..seams import Clock
 # Timed methods of the loop -> names of the phases in a trace.
 PHASES = {"_fetch": "fetch", "_schedule": "schedule", "_claim": "claim", "_start": "start", "_finish": "read",
           "_advance": "advance", "_respond": "respond", "_poll_stops": "poll"}
-TRACE, GET, AFTER_RESPONSES, REPORT = "trace", "get", "after_responses", "report"
+TRACE, GET, AFTER_RESPONSES, REPORT, STATS = "trace", "get", "after_responses", "report", "stats"
 
 
 class PhaseTimes:
@@ -34,6 +34,8 @@ class PhaseTimes:
             setattr(loop, method, self._timed(getattr(loop, method), phase))
         if loop.callbacks.has_after_responses:
             loop.callbacks.after_responses = self._timed(loop.callbacks.after_responses, AFTER_RESPONSES)
+        if loop.callbacks.wants_stats:
+            loop.callbacks.return_stats = self._timed(loop.callbacks.return_stats, STATS, before=REPORT)
 
     def take(self) -> tuple[float, dict[str, int]]:
         """End the iteration. Returns (its start in seconds of the clock, phase -> microseconds)."""
@@ -64,9 +66,14 @@ class PhaseTimes:
 
         return step
 
-    def _timed(self, method: Callable[..., Any], phase: str) -> Callable[..., Any]:
+    def _timed(self, method: Callable[..., Any], phase: str, before: str | None = None) -> Callable[..., Any]:
+        """
+        before   the phase that a call of the method ends; None: the phase of the method itself
+        """
         @wraps(method)
         def timed(*arguments: Any) -> Any:
+            if before is not None:
+                self._end_phase(before)
             try:
                 return method(*arguments)
             finally:

@@ -37,9 +37,9 @@ class IterationTrace:
                  `get`: the get callback; `fetch`: admit requests; `schedule`: make and check the plan; `claim`: take
                  its blocks; `start`: launch the step; `read`: wait for the oldest step in flight; `advance`: append the
                  tokens of the step that was read; `respond`: send responses; `poll`: poll stop signals;
-                 `after_responses`: the hook of this name; `report`: the statistics callback. The phases add up to the
-                 iteration: a phase lasts from the end of the phase before it to its own end. Phases that did not run
-                 are missing
+                 `after_responses`: the hook of this name; `report`: make the records of the iteration; `stats`: the
+                 statistics callback. The phases add up to the iteration: a phase lasts from the end of the phase before
+                 it to its own end. Phases that did not run are missing
     waiting      reason -> ids of the active requests that the plan left out; batch_manager/scheduling/waiting.py lists
                  the reasons
     queued_requests   number of accepted requests that are not active yet

@@ -44,6 +44,7 @@ class Span:
     end_s       start of the request's next span; for the last span: when the final response was sent, or the end of the
                 last iteration if the trace does not record that. Times are in seconds of the engine's clock
     iterations  number of iterations; 0 for CLIENT
+    named       how many of these iterations name the request; for QUEUED: all. In the others, its step is in flight
     tokens      number of context tokens computed in the span
     first       position of the first of these tokens
     again       how many of these tokens had been computed before
@@ -61,7 +62,8 @@ class Span:
     reason: str
     begin_s: float
     end_s: float
-    iterations: int = 1
+    iterations: int = 0
+    named: int = 0
     tokens: int = 0
     first: int = 0
     again: int = 0
@@ -181,7 +183,7 @@ class _Histories:
         begins = {}
         for request_id, arrived_at_s in zip(iteration.arrived, iteration.arrived_at_s):
             waits = self._client.waits(arrived_at_s, got_at_s)
-            alive[request_id].spans += [Span(CLIENT, wait.reason, wait.begin_s, wait.end_s, 0) for wait in waits]
+            alive[request_id].spans += [Span(CLIENT, wait.reason, wait.begin_s, wait.end_s) for wait in waits]
             begins[request_id] = got_at_s if waits else arrived_at_s
         is_idle = alive.keys() <= {*iteration.finished}
         end_s = end_of(iteration, next_s, is_idle=is_idle)
@@ -203,11 +205,12 @@ class _Histories:
             if last is None or (kind, reason) != (last.kind, last.reason) or (
                     tokens and first < last.first + last.tokens):
                 begin = begins.get(request_id, begin_s)
-                last = Span(kind, reason, begin, begin, 0, 0, first, pauses=life.pauses)
+                last = Span(kind, reason, begin, begin, first=first, pauses=life.pauses)
                 life.spans.append(last)
             before_s = max(last.end_s, begin_s)
             last.end_s = max(ends.get(request_id, end_s), last.begin_s)
             last.iterations += 1
+            last.named += kind == QUEUED or request_id in did
             if kind in (QUEUED, WAITING):
                 last.running |= running
             elif request_id in running:
@@ -259,7 +262,9 @@ def _ended(iteration: IterationTrace, alive: dict[int, Life]) -> Iterator[Life]:
     for reason, ids in iteration.end_reasons.items():
         for request_id in ids:
             reasons.setdefault(request_id, []).append(reason)
-    for request_id in iteration.finished:
+    ended = dict.fromkeys(iteration.finished) | dict.fromkeys(
+        [request_id for request_id, names in reasons.items() if not {*names} <= {*REFUSALS}])
+    for request_id in ended:
         if request_id in alive:
             life = alive.pop(request_id)
             life.has_ended = True

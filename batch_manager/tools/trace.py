@@ -88,12 +88,13 @@ def _with_value(name: str, settings: Mapping[str, int | str]) -> str:
 
 def _sentence(spans: list[Span]) -> str:
     kind, reason = spans[0].kind, spans[0].reason
-    iterations, times = sum(span.iterations for span in spans), len(spans)
+    iterations, named, times = sum(span.iterations for span in spans), sum(span.named for span in spans), len(spans)
+    counted = ("" if named == iterations else f"{named:,} of ") + _count(iterations, "iteration")
     if kind == CONTEXT:
-        return f"{_computed(spans)}, in {_count(iterations, 'iteration')}{_beside(spans)}"
+        return f"{_computed(spans)}, in {counted}{_beside(spans)}"
     if kind == GENERATION:
         mean = sum(span.seconds for span in spans) / iterations
-        return f"generated: {_count(iterations, 'iteration')} of {_time(mean)} each{_beside(spans)}"
+        return f"generated: {counted} of {_time(mean)} each{_beside(spans)}"
     if kind == CLIENT:
         if reason.startswith(client_waits.NO_ROOM_AND):
             obstacle = reason.removeprefix(client_waits.NO_ROOM_AND)
@@ -102,7 +103,7 @@ def _sentence(spans: list[Span]) -> str:
     others = sorted(set().union(*(span.running for span in spans)))
     beside = f"; meanwhile ran {_named(others)}" if others else ""
     sentence = SENTENCES.get(reason if kind == WAITING else kind, f"waited: {reason}")
-    return f"{sentence}; {_count(iterations, 'iteration')}, {_count(times, 'time')}{beside}"
+    return f"{sentence}; {counted}, {_count(times, 'time')}{beside}"
 
 
 def _computed(spans: list[Span]) -> str:

@@ -90,7 +90,7 @@ def test_times_of_the_phases(traced, new_request):
     before = world.clock.now
     world.run()
     assert [each.phases_us for each in iterations] == [
-        dict.fromkeys([*(["trace"] if each.iteration else []), "get", *PHASES.values(), "report"], 0)
+        dict.fromkeys([*(["trace"] if each.iteration else []), "get", *PHASES.values(), "report", "stats"], 0)
         | {"start": 250_000} for each in iterations]
     assert [each.started_at_s - before for each in iterations] == [0.0, 0.25]
 
@@ -113,7 +113,7 @@ def test_phases_add_up_to_the_iteration_with_every_callback_and_hook_in_one(make
     for number, (each, following) in enumerate(zip(iterations, [*iterations[1:], None])):
         finished = sum(1 for last in finals.values() if last == number)
         assert each.phases_us == dict.fromkeys(each.phases_us, 0) | {
-            "get": 1000, "respond": 2000 * finished, "poll": 4000, "report": 8000,
+            "get": 1000, "respond": 2000 * finished, "poll": 4000, "stats": 8000,
             "after_responses": 16_000 if finished else 0} | ({"trace": 32_000} if number else {})
         if following is not None:
             assert following.started_at_s - each.started_at_s == pytest.approx(1e-6 * sum(each.phases_us.values()))

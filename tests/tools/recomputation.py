@@ -63,7 +63,7 @@ class MeasuringClient(Client):
 
     lengths     request id -> (prompt tokens, output tokens), in order of arrival
     arrived, returned, ended   request id -> seconds of the clock: due; get returned it; its final response came
-    seconds     callback -> seconds in all of its calls
+    stats_seconds   seconds of each call of the statistics callback
     """
 
     def __init__(self, setting: Setting, seed: int, now: Callable[[], float], wait: Callable[[float], None]) -> None:
@@ -80,37 +80,43 @@ class MeasuringClient(Client):
         self._due = list(self.arrived)
         self.returned: dict[int, float] = {}
         self.ended: dict[int, float] = {}
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.calls: list[tuple[str, float, float]] = []
-        self.on_stats = lambda: self._lasts("stats", setting.callback_s)
-        self.on_poll = lambda: self._lasts("poll", setting.callback_s / 2)
+        self.stats_seconds: list[float] = []
 
     def items(self, max_num_requests: int) -> list:
         began = self._now()
         due = [i for i in self._due if self.arrived[i] <= began and began >= self.started + self._setting.hold_s]
         due = due[:max_num_requests] if max_num_requests >= 0 else due
         self._due = [i for i in self._due if i not in due]
-        self._lasts("get", self._setting.callback_s)
+        self._last(self._setting.callback_s)
+        requests = [request(i, [1 + (i * 7 + n) % 90 for n in range(self.lengths[i][0])], self.lengths[i][1],
+                            arrival_time=self.arrived[i]) for i in due]
         self.returned |= dict.fromkeys(due, self._now())
-        return [request(i, [1 + (i * 7 + n) % 90 for n in range(self.lengths[i][0])], self.lengths[i][1],
-                        arrival_time=self.arrived[i]) for i in due]
+        return requests
 
     def received(self, request_id: int, tensors: list, final: bool, error: str) -> Any:
         assert not error, error
         if final:
             self.ended[request_id] = self._now()
-        self._lasts("send", self._setting.callback_s / 2)
+        self._last(self._setting.callback_s / 2)
         return super().received(request_id, tensors, final, error)
 
     @property
     def is_done(self) -> bool:
         return len(self.ended) == REQUESTS
 
-    def _lasts(self, name: str, seconds: float) -> None:
+    def poll(self) -> Any:
+        self._last(self._setting.callback_s / 2)
+        return super().poll()
+
+    def return_stats(self, record: str) -> None:
         began = self._now()
+        super().return_stats(record)
+        self._last(self._setting.callback_s)
+        self.stats_seconds.append(self._now() - began)
+
+    def _last(self, seconds: float) -> None:
         if seconds:
             self._wait(seconds)
-        self.seconds[name] += self._now() - began
 
 
 def engine_options(setting: Setting) -> dict[str, Any]:
@@ -150,9 +156,8 @@ def comparisons(iterations: list[IterationTrace], client: MeasuringClient) -> It
         if not _is_idle_after(each, client):
             yield Comparison(f"phases of iteration {each.iteration}", 1e-6 * sum(each.phases_us.values()),
                              following.started_at_s - each.started_at_s)
-    for phase, callback in (("report", "stats"), ("poll", "poll")):
-        yield Comparison(f"phase {phase} of all iterations", 1e-6 * sum(each.phases_us[phase] for each in iterations),
-                         client.seconds[callback] - client.seconds[f"{callback} while idle"])
+    for each, seconds in zip(iterations, client.stats_seconds, strict=True):
+        yield Comparison(f"statistics callback of iteration {each.iteration}", 1e-6 * each.phases_us["stats"], seconds)
 
 
 def _is_idle_after(iteration: IterationTrace, client: MeasuringClient) -> bool:

@@ -341,6 +341,7 @@ def test_times_of_a_trace_count_from_the_arrival_of_the_client(setting):
     with Path("t.trace").open("rb") as file:
         found = list(lives(read_trace(file)))
     longest = max(life.seconds for life in found)
+    assert {life.settings["max_num_sequences"] for life in found} == {1}      # the first iteration was a warm-up
     assert len(found) == 10 and longest * 1e3 == pytest.approx(
         read_result(Path("r.json"))["latency_ms"]["e2e"]["max"], rel=0.25)
     assert sum(life.spans[0].kind == CLIENT for life in found) >= 8

@@ -8,7 +8,7 @@ from ...stats.trace import IterationTrace
 from .step_shape import StepShape, shapes_of_trace
 
 US = 1e-6
-AFTER_READ = ("advance", "respond", "poll", "after_responses", "report")
+AFTER_READ = ("advance", "respond", "poll", "after_responses", "report", "stats")
 # A trace is asynchronous if more than this share of the requests end after the iteration of their last step.
 SHARE_READ_LATER = 0.5
 LEAST_WAIT = 0.02           # share of the time between two reads; after a shorter wait the device may have been idle

@@ -2,7 +2,7 @@
 // iterations, from prefix sums; a faint shape shows the largest value.
 
 const CHART_HEIGHT = 54, CHART_GAP = 30, COUNTERS_TOP = 4, WIDTH_WITH_GAP = 8;
-const PHASE_COLOURS = 12;
+const PHASE_COLOURS = 13;
 const FARTHEST_LIMIT = 2;      // a limit is drawn if it is at most this many times the visible values
 
 class Series {
