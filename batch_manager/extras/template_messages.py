@@ -49,7 +49,8 @@ def _parsed_call(call: Any) -> Any:
     return call
 
 
-# Templates need not read a call's id, type and index.
+# Every template reads a role and a content. Templates need not read ids, and a call's type and index.
+_KEYS_OF_MESSAGES = {"role", "content", "tool_call_id"}
 _KEYS_OF_CALLS = {"id", "type", "index", "function", "name", "arguments"}
 
 
@@ -96,7 +97,7 @@ class UnreadInput:
         found = {("variable", name) for name in variables if name not in self._loaded}
         for message in messages:
             found.update([("key", key) for key, value in message.items()
-                          if value is not None and type(key) is str and key not in ("role", "content")
+                          if value is not None and type(key) is str and key not in _KEYS_OF_MESSAGES
                           and not self._mentions(key)])
             for call in _calls(message):
                 found.update([("call", key) for key in call

@@ -283,12 +283,14 @@ def test_a_null_content_adds_nothing(tmp_path, text, expected):
 def test_input_that_a_template_leaves_out_is_logged_once(tmp_path, caplog):
     here = folder(tmp_path, chat_template=OF_MODELS["qwen 2.5"])
     talk = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi.", "nmae": "Ann", "x": None},
-            *called("{}", reasoning="R")]
+            *called("{}", reasoning="R"), {"role": "user", "content": "3", "tool_call_id": "1"}]
+    talk[3]["tool_calls"][0].update(extra=1, index=0)
     for _ in range(3):
         chat_prompt(here, talk, enable_thinkng=False, add_generation_prompt=True)
     told = sorted(record.getMessage().partition(" leaves out ")[2].partition(", which")[0] for record in caplog.records)
-    assert told == ["'nmae' of messages", "'reasoning' of messages", "messages with the role 'developer'",
-                    "the variable 'add_generation_prompt'", "the variable 'enable_thinkng'"]
+    assert told == ["'extra' of tool calls", "'nmae' of messages", "'reasoning' of messages",
+                    "messages with the role 'developer'", "the variable 'add_generation_prompt'",
+                    "the variable 'enable_thinkng'"]
     caplog.clear()
     whole = folder(tmp_path, chat_template="{% for m in messages %}{{ m | tojson }}{% endfor %}")
     chat_prompt(whole, talk)

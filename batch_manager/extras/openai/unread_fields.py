@@ -6,7 +6,10 @@ differ.
 
 from typing import Any
 
+import orjson
+
 from ...contained_log import log
+from ...errors import type_name
 from .errors import refused
 
 ANY = object()    # every value passes
@@ -140,7 +143,9 @@ def is_unread(name: str, value: object, is_chat: bool) -> bool:
         return False
     harmless, why = entry
     if harmless is not ANY and not _is_one_of(value, harmless):
-        raise refused(name, why)
+        got = orjson.dumps(value).decode() if isinstance(value, bool | int | float) else type_name(value)
+        expected = " or ".join(orjson.dumps(each).decode() for each in harmless) or "null"
+        raise refused(name, f"got {got}; expected {expected}; {why}")
     return True
 
 
