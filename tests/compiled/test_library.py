@@ -4,7 +4,9 @@ If it cannot be compiled or cached, loading returns the reason as a string.
 """
 
 import os
+import pwd
 import time
+from pathlib import Path
 
 import pytest
 
@@ -176,6 +178,36 @@ def test_a_cache_that_cannot_be_written(cache, tmp_path, monkeypatch):
     monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
     assert not isinstance(load(), str)
     assert len(list((tmp_path / f"batch_manager-{os.getuid()}").iterdir())) == 1
+
+
+HOME = pwd.getpwuid(os.getuid()).pw_dir
+
+
+@pytest.mark.parametrize(("variables", "is_known", "expected"), [
+    ({"XDG_CACHE_HOME": "/a/b"}, True, "/a/b/batch_manager"),
+    ({"HOME": "/h"}, True, "/h/.cache/batch_manager"),
+    ({"XDG_CACHE_HOME": "a/b", "HOME": "/h"}, True, "/h/.cache/batch_manager"),       # relative: ignored, by XDG
+    ({"XDG_CACHE_HOME": "~/b", "HOME": "/h"}, True, "/h/.cache/batch_manager"),
+    ({"XDG_CACHE_HOME": "", "HOME": ""}, True, f"{HOME}/.cache/batch_manager"),
+    ({}, True, f"{HOME}/.cache/batch_manager"),
+    ({}, False, None), ({"HOME": ""}, False, None), ({"HOME": "h"}, False, None),
+    ({"HOME": "~", "XDG_CACHE_HOME": "."}, False, None)], ids=str)
+def test_where_the_cache_is(variables, is_known, expected, monkeypatch, tmp_path):
+    """By the XDG Base Directory specification; without a home directory, in the folder for temporary files."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if not is_known:
+        monkeypatch.setattr(build.pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
+    temporary = tmp_path / f"batch_manager-{os.getuid()}"
+    assert build.cache_folders() == [*([Path(expected)] if expected else []), temporary]
+    if expected is None:                                       # and nothing is left in the working directory
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))
+        assert not isinstance(load(), str)
+        assert list(tmp_path.iterdir()) == [temporary] and len(list(temporary.glob("*.so"))) == 1
 
 
 def test_a_folder_of_somebody_elses_is_not_loaded_from(cache, monkeypatch, tmp_path):

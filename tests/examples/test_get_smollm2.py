@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -120,3 +121,18 @@ def test_a_folder_with_the_files_name_is_refused_before_the_download(example, tm
     assert example.main(["--to", str(tmp_path / "models")]) == 1
     errors = capfd.readouterr().err
     assert f"{example.NAME} is a folder" in errors and "downloading" not in errors
+
+
+def test_without_a_home_the_file_is_in_the_folder_for_temporary_files(example, tmp_path, monkeypatch):
+    publish(tmp_path / "index")
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.setenv(name, "relative")
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert example.main([]) == 0
+    path = tmp_path / f"batch_manager-{os.getuid()}" / "models" / example.NAME
+    assert example.smollm2_path() == path and not (tmp_path / "relative" / "batch_manager").exists()
+    user = os.getuid()
+    monkeypatch.setattr(example.os, "getuid", lambda: user + 1)                 # another user's file is not used
+    path.parent.parent.rename(tmp_path / f"batch_manager-{user + 1}")
+    assert example.smollm2_path() is None

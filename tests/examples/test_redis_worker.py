@@ -104,6 +104,44 @@ class Driven:
 
 
 ASKED = {"input_ids": [5, 6], "request_output_len": 4}
+GONE = "the stream flushed or its group is gone"
+
+
+@pytest.mark.parametrize(("command", "words"), [
+    (["FLUSHALL"], GONE), (["XGROUP", "DESTROY", "flushed", GROUP], GONE),
+    (["ACL", "SETUSER", "default", "-xreadgroup", "-evalsha"], "Redis refuses a command"),
+    ([], "Redis does not answer")], ids=str)
+def test_what_happened_to_redis_is_said_once_and_the_worker_goes_on(command, words, server, caplog):
+    driven = Driven(server, "flushed")
+
+    def exchange():
+        driven.worker.get_inference_requests(4)             # room, so that the worker fetches
+        driven.worker.exchange(driven.worker.fetch)
+        return driven.worker.trouble
+
+    driven.add(ASKED)
+    assert exchange() == "" and driven.worker.entries
+    driven.worker.entries.clear()
+    pool = driven.redis.connection_pool
+    try:
+        if command:
+            server.client.execute_command(*command)
+        else:
+            pool.disconnect()
+            pool.reset()
+            pool.connection_kwargs["port"] = 1
+        troubles = [exchange() for _ in range(1 if words is GONE else 3)]
+    finally:
+        pool.disconnect()
+        pool.reset()
+        pool.connection_kwargs["port"] = server.port
+        server.client.execute_command("ACL", "SETUSER", "default", "+@all")
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and words in warnings[0] and all(words in trouble for trouble in troubles)
+    driven.add(ASKED)
+    assert exchange() == "" and driven.worker.entries
+    driven.redis.delete(driven.stream)
+    pool.disconnect()
 
 
 def test_no_more_is_fetched_than_the_engine_has_room_for(server):

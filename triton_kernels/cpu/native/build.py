@@ -3,8 +3,7 @@
 The library is compiled with `-march=native`, so its file name contains a digest of the processor, the compiler and the
 sources. The file ends with a checksum of its content, because loading a damaged library would crash the process.
 
-The cache folder is $XDG_CACHE_HOME/batch_manager or ~/.cache/batch_manager. If this folder cannot be used, the cache is
-a folder of this user in the directory for temporary files.
+`cache_folders` names the folders in which the library is kept.
 """
 
 import contextlib
@@ -13,6 +12,7 @@ import hashlib
 import logging
 import os
 import platform
+import pwd
 import shlex
 import shutil
 import signal
@@ -81,7 +81,7 @@ def _loaded(compiler: Compiler, name: str, functions: Sequence[str], check_inter
     """
     refusal: Exception = CannotBuildError("no cache folder for the compiled library is usable; "
                                           "set XDG_CACHE_HOME to a folder that only this user can write to")
-    for folder in _folders():
+    for folder in cache_folders():
         path = folder / name
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -179,9 +179,22 @@ def _run(command: Sequence[str], seconds: float, check_interruption: Callable[[]
     return output
 
 
-def _folders() -> list[Path]:
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return [Path(home) / "batch_manager", Path(tempfile.gettempdir()) / f"batch_manager-{os.getuid()}"]
+def cache_folders() -> list[Path]:
+    """Return the folders in which this package may keep files, absolute, the preferred one first.
+
+    By the XDG Base Directory specification, it is `batch_manager` in $XDG_CACHE_HOME or else in ~/.cache, and a
+    relative $XDG_CACHE_HOME is ignored. The last one is a folder of this user in the directory for temporary files; it
+    is the only one if no home directory is known.
+    """
+    folders = [Path(tempfile.gettempdir()) / f"batch_manager-{os.getuid()}"]
+    home = os.environ.get("HOME")
+    if not home:
+        with contextlib.suppress(KeyError):                # no entry in the password database
+            home = pwd.getpwuid(os.getuid()).pw_dir
+    for base in (os.environ.get("XDG_CACHE_HOME"), home and os.path.join(home, ".cache")):
+        if base and os.path.isabs(base):
+            return [Path(base) / "batch_manager", *folders]
+    return folders
 
 
 def _processor() -> str:
