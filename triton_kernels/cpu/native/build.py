@@ -187,12 +187,12 @@ def cache_folders() -> list[Path]:
     is the only one if no home directory is known.
     """
     folders = [Path(tempfile.gettempdir()) / f"batch_manager-{os.getuid()}"]
-    home = os.environ.get("HOME")
-    if not home:
-        with contextlib.suppress(KeyError):                # no entry in the password database
-            home = pwd.getpwuid(os.getuid()).pw_dir
-    for base in (os.environ.get("XDG_CACHE_HOME"), home and os.path.join(home, ".cache")):
-        if base and os.path.isabs(base):
+    try:
+        home = os.environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:                                       # no entry in the password database
+        home = ""
+    for base in (os.environ.get("XDG_CACHE_HOME", ""), os.path.join(home, ".cache")):
+        if os.path.isabs(base):
             return [Path(base) / "batch_manager", *folders]
     return folders
 
