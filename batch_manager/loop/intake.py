@@ -59,7 +59,7 @@ class Intake:
                  max_admissions_per_iteration: int, terminate_req_id: int | None) -> None:
         self._callbacks = callbacks
         self._unanswered = callbacks.unanswered
-        self._admission, self.admission_elsewhere = admission, admission.for_other_threads()
+        self.admission, self.admission_elsewhere = admission, admission.for_other_threads()
         self._unaddressable_log = RateLimitedLog(clock.monotonic)
         self._warning_log = RateLimitedLog(clock.monotonic)
         self._bounds = bounds
@@ -177,7 +177,7 @@ class Intake:
                 "this refusal is for the duplicate, and the live request goes on",
                 "wait for the final response of an id before using it again")
         try:
-            admitted = self._admission.admit(item)
+            admitted = self.admission.admit(item)
         except RequestError:
             raise
         except Exception as error:

@@ -223,6 +223,20 @@ class Admission:
         twin._in_request = Guard().raising("reading a request", KeyboardInterrupt)
         return twin
 
+    def plain_request(self, request_id: int, prompt: list[int], output_len: int) -> LlmRequest | None:
+        """Return the request that `admit` makes of an item with a prompt, an output length and nothing else.
+
+        Returns None if `admit` refuses the item or cuts its output, and with static batching. Does not check the
+        tokens of the prompt. For simulations, which make millions of requests.
+        """
+        limits, length = self.limits, len(prompt)
+        if (not 0 < output_len <= limits.max_seq_len - length or not prompt or self.static_batching
+                or 4 * length + 64 > self.max_request_bytes
+                or length > limits.max_num_tokens and not limits.enable_chunked_context):
+            return None
+        request = LlmRequest(request_id, prompt, output_len)
+        return request if self._blocks_of(request) <= limits.num_blocks else None
+
     def _read_guarded(self, item: object) -> "_RawRequest | InvalidRequestError":
         """Read an item in a guarded block. Only this method and `usable_id` run code of the user's classes."""
         try:

@@ -159,7 +159,7 @@ def ledger_cost(pairs: int) -> Cost:
     With eight requests of 128 output tokens each, one request begins and one ends every sixteen iterations.
     """
     intake = new_loop(1).intake
-    admitted = intake._admission.admit(InferenceRequest(10**6, {"input_ids": [1] * 16, "request_output_len": 4}))
+    admitted = intake.admission.admit(InferenceRequest(10**6, {"input_ids": [1] * 16, "request_output_len": 4}))
 
     unanswered = intake._unanswered
 

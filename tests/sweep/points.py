@@ -94,7 +94,7 @@ POINTS: dict[str, Point] = {point.name: point for point in [
     Point("release", _before(KV, "release")),
     Point("scheduler", _before(lambda run: run.loop.scheduler, "schedule_request"), (Planted, SystemExit)),
 
-    Point("admission", _before(lambda run: run.loop.intake._admission, "admit"), (Planted, SystemExit)),
+    Point("admission", _before(lambda run: run.loop.intake.admission, "admit"), (Planted, SystemExit)),
     Point("response", _before(lambda run: run.loop.deliveries, "response")),
     Point("streamed responses", _before(lambda run: run.loop.deliveries, "new_tokens")),
     Point("note of pending device work", _before(lambda run: run.loop._resources.device_work, "update_tables")),

@@ -1,11 +1,14 @@
 """Small traffic, settings and cost models for tests of `batch-manager simulate`."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from batch_manager import SchedulerPolicy
 from batch_manager.tools.datasets.records import Record
 from batch_manager.tools.simulate.cost_model import CostModel
 from batch_manager.tools.simulate.engine_settings import EngineSettings
+from batch_manager.tools.simulate.fleet import simulate
 from batch_manager.tools.simulate.traffic import Traffic
 
 COST = CostModel(
@@ -16,14 +19,20 @@ COST = CostModel(
     generation_spread=(0.9, 0.95, 1.0, 1.05, 1.1), mixed_spread=(0.8, 1.0, 1.2))
 
 
+# Some amounts of many steps are beyond these.
+BOUNDED_COST = replace(COST, most={"context_requests": 1, "context_tokens": 100, "context_attention": 9000,
+                                   "generation_requests": 4, "cached_tokens": 700, "shared_tokens": 100})
+
+
 def random_settings(random):
     size = int(random.choice([8, 16, 32]))
     return EngineSettings(
-        num_blocks=int(random.integers(400 // size, 2000 // size)), max_seq_len=400, tokens_per_block=size,
+        num_blocks=int(random.integers(400 // size, 2000 // size)), max_seq_len=int(random.choice([400, 400, 250])),
+        tokens_per_block=size,
         policy=random.choice([SchedulerPolicy.GUARANTEED_NO_EVICT, SchedulerPolicy.MAX_UTILIZATION]),
         max_batch_size=int(random.integers(1, 12)), max_num_tokens=int(random.integers(64, 300)),
         max_num_sequences=[None, 3, 20][random.integers(3)], enable_block_reuse=bool(random.integers(2)),
-        enable_trt_overlap=random.random() < 0.15)
+        enable_chunked_context=random.random() < 0.8, enable_trt_overlap=random.random() < 0.15)
 
 
 def random_traffic(random, count):
@@ -37,6 +46,29 @@ def random_traffic(random, count):
             prompt += random.integers(3, 1000, length - len(prompt)).tolist()
         records.append(Record(number, number, now, length, int(random.integers(1, 400 - length)), (), prompt))
     return Traffic.of_records(records)
+
+
+def random_run(seed, count, leaps):
+    """Simulate random traffic with random settings, which depend on the seed."""
+    random = np.random.default_rng(seed)
+    traffic, settings = random_traffic(random, count), random_settings(random)
+    return simulate(traffic, settings, BOUNDED_COST, leaps=leaps, seed=seed, num_replicas=int(random.integers(1, 4)),
+                    concurrency=[None, None, 5][random.integers(3)],
+                    routing=["round-robin", "least-loaded", "longest-prefix"][random.integers(3)])
+
+
+def records(run):
+    """Return all that a simulation records, by name. Arrays are bytes, so that records are equal to the last bit."""
+    book = run.log_book
+    found = {name: getattr(book, name).tobytes() for name in ("first_s", "last_s", "tokens", "replica")}
+    found |= {"gaps": [column.tobytes() for column in book.gaps()], "errors": book.errors, "wall_s": run.wall_s,
+              "arrival_s": np.array(run.arrival_s).tobytes()}
+    for replica in run.replicas:
+        backend = replica.backend
+        found[f"replica {replica.number}"] = (
+            replica.iterations, replica.reused_tokens, replica.recomputed_tokens, replica.clock.now, backend.steps,
+            backend.busy_s, backend.beyond, backend.steps_beyond)
+    return found
 
 
 def lengths(arrival_s, input_tokens, output_tokens):

@@ -10,6 +10,7 @@ from .cost_model import CostModel
 from .log_book import LogBook
 from .scatter import Scatter
 from .step_shape import StepShape, shape_of_batch, shared_tokens
+from .step_times import StepTimes
 from .virtual_time import VirtualClock
 
 TOKEN = 1    # result of every step for every sequence
@@ -35,7 +36,7 @@ class SimulatedBackend:
                  seed: tuple[int, ...] = (0,)) -> None:
         self.info = info
         self.cost, self.clock, self._log_book = cost, clock, log_book
-        self._scatter = Scatter(cost, seed)
+        self._times, self._scatter = StepTimes(cost), Scatter(cost, seed)
         self._busy_until = 0.0
         self._request_ids = np.zeros(info.num_slots, np.int64)      # by slot
         self._found_tokens = np.zeros(info.num_slots, np.int64)
@@ -48,27 +49,65 @@ class SimulatedBackend:
         self.reused_tokens = 0
 
     def start(self, batch: ScheduledBatch) -> "SimulatedStep":
-        self._set_up(batch)
-        clock, shape = self.clock, shape_of_batch(batch, self._found_tokens)
-        clock.now += self.cost.host_seconds(shape)
-        seconds = self.cost.step_seconds(shape) * self._scatter.factor(self.steps,
-                                                                       has_context=bool(shape.context_requests))
+        for work in batch.context:
+            if work.setup is not None:
+                self.note_start(work.slot, work.setup.request_id, work.start)
+        return SimulatedStep(self, batch, self.launch(shape_of_batch(batch, self._found_tokens)))
+
+    def note_start(self, slot: int, request_id: int, found_tokens: int) -> None:
+        """Note the start of a request, and how many tokens of its prompt were found in the KV cache."""
+        if slot >= len(self._request_ids):
+            self._grow(slot)
+        self._request_ids[slot] = request_id
+        self._found_tokens[slot] = found_tokens
+        self.reused_tokens += found_tokens
+
+    def shared_tokens(self, slots: np.ndarray) -> int:
+        """Return `shared_tokens` of a step in which the sequences in `slots` generate."""
+        return shared_tokens(self._found_tokens[slots]) if self.reused_tokens else 0
+
+    def launch(self, shape: StepShape) -> float:
+        """Launch a step of this shape, after the host's part of its iteration. Returns when it ends."""
+        clock = self.clock
+        clock.now += self._times.host_s(shape)
+        seconds = self._times.step_s(shape) * self._scatter.factor(self.steps, has_context=bool(shape.context_requests))
         self._busy_until = max(clock.now, self._busy_until) + seconds
         self.steps += 1
         self.busy_s += seconds
         if beyond := self.cost.beyond(shape):
             self.beyond.update(beyond)
             self.steps_beyond += 1
-        return SimulatedStep(self, batch, self._busy_until)
+        return self._busy_until
 
-    def _set_up(self, batch: ScheduledBatch) -> None:
-        for work in batch.context:
-            if work.setup is not None:
-                if work.slot >= len(self._request_ids):
-                    self._grow(work.slot)
-                self._request_ids[work.slot] = work.setup.request_id
-                self._found_tokens[work.slot] = work.start
-                self.reused_tokens += work.start
+    def seconds(self, shape: StepShape, count: int) -> tuple[np.ndarray, float]:
+        """Return (seconds of each of the next `count` steps, seconds of the host's part of each iteration).
+
+        shape   the shapes of these steps, with the same number of requests
+        """
+        factors = self._scatter.factors(self.steps, count, has_context=bool(shape.context_requests))
+        return self._times.step_s(shape) * factors, self._times.host_s(shape)
+
+    def note_leap(self, shape: StepShape, step_s: np.ndarray) -> None:
+        """Note that the first steps of `shape` ran, each for `step_s`. The clock is left to the caller."""
+        count = len(step_s)
+        self.steps += count
+        busy_s = np.empty(count + 1)        # added one after the other
+        busy_s[0], busy_s[1:] = self.busy_s, step_s
+        self.busy_s = float(busy_s.cumsum()[-1])
+        are_beyond: np.ndarray | None = None
+        for name, most in self.cost.most.items():
+            amount = getattr(shape, name)
+            if isinstance(amount, int):
+                if amount <= most:
+                    continue
+                here = np.ones(count, bool)
+            else:
+                here = amount[:count] > most
+            if number := int(np.count_nonzero(here)):
+                self.beyond[name] += number
+                are_beyond = here if are_beyond is None else are_beyond | here
+        if are_beyond is not None:
+            self.steps_beyond += int(np.count_nonzero(are_beyond))
 
     def _grow(self, slot: int) -> None:
         count = max(2 * len(self._request_ids), slot + 1)
@@ -85,40 +124,6 @@ class SimulatedBackend:
             slots = np.concatenate([np.array(first, np.int32), slots])
         self._log_book.note(self._request_ids[slots], self.clock.now)
         return StepOutput(batch.micro_batch_id, slots, self._tokens[:len(slots)], self._finish[:len(slots)])
-
-    def generation_shape(self, slots: np.ndarray) -> StepShape:
-        """Return the shape of a generation step of the sequences in `slots`, but with `cached_tokens` 0."""
-        return StepShape(generation_requests=len(slots), shared_tokens=shared_tokens(self._found_tokens[slots]))
-
-    def generation_seconds(self, shape: StepShape, cached_tokens: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return (seconds of each of the next generation steps [steps], seconds of the host's part of each iteration).
-
-        The host's part takes the same time in each iteration.
-
-        shape           shape of each step, with `cached_tokens` 0
-        cached_tokens   [steps] StepShape.cached_tokens of each step
-        """
-        step_s = self.cost.generation_step_seconds(shape, cached_tokens)
-        return step_s * self._scatter.generation_factors(self.steps, len(cached_tokens)), self.cost.host_seconds(shape)
-
-    def leap(self, request_ids: np.ndarray, shape: StepShape, ends_s: np.ndarray, step_s: np.ndarray,
-             cached_tokens: np.ndarray) -> None:
-        """Run len(ends_s) generation steps of the requests `request_ids`, in lockstep.
-
-        shape   shape of each step, with `cached_tokens` 0
-        ends_s, step_s, cached_tokens   [steps] end time, seconds and cached tokens of each step
-        """
-        steps = len(ends_s)
-        self.steps += steps
-        self.busy_s += float(step_s.sum())
-        most = self.cost.most
-        beyond = {name: np.full(steps, getattr(shape, name) > most.get(name, np.inf))
-                  for name in ("generation_requests", "shared_tokens")}
-        beyond["cached_tokens"] = cached_tokens > most.get("cached_tokens", np.inf)
-        self.beyond.update({name: int(are.sum()) for name, are in beyond.items() if are.any()})
-        self.steps_beyond += int(np.logical_or.reduce(list(beyond.values())).sum())
-        self.clock.now = self._busy_until = float(ends_s[-1])
-        self._log_book.note_run(request_ids, ends_s)
 
     def memory_usage(self) -> MemoryUsage:
         return MemoryUsage()

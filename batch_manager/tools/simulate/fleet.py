@@ -71,9 +71,10 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
     router = ROUTING[routing](replicas, traffic)
     if concurrency is not None:
         due = [(0.0, arriving.popleft()) for _ in range(min(concurrency, len(arriving)))]
-    # (start of the next eventful iteration, number) of replicas with unfinished requests. Entries whose time differs
-    # from the replica's are stale.
-    busy: list[tuple[float, int]] = []
+    # (when its next step is due, whether it has active requests, number) of each replica with unfinished requests.
+    # Entries whose time differs from the replica's are stale. At equal times, replicas without active requests go
+    # first: if they refuse all, no time passes, and in a closed loop the next request arrives before others step.
+    busy: list[tuple[float, bool, int]] = []
     with interrupts_between_steps() as check_interrupt, _few_collections() as collect:
         while True:
             check_interrupt()
@@ -82,7 +83,7 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
             else:
                 next_s = due[0][0] if due else None
             if busy and (next_s is None or busy[0][0] < next_s):
-                at, number = busy[0]
+                at, _, number = busy[0]
                 replica = replicas[number]
                 if not replica.unfinished or replica.next_s != at:
                     heapq.heappop(busy)
@@ -90,7 +91,7 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
                 replica.step()
                 collect()
                 if replica.unfinished:
-                    heapq.heapreplace(busy, (replica.next_s, number))
+                    heapq.heapreplace(busy, (replica.next_s, replica.is_running, number))
                 else:
                     heapq.heappop(busy)
             elif next_s is not None:
@@ -100,7 +101,7 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
                 before = replica.next_s if replica.unfinished else None
                 replica.hand_over(index, next_s)
                 if replica.next_s != before:
-                    heapq.heappush(busy, (replica.next_s, replica.number))
+                    heapq.heappush(busy, (replica.next_s, replica.is_running, replica.number))
             else:
                 return Run(traffic, log_book, replicas, ended_at, arrival_s)
 

@@ -1,88 +1,64 @@
-"""Leaps: many iterations that only add one token to each sequence, computed at once."""
+"""Leaps: many iterations of one plan, computed at once."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from ...loop.generation_loop import GenerationLoop
 from ...requests.llm_request import LlmRequest
-from .backend import TOKEN, SimulatedBackend
-from .step_shape import StepShape
+from .step_shape import StepShape, pairs
 
 LONGEST = 4096      # iterations
-SHORTEST = 2
+RAMP = np.arange(LONGEST + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Leap:
-    """The next iterations of a loop, precomputed for the case that no request arrives during them.
+    """The next iterations of a loop, computed for the case that no request enters during them.
 
-    requests   requests that generate in every step
-    shape      shape of every step, with `cached_tokens` 0, because this number differs between the steps
-    ends_s     [k] end of each iteration; the first iteration begins at begin_s
-    step_s     [k] seconds of each step
-    cached_tokens   [k] cached tokens of each step
+    generating   requests that generate in every step
+    context      request whose context the steps compute, in chunks of `sizes` tokens; None: no context
+    sizes        [k] tokens of its chunk in each step
+    finishes     the last iteration ends at least one request
+    shape        the shapes of all steps: each amount is a number, or an array with an entry per step
+    times_s      [k + 1] begin of the first iteration, then the end of each; each begins when the one before ends
+    step_s       [k] seconds of each step
     """
 
-    requests: list[LlmRequest]
+    generating: list[LlmRequest]
+    context: LlmRequest | None
+    sizes: np.ndarray
+    finishes: bool
     shape: StepShape
-    begin_s: float
-    ends_s: np.ndarray
+    times_s: np.ndarray
     step_s: np.ndarray
-    cached_tokens: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.step_s)
 
     @property
-    def end_s(self) -> float:
-        return float(self.ends_s[-1])
+    def next_s(self) -> float:
+        """When the leap must be carried out: its end; if it ends a request, the begin of its last iteration.
+
+        The figures of a replica then change at the same time as without leaps.
+        """
+        return float(self.times_s[-2 if self.finishes else -1])
 
     def begun_before(self, now: float) -> int:
         """Return how many of the iterations begin before `now`."""
-        if self.begin_s >= now:
-            return 0
-        return min(int(np.searchsorted(self.ends_s, now)) + 1, len(self.ends_s))
+        return min(int(np.searchsorted(self.times_s, now)), len(self))
 
 
-def possible_leap(loop: GenerationLoop, backend: SimulatedBackend) -> Leap | None:
-    """Return a leap: the next iterations, computed at once. None of them ends a request or may lack blocks.
+def chunk_sizes(remaining: int, bound: int, unit: int, count: int) -> np.ndarray:
+    """Return [count], the sizes of the next chunks of a context, each of which gets at most `bound` tokens.
 
-    Returns None if the leap would have fewer than two iterations (SHORTEST), an active request does not generate in
-    every step, or a request is queued. Also returns None if steps are not in lockstep. In lockstep, each step is
-    read before the next one is launched. The iterations of a leap are the same as if the loop ran them one by one.
+    remaining   tokens of the context
+    unit        each chunk but the last is a multiple of it
     """
-    requests = loop.active.in_order
-    if loop.limits.window_depth > 1 or loop.window or not requests or len(requests) > loop.limits.max_batch_size:
-        return None
-    count = LONGEST
-    for request in requests:
-        left = request.final_length - request.num_tokens
-        if not request.is_generating or left <= SHORTEST:
-            return None
-        count = min(count, left - 1)
-    if len(requests) > loop.limits.max_num_tokens or len(loop.intake):
-        return None
-    slots, free = loop.kv.sequences.slots_of(requests), len(loop.kv.pool.free)
-    while count >= SHORTEST and loop.kv.sequences.sum_of_new_blocks(slots, count) > free:
-        count //= 2
-    if count < SHORTEST:
-        return None
-    rows, shape = len(requests), backend.generation_shape(slots)
-    first = int(loop.kv.sequences.kv_lengths[slots].sum()) + rows
-    cached = first + rows * np.arange(count)
-    begin_s = backend.clock.now
-    step_s, host_s = backend.generation_seconds(shape, cached)
-    return Leap(list(requests), shape, begin_s, begin_s + np.cumsum(step_s + host_s), step_s, cached)
+    size = bound // unit * unit
+    left = remaining - size * RAMP[:count]
+    return np.where(left > bound, size, left)
 
 
-def carry_out(leap: Leap, count: int, loop: GenerationLoop, backend: SimulatedBackend) -> None:
-    """Advance the engine by the first `count` precomputed iterations of `leap`.
-
-    Mutates requests, blocks, backend and clock.
-    """
-    if not count:
-        return
-    loop.kv.claim_tokens(leap.requests, count)
-    tokens = [TOKEN] * count
-    for request in leap.requests:
-        request.add_tokens(tokens)
-    backend.leap(np.array([request.request_id for request in leap.requests]), leap.shape,
-                 leap.ends_s[:count], leap.step_s[:count], leap.cached_tokens[:count])
+def context_amounts(start: int, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (context tokens [k], context attention [k]) of chunks of `sizes` tokens, the first at position `start`."""
+    return sizes, pairs(start + sizes.cumsum() - sizes, sizes)

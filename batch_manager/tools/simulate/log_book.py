@@ -1,12 +1,18 @@
 """Token times of the requests of a simulation."""
 
+from collections import Counter
+
 import numpy as np
 
-FIRST_SIZE = 1 << 12
+US = 1e-6
+FLUSHED_AT = 1 << 18    # gaps
+LONGEST_IN_TABLE = 1 << 22    # microseconds; longer gaps are rare
 
 
 class LogBook:
     """Token times in columns, with a row for each request. Times are seconds since the simulation began.
+
+    The times between tokens are counted in whole microseconds, so that their memory does not grow with the simulation.
 
     first_s, last_s   time of the first and of the latest token; NaN: no token yet
     tokens            number of generated tokens
@@ -20,50 +26,66 @@ class LogBook:
         self.tokens = np.zeros(num_requests, np.int64)
         self.replica = np.full(num_requests, -1, np.int32)
         self.errors: dict[int, str] = {}
-        self._gaps = np.empty(FIRST_SIZE)
-        self._counts = np.empty(FIRST_SIZE, np.int64)
-        self._used = 0
+        self._counts = np.zeros(1024, np.int64)         # by microseconds
+        self._long: Counter[int] = Counter()
+        self._gaps: list[np.ndarray] = []               # gaps in seconds that are not counted yet
+        self._times: list[int] = []                     # how often each entry of _gaps occurred
+        self._single: list[tuple[float, int]] = []      # (gap in seconds, how often it occurred)
+        self._waiting = 0
 
     def note(self, indices: np.ndarray, now: float) -> None:
         """Record a token at `now` for each request of `indices`, which are unique."""
         before = self.last_s[indices]
-        gaps = now - before
         self.last_s[indices] = now
         self.tokens[indices] += 1
-        count = len(gaps)
-        # Usual case: all requests were in the previous step, so their gaps are equal.
-        if count and (gaps == gaps[-1]).all():
-            self._add(gaps[-1:], np.array([count]))
-            return
         is_first = np.isnan(before)
-        if is_first.any():
-            self.first_s[indices[is_first]] = now
-            gaps = gaps[~is_first]
-        self._add(*np.unique(gaps, return_counts=True))
+        self.first_s[indices[is_first]] = now
+        for gap, count in Counter((now - before[~is_first]).tolist()).items():
+            self.add_gap(gap, count)
 
-    def note_run(self, indices: np.ndarray, times: np.ndarray) -> None:
-        """Record k tokens for each request of `indices`: one at each of `times` [k], which ascend.
+    def end(self, index: int, tokens: int, last_s: float) -> None:
+        """Record all tokens of a request at once, the last of them at `last_s`, instead of calling `note` for each."""
+        self.tokens[index] = tokens
+        self.last_s[index] = last_s
 
-        Each request must have a recorded token already.
-        """
-        self.note(indices, float(times[0]))
-        self.tokens[indices] += len(times) - 1
-        self.last_s[indices] = times[-1]
-        self._add(np.diff(times), np.full(len(times) - 1, len(indices)))
+    def add_gap(self, gap_s: float, count: int) -> None:
+        """Record that `count` requests got a token `gap_s` after their last one."""
+        self._single.append((gap_s, count))
+        self._waiting += 1
+        if self._waiting >= FLUSHED_AT:
+            self._flush()
+
+    def add_gaps(self, gaps_s: np.ndarray, count: int) -> None:
+        """Record that each of `count` requests got tokens with these times between them."""
+        self._gaps.append(gaps_s)
+        self._times.append(count)
+        self._waiting += len(gaps_s)
+        if self._waiting >= FLUSHED_AT:
+            self._flush()
 
     def gaps(self) -> tuple[np.ndarray, np.ndarray]:
         """Return (seconds [k], counts [k]): the times between successive tokens of the same request, for all requests.
 
-        The time seconds[i] occurred counts[i] times. If several entries have the same time, the sum of their counts is
-        the number of its occurrences.
+        The time seconds[i], a whole number of microseconds, occurred counts[i] times. The times ascend.
         """
-        return self._gaps[:self._used], self._counts[:self._used]
+        self._flush()
+        found = np.flatnonzero(self._counts)
+        long = sorted(self._long)
+        return (np.concatenate([found, np.array(long, np.int64)]) * US,
+                np.concatenate([self._counts[found], np.array([self._long[gap] for gap in long], np.int64)]))
 
-    def _add(self, gaps: np.ndarray, counts: np.ndarray) -> None:
-        end = self._used + len(gaps)
-        if end > len(self._gaps):
-            size = max(2 * len(self._gaps), end)
-            self._gaps, self._counts = np.resize(self._gaps, size), np.resize(self._counts, size)
-        self._gaps[self._used:end] = gaps
-        self._counts[self._used:end] = counts
-        self._used = end
+    def _flush(self) -> None:
+        single = np.array(self._single).reshape(-1, 2)
+        gaps = np.concatenate([*self._gaps, single[:, 0]])
+        counts = np.concatenate([np.repeat(np.array(self._times, np.int64), list(map(len, self._gaps))),
+                                 single[:, 1].astype(np.int64)])
+        self._gaps, self._times, self._single, self._waiting = [], [], [], 0
+        gaps = np.rint(gaps / US).astype(np.int64)
+        is_long = gaps >= LONGEST_IN_TABLE
+        for gap, count in zip(gaps[is_long].tolist(), counts[is_long].tolist(), strict=True):
+            self._long[gap] += count
+        gaps, counts = gaps[~is_long], counts[~is_long]
+        longest = int(gaps.max(initial=0))
+        if longest >= len(self._counts):
+            self._counts = np.pad(self._counts, (0, max(2 * len(self._counts), longest + 1) - len(self._counts)))
+        np.add.at(self._counts, gaps, counts)

@@ -8,7 +8,8 @@ from ...requests.inference_request import InferenceRequest
 from ...stats.trace import IterationTrace
 from .cost_model import CostModel
 from .engine_settings import EngineSettings, make_loop
-from .leap import Leap, carry_out, possible_leap
+from .lean_loop import LeanLoop, inference_request
+from .leap import Leap
 from .log_book import LogBook
 from .traffic import Traffic
 from .virtual_time import VirtualClock
@@ -34,29 +35,32 @@ class Replica:
         self.unfinished = 0
         self._traffic, self._log_book, self._on_final = traffic, log_book, on_final
         self._waiting: deque[tuple[int, float]] = deque()      # (request, its arrival in virtual seconds)
-        self._leaps = leaps and trace is None
         self._leap: Leap | None = None
-        self._leapt = 0
         self._loop, self.backend = make_loop(settings, cost, self.clock, log_book,
                                              seed=(seed, number), get=self._get, send=self._send,
                                              trace=trace)
+        self._lean = None
+        if leaps and trace is None and LeanLoop.fits(self._loop, traffic):
+            self._lean = LeanLoop(self._loop, self.backend, traffic, log_book, self._waiting, self._answer)
 
     @property
     def next_s(self) -> float:
-        """Start of the first iteration after the pending leap, in virtual seconds; without a leap, the time now.
+        """When `step` must be called next, in virtual seconds: after all requests that arrive earlier or then."""
+        return self.clock.now if self._leap is None else self._leap.next_s
 
-        A leap is a group of iterations that are computed together.
-        """
-        return self.clock.now if self._leap is None else self._leap.end_s
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine has an active request."""
+        return bool(self._loop.active.in_order)
 
     @property
     def iterations(self) -> int:
-        return self._loop.iteration + self._leapt
+        return self._loop.iteration if self._lean is None else self._lean.iterations
 
     @property
-    def loop_iterations(self) -> int:
-        """Number of iterations that the loop itself ran. The other iterations were computed in leaps, many at once."""
-        return self._loop.iteration
+    def planned_iterations(self) -> int:
+        """Number of iterations that the scheduler planned. The others were computed in leaps, many at once."""
+        return self._loop.iteration if self._lean is None else self._lean.planned
 
     @property
     def num_blocks(self) -> int:
@@ -66,7 +70,7 @@ class Replica:
     @property
     def recomputed_tokens(self) -> int:
         """Number of tokens computed again after a pause."""
-        return self._loop.totals.recomputed_tokens
+        return self._loop.totals.recomputed_tokens if self._lean is None else self._lean.recomputed_tokens
 
     @property
     def reused_tokens(self) -> int:
@@ -77,48 +81,44 @@ class Replica:
         """Queue the request `index`, which arrives at `now`. An idle replica begins at once."""
         if not self.unfinished:
             self.clock.now = max(self.clock.now, now)
-        elif self._leap is not None and self._loop.has_room:
-            self._leave_off(self._leap.begun_before(now))
+        elif self._leap is not None and self._lean is not None and self._lean.has_room:
+            leap, self._leap = self._leap, None
+            self._lean.carry_out(leap, leap.begun_before(now))
         self._waiting.append((index, now))
         self._log_book.replica[index] = self.number
         self.unfinished += 1
 
     def step(self) -> None:
-        """Carry out the precomputed iterations (a leap), if there are any, and run one more iteration.
+        """Carry out the pending leap if there is one, else run one iteration.
 
-        The replica must have an unfinished request.
+        A leap is a group of iterations that are computed together. The replica must have an unfinished request.
         """
+        if self._lean is None:
+            before = self._loop.iteration, self.unfinished
+            self._loop.step(accept_new=True)
+            if (self._loop.iteration, self.unfinished) == before:
+                raise RuntimeError(f"replica {self.number} makes no progress with {self.unfinished} unfinished "
+                                   "requests")
+            return
         if self._leap is not None:
-            self._leave_off(len(self._leap.ends_s))
-        before = self._loop.iteration, self.unfinished
-        self._loop.step(accept_new=True)
-        if (self._loop.iteration, self.unfinished) == before:
-            raise RuntimeError(f"replica {self.number} makes no progress with {self.unfinished} unfinished requests")
-        if self._leaps and not (self._waiting and self._loop.has_room):
-            self._leap = possible_leap(self._loop, self.backend)
-
-    def _leave_off(self, count: int) -> None:
-        """Carry out the first `count` of the precomputed iterations (the pending leap), and drop the others."""
-        leap, self._leap = self._leap, None
-        assert leap is not None
-        carry_out(leap, count, self._loop, self.backend)
-        self._leapt += count
+            leap, self._leap = self._leap, None
+            self._lean.carry_out(leap, len(leap))
+        else:
+            self._lean.iterate()
+        self._leap = self._lean.possible_leap()
 
     def _get(self, max_num_requests: int) -> list[InferenceRequest]:
         waiting = self._waiting
         count = len(waiting) if max_num_requests < 0 else min(max_num_requests, len(waiting))
-        return [self._request(*waiting.popleft()) for _ in range(count)]
-
-    def _request(self, index: int, arrived_at_s: float) -> InferenceRequest:
-        return InferenceRequest(index, {
-            "input_ids": self._traffic.prompt(index),
-            "request_output_len": int(self._traffic.output_tokens[index]), "end_id": -1},
-            arrival_time=arrived_at_s)
+        return [inference_request(self._traffic, *waiting.popleft()) for _ in range(count)]
 
     def _send(self, index: int, tensors: list[Any], is_final: bool, error: str) -> None:
+        if is_final:
+            self._answer(index, error)
+
+    def _answer(self, index: int, error: str) -> None:
         if error:
             self._log_book.errors[index] = error
-        if is_final:
-            self.unfinished -= 1
-            if self._on_final is not None:
-                self._on_final(index, self.clock.now)
+        self.unfinished -= 1
+        if self._on_final is not None:
+            self._on_final(index, self.clock.now)

@@ -40,10 +40,9 @@ class LeastLoaded:
         self._turn = 0
 
     def choose(self, index: int) -> int:
-        turns = self._turns
-        least = min(replica.unfinished for replica in self._replicas)
-        chosen = min((turns[replica.number], replica.number) for replica in self._replicas
-                     if replica.unfinished == least)[1]
+        turns, loads = self._turns, [replica.unfinished for replica in self._replicas]
+        least = min(loads)
+        chosen = min([number for number, load in enumerate(loads) if load == least], key=turns.__getitem__)
         self._turn += 1
         turns[chosen] = self._turn
         return chosen

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from ...stats.trace import IterationTrace
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The amounts of work in one step.
+    """The amounts of work in one step, or in several: an amount is then an array with an entry per step, or a number.
 
     context_requests      number of sequences with a context chunk
     context_tokens        number of tokens of these chunks
@@ -40,7 +41,7 @@ def shape_of_batch(batch: ScheduledBatch, found_tokens: np.ndarray) -> StepShape
     for work in batch.context:
         count = len(work.token_ids)
         tokens += count
-        attention += _pairs(work.start, count)
+        attention += pairs(work.start, count)
     generating = len(batch.generation)
     cached = int(batch.generation.kv_lengths.sum()) + generating if generating else 0
     return StepShape(len(batch.context), tokens, attention, generating, cached,
@@ -74,7 +75,7 @@ def shapes_of_trace(iterations: Iterable[IterationTrace]) -> Iterator[tuple[Iter
         tokens = attention = 0
         for request_id, start, count in iteration.context:
             tokens += count
-            attention += _pairs(start, count)
+            attention += pairs(start, count)
             cached[request_id] = start + count
             found.setdefault(request_id, start)
         total = 0
@@ -88,5 +89,6 @@ def shapes_of_trace(iterations: Iterable[IterationTrace]) -> Iterator[tuple[Iter
             found.pop(request_id, None)
 
 
-def _pairs(start: int, count: int) -> int:
+def pairs(start: Any, count: Any) -> Any:
+    """Return the number of pairs (token of a chunk, token that it attends to). Takes numbers, or arrays over chunks."""
     return count * start + count * (count + 1) // 2

@@ -62,7 +62,7 @@ class Traffic:
             known = prompts.get(index)
             return made(index) if known is None else known
 
-        return cls(np.array(times, float), input_tokens, np.array(outputs, np.int64), prompt,
+        return cls(np.array(times, float), input_tokens, np.array(outputs, np.int64), prompt if prompts else made,
                    prefixes=None if prompts else prefixes)
 
     @classmethod

@@ -1,0 +1,348 @@
+"""The iterations of the production loop, reduced to what decides the times of a simulation."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from ...config import TrtGptModelOptionalParams
+from ...contained_log import RateLimitedLog
+from ...errors import RequestError, counted
+from ...loop.generation_loop import GenerationLoop
+from ...names import LlmRequestState
+from ...requests.inference_request import InferenceRequest
+from ...requests.llm_request import LlmRequest, add_a_token_to_each
+from ...scheduling.capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
+from ...scheduling.chunking import chunk_after_reuse, first_come_first_served
+from ...scheduling.micro_batch import TokenBudgetScheduler
+from ...scheduling.simple import SimpleScheduler
+from .backend import TOKEN, SimulatedBackend
+from .leap import LONGEST, RAMP, Leap, chunk_sizes, context_amounts
+from .log_book import LogBook
+from .step_shape import StepShape, pairs
+from .traffic import PromptMaker, Traffic
+
+CONTEXT = LlmRequestState.CONTEXT_INIT
+SHORTEST = 2        # iterations of a leap
+NO_STEP_IN_FLIGHT: frozenset[int] = frozenset()
+NO_SIZES = np.empty(0, np.int64)
+OTHER_BYTES = 16    # of the tensors of a request besides its prompt
+
+
+class LeanLoop:
+    """Runs the engine of a GenerationLoop: its admission, scheduler, KV cache manager and active requests.
+
+    It gives the records of the GenerationLoop, whose place it takes, with less work. An iteration leaves out what has
+    no effect in a simulation: statistics, responses, batches for a device, and checks of plans and outputs. Iterations
+    that have the same plan are not planned one by one, but computed as a leap.
+
+    The class serves engines that read each step before they launch the next one (see `fits`).
+
+    waiting      (index in the traffic, arrival in seconds) of requests that were not fetched yet; fetching removes them
+    answer       called with (index, error or "") at the end of each request
+
+    iterations   number of iterations, those of leaps included
+    planned      number of iterations that were planned by the scheduler
+    recomputed_tokens   number of tokens that were computed again after a pause
+    """
+
+    def __init__(self, loop: GenerationLoop, backend: SimulatedBackend, traffic: Traffic, log_book: LogBook,
+                 waiting: deque[tuple[int, float]], answer: Callable[[int, str], None]) -> None:
+        assert isinstance(loop.scheduler, SimpleScheduler)
+        self._active, self._kv, self._scheduler, self._limits = loop.active, loop.kv, loop.scheduler, loop.limits
+        self._capacity, self._micro_batch = loop.scheduler.capacity_scheduler, loop.scheduler.micro_batch_scheduler
+        self._admission, self._most_fetched = loop.intake.admission, loop.intake.max_admissions_per_iteration
+        self._clock, self._backend = backend.clock, backend
+        self._traffic, self._log_book, self._waiting, self._answer = traffic, log_book, waiting, answer
+        self._fetched: deque[tuple[int, float]] = deque()
+        self._has_tokens = self._kv.enable_block_reuse or not isinstance(traffic.prompt, PromptMaker)
+        self._warnings = RateLimitedLog(backend.clock.monotonic)
+        self._last_end_s = 0.0                          # of the last step
+        # Time of the last token of each request that was left out of a later step.
+        self._last_token_s: dict[LlmRequest, float] = {}
+        self.iterations = self.planned = self.recomputed_tokens = 0
+
+    @staticmethod
+    def fits(loop: GenerationLoop, traffic: Traffic) -> bool:
+        """Whether the loop reads each step before it launches the next one, and never lacks bytes for requests."""
+        most = int(traffic.input_tokens.max(initial=0)) * 4 + OTHER_BYTES
+        most_alive = min(loop.limits.max_num_sequences, len(traffic))
+        return (loop.limits.window_depth == 1 and type(loop.scheduler) is SimpleScheduler
+                and type(loop.scheduler.capacity_scheduler) in (GuaranteedNoEvictScheduler, MaxUtilizationScheduler)
+                and type(loop.scheduler.micro_batch_scheduler) is TokenBudgetScheduler
+                and most * most_alive <= TrtGptModelOptionalParams().max_bytes_in_flight)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request may become active."""
+        return len(self._active) < self._limits.max_num_sequences
+
+    # One iteration.
+
+    def iterate(self) -> None:
+        """Run one iteration. There must be an active or a waiting request."""
+        refused = self._fetch()
+        ended = self._run_step() if self._active.in_order else []
+        self.iterations += 1
+        self.planned += 1
+        for index, error in refused:
+            self._answer(index, error)
+        for request in ended:
+            self._end(request)
+
+    def _fetch(self) -> list[tuple[int, str]]:
+        """Let requests become active while there is room. Returns (index, error) of the refused ones."""
+        fetched, waiting = self._fetched, self._waiting
+        if not fetched:
+            room = self._limits.max_num_sequences - len(self._active)
+            fetched.extend([waiting.popleft() for _ in range(min(room, len(waiting)))])
+        refused = []
+        for _ in range(min(len(fetched), self._most_fetched)):
+            index, arrived_at_s = fetched.popleft()
+            try:
+                self._active.add(self._admitted(index, arrived_at_s))
+            except RequestError as error:
+                refused.append((index, error.response_text()))
+        return refused
+
+    def _admitted(self, index: int, arrived_at_s: float) -> LlmRequest:
+        """Return the request that admission makes. Raises RequestError."""
+        output_len = int(self._traffic.output_tokens[index])
+        if not self._has_tokens:
+            prompt = [TOKEN] * int(self._traffic.input_tokens[index])
+            if (request := self._admission.plain_request(index, prompt, output_len)) is not None:
+                return request
+        admitted = self._admission.admit(inference_request(self._traffic, index, arrived_at_s))
+        for warning in admitted.warnings:
+            self._warnings.log(logging.WARNING, "%s", warning)
+        return admitted.request
+
+    def _run_step(self) -> list[LlmRequest]:
+        """Plan and run one step. Returns the requests that it ends."""
+        active, kv = self._active.in_order, self._kv
+        plan = self._scheduler.schedule_request(list(active), NO_STEP_IN_FLIGHT)
+        contexts, generating = plan.context_requests, plan.generation_requests
+        if not (contexts or generating):
+            raise RuntimeError(f"none of {counted(len(active), 'active request')} is scheduled")
+        if len(contexts) + len(generating) < len(active):
+            self._note_left_out(generating)
+        for request in plan.paused_requests:
+            num_computed = kv.kv_length(request) if request.is_generating else request.context_position
+            kv.release(request)
+            request.pause(self._limits.max_seq_len, num_computed)
+        first_chunks = [request for request in contexts if request.is_first_context_chunk]
+        cached_tokens = shared_tokens = 0
+        if first_chunks or generating:
+            claim = kv.claim(first_chunks, generating)
+            cached_tokens = int(claim.kv_lengths.sum()) + len(generating)
+            shared_tokens = self._backend.shared_tokens(claim.slots)
+        context_tokens = context_attention = 0
+        sizes = plan.chunk_sizes or [request.remaining_context for request in contexts]
+        for request, size in zip(contexts, sizes, strict=True):
+            start, size = self._launch_chunk(request, size)
+            context_tokens += size
+            context_attention += pairs(start, size)
+        now = self._backend.launch(StepShape(len(contexts), context_tokens, context_attention, len(generating),
+                                             cached_tokens, shared_tokens))
+        self._clock.now = now
+
+        for request in contexts:
+            request.read_context(request.context_position)
+        if kv.enable_block_reuse:
+            for request in contexts:
+                kv.publish_context(request, request.context_read)
+        done = [request for request in contexts if not request.remaining_context]
+        self._note_tokens(done, generating, now)
+        ended = add_a_token_to_each(done + generating, [TOKEN] * (len(done) + len(generating)))
+        self._last_end_s = now
+        return ended
+
+    def _launch_chunk(self, request: LlmRequest, size: int) -> tuple[int, int]:
+        """Launch a chunk that was planned with `size` tokens. Returns (position of its first token, its tokens)."""
+        if request.is_first_context_chunk:
+            found = self._kv.reused_tokens(request)
+            size = chunk_after_reuse(size, found, request.prompt_len, self._kv.tokens_per_block)
+            request.skip_context(found)
+            self._backend.note_start(request.seq_slot, request.request_id, found)
+        start = request.context_position
+        if request.num_pauses:
+            self.recomputed_tokens += request.num_recomputed(start, size)
+        request.advance_context(size)
+        return start, size
+
+    def _end(self, request: LlmRequest) -> None:
+        request.finish()
+        self._kv.release(request, request.num_tokens)
+        self._active.remove(request)
+        self._log_book.end(request.request_id, request.total_generated_tokens, self._clock.now)
+        self._answer(request.request_id, "")
+
+    # Token times.
+
+    def _note_left_out(self, generating: list[LlmRequest]) -> None:
+        """Note which requests with tokens do not generate in the step that is about to run."""
+        planned = set(generating)
+        for request in self._active.in_order:
+            if request not in planned and request.total_generated_tokens:
+                self._last_token_s.setdefault(request, self._last_end_s)
+
+    def _note_tokens(self, done: list[LlmRequest], generating: list[LlmRequest], now: float) -> None:
+        """Record a token at `now` for each request, before it is added.
+
+        done   requests whose context is done
+        """
+        book, last_token_s = self._log_book, self._last_token_s
+        late = [request for request in generating if request in last_token_s] if last_token_s else []
+        if in_time := len(generating) - len(late):
+            book.add_gap(now - self._last_end_s, in_time)
+        for request in done:
+            if request.total_generated_tokens:      # it was paused
+                late.append(request)
+            else:
+                book.first_s[request.request_id] = now
+        for request in late:
+            book.add_gap(now - last_token_s.pop(request), 1)
+
+    # Leaps.
+
+    def possible_leap(self) -> Leap | None:
+        """Return the next iterations as a leap, or None if there are fewer than SHORTEST that surely have one plan.
+
+        In each iteration of a leap, the same requests generate, and at most one request computes a chunk of its
+        context. All other active requests are contexts that stay left out: contexts without blocks that do not get
+        any before a request ends, or contexts for which a chunk of the first one leaves too few tokens. Both
+        schedulers make this plan again and again, because a step changes nothing that they look at but lengths:
+
+        - GUARANTEED_NO_EVICT compares free blocks minus reserved ones. A block that a running request takes was
+          reserved, so the difference does not change.
+        - MAX_UTILIZATION compares free blocks minus those of the next step. The difference does not grow. All blocks
+          that the leap takes are free, so no request is paused.
+        """
+        limits, requests = self._limits, self._active.in_order
+        if not requests or self._fetched or self._waiting and self.has_room:
+            return None
+        generating: list[LlmRequest] = []
+        started: list[LlmRequest] = []      # contexts with blocks
+        unstarted: list[LlmRequest] = []    # contexts without blocks
+        count = LONGEST
+        for request in requests:
+            if request.state is CONTEXT and not request.context_position:
+                unstarted.append(request)
+                continue
+            if unstarted:
+                return None
+            if request.state is CONTEXT:
+                started.append(request)
+            else:
+                generating.append(request)
+                left = request.final_length - len(request.tokens[0])
+                if left < count:
+                    count = left
+        running = len(generating) + len(started)
+        if (running > limits.max_batch_size or len(generating) > limits.max_num_tokens
+                or self._kv.enable_block_reuse and len(generating) < len(requests)):
+            return None
+        left = count
+        are_left_out = not unstarted or running == limits.max_batch_size or self._lacks_blocks(unstarted[0], generating)
+        context, sizes = None, NO_SIZES
+        if started:
+            context = started[0]
+            sizes = self._sizes(context, started[1:] + unstarted, limits.max_num_tokens - len(generating),
+                                len(started) == 1 and are_left_out)
+            count = min(count, len(sizes))
+        elif not are_left_out or not generating:
+            return None
+        return self._leap(generating, context, sizes, count, left)
+
+    def _lacks_blocks(self, context: LlmRequest, generating: list[LlmRequest]) -> bool:
+        """Whether the scheduler starts neither `context`, the first one without blocks, nor later ones."""
+        ledger = self._kv.start_scheduling()
+        if isinstance(self._capacity, GuaranteedNoEvictScheduler):
+            ledger.spend(ledger.blocks_to_completion_of_started())
+            return not ledger.fits(ledger.blocks_to_completion(context))
+        ledger.spend(ledger.blocks_for_next_step_of_generating(generating))
+        return not ledger.fits(ledger.blocks_for_next_step(context))
+
+    def _sizes(self, context: LlmRequest, others: list[LlmRequest], bound: int, is_alone: bool) -> np.ndarray:
+        """Return the sizes of the next chunks of the first context that has blocks.
+
+        others     contexts after it, which must get no chunk
+        bound      tokens that the generating requests leave
+        is_alone   the step of its last chunk has no other context
+        """
+        chunking, unit = self._micro_batch.chunking, self._kv.tokens_per_block
+        size = bound // unit * unit
+        if (size <= 0 or chunking is None or chunking.divide is not first_come_first_served
+                or chunking.max_context_length is not None):
+            return NO_SIZES
+        cut = max(-(-(context.remaining_context - bound) // size), 0)
+        if cut and any(other.remaining_context <= bound - size for other in others):
+            return NO_SIZES     # a whole prompt fits beside the chunk
+        return chunk_sizes(context.remaining_context, bound, unit, min(cut + is_alone, LONGEST))
+
+    def _leap(self, generating: list[LlmRequest], context: LlmRequest | None, sizes: np.ndarray, count: int,
+              left: int) -> Leap | None:
+        """Return a leap of at most `count` iterations, or None if the free blocks suffice for too few of them.
+
+        left   number of iterations until the first of the generating requests ends
+        """
+        sequences, number = self._kv.sequences, len(generating)
+        cached_tokens: int | np.ndarray = 0
+        shared_tokens = 0
+        if generating:
+            slots, free = sequences.slots_of(generating), len(self._kv.pool.free)
+            while count >= SHORTEST and sequences.sum_of_new_blocks(slots, count) > free:
+                count //= 2
+            cached_tokens = int(sequences.kv_lengths[slots].sum()) + number * RAMP[1:count + 1]
+            shared_tokens = self._backend.shared_tokens(slots)
+        if count < SHORTEST:
+            return None
+        finishes = number > 0 and count == left
+        context_tokens: int | np.ndarray = 0
+        context_attention: int | np.ndarray = 0
+        if context is not None:
+            sizes = sizes[:count]
+            context_tokens, context_attention = context_amounts(context.context_position, sizes)
+            if context.final_length - context.num_tokens == 1 and int(sizes.sum()) == context.remaining_context:
+                finishes = True
+        shape = StepShape(int(context is not None), context_tokens, context_attention, number, cached_tokens,
+                          shared_tokens)
+        step_s, host_s = self._backend.seconds(shape, count)
+        parts = np.empty(2 * count + 1)     # added one after the other, as the clock does
+        parts[0], parts[1::2], parts[2::2] = self._clock.now, host_s, step_s
+        return Leap(generating, context, sizes, finishes, shape, np.cumsum(parts)[::2], step_s)
+
+    def carry_out(self, leap: Leap, count: int) -> None:
+        """Advance the engine by the first `count` iterations of `leap`, which must begin now."""
+        if not count:
+            return
+        generating, context, times_s = leap.generating, leap.context, leap.times_s
+        now, tokens, ended = float(times_s[count]), [TOKEN] * count, []
+        done: list[LlmRequest] = []
+        if context is not None:
+            self._launch_chunk(context, int(leap.sizes[:count].sum()))
+            context.read_context(context.context_position)
+            if not context.remaining_context:
+                done.append(context)
+        if generating:
+            self._kv.claim_tokens(generating, count)
+            self._note_tokens([], generating, float(times_s[1]))
+            if count > 1:
+                self._log_book.add_gaps(np.diff(times_s[1:count + 1]), len(generating))
+        if done:
+            self._note_tokens(done, [], now)
+            ended = add_a_token_to_each(done, [TOKEN])
+        ended += [request for request in generating if request.add_tokens(tokens)]
+        self._backend.note_leap(leap.shape, leap.step_s[:count])
+        self._clock.now = self._last_end_s = now
+        self.iterations += count
+        for request in ended:
+            self._end(request)
+
+
+def inference_request(traffic: Traffic, index: int, arrived_at_s: float) -> InferenceRequest:
+    """Return the request with this index in the traffic, as a get callback returns it."""
+    return InferenceRequest(index, {
+        "input_ids": traffic.prompt(index), "request_output_len": int(traffic.output_tokens[index]), "end_id": -1},
+        arrival_time=arrived_at_s)
