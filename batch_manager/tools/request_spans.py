@@ -10,6 +10,7 @@ from .client_waits import REFUSALS, ClientWaits
 
 CONTEXT, GENERATION, PAUSED, QUEUED, WAITING = "context", "generation", "paused", "queued", "waiting"
 CLIENT = "client"
+GENERATES = (GENERATION, "")
 NO_STEP = "no step"          # why a request was WAITING: the iteration planned no step. Not recorded, but seen
 
 
@@ -107,8 +108,9 @@ class Life:
     end_reason: str = ""
     pauses: int = 0
     settings: Mapping[str, int | str] = field(default_factory=dict)
-    _position: int | None = None         # end of the latest chunk, or of the tokens generated since; None: unknown
-    _computed: int = 0                   # number of leading tokens that were computed at some time
+    _position: int | None = None         # end of the latest chunk; 0 after a pause; None: unknown
+    _computed: int = 0                   # number of leading tokens that chunks and the steps before them computed
+    _num_generated: int = 0              # number of generation steps since the latest chunk
 
     @property
     def was_refused(self) -> bool:
@@ -134,6 +136,8 @@ def lives(iterations: Iterable[IterationTrace]) -> Iterator[Life]:
         last = iteration
     if last is not None:
         yield from histories.note(last, math.inf)
+        for life in histories.alive.values():
+            life.last_iteration = last.iteration
     yield from histories.alive.values()
 
 
@@ -191,9 +195,24 @@ class _Histories:
         running = chunks.keys() | {*iteration.generation}
         all_tokens = sum(tokens for _, tokens in chunks.values())
         is_without_step = has_no_step(iteration)
+        seconds, others = end_s - begin_s, len(running) - 1
+        generating = Step(number, seconds, others, all_tokens, tuple(sorted(chunks)))
         for request_id, life in alive.items():
-            life.last_iteration = number
             last = life.spans[-1] if life.spans else None
+            # Written inline: most requests of most iterations go on generating.
+            if last is not None and last.kind is GENERATION and did.get(request_id) is GENERATES and (
+                    request_id not in ends):
+                last.end_s = end_s
+                last.iterations += 1
+                last.named += 1
+                last.steps += 1
+                last.others += others
+                if all_tokens:
+                    _note_prompts(last, generating)
+                if last.slowest is None or seconds > last.slowest.seconds:
+                    last.slowest = generating
+                life._num_generated += 1
+                continue
             kind, reason = did.get(request_id) or (
                 (QUEUED, "") if last is None or last.kind == CLIENT else (last.kind, last.reason))
             if kind == QUEUED and is_without_step:
@@ -215,8 +234,11 @@ class _Histories:
                 last.running |= running
             elif request_id in running:
                 _note_step(last, Step(number, last.end_s - before_s, len(running) - 1, all_tokens - tokens,
-                                      tuple([other for other in chunks if other != request_id])))
-                _note_tokens(life, last, first, tokens)
+                                      tuple(sorted(other for other in chunks if other != request_id))))
+                if tokens:
+                    _note_tokens(life, last, first, tokens)
+                else:
+                    life._num_generated += 1
         self._client.end(iteration, got_at_s, end_s if is_idle else None)
         yield from _ended(iteration, alive)
 
@@ -228,32 +250,34 @@ def _activities(iteration: IterationTrace) -> dict[int, tuple[str, str]]:
         if reason != IN_FLIGHT:
             did |= dict.fromkeys(ids, (WAITING, reason))
     did |= dict.fromkeys([request_id for request_id, _, _ in iteration.context], (CONTEXT, ""))
-    return did | dict.fromkeys(iteration.generation, (GENERATION, "")) | dict.fromkeys(iteration.paused, (PAUSED, ""))
+    return did | dict.fromkeys(iteration.generation, GENERATES) | dict.fromkeys(iteration.paused, (PAUSED, ""))
 
 
 def _note_step(span: Span, step: Step) -> None:
     span.steps += 1
     span.others += step.others
     if step.other_tokens:
-        span.with_prompts += 1
-        span.with_prompts_s += step.seconds
-        span.other_tokens += step.other_tokens
-        span.prompts.update(step.prompts)
+        _note_prompts(span, step)
     if span.slowest is None or step.seconds > span.slowest.seconds:
         span.slowest = step
 
 
+def _note_prompts(span: Span, step: Step) -> None:
+    span.with_prompts += 1
+    span.with_prompts_s += step.seconds
+    span.other_tokens += step.other_tokens
+    span.prompts.update(step.prompts)
+
+
 def _note_tokens(life: Life, span: Span, first: int, tokens: int) -> None:
-    """Note the tokens that a step computes: `tokens` context tokens from position `first`, or a generated token."""
-    if tokens:
-        span.tokens += tokens
-        if life._position is not None:
-            span.found += max(first - life._position, 0)
-        span.again += max(min(first + tokens, life._computed) - first, 0)
-        life._position = first + tokens
-    elif life._position is not None:
-        life._position += 1
-    life._computed = max(life._computed, life._position or 0)
+    """Note that a step computes `tokens` context tokens from position `first`."""
+    span.tokens += tokens
+    if life._position is not None:
+        span.found += max(first - life._position, 0)
+    span.again += max(min(first + tokens, life._computed + life._num_generated) - first, 0)
+    life._position = first + tokens
+    life._computed = max(life._computed + life._num_generated, first + tokens)
+    life._num_generated = 0
 
 
 def _ended(iteration: IterationTrace, alive: dict[int, Life]) -> Iterator[Life]:
@@ -267,7 +291,7 @@ def _ended(iteration: IterationTrace, alive: dict[int, Life]) -> Iterator[Life]:
     for request_id in ended:
         if request_id in alive:
             life = alive.pop(request_id)
-            life.has_ended = True
+            life.last_iteration, life.has_ended = iteration.iteration, True
             if names := reasons.get(request_id):
                 # A duplicate of the request may be refused in the same iteration.
                 life.end_reason = min(names, key=lambda name: name in REFUSALS)
