@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
+from itertools import islice
 from typing import Any
 
 from ..contained_log import log
@@ -11,9 +12,10 @@ from .template_sandbox import Arguments, Message
 
 # The names of a message's reasoning in templates and APIs. If several are given, the first one counts.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-MOST_CHECKS = 8          # rendering a prompt again costs as much as the prompt
-MOST_NAMES = 256         # clients choose them
+MOST_CHECKS = 8          # of one call; rendering a prompt again costs as much as the prompt
+MOST_NAMES = 256         # of one template; clients choose them
 LONGEST_NAME = 64
+MOST_MESSAGES, LONGEST_PROMPT = 1000, 1_000_000    # of a conversation that is checked
 
 
 def template_message(message: dict[str, Any]) -> Message:
@@ -88,26 +90,17 @@ class UnreadInput:
         """Log what the template leaves out of a prompt: variables, keys of messages and calls, messages with a role.
 
         A name that the template mentions is read. Any other input is read if the prompt is another one without it.
+        Long conversations are not checked, because rendering them again takes long.
 
         given       variables of the template, with `messages` before `template_message`
         variables   the names among them that the caller has chosen
         render      returns the prompt for other variables
         """
         messages = given["messages"]
-        found = {("variable", name) for name in variables if name not in self._loaded}
-        for message in messages:
-            found.update([("key", key) for key, value in message.items()
-                          if value is not None and type(key) is str and key not in _KEYS_OF_MESSAGES
-                          and not self._mentions(key)])
-            for call in _calls(message):
-                found.update([("call", key) for key in call
-                              if type(key) is str and key not in _KEYS_OF_CALLS and not self._mentions(key)])
-            if isinstance(role := message.get("role"), str) and role not in self._names:
-                found.add(("role", role))
-        if len(self._seen) >= MOST_NAMES:
+        if len(self._seen) >= MOST_NAMES or len(messages) > MOST_MESSAGES or len(prompt) > LONGEST_PROMPT:
             return
-        for kind, name in sorted(found - self._seen)[:MOST_CHECKS]:
-            self._seen.add((kind, name))
+        for kind, name in islice(self._unread(messages, variables), MOST_CHECKS):
+            self._seen.add((kind, name[:LONGEST_NAME]))
             without = dict(given)
             if kind == "variable":
                 del without[name]
@@ -124,8 +117,25 @@ class UnreadInput:
                 log.warning("the chat template of %r leaves out %s, which has no effect on the prompt; pass what the "
                             "template reads; this is logged once", self._source, what)
 
-    def _mentions(self, key: str) -> bool:
-        return not self._names.isdisjoint(REASONING[:2] + (key,) if key in REASONING else (key,))
+    def _unread(self, messages: list[dict[str, Any]], variables: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Yield (kind, name) of input that the template does not mention and that was not checked before."""
+        for kind, name in self._unmentioned(messages, variables):
+            if type(name) is str and (kind, name[:LONGEST_NAME]) not in self._seen:
+                yield kind, name
+
+    def _unmentioned(self, messages: list[dict[str, Any]], variables: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        yield from (("variable", name) for name in variables if name not in self._loaded)
+        for message in messages:
+            if (role := message.get("role")) is not None and not self._mentions(role):
+                yield "role", role
+            yield from (("key", key) for key, value in message.items()
+                        if value is not None and key not in _KEYS_OF_MESSAGES and not self._mentions(key))
+            for call in _calls(message):
+                yield from (("call", key) for key in call if key not in _KEYS_OF_CALLS and not self._mentions(key))
+
+    def _mentions(self, name: Any) -> bool:
+        names = (*REASONING[:2], name) if name in REASONING else (name,)
+        return any(type(each) is str and each in self._names for each in names)
 
 
 def has_effect(render: Callable[[dict[str, Any]], str], without: dict[str, Any], prompt: str) -> bool:

@@ -295,6 +295,8 @@ def test_input_that_a_template_leaves_out_is_logged_once(tmp_path, caplog):
     whole = folder(tmp_path, chat_template="{% for m in messages %}{{ m | tojson }}{% endfor %}")
     chat_prompt(whole, talk)
     assert not caplog.records, "a template that prints the whole message reads its keys"
+    chat_prompt(here, [{"role": "user", "content": "Hi.", "long": 1}] * 1001)
+    assert not caplog.records, "a long conversation is not rendered again"
     for number in range(400):      # clients choose the names
         chat_prompt(here, [{"role": "user", "content": "Hi.", "x" * 100: 1}], **{f"v{number}": 1})
     assert len(caplog.records) <= 256

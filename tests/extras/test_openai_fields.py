@@ -78,6 +78,14 @@ def test_other_values_are_refused_by_name(field, value):
     assert refusal(True, **{field: value}) == refusal(False, **{field: value}) == field
 
 
+def test_every_field_of_the_table_passes_with_its_values_and_with_no_other():
+    for name, (values, _) in NOT_BUILT.items():
+        for value in ([None, "?", 5] if values is ANY else [None, *values]):
+            read(True, **{name: value})
+        if values is not ANY:
+            assert refusal(True, **{name: {"no": "such value"}}) == name
+
+
 def test_some_fields_depend_on_the_route():
     assert refusal(True, add_special_tokens=True) == refusal(False, add_special_tokens=False) == "add_special_tokens"
     assert refusal(True, echo=True) == "echo" and read(False, echo=True).echo
@@ -154,6 +162,7 @@ def call(**fields):
     (call(type="custom", custom={}), "messages[1].tool_calls[0].type"), (call(), "messages[1].tool_calls[0].function"),
     (call(function={}), "messages[1].tool_calls[0].function.name"),
     (call(function={"name": "f", "arguments": 5}), "messages[1].tool_calls[0].function.arguments"),
+    (call(function={"name": "f", "arguments": " " * 262_145}), "messages[1].tool_calls[0].function.arguments"),
 ])
 def test_a_part_of_a_field_is_refused_by_its_name(fields, param):
     assert refusal(True, **fields) == param

@@ -6,6 +6,8 @@ from ...errors import type_name
 from .errors import refused
 from .json_object import JsonObject
 
+LONGEST_ARGUMENTS = 2**18    # characters; parsing them holds the interpreter's lock for tens of milliseconds
+
 
 def read_messages(fields: JsonObject) -> list[dict[str, Any]]:
     """Return the messages for the chat template, with each content as one string.
@@ -60,5 +62,8 @@ def _check_call(call: JsonObject) -> None:
         raise call.refused("function", "missing; expected an object with name and arguments")
     if not function.take("name", str):
         raise function.refused("name", "missing or empty; expected a string")
-    function.take("arguments", (str, dict))
+    arguments = function.take("arguments", (str, dict))
+    if type(arguments) is str and len(arguments) > LONGEST_ARGUMENTS:
+        raise function.refused("arguments", f"got {len(arguments):,} characters; expected at most "
+                                            f"{LONGEST_ARGUMENTS:,}")
     call.take("id", str)
