@@ -1,6 +1,7 @@
 """Why requests that had arrived were still in the client, from the iterations of a trace."""
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..names import ErrorCode
@@ -20,6 +21,7 @@ NO_ROOM = "no room"                      # get was asked for no further request,
 NO_ROOM_AND = f"{NO_ROOM}: "             # the same, and active requests waited; followed by their first reason
 
 LEAST_WAIT_S = 1.5e-6                    # times of a trace are rounded to microseconds
+MOST_PARTS, FIRST_PARTS = 64, 8          # many requests may wait while the reason changes with each iteration
 
 
 class Wait(NamedTuple):
@@ -38,6 +40,8 @@ class ClientWaits:
         self._get_ends: list[float] = []
         self._begins = [float("-inf")]           # a run lasts until the next one begins
         self._reasons = [BEFORE]
+        # reason -> (its runs that have ended, and seconds of all of them up to the end of each)
+        self._ended: dict[str, tuple[list[int], list[float]]] = {}
         self._is_idle = True
         self._most_admissions: int | str | None = None
 
@@ -56,14 +60,19 @@ class ClientWaits:
         """Return the parts of the wait of a request that arrived at one time, and that get returned at the other.
 
         Call the method between `begin` and `end` of the iteration that accepted the request. The parts are in order
-        and without gaps; there are none if the request did not wait.
+        and without gaps; there are none if the request did not wait. A wait of more than MOST_PARTS parts has one part
+        for each reason after its FIRST_PARTS: their lengths are right, and their places in the wait are not.
         """
         if got_at_s - arrived_at_s <= LEAST_WAIT_S:
             return []
         next_get = bisect_left(self._get_begins, arrived_at_s)
         heard_at_s = self._get_ends[next_get] if next_get < len(self._get_ends) else got_at_s
         found: list[Wait] = []
-        for index in range(bisect_right(self._begins, arrived_at_s) - 1, len(self._begins)):
+        first, last = bisect_right(self._begins, arrived_at_s) - 1, len(self._begins) - 1
+        is_long = last - first > MOST_PARTS
+        for index in (*range(first, first + FIRST_PARTS), last) if is_long else range(first, last + 1):
+            if is_long and index == last:
+                found += self._by_reason(first + FIRST_PARTS, last)
             begin_s = max(self._begins[index], arrived_at_s)
             end_s = min(self._begins[index + 1] if index + 1 < len(self._begins) else got_at_s, got_at_s)
             reason = self._reasons[index]
@@ -81,6 +90,15 @@ class ClientWaits:
                     found.append(Wait(name, begin, end))
         return found
 
+    def _by_reason(self, first: int, last: int) -> Iterator[Wait]:
+        """Yield one part for each reason, with the time of its runs from `first` on and before `last`."""
+        at_s = self._begins[first]
+        for reason, (runs, seconds) in self._ended.items():
+            before, until = bisect_left(runs, first), bisect_left(runs, last)
+            lasted_s = (seconds[until - 1] if until else 0.0) - (seconds[before - 1] if before else 0.0)
+            if until > before:
+                yield Wait(reason, at_s, at_s := at_s + lasted_s)
+
     def end(self, iteration: IterationTrace, got_at_s: float, idle_from_s: float | None) -> None:
         """End an iteration.
 
@@ -95,7 +113,14 @@ class ClientWaits:
 
     def _run(self, begin_s: float, reason: str) -> None:
         if reason != self._reasons[-1]:
-            self._begins.append(max(begin_s, self._begins[-1]))
+            begin_s = max(begin_s, self._begins[-1])
+            runs, seconds = self._ended.setdefault(self._reasons[-1], ([], []))
+            runs.append(len(self._begins) - 1)
+            if len(self._begins) > 1:        # the first run has no beginning
+                seconds.append((seconds[-1] if seconds else 0.0) + begin_s - self._begins[-1])
+            else:
+                seconds.append(0.0)
+            self._begins.append(begin_s)
             self._reasons.append(reason)
 
     def _reason_to_leave(self, iteration: IterationTrace) -> str:

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections import Counter
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -311,3 +312,25 @@ def test_the_engine_records_when_requests_arrived(traced, new_request):
     late.arrival_time = 0.0
     (first, *_) = [each for each in traced([late, new_request(2, [2] * 4, 2)]) if each.arrived]
     assert first.arrived == (1, 2) and first.arrived_at_s == (0.0, first.started_at_s)
+
+
+def test_a_wait_with_many_causes_is_short_and_its_sums_are_right():
+    """The reason alternates between "all ran" (1 ms) and "blocks" (2 ms) 500 times while 300 requests wait."""
+    iterations, at = [], 0.0
+    for number in range(1000):
+        waits = {waiting.BLOCKS: (1,)} if number % 2 else {}
+        iterations.append(IterationTrace(number, (), (1,), (), (), (1,) if number == 0 else (), at, {}, waits, room=0,
+                                         arrived_at_s=(0.0,) if number == 0 else ()))
+        at += 0.002 if number % 2 else 0.001
+    late = tuple(range(2, 302))
+    iterations.append(IterationTrace(1000, (), (), (), (1, *late), late, at, {"get": 1000}, room=0,
+                                     arrived_at_s=tuple(0.3 for _ in late)))
+    for life in lives(iterations):
+        if life.request_id != 1:
+            seconds = Counter()
+            for span in life.spans:
+                seconds[span.reason if span.kind == CLIENT else ""] += span.seconds
+            assert len(life.spans) < 20 and sum(seconds.values()) == pytest.approx(at - 0.3 + 0.001)
+            assert all(one.end_s == pytest.approx(other.begin_s) for one, other in zip(life.spans, life.spans[1:]))
+            assert seconds["no room"] == pytest.approx(0.4, abs=0.003)
+            assert seconds[f"no room: {waiting.BLOCKS}"] == pytest.approx(0.8, abs=0.003)
