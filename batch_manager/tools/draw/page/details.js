@@ -35,7 +35,7 @@ function factsOfSpan(run, row, span) {
   const us = run.durationUs(row, span);
   if (us > 0) facts.push(["for", durationText(us)]);
   if (end === run.rowEnd[row]) facts.push(["then", run.rowEnded[row] ? "ended" : "the trace ends"]);
-  facts.push(["of its", durationText(run.rowEndUs[row] - run.spanUs[run.rowFirst[row]])]);
+  facts.push(["request in all", durationText(run.rowEndUs[row] - run.spanUs[run.rowFirst[row]])]);
   return facts;
 }
 
