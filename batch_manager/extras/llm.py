@@ -119,7 +119,7 @@ class LLM:
         self._manager = GptManager(model, TrtGptModelType.InflightFusedBatching, 1, scheduler_policy, switchboard.get,
                                    switchboard.send, switchboard.poll, return_stats, optional_params, parts=parts,
                                    exclude_input_in_output=True)
-        log_unused_turn_ends(self._source, self._tokenizer, self._manager.info)
+        log_unused_turn_ends(self._source, self._tokenizer, self._manager.info.end_ids, self._manager.info.vocab_size)
 
     def generate(self, prompts: Iterable[Prompt] | str, **options: Any) -> list[Completion]:
         """Return one completion per prompt, in order. A single string is one prompt.

@@ -1,11 +1,11 @@
 """Find tokens that end a turn for the tokenizer or the chat template, but do not end an output of the engine."""
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from ..contained_log import log
-from ..engine_info import EngineInfo
 from ..errors import printable
 from .chat_template import folder_files, folder_special_tokens, folder_template
 from .template_messages import template_message
@@ -13,21 +13,22 @@ from .template_messages import template_message
 _ANSWER = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"
 
 
-def log_unused_turn_ends(source: str | os.PathLike, tokenizer: Any, info: EngineInfo) -> None:
+def log_unused_turn_ends(source: str | os.PathLike, tokenizer: Any, end_ids: Collection[int],
+                         vocab_size: int | None = None) -> None:
     """Log one warning if the tokenizer's end token, or the token that ends a turn of the chat template, is no end id.
 
-    source   folder or `.gguf` file of the tokenizer
-    info     has the checkpoint's end ids
+    source       folder or `.gguf` file of the tokenizer
+    end_ids      the checkpoint's end ids
+    vocab_size   vocabulary size of the model, which never samples a token outside; None: name such tokens too
 
-    An output goes on after such a token. The warning names the tokens and the option that ends outputs there. A token
-    outside the model's vocabulary is never sampled, and not named.
+    An output goes on after such a token. The warning names the tokens and the option that ends outputs there.
     """
     try:
         ends = _turn_ends(source, tokenizer)
     except Exception:    # no folder, no template, or objects of another library; they are refused where they are used
         return
     unused = sorted((number, token) for token, number in ends.items()
-                    if number < info.vocab_size and number not in info.end_ids)
+                    if number not in end_ids and (vocab_size is None or number < vocab_size))
     if unused:
         tokens = ", ".join(f"{printable(token[:64])!r} ({number})" for number, token in unused)
         log.warning("the tokenizer of %r ends a turn with %s, which is no end id of the checkpoint, so outputs go on "

@@ -4,7 +4,6 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -46,10 +45,10 @@ def test_a_turn_end_that_is_no_end_id_is_named(tmp_path, caplog, eos_token, ends
     for tokenizer in (load_tokenizer(folder), transformers.PreTrainedTokenizerFast(
             tokenizer_file=str(folder / "tokenizer.json"), additional_special_tokens=["<s>", "</s>"])):
         caplog.clear()
-        log_unused_turn_ends(folder, tokenizer, SimpleNamespace(end_ids=tuple(end_ids), vocab_size=4096))
+        log_unused_turn_ends(folder, tokenizer, end_ids, vocab_size=4096)
         told = warnings(caplog)
         assert len(told) == (named is not None) and (not told or f"pass stop_token_ids={named}, or" in told[0])
-    log_unused_turn_ends(tmp_path / "nowhere", object(), None)      # refused where it is used
+    log_unused_turn_ends(tmp_path / "nowhere", object(), ())      # refused where it is used
 
 
 def test_each_text_host_logs_it_at_the_start(tmp_path, caplog):

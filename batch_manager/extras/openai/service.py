@@ -52,7 +52,7 @@ class OpenAIService:
         self.names = list(names) or [os.path.basename(os.path.abspath(self.folder))]
         self.tokenizer = load_tokenizer(folder) if tokenizer is None else tokenizer
         self.token_names = TokenNames(self.tokenizer)
-        log_unused_turn_ends(folder, self.tokenizer, engine.info)
+        log_unused_turn_ends(folder, self.tokenizer, engine.info.end_ids, engine.info.vocab_size)
         self.is_draining = False
         self._started = int(time())
         self._guided: Any = None
