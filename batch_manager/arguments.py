@@ -1,6 +1,7 @@
 """Checks the constructor arguments of GptManager before anything is loaded."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +14,31 @@ from .sampling_config import UINT64_MAX
 MAX_BEAM_WIDTH = 1024    # as in TensorRT-LLM
 
 
+def check_threads_are_real() -> None:
+    """Raise ConfigError if gevent or eventlet has replaced the threads of this process by greenlets.
+
+    A step would then hold up all greenlets: streams would arrive in one piece, and other connections would wait.
+    """
+    gevent, eventlet = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
+    way_out = ("run `batch-manager serve MODEL` as its own program and call it over HTTP, or use a host with threads "
+               "(gunicorn -k gthread)")
+    if gevent is not None and gevent.is_module_patched("threading"):
+        raise ConfigError("gevent has patched threading", "the worker must be a thread, and not a greenlet",
+                          f"{way_out}, or patch with monkey.patch_all(thread=False) and call the engine in gevent's "
+                          "thread pool")
+    if eventlet is not None and eventlet.is_monkey_patched("thread"):
+        raise ConfigError("eventlet has patched threading", "the worker must be a thread, and not a greenlet",
+                          way_out)
+
+
 def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any, get_cb: Any, send_cb: Any,
                     poll_cb: Any, stats_cb: Any, params: Any, parts: Any, exclude_input_in_output: Any = False,
                     terminate_req_id: Any = None, max_draft_tokens: Any = None) -> tuple[int, int | None]:
     """Check the arguments of GptManager's constructor. Return max_beam_width and terminate_req_id as plain ints.
 
-    Raises ConfigError.
+    Raises ConfigError, also in a process whose threads are greenlets.
     """
+    check_threads_are_real()
     if not isinstance(model_type, TrtGptModelType):
         raise ConfigError(f"model_type is {model_type!r}", "expected a member of TrtGptModelType",
                           "for instance TrtGptModelType.InflightFusedBatching")

@@ -6,6 +6,7 @@ chooses the value.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from .errors import ConfigError, counted
@@ -168,8 +169,8 @@ class TrtGptModelOptionalParams:
 
     def __new__(cls, *args: Any, **options: Any) -> "TrtGptModelOptionalParams":
         for name in options:                            # __init__ would only report an unknown name
-            if name in KvCacheConfig.__dataclass_fields__ and name not in cls.__dataclass_fields__:
-                raise TypeError(f"{name} is a field of KvCacheConfig: pass kv_cache_config=KvCacheConfig({name}=...)")
+            if name not in cls.__dataclass_fields__:
+                raise TypeError(unknown_option(name))
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -207,6 +208,46 @@ class TrtGptModelOptionalParams:
                                   f"expected one of {', '.join(allowed)}", '"auto" is the default')
         put_seconds(self, "idle_poll_interval_s", positive=True)
         put_seconds(self, "hang_warning_s", positive=False)
+
+
+# An option of vLLM, transformers, llama.cpp or TensorRT-LLM -> what to pass here.
+_OPTIONS_OF_OTHER_ENGINES = {
+    "gpu_memory_utilization": "kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=...)",
+    "kv_cache_free_gpu_mem_fraction": "kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=...)",
+    "kv_cache_memory_bytes": "kv_cache_config=KvCacheConfig(max_tokens=...)",
+    "num_gpu_blocks_override": "kv_cache_config=KvCacheConfig(max_tokens=...)",
+    "block_size": "kv_cache_config=KvCacheConfig(tokens_per_block=...)",
+    "enable_prefix_caching": "kv_cache_config=KvCacheConfig(enable_block_reuse=...)",
+    "swap_space": "kv_cache_config=KvCacheConfig(host_cache_size=...)",
+    "max_model_len": "max_seq_len=...",
+    "n_ctx": "max_seq_len=...",
+    "max_num_seqs": "max_batch_size=...",
+    "max_num_batched_tokens": "max_num_tokens=...",
+    "enable_chunked_prefill": "enable_chunked_context=...",
+    "enforce_eager": "cuda_graphs=False, cpu_compile=False",
+    "torch_dtype": "dtype=...",
+    "device_map": "device=...",
+    "n_threads": "num_threads=...",
+    "model_impl": "model_implementation=...",
+}
+
+
+def unknown_option(name: str, inside: str = "") -> str:
+    """The text of the error for an option that does not exist, with the option that was meant.
+
+    inside   "optional_params" if the name was given next to this argument; "": to TrtGptModelOptionalParams
+    """
+    known = TrtGptModelOptionalParams.__dataclass_fields__
+    way = f"{inside}=TrtGptModelOptionalParams({{}})" if inside else "{}"
+    if inside and name in known:
+        return f"{name} is a field of TrtGptModelOptionalParams: pass " + way.format(f"{name}=...")
+    if name in KvCacheConfig.__dataclass_fields__:
+        return f"{name} is a field of KvCacheConfig: pass " + way.format(f"kv_cache_config=KvCacheConfig({name}=...)")
+    if name in _OPTIONS_OF_OTHER_ENGINES:
+        return f"{name} is an option of another engine: pass " + way.format(_OPTIONS_OF_OTHER_ENGINES[name])
+    meant = get_close_matches(name[:64], known, 1)
+    return f"unknown option {name[:64]!r}; " + (f"did you mean {way.format(meant[0])}?" if meant else
+                                               f"the options are {', '.join(known)}")
 
 
 @dataclass(frozen=True, slots=True)

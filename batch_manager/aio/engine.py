@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from time import monotonic
-from typing import Any, Self
+from typing import Any, Never, Self
 
-from ..config import Parts, TrtGptModelOptionalParams
+from ..config import Parts, TrtGptModelOptionalParams, unknown_option
 from ..engine_info import EngineInfo
 from ..errors import ConfigError, InvalidRequestError, ManagerClosedError, RequestError
 from ..gpt_manager import GptManager
@@ -33,13 +33,17 @@ class AsyncEngine:
     all responses to that loop. An engine that is garbage-collected ends, like a GptManager.
     """
 
-    def __init__(self, manager: GptManager | EngineProcess, switchboard: Switchboard,
-                 sets_arrival_time: bool) -> None:
+    def __init__(self, manager: GptManager | EngineProcess | None = None, switchboard: Switchboard | None = None,
+                 sets_arrival_time: bool = True, *_: Any, **__: Any) -> None:
         """Use `start` to create an engine.
 
         sets_arrival_time   set `arrival_time` of each request; False if the engine's clock is not time.monotonic
         """
-        self._manager, self._switchboard, self._sets_arrival_time = manager, switchboard, sets_arrival_time
+        if not isinstance(switchboard, Switchboard) or not isinstance(manager, GptManager | EngineProcess):
+            raise TypeError("AsyncEngine() was called; a model is loaded off the event loop; "
+                            "call `await AsyncEngine.start(folder)`")
+        self._manager: GptManager | EngineProcess = manager
+        self._switchboard, self._sets_arrival_time = switchboard, sets_arrival_time
 
     @classmethod
     async def start(cls, model_path: str | os.PathLike[str] | None = None,
@@ -47,7 +51,7 @@ class AsyncEngine:
                     scheduler_policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT,
                     return_batch_manager_stats_cb: Callable[[str], None] | None = None,
                     optional_params: TrtGptModelOptionalParams | None = None, parts: Parts | None = None, *,
-                    takes_all: bool = False, process: bool = False) -> Self:
+                    takes_all: bool = False, process: bool = False, **unknown: Never) -> Self:
         """Load the model in a thread, off the event loop, and start the worker.
 
         The method takes the arguments of GptManager, except for the callbacks that the engine itself implements.
@@ -64,9 +68,12 @@ class AsyncEngine:
                     the statistics callback run in the process that calls `start`, on an internal thread
         Raises      the errors of the constructor of GptManager
         """
+        for name in unknown:
+            raise TypeError(unknown_option(name, "optional_params"))
         for name, value in (("process", process), ("takes_all", takes_all)):
             if not isinstance(value, bool):
                 raise ConfigError(f"{name} is {value!r}", "expected a bool", f"pass {name}=True or {name}=False")
+        check_asyncio("AsyncEngine.start()")
         return await asyncio.to_thread(cls._make, model_path, model_type, max_beam_width, scheduler_policy,
                                        return_batch_manager_stats_cb, optional_params, parts, takes_all, process)
 
@@ -105,6 +112,10 @@ class AsyncEngine:
         """Submit a request and return its whole output. Takes the arguments of `stream`. Raises RequestFailed."""
         return await anext(Stream(self, self._submit(tensors, False, options)))
 
+    def check(self, tensors: Mapping[str, Any], **options: Any) -> None:
+        """Raise RequestFailed if `stream` would refuse the request, without submitting it. Takes its arguments."""
+        self._request(tensors, True, options)
+
     async def close(self, drain: bool = True, timeout: float | None = None) -> bool:
         """End the engine in a thread, off the event loop; see GptManager.shutdown for the arguments and the result.
 
@@ -116,6 +127,11 @@ class AsyncEngine:
     def info(self) -> EngineInfo:
         """See GptManager.info."""
         return self._manager.info
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the engine has ended and accepts no requests."""
+        return self._switchboard.closed is not None
 
     @property
     def num_wake_ups(self) -> int:
@@ -133,7 +149,8 @@ class AsyncEngine:
     async def __aexit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
         await self.close(drain=exception_type is None)
 
-    def _submit(self, tensors: Mapping[str, Any], is_streaming: bool, options: dict[str, Any]) -> Mailbox:
+    def _request(self, tensors: Mapping[str, Any], is_streaming: bool, options: dict[str, Any]) -> InferenceRequest:
+        """Make a request. Raises RequestFailed if it can never run."""
         for name, way_out in (("request_id", "leave it out"), ("is_streaming", "call stream() for a stream, generate() "
                                                                "for the whole output")):
             if name in options:
@@ -141,11 +158,9 @@ class AsyncEngine:
         switchboard = self._switchboard
         if switchboard.closed is not None:
             raise RequestFailed(switchboard.closed.code, str(switchboard.closed))
-        if self._sets_arrival_time:            # time in the switchboard counts
-            options = {"arrival_time": monotonic(), **options}
-        request_id = switchboard.next_id()
         try:
-            request = InferenceRequest(request_id, tensors, is_streaming=is_streaming, **options)
+            request = InferenceRequest(switchboard.next_id(), tensors, is_streaming=is_streaming,
+                                       **{**self.arrival_option(monotonic()), **options})
         except InvalidRequestError as error:
             raise RequestFailed(error.code, str(error)) from None
         if request.streaming is not None:      # `generate` would return the first token only
@@ -155,7 +170,18 @@ class AsyncEngine:
             self._manager.check(request)
         except RequestError as error:
             raise RequestFailed(error.code, str(error)) from None
-        mailbox = Mailbox(request_id, Wants.of(request), _running_loop())
+        return request
+
+    def arrival_option(self, arrived: float) -> dict[str, float]:
+        """The option `arrival_time` of a request that arrived at `arrived`, in seconds of time.monotonic().
+
+        Empty if the engine has another clock.
+        """
+        return {"arrival_time": arrived} if self._sets_arrival_time else {}
+
+    def _submit(self, tensors: Mapping[str, Any], is_streaming: bool, options: dict[str, Any]) -> Mailbox:
+        request, switchboard = self._request(tensors, is_streaming, options), self._switchboard
+        mailbox = Mailbox(request.request_id, Wants.of(request), _running_loop())
         submitted: InferenceRequest | PackedRequest = request
         if isinstance(self._manager, EngineProcess):
             try:
@@ -165,6 +191,15 @@ class AsyncEngine:
         switchboard.submit(mailbox, submitted)
         self._manager.notify()
         return mailbox
+
+
+def check_asyncio(what: str) -> None:
+    """Raise ConfigError if no asyncio event loop runs on this thread."""
+    if _running_loop() is None:
+        raise ConfigError(f"{what} was awaited, and no asyncio event loop runs on this thread",
+                          "this interface is for asyncio, not for trio or curio",
+                          "run it with asyncio.run(), or with anyio on its asyncio backend; under trio, call an LLM in "
+                          "threads: await trio.to_thread.run_sync(...)")
 
 
 def _without_queue_limits(params: TrtGptModelOptionalParams) -> TrtGptModelOptionalParams:
@@ -221,7 +256,11 @@ class Stream:
         if mailbox.is_awaited and not self._is_over:
             raise RuntimeError("another coroutine awaits this stream; a stream has one reader at a time; let "
                                "one coroutine read and pass the deltas on")
-        mailbox.loop = asyncio.get_running_loop()
+        try:
+            mailbox.loop = asyncio.get_running_loop()
+        except RuntimeError:
+            check_asyncio("a stream")
+            raise
         while not self._is_over:
             taken = mailbox.take()
             if taken is None:

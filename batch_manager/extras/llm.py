@@ -10,10 +10,9 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from _queue import SimpleQueue  # gevent replaces queue.SimpleQueue by a queue for greenlets
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from queue import SimpleQueue
 from time import monotonic
 from typing import Any, Self
 
@@ -21,62 +20,16 @@ from ..aio.mailbox import Mailbox, RequestFailed, Wants
 from ..aio.switchboard import WITHOUT_QUEUE_LIMITS, Switchboard
 from ..config import Parts, TrtGptModelOptionalParams
 from ..engine_info import EngineInfo
-from ..errors import InvalidRequestError, ManagerClosedError, RequestError, type_name
+from ..errors import InvalidRequestError, ManagerClosedError, RequestError
 from ..gpt_manager import GptManager
 from ..names import ErrorCode, FinishReason, SchedulerPolicy, TrtGptModelType
-from ..option_values import plain_integer
 from ..requests.inference_request import InferenceRequest
-from .chat_template import chat_prompt
 from .generated_text import GeneratedText
 from .sampling import Sampling, in_names_of_options
-from .text import TextStream
-from .tokenizer import encode, load_tokenizer
+from .text_requests import Completion, Output, Prompt, Prompts, Timings, each_prompt
 from .turn_end import log_unused_turn_ends
 
 __all__ = ["LLM", "Completion", "RequestFailed", "TextPieces", "Timings"]
-
-Prompt = str | list[int] | list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Latencies of a request, in seconds since it was submitted, including its time in the queue.
-
-    first_token_s   time until the first token arrived; None: no token arrived
-    total_s         time until the request ended
-    """
-
-    first_token_s: float | None
-    total_s: float
-
-
-@dataclass(slots=True)
-class Completion:
-    """The output for one prompt.
-
-    text            text without special tokens, up to a stop string
-    tokens          tokens without the end id; the last one may be the token that completed a stop string
-    finish_reason   END_ID, STOP_WORDS (also for a stop string), LENGTH, TIMED_OUT or CANCELLED; NOT_FINISHED after an
-                    error
-    log_probs       log-probability of each token, if requested; otherwise empty
-    top_log_probs   for each token, the likeliest tokens and their log-probabilities, likeliest first, if requested;
-                    otherwise empty
-    error           why the request failed: code, message, is_retryable; None: the request did not fail
-    timings         latencies of the request; None: the request never reached the engine
-    prompt_tokens   number of prompt tokens
-    cached_tokens   number of prompt tokens found in the KV cache; None: unknown, because the output ended with a stop
-                    string, a cancellation or an error
-    """
-
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: FinishReason = FinishReason.NOT_FINISHED
-    log_probs: list[float] = field(default_factory=list)
-    top_log_probs: list[dict[int, float]] = field(default_factory=list)
-    error: RequestFailed | None = None
-    timings: Timings | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int | None = None
 
 
 class LLM:
@@ -107,10 +60,7 @@ class LLM:
                  scheduler_policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT, parts: Parts | None = None,
                  return_stats: Callable[[str], None] | None = None, **params: Any) -> None:
         optional_params = TrtGptModelOptionalParams(**{**WITHOUT_QUEUE_LIMITS, **params})
-        is_folder = tokenizer is None or isinstance(tokenizer, str | os.PathLike)
-        self._source = model if tokenizer is None or not is_folder else tokenizer
-        self._tokenizer = load_tokenizer(self._source) if is_folder else tokenizer
-        TextStream(self._tokenizer)            # raises ConfigError if it is not a tokenizer
+        self._prompts = Prompts(model, tokenizer)
         switchboard = self._switchboard = Switchboard()
         parts = Parts() if parts is None else parts
         if isinstance(parts, Parts):           # otherwise GptManager raises
@@ -119,7 +69,7 @@ class LLM:
         self._manager = GptManager(model, TrtGptModelType.InflightFusedBatching, 1, scheduler_policy, switchboard.get,
                                    switchboard.send, switchboard.poll, return_stats, optional_params, parts=parts,
                                    exclude_input_in_output=True)
-        log_unused_turn_ends(self._source, self._tokenizer, self._manager.info.end_ids, self._manager.info.vocab_size)
+        log_unused_turn_ends(self._prompts.source, self.tokenizer, self.info.end_ids, self.info.vocab_size)
 
     def generate(self, prompts: Iterable[Prompt] | str, **options: Any) -> list[Completion]:
         """Return one completion per prompt, in order. A single string is one prompt.
@@ -131,7 +81,7 @@ class LLM:
         """
         sampling = Sampling.of(options)
         self._check_open()
-        arrived, waiting = monotonic(), _iterator(prompts)
+        arrived, waiting = monotonic(), each_prompt(prompts)
         completions: list[Completion] = []
         alive: dict[int, _Request] = {}
         inbox, most_alive, has_more = _Inbox(), 2 * self.info.max_batch_size, True
@@ -190,8 +140,7 @@ class LLM:
         Raises ConfigError if there is no template, InvalidRequestError if the template rejects the messages or leaves
         out the tools, and the exceptions of `generate`.
         """
-        prompt = chat_prompt(self._source, messages, tools, **(template_options or {}))
-        return self.generate([encode(self._tokenizer, prompt, add_special_tokens=False)], **options)[0]
+        return self.generate([self._prompts.chat_ids(messages, tools, template_options)], **options)[0]
 
     @property
     def info(self) -> EngineInfo:
@@ -200,7 +149,11 @@ class LLM:
 
     @property
     def tokenizer(self) -> Any:
-        return self._tokenizer
+        return self._prompts.tokenizer
+
+    def health(self) -> dict[str, Any]:
+        """See GptManager.health."""
+        return self._manager.health()
 
     def close(self, drain: bool = False, timeout: float | None = None) -> bool:
         """End the engine; see GptManager.shutdown. Idempotent."""
@@ -215,34 +168,13 @@ class LLM:
 
     def _prepare(self, prompt: Prompt, sampling: Sampling, inbox: "_Inbox", completion: Completion,
                  arrived: float) -> "_Request":
-        prompt_ids = self._prompt_ids(prompt)
-        completion.prompt_tokens = len(prompt_ids)
-        tensors = {**sampling.tensors(prompt_ids, self.info), "return_perf_metrics": True}
+        tensors, text = self._prompts.request(prompt, sampling, self.info, completion)
         request = InferenceRequest(self._switchboard.next_id(), tensors, is_streaming=True, priority=sampling.priority,
                                    deadline_s=sampling.deadline_s,
                                    arrival_time=arrived if self._sets_arrival_time else None)
         mailbox = Mailbox(request.request_id, Wants.of(request))
         mailbox.loop = inbox
-        text = GeneratedText(self._tokenizer, prompt_ids, sampling.stop)
         return _Request(self._manager, self._switchboard, mailbox, request, text, completion)
-
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return encode(self._tokenizer, prompt)
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-            return encode(self._tokenizer, chat_prompt(self._source, prompt), add_special_tokens=False)
-        if hasattr(prompt, "tolist"):
-            prompt = prompt.tolist()
-        if isinstance(prompt, list | tuple):
-            if all(type(token) is int for token in prompt):         # a long prompt must not keep the worker waiting
-                return list(prompt)
-            token_ids = [plain_integer(token) for token in prompt]
-            if None not in token_ids:
-                return token_ids
-        raise InvalidRequestError(f"a prompt is of type {type_name(prompt)}",
-                                  "expected a string, a list of token ids, or a list of messages",
-                                  "pass one prompt to stream(), a list of prompts to generate() ([[5, 6]] is one "
-                                  "prompt of token ids), and a conversation to chat()")
 
     def _check_open(self) -> None:
         if self._switchboard.closed is not None:
@@ -308,19 +240,6 @@ class TextPieces:
 _NO_MORE = object()
 
 
-def _iterator(prompts: Any) -> Iterator[Any]:
-    """Return an iterator over the prompts that `generate` got.
-
-    Raises TypeError for an object that is neither a string nor an iterable of prompts.
-    """
-    if isinstance(prompts, str):
-        return iter([prompts])
-    if isinstance(prompts, Iterable) and not isinstance(prompts, Mapping | bytes | bytearray):
-        return iter(prompts)
-    raise TypeError(f"prompts is of type {type_name(prompts)}; expected a string, or a list of prompts; "
-                    "put the prompts into a list, or pass a conversation to chat()")
-
-
 class _Inbox:
     """A queue of mailboxes with new responses. A blocked reader waits in `get`.
 
@@ -346,20 +265,15 @@ class _Inbox:
         return self._queue.get()
 
 
-class _Request:
-    """One request, and the `Completion` that its responses fill in.
-
-    failure   exception that the iterator over the output raises once; None: the request did not fail
-    """
+class _Request(Output):
+    """One request, and the `Completion` that its responses fill in."""
 
     def __init__(self, manager: GptManager, switchboard: Switchboard, mailbox: Mailbox, request: InferenceRequest,
                  text: GeneratedText, completion: Completion) -> None:
-        self.mailbox, self.completion = mailbox, completion
-        self.is_over, self.failure = False, None
+        super().__init__(text, completion)
+        self.mailbox = mailbox
         self._manager, self._switchboard = manager, switchboard      # keep the engine alive while a reader exists
-        self._request, self._text = request, text
-        self._submitted_at = 0.0
-        self._first_token: float | None = None
+        self._request = request
 
     def check(self) -> None:
         """Raise RequestFailed if the engine would refuse the request, whatever else runs."""
@@ -378,39 +292,16 @@ class _Request:
         self._switchboard.check_process()
 
     def read(self) -> str:
-        """Add new output to the completion, and return the text of the new output; "" if there is none.
-
-        If the request failed, sets `failure` and the completion's error.
-        """
+        """Add new output to the completion, and return the text of the new output; "" if there is none."""
         delta = None if self.is_over else self.mailbox.take()
         if delta is None:
             return ""
         if isinstance(delta, str):
-            code, message = ErrorCode.of(delta)
-            self.failure = self.completion.error = RequestFailed(code, in_names_of_options(message), self._text.tokens)
-            piece, reason = self._text.rest(), FinishReason.NOT_FINISHED
-            self.is_over = True
-        else:
-            if self._first_token is None:
-                self._first_token = monotonic()
-            if delta.metrics is not None:
-                self.completion.cached_tokens = delta.metrics.cached_tokens
-            piece = self._text.add(delta)
-            reason = self._text.finish_reason
-            self.is_over = reason is not FinishReason.NOT_FINISHED
-            if self.is_over and delta.finish_reason is FinishReason.NOT_FINISHED:
-                self._stop()                   # a stop string: the engine would continue
-        self.completion.text += piece
+            return self.fail(RequestFailed(*ErrorCode.of(delta)))
+        piece = self.add(delta)
         if self.is_over:
-            self._fill_in(reason)
+            self._stop()                       # after a stop string, the engine would continue
         return piece
-
-    def end(self, reason: FinishReason) -> None:
-        """End a request whose reader has stopped it: finish its completion, with `reason` as the finish reason."""
-        if not self.is_over:
-            self.is_over = True
-            self.completion.text += self._text.rest()
-            self._fill_in(reason)
 
     def stop(self) -> None:
         """Stop the request unless it is over. Never blocks."""
@@ -422,10 +313,3 @@ class _Request:
             self._switchboard.stop(self.mailbox)
             with suppress(ManagerClosedError):               # in a forked child
                 self._manager.notify()
-
-    def _fill_in(self, reason: FinishReason) -> None:
-        completion, text, since = self.completion, self._text, self._submitted_at
-        completion.tokens, completion.finish_reason = text.tokens, reason
-        completion.log_probs, completion.top_log_probs = text.log_probs, text.top_log_probs
-        first = None if self._first_token is None else self._first_token - since
-        completion.timings = Timings(first, monotonic() - since)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from batch_manager import (
     ModelLoadError,
     SchedulerPolicy,
     TrtGptModelOptionalParams,
+    config,
 )
 from batch_manager.errors import QueueFullError
 from batch_manager.testing.scripted_backend import ScriptedBackend
@@ -310,7 +312,15 @@ def test_info_of_a_checkpoint_names_its_architecture_and_end_ids(make_manager, n
 def test_a_field_of_another_configuration_and_a_name_on_a_hub_are_told_as_such(make_manager, new_client):
     with pytest.raises(TypeError, match=r"enable_block_reuse is a field of KvCacheConfig: pass kv_cache_config="):
         TrtGptModelOptionalParams(enable_block_reuse=True)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+    for name, way_out in config._OPTIONS_OF_OTHER_ENGINES.items():
+        with pytest.raises(TypeError) as raised:
+            TrtGptModelOptionalParams(**{name: 0.5})
+        assert str(raised.value) == f"{name} is an option of another engine: pass {way_out}"
+        for used in re.findall(r"(\w+)=", way_out):       # the way out exists
+            assert used in TrtGptModelOptionalParams.__dataclass_fields__ or used in KvCacheConfig.__dataclass_fields__
+    with pytest.raises(TypeError, match="unknown option 'max_batch_sise'; did you mean max_batch_size"):
+        TrtGptModelOptionalParams(max_batch_sise=3)
+    with pytest.raises(TypeError, match="unknown option 'nonsense'; the options are kv_cache_config, "):
         TrtGptModelOptionalParams(nonsense=True)
     with pytest.raises(ModelLoadError,
                        match=r"Hugging Face hub.*`hf download Qwen/Qwen2\.5-0\.5B` and pass the folder"):

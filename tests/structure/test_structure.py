@@ -107,6 +107,7 @@ ALLOWED_LOADERS = {
     ("batch_manager/__init__.py", "importlib"): "public names are served lazily, from a table in the file",
     **dict.fromkeys([(f"batch_manager/aio/{name}.py", "asyncio") for name in ("engine", "mailbox", "switchboard")],
                     "the host's event loops, which it is made for"),
+    ("batch_manager/extras/async_llm.py", "asyncio"): "the host's event loops, which it is made for",
     ("batch_manager/extras/openai/service.py", "asyncio"): "texts of one answer are read side by side",
     ("batch_manager/extras/openai/responses.py", "asyncio"): "a response waits for its client's going away",
     ("batch_manager/extras/openai/server.py", "asyncio"): "drains after a signal",
@@ -414,6 +415,7 @@ def test_threads_are_the_business_of_the_manager_and_its_worker_alone():
     # these files have coroutines of a server that has an event loop
     may.update(f"batch_manager/extras/openai/{name}.py" for name in ("service", "responses", "server"))
     may.update(f"batch_manager/aio/{name}.py" for name in ("engine_process", "engine_program", "messages"))
+    may.add("batch_manager/extras/async_llm.py")        # coroutines, for the host's event loop
     may.add("batch_manager/extras/llm.py")              # has a lock for threads that read one text; starts none
     may.add("batch_manager/runtime/thread_count.py")    # identifies the calling thread; starts none
     may.add("triton_kernels/cpu/large_pages.py")        # is called by the threads that load a model; starts none

@@ -1,0 +1,195 @@
+"""What LLM and AsyncLLM share: a prompt becomes a request, and its output becomes a Completion."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from ..aio.mailbox import Delta, RequestFailed
+from ..engine_info import EngineInfo
+from ..errors import BatchManagerError, InvalidRequestError, type_name
+from ..names import FinishReason
+from ..option_values import plain_integer
+from .chat_template import chat_prompt
+from .generated_text import GeneratedText
+from .sampling import Sampling, in_names_of_options
+from .text import TextStream
+from .tokenizer import LONG_TEXT, encode, load_tokenizer
+
+LONG_LIST = 1024    # token ids; takes a few milliseconds to prepare
+Prompt = str | list[int] | list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Latencies of a request, in seconds since it was submitted, including its time in the queue.
+
+    first_token_s   time until the first token arrived; None: no token arrived
+    total_s         time until the request ended
+    """
+
+    first_token_s: float | None
+    total_s: float
+
+
+@dataclass(slots=True)
+class Completion:
+    """The output for one prompt.
+
+    text            text without special tokens, up to a stop string
+    tokens          tokens without the end id; the last one may be the token that completed a stop string
+    finish_reason   END_ID, STOP_WORDS (also for a stop string), LENGTH, TIMED_OUT or CANCELLED; NOT_FINISHED after an
+                    error
+    log_probs       log-probability of each token, if requested; otherwise empty
+    top_log_probs   for each token, the likeliest tokens and their log-probabilities, likeliest first, if requested;
+                    otherwise empty
+    error           why the request failed: code, message, is_retryable; None: the request did not fail
+    timings         latencies of the request; None: the request never reached the engine
+    prompt_tokens   number of prompt tokens
+    cached_tokens   number of prompt tokens found in the KV cache; None: unknown, because the output ended with a stop
+                    string, a cancellation or an error
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.NOT_FINISHED
+    log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[dict[int, float]] = field(default_factory=list)
+    error: RequestFailed | None = None
+    timings: Timings | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None
+
+
+class Prompts:
+    """Converts prompts to token ids, with the tokenizer and the chat template of a model.
+
+    model       folder of a checkpoint, or a .gguf file
+    tokenizer   a tokenizer, or the path of its folder or .gguf file; None: the model's tokenizer
+
+    Raises ConfigError if there is no tokenizer.
+    """
+
+    def __init__(self, model: str | os.PathLike, tokenizer: Any = None) -> None:
+        is_folder = tokenizer is None or isinstance(tokenizer, str | os.PathLike)
+        self.source = model if tokenizer is None or not is_folder else tokenizer
+        self.tokenizer = load_tokenizer(self.source) if is_folder else tokenizer
+        TextStream(self.tokenizer)             # raises ConfigError if it is not a tokenizer
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt. Raises InvalidRequestError for an invalid prompt."""
+        if isinstance(prompt, str):
+            return encode(self.tokenizer, prompt)
+        if _is_conversation(prompt):
+            return self.chat_ids(prompt)
+        if hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()
+        if isinstance(prompt, list | tuple):
+            if all(type(token) is int for token in prompt):         # a long prompt must not keep the worker waiting
+                return list(prompt)
+            token_ids = [plain_integer(token) for token in prompt]
+            if None not in token_ids:
+                return token_ids
+        raise InvalidRequestError(f"a prompt is of type {type_name(prompt)}",
+                                  "expected a string, a list of token ids, or a list of messages",
+                                  "pass one prompt to stream(), a list of prompts to generate() ([[5, 6]] is one "
+                                  "prompt of token ids), and a conversation to chat()")
+
+    def chat_ids(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
+                 template_options: dict[str, Any] | None = None) -> list[int]:
+        """Return the token ids of a conversation. Raises the errors of `chat_prompt`."""
+        prompt = chat_prompt(self.source, messages, tools, **(template_options or {}))
+        return encode(self.tokenizer, prompt, add_special_tokens=False)
+
+    def warm_up(self) -> None:
+        """Compile the chat template, if there is one."""
+        with suppress(BatchManagerError):
+            self.chat_ids([{"role": "user", "content": "."}])
+
+    @staticmethod
+    def are_long(prompt: Prompt) -> bool:
+        """Whether preparing a prompt, or a conversation, may take more than a few milliseconds."""
+        if isinstance(prompt, str):
+            return len(prompt) > LONG_TEXT
+        if _is_conversation(prompt):
+            return len(prompt) > LONG_LIST or sum(len(str(message)) for message in prompt) > LONG_TEXT
+        return hasattr(prompt, "__len__") and len(prompt) > LONG_LIST
+
+    def request(self, prompt: Prompt, sampling: Sampling, info: EngineInfo,
+                completion: Completion) -> tuple[dict[str, Any], GeneratedText]:
+        """Return the tensors of a request, and the object that collects its output.
+
+        Sets `prompt_tokens` of the completion. Raises InvalidRequestError for an invalid prompt or option.
+        """
+        prompt_ids = self.ids(prompt)
+        completion.prompt_tokens = len(prompt_ids)
+        tensors = {**sampling.tensors(prompt_ids, info), "return_perf_metrics": True}
+        return tensors, GeneratedText(self.tokenizer, prompt_ids, sampling.stop)
+
+
+class Output:
+    """The output of one request as it arrives, and the `Completion` that it fills in.
+
+    failure   exception that the iterator over the output raises once; None: the request did not fail
+    """
+
+    def __init__(self, text: GeneratedText, completion: Completion) -> None:
+        self.completion, self.is_over = completion, False
+        self.failure: RequestFailed | None = None
+        self._text = text
+        self._submitted_at = monotonic()
+        self._first_token: float | None = None
+
+    def add(self, delta: Delta) -> str:
+        """Add new output to the completion, and return its text."""
+        if self._first_token is None:
+            self._first_token = monotonic()
+        if delta.metrics is not None:
+            self.completion.cached_tokens = delta.metrics.cached_tokens
+        piece = self._text.add(delta)
+        self.completion.text += piece
+        if self._text.finish_reason is not FinishReason.NOT_FINISHED:
+            self._fill_in(self._text.finish_reason)
+        return piece
+
+    def fail(self, error: RequestFailed) -> str:
+        """End the output with an error. Sets `failure`, and returns the text that was held back."""
+        self.failure = self.completion.error = RequestFailed(error.code, in_names_of_options(error.message),
+                                                             self._text.tokens)
+        return self.end(FinishReason.NOT_FINISHED)
+
+    def end(self, reason: FinishReason) -> str:
+        """End an output that gets no further delta, and return the text that was held back."""
+        if self.is_over:
+            return ""
+        piece = self._text.rest()
+        self.completion.text += piece
+        self._fill_in(reason)
+        return piece
+
+    def _fill_in(self, reason: FinishReason) -> None:
+        self.is_over = True
+        completion, text, since = self.completion, self._text, self._submitted_at
+        completion.tokens, completion.finish_reason = text.tokens, reason
+        completion.log_probs, completion.top_log_probs = text.log_probs, text.top_log_probs
+        first = None if self._first_token is None else self._first_token - since
+        completion.timings = Timings(first, monotonic() - since)
+
+
+def each_prompt(prompts: Any) -> Iterator[Any]:
+    """Return an iterator over the prompts that `generate` got.
+
+    Raises TypeError for an object that is neither a string nor an iterable of prompts.
+    """
+    if isinstance(prompts, str):
+        return iter([prompts])
+    if isinstance(prompts, Iterable) and not isinstance(prompts, Mapping | bytes | bytearray):
+        return iter(prompts)
+    raise TypeError(f"prompts is of type {type_name(prompts)}; expected a string, or a list of prompts; "
+                    "put the prompts into a list, or pass a conversation to chat()")
+
+
+def _is_conversation(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
