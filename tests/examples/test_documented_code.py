@@ -23,6 +23,7 @@ RUN_BY = {
     "from batch_manager.extras.llm import LLM": "tests/extras/test_llm.py runs the README's",
     "def samples(first_id, prompt, count, **tensors):": "tests/examples/test_several_outputs.py",
     "import asyncio": "here",
+    "from batch_manager.extras.async_llm import AsyncLLM": "here",
     "from batch_manager.extras.text import TextStream, chat_prompt": "here",
     "class TopNSigma(batch_manager.LogitsStage):": "here",
     "from batch_manager import PerfMetrics, TrtGptModelOptionalParams": "here",
@@ -60,6 +61,12 @@ def test_asyncio(monkeypatch, capsys):
     exec(block("import asyncio"), {})
     *_, last = told = capsys.readouterr().out.splitlines()
     assert last == "64 tokens" and len("".join(told)) > 64
+
+
+def test_texts_on_asyncio(monkeypatch, capsys):
+    monkeypatch.chdir(REPOSITORY)
+    exec(block("from batch_manager.extras.async_llm"), {})
+    assert sum(len(line) > 10 for line in capsys.readouterr().out.splitlines()) >= 3
 
 
 def test_text_of_tokens(tmp_path):

@@ -104,8 +104,8 @@ def test_under_gunicorn_with_gevent_an_engine_is_refused(serve):
 
 
 @pytest.mark.parametrize("command", [
-    ("-m", "gunicorn", "-k", "gthread", "--threads", "4", *GUNICORN),
-    ("FOLDER/pool.py", "FOLDER/host.py", "PORT")], ids=["gunicorn -k gthread", "patch_all(thread=False)"])
+    ("-m", "gunicorn", "-k", "gthread", "--threads", "4", "--preload", *GUNICORN),
+    ("FOLDER/pool.py", "FOLDER/host.py", "PORT")], ids=["gunicorn -k gthread --preload", "patch_all(thread=False)"])
 def test_the_ways_out_stream_while_other_connections_are_answered(serve, tmp_path, command):
     pytest.importorskip("gevent")
     pytest.importorskip("gunicorn")
