@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Any, Never, Self
@@ -106,11 +106,22 @@ class AsyncEngine:
                  a prompt, the tensor `streaming`; for one that cannot be pickled (with `process`), and if the engine is
                  closed. What other requests and the clock decide, such as a full queue, raises in the stream
         """
-        return Stream(self, self._submit(tensors, True, options))
+        (stream,) = self._submit([self._prepare(tensors, True, options)])
+        return stream
+
+    def streams(self, requests: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list["Stream"]:
+        """Submit several requests together, given as (tensors, options), and return their streams.
+
+        The worker gets them at the same time, so those that a full queue refuses are refused before any has a token.
+
+        Raises RequestFailed as `stream`, without submitting any of them.
+        """
+        return self._submit([self._prepare(tensors, True, dict(options)) for tensors, options in requests])
 
     async def generate(self, tensors: Mapping[str, Any], **options: Any) -> Delta:
         """Submit a request and return its whole output. Takes the arguments of `stream`. Raises RequestFailed."""
-        return await anext(Stream(self, self._submit(tensors, False, options)))
+        (stream,) = self._submit([self._prepare(tensors, False, options)])
+        return await anext(stream)
 
     def check(self, tensors: Mapping[str, Any], **options: Any) -> None:
         """Raise RequestFailed if `stream` would refuse the request, without submitting it. Takes its arguments."""
@@ -179,8 +190,10 @@ class AsyncEngine:
         """
         return {"arrival_time": arrived} if self._sets_arrival_time else {}
 
-    def _submit(self, tensors: Mapping[str, Any], is_streaming: bool, options: dict[str, Any]) -> Mailbox:
-        request, switchboard = self._request(tensors, is_streaming, options), self._switchboard
+    def _prepare(self, tensors: Mapping[str, Any], is_streaming: bool,
+                 options: dict[str, Any]) -> tuple[Mailbox, InferenceRequest | PackedRequest]:
+        """Make a request and its mailbox. Raises RequestFailed if it can never run."""
+        request = self._request(tensors, is_streaming, options)
         mailbox = Mailbox(request.request_id, Wants.of(request), _running_loop())
         submitted: InferenceRequest | PackedRequest = request
         if isinstance(self._manager, EngineProcess):
@@ -188,9 +201,13 @@ class AsyncEngine:
                 submitted = packed(request)
             except InvalidRequestError as error:
                 raise RequestFailed(error.code, str(error)) from error
-        switchboard.submit(mailbox, submitted)
+        return mailbox, submitted
+
+    def _submit(self, prepared: Sequence[tuple[Mailbox, InferenceRequest | PackedRequest]]) -> list["Stream"]:
+        """Submit requests, which the worker gets together, and return their streams."""
+        self._switchboard.submit(prepared)
         self._manager.notify()
-        return mailbox
+        return [Stream(self, mailbox) for mailbox, _ in prepared]
 
 
 def check_asyncio(what: str) -> None:

@@ -2,7 +2,7 @@
 
 from asyncio import AbstractEventLoop
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -50,13 +50,15 @@ class Switchboard:
     def next_id(self) -> int:
         return next(self._ids)
 
-    def submit(self, mailbox: Mailbox, request: Any) -> None:
-        """Queue a request until `get` returns it.
+    def submit(self, requests: Sequence[tuple[Mailbox, Any]]) -> None:
+        """Queue requests until `get` returns them. One call of `get` returns all of them, unless they are very many.
 
-        request   a PackedRequest if the engine runs in its own process, otherwise an InferenceRequest
+        requests   pairs of a mailbox and a PackedRequest if the engine runs in its own process, otherwise an
+                   InferenceRequest
         """
-        self._mailboxes[mailbox.request_id] = mailbox
-        self._submitted.append((mailbox, request))
+        for mailbox, _ in requests:
+            self._mailboxes[mailbox.request_id] = mailbox
+        self._submitted.extend(requests)
         if self.closed is not None:            # checked after queueing; `end` sets it before it drains the queue
             self._end_all(self.closed)
 

@@ -284,7 +284,7 @@ class _Request(Output):
 
     def submit(self) -> None:
         self._submitted_at = monotonic()
-        self._switchboard.submit(self.mailbox, self._request)
+        self._switchboard.submit([(self.mailbox, self._request)])
         self._manager.notify()
 
     def check_process(self) -> None:

@@ -144,6 +144,18 @@ def test_refusals_and_deadlines_do_not_wait_for_room(takes_all, process):
     asyncio.run(test())
 
 
+def test_several_requests_are_submitted_together_or_not_at_all():
+    async def test(engine):
+        streams = engine.streams([(request([number]), {"priority": 0.1}) for number in range(3)])
+        assert await asyncio.gather(*map(tokens_of, streams)) == [backend.expected([n], 5) for n in range(3)]
+        with pytest.raises(RequestFailed, match="priority"):
+            engine.streams([(request(), {}), (request(), {"priority": 5})])
+        assert len(engine._switchboard) == 0 and engine.streams([]) == []
+
+    backend = ScriptedBackend()
+    run(test, backend=backend)
+
+
 def test_without_takes_all_no_number_of_waiting_requests_is_refused_unless_a_limit_is_set():
     async def test(engine):
         whole = await asyncio.gather(*[engine.generate(request(new_tokens=1)) for _ in range(1100)])

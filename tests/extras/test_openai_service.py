@@ -591,8 +591,8 @@ def test_a_bias_of_the_whole_vocabulary_is_made_once_for_all_texts(monkeypatch):
     seen = []
 
     async def test(service):
-        stream = service.engine.stream
-        service.engine.stream = lambda tensors, **options: seen.append(tensors) or stream(tensors, **options)
+        streams = service.engine.streams
+        service.engine.streams = lambda requests: seen.extend(tensors for tensors, _ in requests) or streams(requests)
         body = {"prompt": [[5], [6]], "n": 2, "max_tokens": 2, "logit_bias": {"7": -100, "8": 2.5}}
         assert len((await whole(service, **body))["choices"]) == 4
         assert made == [4096] and [tensors["embedding_bias"][7:9].tolist() for tensors in seen] == [[-100, 2.5]] * 4

@@ -207,13 +207,13 @@ class Answer:
             self._sampling = replace(parsed.sampling, logit_bias=None)
         self._echoes = [self._text_of(prompt, tokens) if parsed.echo else ""
                         for prompt, tokens in zip(parsed.prompts, prompts, strict=True)]
-        try:
-            for number, prompt_ids in enumerate(prompts):
-                for copy in range(parsed.count):
-                    self._start(prompt_ids, copy, grammar, len(self._echoes[number]))
-        except BaseException:
-            self.cancel()
-            raise
+        requests = [self._request(prompt_ids, copy, grammar) for prompt_ids in prompts for copy in range(parsed.count)]
+        streams = service.engine.streams([(tensors, options) for tensors, options, _ in requests])
+        with_prompt = parsed.echo and parsed.sampling.log_probs
+        for index, (stream, (_, _, text)) in enumerate(zip(streams, requests)):
+            number = index // parsed.count
+            self._choices.append(_Choice(index, stream, text, prompts[number], with_prompt,
+                                         TextOffsets(service.token_names, len(self._echoes[number])), service.observe))
 
     def cancel(self) -> None:
         """Stop all requests of the answer. Called on the event loop."""
@@ -255,7 +255,9 @@ class Answer:
 
     # ---------------------------------------------------------------- inside
 
-    def _start(self, prompt_ids: list[int], copy: int, grammar: Any, offset: int) -> None:
+    def _request(self, prompt_ids: list[int], copy: int,
+                 grammar: Any) -> tuple[dict[str, Any], dict[str, Any], GeneratedText]:
+        """Return the tensors and options of the request for one output, and the object that collects the output."""
         sampling, engine = self._sampling, self._service.engine
         if copy and sampling.seed is not None:
             sampling = replace(sampling, seed=(sampling.seed + copy) & WORD)
@@ -263,9 +265,8 @@ class Answer:
         tensors = {**sampling.tensors(prompt_ids, engine.info), "return_perf_metrics": True}
         if self._bias is not None:
             tensors["embedding_bias"] = self._bias
-        with_prompt = self._parsed.echo and sampling.log_probs
         ends: list[int] = []
-        if with_prompt:
+        if self._parsed.echo and sampling.log_probs:
             tensors["return_context_logits"] = True
             # Evaluation clients drop as many trailing entries as `usage` counts completion tokens, so the end token
             # needs an entry. The engine returns the tokens of a stop word, but not an end id. End ids are therefore
@@ -275,9 +276,8 @@ class Answer:
         if ends:
             tensors["stop_words_list"] = [[end] for end in ends]
         text = GeneratedText(self._service.tokenizer, prompt_ids, sampling.stop, ends_in_stop_words=bool(ends))
-        stream = engine.stream(tensors, priority=sampling.priority, arrival_time=self._arrived, **options)
-        self._choices.append(_Choice(len(self._choices), stream, text, prompt_ids, with_prompt,
-                                     TextOffsets(self._service.token_names, offset), self._service.observe))
+        options |= {"priority": sampling.priority, "arrival_time": self._arrived}
+        return tensors, options, text
 
     async def _whole_text(self, choice: _Choice) -> str:
         """Read the stream of an output to its end or to a stop string, and return the text.
