@@ -55,6 +55,7 @@ IN_CLIENT = {
 AND_SOME = "max_num_sequences requests were active, and some of them "
 MOST_NAMED = 5
 BEFORE_S = 1e6          # eleven days
+LEAST_IDLE_US = 10      # times are rounded
 SLOW = 2.0            # a step is named if it lasts this many times as long as the mean
 
 
@@ -173,6 +174,11 @@ def write_perfetto(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
         at = microseconds(iteration.started_at_s)
         # Each time is rounded. The sum of the phases may therefore be a microsecond longer than the iteration.
         start = max(at, tracks_are_free_at[0])
+        if iteration.room is not None and 0 < tracks_are_free_at[0] < at - LEAST_IDLE_US:
+            # A viewer draws a counter up to its next event. Phases of older traces leave gaps while the engine runs.
+            for name, parts in (("tokens of the step", ("context", "generation")),
+                                ("requests of the step", ("in the step",))):
+                yield {"ph": "C", "pid": 0, "name": name, "ts": tracks_are_free_at[0], "args": dict.fromkeys(parts, 0)}
         for phase, duration in iteration.phases_us.items():
             yield {"ph": "X", "pid": 0, "tid": 0, "name": phase, "ts": start, "dur": duration,
                    "args": {"iteration": iteration.iteration}}

@@ -314,6 +314,18 @@ def test_the_engine_records_when_requests_arrived(traced, new_request):
     assert first.arrived == (1, 2) and first.arrived_at_s == (0.0, first.started_at_s)
 
 
+def test_counters_of_perfetto_are_zero_while_the_engine_is_idle():
+    file = StringIO()
+    write_perfetto([IterationTrace(0, ((7, 0, 4),), (), (), (7,), (7,), 1.0, {"start": 5000}, room=1),
+                    IterationTrace(1, ((8, 0, 6),), (), (), (8,), (8,), 2.0, {"start": 5000}, room=1)], file)
+    events = json.loads(file.getvalue())["traceEvents"]
+    begin = min(event["ts"] for event in events if event["ph"] == "X")
+    for name, part, values in (("tokens of the step", "context", (4, 0, 6)),
+                               ("requests of the step", "in the step", (1, 0, 1))):
+        assert [(event["ts"] - begin, event["args"][part]) for event in events if event["name"] == name] == [
+            (0, values[0]), (5000, values[1]), (1_000_000, values[2])]
+
+
 def test_a_wait_with_many_causes_is_short_and_its_sums_are_right():
     """The reason alternates between "all ran" (1 ms) and "blocks" (2 ms) 500 times while 300 requests wait."""
     iterations, at = [], 0.0

@@ -94,7 +94,8 @@ class CountersChart {
     }
   }
 
-  /** The iterations of each pixel column, first (inclusive) and end (exclusive); equal if the column has none. */
+  /** The iterations of each pixel column, first (inclusive) and end (exclusive); equal if the column has none, as in
+   *  time in which the engine is idle. */
   columns() {
     const { view, run } = this, count = Math.round(view.width * devicePixelRatio);
     const first = new Int32Array(count), end = new Int32Array(count);
@@ -102,7 +103,9 @@ class CountersChart {
       const from = view.begin + i / count * (view.end - view.begin);
       const to = view.begin + (i + 1) / count * (view.end - view.begin);
       if (from >= view.axis.end) continue;
-      first[i] = view.axis.indexAt(from);
+      const index = view.axis.indexAt(from);
+      if (from >= view.axis.ends[index] && to < view.axis.positions[index + 1]) continue;      // the engine is idle
+      first[i] = index;
       end[i] = Math.max(first[i] + 1, Math.min(run.count, view.axis.indexAt(to)));
     }
     return { first, end, count };
